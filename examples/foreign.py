@@ -2,9 +2,9 @@
 
 elaswave run --workers 4 --fault kill:random@5:any examples/foreign.py
 
-Under two minutes on two cores. Numpy and JAX compute in processes of their own, beside the worker that holds the layer
-(docs/foreign.md); all else, from the sums of gradients to checkpoints, is as with layers in torch. `--jax PYTHON` names
-the interpreter with JAX; without one that part is numpy's too.
+Numpy and JAX compute in processes of their own, beside the worker that holds the layer (docs/foreign.md);
+all else, from the sums of gradients to checkpoints, is as with layers in torch. `--jax PYTHON` names the interpreter
+with JAX; without one that part is numpy's too.
 """
 
 import argparse

@@ -183,6 +183,13 @@ def _hosts_have_all_workers(hosts: tuple[str, ...] | None, widths: tuple[int, ..
     return f"elastic.hosts: {'; '.join(problems)}" if problems else None
 
 
+def _sites_have_a_network(network: str | None, coordinator: str | None, copies: str) -> str | None:
+    if network is not None or (coordinator is None and copies == "outside"):
+        return None
+    given = f'sites.copies: "{copies}"' if coordinator is None else f'sites.coordinator: "{coordinator}"'
+    return f"{given} needs sites.network, the file with the sites; without it all workers are at one place"
+
+
 def _described_model_is_known(kind: str, name: str) -> str | None:
     if kind == "emulated" and name not in (known := catalog().models):
         return f'device.model: "{name}" is not described; choose one of {", ".join(known)}'
@@ -331,6 +338,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("elastic.min_workers", "widths"), _enough_workers),
     Rule(("elastic.hosts", "widths"), _hosts_have_all_workers),
     Rule(("control.hosts", "elastic.hosts", "widths"), _hosts_have_names_and_workers),
+    Rule(("sites.network", "sites.coordinator", "sites.copies"), _sites_have_a_network),
     Rule(("device.kind", "device.model"), _described_model_is_known),
     Rule(("device.kind", "device.name"), _described_device_is_known),
     Rule(("model.family", "device.kind"), _own_models_run_on_real_devices),

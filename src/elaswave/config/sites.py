@@ -152,6 +152,13 @@ def labels_of(config: Config) -> dict[int, str]:
         return dict(enumerate(names))
     known = set(names)
     if strange := [host for host in config.hosts if "/" not in host or site_of(host) not in known]:
+        if config.elastic.hosts is None:
+            raise ConfigError(
+                [
+                    f"control.hosts: {config.control.hosts} hosts of a job with sites.network: name the hosts with "
+                    f"elastic.hosts, as SITE/HOST; sites of the workers are {', '.join(sorted(known))}"
+                ]
+            )
         raise ConfigError(
             [
                 f"elastic.hosts: {strange[0]} is at none of the sites of the workers ({', '.join(sorted(known))}); "

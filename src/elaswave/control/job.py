@@ -113,6 +113,7 @@ def run_job(
         respawns=config.elastic.respawns,
         hosts=labels_of(config),
         sites=sites_that_may_part(config),
+        has_agents=post is not None and bool(post.job),
     )
     if post is not None and post.job and any(fault.kind == KILL_HOST for fault in faults):
         raise UsageError(

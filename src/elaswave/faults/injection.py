@@ -139,6 +139,7 @@ def parse_faults(
     respawns: bool = False,
     hosts: Mapping[int, str] = MappingProxyType({}),
     sites: Collection[str] = (),
+    has_agents: bool = False,
 ) -> tuple[Fault, ...]:
     """Reads the faults of a job and draws its random workers.
 
@@ -150,6 +151,7 @@ def parse_faults(
         respawns: whether the places of lost workers are taken again.
         hosts: where the workers run that the job begins with, see `elaswave.state.domains`.
         sites: that may be cut off from the coordinator and from others; none where links are not emulated.
+        has_agents: whether workers are on several hosts, each with a clock of its own.
     Returns:
         One fault per spec, each with a worker's id, ``coordinator``, or None for ``join``. Drawn are workers that are
         there from the beginning, and none that another fault loses or drains.
@@ -166,7 +168,7 @@ def parse_faults(
     for position, spec in enumerate(specs):
         fault, wrong = _parse(spec)
         if fault is not None:
-            wrong = list(_misfits(fault, known, num_steps, hosts, sites))
+            wrong = list(_misfits(fault, known, num_steps, hosts, sites, has_agents=has_agents))
             faults.append((position, spec, fault if wrong or not fault.host else _on_host(fault, hosts)))
         problems += [f"--fault {spec}: {problem}" for problem in wrong]
     lost: dict[int, str] = {}
@@ -285,7 +287,13 @@ def _on_host(fault: Fault, hosts: Mapping[int, str]) -> Fault:
 
 
 def _misfits(
-    fault: Fault, workers: Sequence[int], num_steps: int, hosts: Mapping[int, str], sites: Collection[str]
+    fault: Fault,
+    workers: Sequence[int],
+    num_steps: int,
+    hosts: Mapping[int, str],
+    sites: Collection[str],
+    *,
+    has_agents: bool,
 ) -> Iterable[str]:
     if fault.kind == KILL_HOST:
         known = dict.fromkeys(domain for label in hosts.values() for domain in prefixes(label))
@@ -295,7 +303,12 @@ def _misfits(
             yield f"there is no host {fault.host!r}; the job has {', '.join(known)}"
     if fault.kind == AWAY:
         here = dict.fromkeys(site_of(label) for label in hosts.values())
-        if not sites:
+        if has_agents:
+            yield (
+                "it begins and ends by the clock of one host, and this job has agents: use `elaswave train` with "
+                "control.hosts = 1"
+            )
+        elif not sites:
             yield "there are no emulated links that it could cut; give sites.network"
         elif fault.host not in here:
             yield f"there is no site {fault.host!r} with workers; the job has {', '.join(here)}"

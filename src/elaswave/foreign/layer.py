@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from elaswave.errors import UsageError
 from elaswave.foreign.connection import SERVER
-from elaswave.foreign.part import Part, Place, Service, check_types, same_bits
+from elaswave.foreign.part import TIMEOUT_MAX_S, Part, Place, Service, check_types, same_bits
 from elaswave.foreign.server import ADAPTERS, Array
-from elaswave.models.calls import check_wait, computed_elsewhere, describe, draw_key
+from elaswave.models.calls import check_wait, describe, draw_key
 from elaswave.models.instances import without_values
 from elaswave.models.layers import Layer
 
@@ -39,7 +39,7 @@ class Foreign(nn.Module):
         seed: that the server makes first values of.
         input_shape, output_shape: of one sample, without the first dimension, of layers that take and return one
             tensor; what comes is compared with them.
-        timeout_s: how long an answer may take; a later one is the worker's loss.
+        timeout_s: how long an answer may take, at most 110; a later one is the worker's loss.
         start_timeout_s: the same for the first answers of a server, which loads its software and compiles.
         duplicate: a second server computes everything too, and a difference of one bit is the worker's loss.
     Raises:
@@ -67,8 +67,8 @@ class Foreign(nn.Module):
         super().__init__()
         words = _command(part, software, python, options, command)
         for option, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-                raise UsageError(f"{option} = {seconds!r}, needed: seconds, more than 0")
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= TIMEOUT_MAX_S:
+                raise UsageError(f"{option} = {seconds!r}, needed: seconds, more than 0, at most {TIMEOUT_MAX_S:g}")
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise UsageError(f"seed = {seed!r}, needed: a whole number from 0 to 2^63 - 1")
         self.input_shape = _sizes("input_shape", input_shape)
@@ -164,8 +164,7 @@ class _Remote(torch.autograd.Function):
         output = None
         if layer.output_shape is not None:
             output = Array("int64", (inputs[0].shape[0], *layer.output_shape), b"")  # the widest type
-        with computed_elsewhere():
-            found = layer._part.forward(parameters, inputs, _place(), check_wait, output)
+        found = layer._part.forward(parameters, inputs, _place(), check_wait, output)
         is_one.append(found.is_one)
         ctx.layer, ctx.num_inputs, ctx.known = layer, num_inputs, None
         ctx.save_for_backward(*tensors)
@@ -180,8 +179,7 @@ class _Remote(torch.autograd.Function):
         reached = [gradient for gradient in gradients if gradient.is_floating_point()]
         # A backward in two halves asks twice, once for the input's gradient and once for the parameters'.
         if ctx.known is None or not all(map(same_bits, ctx.known[0], reached)):
-            with computed_elsewhere():
-                made = ctx.layer._part.backward(parameters, inputs, reached, _place(), check_wait)
+            made = ctx.layer._part.backward(parameters, inputs, reached, _place(), check_wait)
             ctx.known = (reached, made)
         found = iter(ctx.known[1])
         return (None, None, None, *(next(found) if each.is_floating_point() else None for each in tensors))

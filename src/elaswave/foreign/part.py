@@ -34,7 +34,11 @@ from elaswave.foreign.server import (
     Message,
     hash_of,
 )
+from elaswave.models.calls import computed_elsewhere
 
+TIMEOUT_MAX_S = 110.0
+"""How long an answer may be permitted to take: a coordinator gives up a worker that waits for one longer than
+`elaswave.protocol.detection.UNLEARNED_S`, whatever else it knows, and the worker is to be the first to say why."""
 ANSWER_BYTES_MAX = 1 << 30
 """Of what a part returns, where its shape is not known before."""
 
@@ -295,9 +299,9 @@ class Part:
         timeout_s = self._timeout_s(request.kind)
         number = first.ask(request, most)
         numbers = [other.ask(request._replace(flags=ONLY_HASH), 0) for other in others]
-        answer = self._checked(first.answer(number, timeout_s, check, what), RESULT)
+        answer = self._checked(_answer(first, number, timeout_s, check, what), RESULT)
         for other, its_number in zip(others, numbers, strict=True):
-            second = self._checked(other.answer(its_number, timeout_s, check, what), DIGEST)
+            second = self._checked(_answer(other, its_number, timeout_s, check, what), DIGEST)
             if (found := hash_of(answer.arrays)) != second.hash:
                 raise self._wrong(
                     f"and its second one have computed {what} with other bits ({found.hex()}, {second.hash.hex()}): "
@@ -311,7 +315,7 @@ class Part:
         timeout_s = self._timeout_s(request.kind)
         numbers = [connection.ask(request, most) for connection in self._connections]
         found = [
-            self._checked(connection.answer(number, timeout_s, check, what), kind)
+            self._checked(_answer(connection, number, timeout_s, check, what), kind)
             for connection, number in zip(self._connections, numbers, strict=True)
         ]
         self._has_answered.add(request.kind)
@@ -372,6 +376,12 @@ class Part:
         """Ends the servers: nothing that they say can be relied on."""
         self.close()
         return ForeignError(f"{self.who} {what}")
+
+
+def _answer(connection: Connection, number: int, timeout_s: float, check: Callable[[], None], what: str) -> Message:
+    """`Connection.answer`, as a wait of its own: its time counts from its beginning, for the coordinator too."""
+    with computed_elsewhere():
+        return connection.answer(number, timeout_s, check, what)
 
 
 def _never() -> None:

@@ -675,8 +675,14 @@ def main() -> int:
         os.environ[name] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    make, part = load(arguments.part)
-    server = Server(ADAPTERS[arguments.software](make, json.loads(arguments.options)), part)
+    try:
+        make, part = load(arguments.part)
+        server = Server(ADAPTERS[arguments.software](make, json.loads(arguments.options)), part)
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"{arguments.part} cannot be loaded: {error}; install it for {sys.executable}, which serves the part, or "
+            "give another interpreter (elaswave runs this one with -I: neither PYTHONPATH nor the working folder count)"
+        ) from None
     try:
         serve(server, source, sink, arguments.body_bytes_max)
     except ProtocolError as error:

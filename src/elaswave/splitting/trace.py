@@ -21,6 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from elaswave.errors import UsageError
+from elaswave.foreign.layer import foreign_in
 from elaswave.splitting.assigned import Assigning, own_path
 from elaswave.splitting.inputs import call_of, refuse_inputs
 from elaswave.splitting.program import GETITEM, PLAIN, Context, Op, Ref, refs_in
@@ -81,6 +82,11 @@ def trace(model: nn.Module, example_inputs: Any) -> Traced:
         UsageError: it is no fixed list of operators; names the line of code.
     """
     refuse_inputs(example_inputs)
+    for path, part in foreign_in("", model).items():
+        raise UsageError(
+            f"the network has the foreign part {path.removeprefix('.')} ({part.kind}), which no trace sees into: give "
+            "the layers by hand (docs/own-models.md)"
+        )
     args, kwargs = call_of(example_inputs)
     with _no_foreign_draws(), _errors_named(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -136,6 +136,14 @@ def test_a_worker_runs_at_its_site_and_on_the_hosts_of_that() -> None:
         load_config(None, [*settings, 'elastic.hosts=["oregon/a", "oregon/b", "b"]'])
     with pytest.raises(ConfigError, match="the hosts of oregon have no room for its 2 workers"):
         load_config(None, [*settings, 'elastic.hosts=["oregon/a=1", "london/a=2"]'])
+    with pytest.raises(ConfigError, match="control.hosts: .*: name the hosts with elastic.hosts, as SITE/HOST"):
+        load_config(None, [*settings, "control.hosts=2"])
+
+
+@pytest.mark.parametrize("setting", ["sites.copies=inside", "sites.coordinator=london"])
+def test_what_is_said_of_sites_needs_their_network(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting.partition('=')[0]}: .* needs sites.network, the file"):
+        load_config(None, [setting])
 
 
 @pytest.mark.parametrize("copies", ["outside", "inside"])

@@ -160,6 +160,7 @@ def of_job(
     respawns: bool = False,
     hosts: dict[int, str] | None = None,
     sites: Sequence[str] = (),
+    has_agents: bool = False,
 ) -> tuple[Fault, ...]:
     return parse_faults(
         specs,
@@ -169,6 +170,7 @@ def of_job(
         respawns=respawns,
         hosts=hosts or {},
         sites=sites,
+        has_agents=has_agents,
     )
 
 
@@ -220,6 +222,8 @@ def test_sites_that_cannot_be_away():
         of_job("away:oslo@5", hosts=AT)
     with pytest.raises(UsageError, match="all workers are at oslo: nobody could go on"):
         of_job("away:oslo@5", hosts={0: "oslo"}, sites=["oslo"])
+    with pytest.raises(UsageError, match="by the clock of one host, and this job has agents: use `elaswave train`"):
+        of_job("away:oslo@5", hosts=AT, sites=["oslo"], has_agents=True)
 
 
 def test_a_job_without_faults():

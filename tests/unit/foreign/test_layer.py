@@ -21,9 +21,11 @@ from elaswave.errors import ForeignError, ForeignPartError, InterruptedWaitError
 from elaswave.foreign import server
 from elaswave.foreign.connection import SERVER, Connection
 from elaswave.foreign.layer import Foreign, check_kinds, foreign_in, kinds_here
+from elaswave.foreign.part import TIMEOUT_MAX_S
 from elaswave.models.calls import Call, inside
 from elaswave.models.instances import CopyOf
 from elaswave.models.layers import Layer
+from elaswave.protocol.detection import UNLEARNED_S
 
 PARTS = Path(foreign_parts.__file__)
 WIDTH = 8
@@ -154,8 +156,24 @@ def test_a_wait_lets_the_worker_look_and_can_be_left():
     layer._part.close()  # so that backward has to wait for a new server
     with inside(Call(lambda: None, (1, 2, 3), check, elsewhere)), pytest.raises(InterruptedWaitError):
         torch.autograd.grad(y, [x], torch.ones_like(y), retain_graph=True)
-    assert set(looks) == {"in"} and inside_of[::2] == ["in"] * 3 and inside_of[1::2] == ["out"] * 3
+    assert set(looks) == {"in"} and inside_of == ["in", "out"] * 5
     torch.autograd.grad(y, [x], torch.ones_like(y))
+
+
+def test_each_answer_is_waited_for_by_itself():
+    """The coordinator bounds one wait; a worker that gets answers is not to be bounded over all of them."""
+    layer, waits = middle(duplicate=True), []
+
+    @contextmanager
+    def elsewhere():
+        waits.append("in")
+        yield
+        waits.append("out")
+
+    with inside(Call(lambda: None, (1, 2, 3), elsewhere=elsewhere)):
+        layer(inputs())
+    assert waits == ["in", "out"] * 6, "HELLO, PARAMETERS and FORWARD, of two servers"
+    assert TIMEOUT_MAX_S < UNLEARNED_S
 
 
 @pytest.mark.parametrize("method", ["forward", "backward"])
@@ -236,6 +254,11 @@ def test_parts_are_found_within_layers(layer):
     assert list(foreign_in("one", layer)) == ["one"]
 
 
+def test_a_network_with_a_part_is_not_cut(layer):
+    with pytest.raises(UsageError, match="has the foreign part 1 .numpy .*, which no trace sees into: give the layers"):
+        elaswave.split(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), inputs(), 2)
+
+
 def test_what_does_not_fit_is_refused(layer):
     for value, error in (
         ({"x": inputs()}, "is given dict, needed: a tensor, or a tuple of tensors"),
@@ -271,6 +294,7 @@ def test_what_does_not_fit_is_refused(layer):
         ({"command": "python server.py"}, "needed: the words of a command, as a list"),
         ({"part": "json:x", "software": "numpy", "options": {"x": {1, 2}}}, "cannot be written as JSON"),
         ({"part": "json:x", "software": "numpy", "timeout_s": 0}, "timeout_s = 0, needed: seconds, more than 0"),
+        ({"part": "json:x", "software": "numpy", "start_timeout_s": 111}, "= 111, needed: seconds, .*at most 110"),
         ({"part": "json:x", "software": ["numpy"]}, r"software = \['numpy'\], needed: one of jax, numpy, torch"),
         ({"part": "json:x", "software": "numpy", "input_shape": 8}, "input_shape = 8, needed: the sizes of one sample"),
         ({"part": "json:x", "software": "numpy", "output_shape": (-1,)}, r"output_shape = \(-1,\), needed: the sizes"),
@@ -382,10 +406,15 @@ def test_tuples_and_whole_numbers_pass(strange):
     torch.testing.assert_close(found[1], x[places].sum().detach())
 
 
-def test_what_a_part_may_not_do_is_named(strange):
+def test_what_a_part_may_not_do_is_named(strange, capfd):
     x, places = inputs(4, 2).requires_grad_(), torch.tensor([3, 0, 3])
     with pytest.raises(ForeignError, match="has ended .status 1.; what it has said itself"):
         strange("Doubles")
+    assert "Traceback" in capfd.readouterr().err
+    with pytest.raises(ForeignError, match="has ended .status 1."):
+        Foreign("elaswave_nowhere.parts:Middle", software="numpy")
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("elaswave_nowhere.parts:Middle cannot be loaded: ") and "No module named" in said
     with pytest.raises(UsageError, match="has a parameter called 'kind', which cannot be the name of one here"):
         strange("Named")
     with pytest.raises(ForeignPartError, match="draws from numpy.random: a part must give the same each time"):
