@@ -100,9 +100,9 @@ def test_layers_that_move_do_not_show(kind: str, tmp_path: Path) -> None:
         return _turned(layout) if turned else layout
 
     start = made((2, 3), False)
-    changes = {1: (made((2, 3), True), ""), 3: (made((4, 1), True), "zero-bubble"), 5: (made((1, 4), False), "1f1b")}
-    alone = train(start, tmp_path, settings(training), steps=7, model=training)
-    found = train(start, tmp_path, settings(training), steps=7, model=training, change=Changing(changes))
+    changes = {1: (made((2, 3), True), ""), 4: (made((4, 1), True), "zero-bubble"), 7: (made((1, 4), False), "1f1b")}
+    alone = train(start, tmp_path, settings(training), steps=10, model=training)
+    found = train(start, tmp_path, settings(training), steps=10, model=training, change=Changing(changes))
     assert (found.losses, found.digests) == (alone.losses, alone.digests)
 
 

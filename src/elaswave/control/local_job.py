@@ -30,7 +30,6 @@ from elaswave.control.agent_messages import (
     Ended,
     EndJoiner,
     Exited,
-    LogPart,
     SendLogs,
     ShowEvaluation,
     ShowStep,
@@ -230,7 +229,7 @@ class LocalJob:
         self._committing: int | None = None
         """Number of the commit that the template has been asked for and has not answered."""
         self._waits = LauncherWaits()
-        self._logs = LogSending(run_dir, self._send_log)
+        self._logs = LogSending(run_dir)
         self._key = key.secret
         self._job_folder = JobFolder()
         self._folder = self._job_folder.path
@@ -427,7 +426,8 @@ class LocalJob:
                 raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
             self._look_at_awaited()
             self._look_at_silent()
-            self._logs.turn(time.monotonic())
+            for part in self._logs.turn(time.monotonic()):
+                self._client.send(part)
             disconnected_s = self._client.disconnected_s
             if self._leads:
                 assert self._store is not None
@@ -769,12 +769,10 @@ class LocalJob:
     def _on_worker_end(self, event: AgentEvent) -> None:
         for effect in self._agent.handle(event):
             assert isinstance(effect, ReportEnd)
-            self._logs.ended(effect.end.worker)
+            last_words = self._logs.ended(effect.end.worker)
             if self._client is not None:
-                self._client.send(Exited(worker=effect.end.worker, text=effect.end.text))
-
-    def _send_log(self, part: LogPart) -> bool:
-        return self._client is not None and self._client.send(part)
+                for message in (*last_words, Exited(worker=effect.end.worker, text=effect.end.text)):
+                    self._client.send(message)
 
     def _on_commit_done(self, message: CommitDone) -> None:
         if message.number == self._committing:

@@ -4,7 +4,6 @@ It is asked to on each connection (`SendLogs`). Nothing is kept for later: what 
 on this host, from which the next part is read.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 from elaswave.control.agent_messages import LogPart
@@ -18,12 +17,10 @@ class LogSending:
 
     Args:
         run_dir: of this host.
-        send: sends to the coordinator; returns whether there is a connection.
     """
 
-    def __init__(self, run_dir: Path, send: Callable[[LogPart], bool]) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._send = send
         self._is_wanted = False
         self._tails: dict[int, LogTail] = {}
         self._looked_s = 0.0
@@ -40,20 +37,18 @@ class LogSending:
         """The coordinator wants them."""
         self._is_wanted = True
 
-    def ended(self, worker: int) -> None:
-        """A worker has ended: its last words are sent before it is said."""
+    def ended(self, worker: int) -> list[LogPart]:
+        """A worker has ended: its last words, which are to be sent before that is said."""
         tail = self._tails.pop(worker, None)
-        if tail is not None and self._is_wanted:
-            self._send_part(worker, tail.next(is_last=True))
+        return [] if tail is None or not self._is_wanted else _parts({worker: tail.next(is_last=True)})
 
-    def turn(self, now_s: float) -> None:
-        """Sends what has been printed, now and then."""
+    def turn(self, now_s: float) -> list[LogPart]:
+        """What has been printed, now and then."""
         if not self._is_wanted or now_s - self._looked_s < EVERY_S:
-            return
+            return []
         self._looked_s = now_s
-        for worker, tail in self._tails.items():
-            self._send_part(worker, tail.next())
+        return _parts({worker: tail.next() for worker, tail in self._tails.items()})
 
-    def _send_part(self, worker: int, text: str) -> None:
-        if text:
-            self._send(LogPart(worker=worker, text=text))
+
+def _parts(texts: dict[int, str]) -> list[LogPart]:
+    return [LogPart(worker=worker, text=text) for worker, text in texts.items() if text]

@@ -47,7 +47,7 @@ class Launcher(LocalJob):
             ask_template=self.asked.append,
             template_end=lambda: "was killed by SIGKILL",
         )
-        self._logs = LogSending(tmp_path, self._send_log)
+        self._logs = LogSending(tmp_path)
         self._way_on = lambda: "so it goes on"
 
     def _turn(self, max_wait_s: float = 0.0) -> float:
