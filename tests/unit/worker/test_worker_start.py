@@ -73,7 +73,7 @@ def worker_with(box: Mailbox, client: Client, machine: object) -> Worker:
     worker._config = load_config(None, ["elastic.restart_s=0"])
     worker._links = SimpleNamespace(addresses={}, is_dialling=False)  # type: ignore[assignment]
     worker._trace = SimpleNamespace(dump=lambda folder: None)  # type: ignore[assignment]
-    worker._setup = SimpleNamespace(run_dir=None, worker=0)  # type: ignore[assignment]
+    worker._setup = SimpleNamespace(run_dir=None, worker=0, sites=None)  # type: ignore[assignment]
     worker.machine = machine  # type: ignore[assignment]
     return worker
 
