@@ -53,7 +53,8 @@ def test_a_coordinator_that_is_killed_is_followed_by_one_that_reads_etcd(tmp_pat
     with cluster(1) as members:
         settings = {"run.steps": 12, "control.store": store_of(members)}
         job = run_job(tmp_path / "run", settings, faults=["kill:coordinator@8", "kill:2@5:backward"])
-        assert [recovery.kind for recovery in job.result.recoveries] == ["lost", "coordinator"]
+        # What the first coordinator had not written yet the workers have told the next one, after its own beginning.
+        assert sorted(recovery.kind for recovery in job.result.recoveries) == ["coordinator", "lost"]
         assert keys_in(members[0]) == [], "the job is over"
     assert job.computation == run_job(tmp_path / "reference", {"run.steps": 12}).computation
 
