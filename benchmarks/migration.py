@@ -94,7 +94,8 @@ class Move(NamedTuple):
     before_s: float
     """Median step before."""
     switch_s: float
-    """The step with whose vote the layout changed."""
+    """The step with whose vote the layout changed; of stop-and-copy the one before, in which nobody computes while
+    copies travel."""
     worst_s: float
     """The longest step from the adoption to the first step under the next layout."""
     copying_s: list[float]
@@ -110,7 +111,7 @@ class Move(NamedTuple):
 
     @property
     def pause_s(self) -> float:
-        """How much longer the switching step took."""
+        """How much longer the switching step took, or that of stop-and-copy which stands still."""
         return self.switch_s - self.before_s
 
 
@@ -228,16 +229,17 @@ def _run(
             changed.append(answer.step)
             job.wait_for_step(answer.step + WARM_UP + BEFORE)
         finished_s, votes, losses = job.finished_s(), job.votes(), job.losses()
-    return [move_at(step, finished_s, votes) for step in changed], losses, job.load_cores
+    return [move_at(step, finished_s, votes, stops) for step in changed], losses, job.load_cores
 
 
-def move_at(first_step: int, finished_s: dict[int, float], votes: list[Vote]) -> Move:
+def move_at(first_step: int, finished_s: dict[int, float], votes: list[Vote], stops: bool = False) -> Move:
     """What a change of layout was like.
 
     Args:
         first_step: the first one under the next layout.
         finished_s: when each step was done.
         votes: of all workers.
+        stops: whether the workers stop to copy; they do in the step before the switching one, in which none travel.
     """
     durations = durations_s(finished_s)
     switch = first_step - 1
@@ -247,20 +249,23 @@ def move_at(first_step: int, finished_s: dict[int, float], votes: list[Vote]) ->
     copying = [vote for vote in votes if begun <= vote.step <= switch]
     return Move(
         before_s=statistics.median(durations[step] for step in range(begun - BEFORE, begun)),
-        switch_s=durations[switch],
+        switch_s=durations[switch - stops],
         worst_s=max(durations[step] for step in range(begun, first_step + 1)),
         copying_s=[durations[step] for step in range(begun, switch)],
         total_s=finished_s[switch] - finished_s[begun - 1],
         sent_bytes=sum(vote.sent_bytes for vote in copying),
         largest_bytes=max(vote.sent_bytes for vote in copying),
-        held_s=max(_held_s(votes, worker, first_step) for worker in {vote.worker for vote in copying}),
+        held_s=max(_held_s(votes, worker, first_step, 1 + stops) for worker in {vote.worker for vote in copying}),
     )
 
 
-def _held_s(votes: list[Vote], worker: int, first_step: int) -> float:
-    """What a worker has spent on a move between its vote before the switching step and its first one after it."""
+def _held_s(votes: list[Vote], worker: int, first_step: int, num_steps: int) -> float:
+    """What a worker has spent on a move in the last steps under the old layout.
+
+    A vote tells what was spent before it: what the switch itself takes is told by the first one after it.
+    """
     noted = {vote.step: vote.held_s for vote in votes if vote.worker == worker}
-    return noted[first_step] - noted[first_step - 2]
+    return noted[first_step] - noted[first_step - 1 - num_steps]
 
 
 def _print_table(document: dict[str, Any]) -> None:
