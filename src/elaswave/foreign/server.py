@@ -1,6 +1,6 @@
 """Serves one part of a model to a worker of elaswave: forward and backward with other software, in its own process.
 
-This file is complete in itself: it needs Python 3.9 or newer, the standard library and one numeric library, and no
+This file is complete in itself: it needs Python (3.11 was tried), the standard library and one numeric library, and no
 elaswave. Copy it into any environment. It has the protocol's codec (which elaswave uses too), adapters for torch, JAX
 and numpy, and the loop. ``docs/foreign.md`` of elaswave describes the protocol message by message.
 
