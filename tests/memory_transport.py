@@ -89,6 +89,11 @@ class MemoryTransport:
         return frozenset(self._links)
 
     @property
+    def broken(self) -> tuple[int, str] | None:
+        """See ``Transport.broken``."""
+        return next(iter(dict(self._broken).items()), None)
+
+    @property
     def bytes_sent(self) -> Mapping[int, int]:
         """Bytes handed to each peer so far, headers included."""
         return dict(self._sent)
@@ -253,8 +258,8 @@ class MemoryTransport:
         self._waiter.wake()
 
     def _check_links(self) -> None:
-        for peer, detail in dict(self._broken).items():
-            raise PeerLostError(peer, detail)
+        if (broken := self.broken) is not None:
+            raise PeerLostError(*broken)
 
     def _no_link(self, peer: int) -> CommError:
         if self._waiter.closed:

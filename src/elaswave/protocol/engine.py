@@ -377,6 +377,11 @@ class Links(Protocol):
         """Whether there is a link to a peer."""
         ...
 
+    @property
+    def broken(self) -> tuple[int, str] | None:
+        """A peer whose link has ended in this epoch though frames of it were sent there, and how it ended (W11)."""
+        ...
+
     def edit(self, epoch: int, members: tuple[int, ...]) -> None:
         """Moves to a newer epoch: all that is pending is void, and nothing of the old one can be learned any more."""
         ...

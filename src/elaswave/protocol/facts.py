@@ -37,6 +37,11 @@ class Facts:
         """The link to a peer has ended in the present epoch."""
         self._broken_links[peer] = message
 
+    @property
+    def has_broken_links(self) -> bool:
+        """Whether a link has ended in the present epoch."""
+        return bool(self._broken_links)
+
     def part(self, step: int, epoch: int, message: Any) -> None:
         """The worker's part of a checkpoint is written, or could not be."""
         self._parts[step, epoch] = message

@@ -201,9 +201,18 @@ class WorkerMachine(StepLoop[C]):
         """
         self._stop()
         if lost_peer is not None and self.member.state is MemberState.TRAINING:
-            accusation = self.outbox.link_lost(lost_peer, detail)
-            self.facts.link_lost(lost_peer, accusation)
-            self.outbox.send(accusation)
+            self._tell_of_link(lost_peer, detail)
+
+    def look_at_sent(self) -> None:
+        """While it waits between steps or after the last one: tells of a link that has ended (W11), once in an epoch.
+        A peer may still wait for what was sent over it, and no frame that this worker waits for would show that."""
+        if (self.is_done or self.is_paused) and not self.facts.has_broken_links and self.links.broken is not None:
+            self._tell_of_link(*self.links.broken)
+
+    def _tell_of_link(self, peer: int, detail: str) -> None:
+        accusation = self.outbox.link_lost(peer, detail)
+        self.facts.link_lost(peer, accusation)
+        self.outbox.send(accusation)
 
     def _live(self, life: Life[None]) -> None:
         self._stop()

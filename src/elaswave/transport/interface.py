@@ -79,6 +79,11 @@ class Transport(Protocol):
         ...
 
     @property
+    def broken(self) -> tuple[int, str] | None:
+        """A peer whose link has ended in this epoch though frames of it were sent there, and how it ended."""
+        ...
+
+    @property
     def bytes_sent(self) -> Mapping[int, int]:
         """Bytes handed to each peer so far, headers included."""
         ...

@@ -134,6 +134,11 @@ class StreamTransport:
         return frozenset(self._links)
 
     @property
+    def broken(self) -> tuple[int, str] | None:
+        """See ``Transport.broken``."""
+        return next(iter(self._broken.items()), None)
+
+    @property
     def bytes_sent(self) -> Mapping[int, int]:
         """Bytes handed to each peer so far, headers included."""
         totals = dict(self._past_sent)
@@ -385,8 +390,8 @@ class StreamTransport:
 
     def _check_links(self) -> None:
         """W11."""
-        for peer, detail in self._broken.items():
-            raise PeerLostError(peer, detail)
+        if self.broken is not None:
+            raise PeerLostError(*self.broken)
 
     def _no_link(self, peer: int) -> CommError:
         if self._waiter.closed:

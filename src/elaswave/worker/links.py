@@ -119,6 +119,11 @@ class TransportLinks:
         return peer in self.transport.peers
 
     @property
+    def broken(self) -> tuple[int, str] | None:
+        """A peer whose link has ended in this epoch though frames of it were sent there, and how it ended (W11)."""
+        return self.transport.broken
+
+    @property
     def is_dialling(self) -> bool:
         """Whether a link that is wanted is not there."""
         return not self._wanted <= self.transport.peers

@@ -62,6 +62,8 @@ TURN_S = 5.0
 DIAL_TURN_S = 0.01
 """The same while links are made in the background, or emulated ones have frames: they move only while they are looked
 at, and others may wait for a frame."""
+REST_TURN_S = 0.1
+"""The same between steps or after the last one: peers may still dial, or wait for what was sent."""
 NO_COORDINATOR_S = 120.0
 """Bound of waiting without a coordinator: for the start, for links, for a decision, for the end of the job. While there
 is one it watches all that are waited for, and bounds the wait: by what it sees of them, not by a constant."""
@@ -338,10 +340,12 @@ class Worker:
             has_begun = machine.is_started and self._mailbox.joining is None
             raise FencedError("the job has ended" if has_begun else "the job has ended before it began")
         moves = self._links.is_dialling or (self._setup.sites is not None and self._setup.sites.links.has_frames)
-        if moves:
+        is_at_rest = machine.is_paused or machine.is_done
+        if moves or is_at_rest:
             self._transport.poll()
+        machine.look_at_sent()
         try:
-            self._hand_over(self._mailbox.next(DIAL_TURN_S if moves else TURN_S))
+            self._hand_over(self._mailbox.next(DIAL_TURN_S if moves else REST_TURN_S if is_at_rest else TURN_S))
         except WaitTimeoutError:
             _check_coordinator(self._client, waited_for)
 

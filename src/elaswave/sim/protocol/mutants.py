@@ -193,6 +193,13 @@ class SaysItHasThem(_Machine):
         pass
 
 
+class RestsBlindly(_Machine):
+    """A worker that waits for the coordinator does not look at its links."""
+
+    def look_at_sent(self) -> None:
+        pass
+
+
 class JudgesAgain(_Machine):
     """A worker forgets the vote that it has taken over, and reads it again from the decision."""
 
@@ -605,6 +612,13 @@ MUTANTS = {
             "a worker that waits for deliveries says that it has them",
             Build(machine=SaysItHasThem),
             "widths=2,1,1 num_followers=2 kill:3@0 isolate:0@15+50",
+        ),
+        Mutant(
+            "rest-blind",
+            "a worker that has made all its steps does not tell that a link has ended over which it sent parameters",
+            Build(machine=RestsBlindly),
+            "widths=3,2 num_microbatches=6 steps=2 checkpoint_every=1 seed=923419536 exit_delay=1 link_delay=1 "
+            "slow_worker=0 slow_by=5 keeps_in_flight=0 commit_delay=15 hang:2@27+7 kill:2@113 kill:4@124 cut:0-1@154",
         ),
         Mutant(
             "vote-taken-twice",

@@ -17,7 +17,7 @@ from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker, Decision, Evid
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.engine import ToyCopy, ToyEngine
 from elaswave.sim.protocol.job import Job, initial_state, model_of, parameter
-from elaswave.sim.protocol.links import SimLinks
+from elaswave.sim.protocol.links import SimLinks, closed
 from elaswave.sim.protocol.messages import (
     CheckpointSettled,
     FinishedReport,
@@ -189,9 +189,11 @@ class SimWorker:
         self.links.close(peer)
         if self._waiting and (self.links.broken is not None or any(key.peer == peer for key in self._waiting)):
             self._lose(peer)
+        else:
+            self.machine.look_at_sent()
 
     def _lose(self, peer: int) -> None:
-        self.machine.abandon(peer, f"the link to worker {peer} has closed")
+        self.machine.abandon(peer, closed(peer))
         self._live()
 
     # ---------------------------------------------------------------------------------------------------- its driving
@@ -217,16 +219,18 @@ class SimWorker:
                     return
             elif wait is Pause.SENT:
                 if self.links.broken is not None:
-                    self._lose(self.links.broken)
+                    self._lose(self.links.broken[0])
                     return
             elif missing := self.links.missing(wait):
-                closed = (key.peer for key in missing if key.peer in self.links.closed)
-                lost = next(closed, self.links.broken)
-                if lost is not None:
-                    self._lose(lost)
+                lost = [key.peer for key in missing if key.peer in self.links.closed]
+                if self.links.broken is not None:
+                    lost.append(self.links.broken[0])
+                if lost:
+                    self._lose(lost[0])
                     return
                 self._waiting = missing
                 return
+        self.machine.look_at_sent()
         if self.machine.fenced is not None and not self.dead:
             self.world.leave(self, self.machine.fenced)
 
