@@ -82,6 +82,7 @@ class Coordinator:
     ) -> None:
         self.log: list[tuple[str, int, Any]] = []
         self.refusals: list[str] = []
+        self.strangers: list[str] = []
         self.failure: BaseException | None = None
         self.server: ControlServer[Any] = ControlServer(**options)
         self._also = on_message
@@ -99,6 +100,7 @@ class Coordinator:
                     lambda peer: self.log.append(("closed", peer, None)),
                     tls=tls,
                     on_refused=self.refusals.append,
+                    on_stranger=self.strangers.append,
                     refusal=refusal,
                 )
             )

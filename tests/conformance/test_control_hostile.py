@@ -8,6 +8,7 @@ import pytest
 from tests.conformance.coordinators import KEY, KINDS, Hello, RawPeer, Say, Tell, Town, until
 
 from elaswave.control import server as server_module
+from elaswave.control.client import ControlClient
 from elaswave.control.wire import COORDINATOR, PROTOCOL_VERSION, Kind, encode
 from elaswave.transport import unauthenticated
 from elaswave.transport.handshake import Dialler
@@ -81,6 +82,18 @@ def test_a_wrong_key(world, caplog):
     reasons(coordinator, "claims to be worker 66 does not hold this job's key")
     assert "control connection of an unauthenticated peer ended" in caplog.text
     assert coordinator.events(66) == []
+    assert coordinator.strangers == coordinator.refusals[-1:], "of one that hung up without a word nobody knows why"
+
+
+def test_a_client_with_another_key_is_named_on_both_sides(world):
+    town, coordinator = world
+    key, ignored = b"another key of enough bytes", lambda message: None
+    stranger = ControlClient(coordinator.address, key, 66, Tell, ignored, lambda: Hello(66), tls=town.tls)
+    until(lambda: stranger.turn(0.01) and coordinator.strangers)
+    assert "does not hold this job's key" in stranger.trouble
+    stranger.close()
+    assert "worker 66 was given another key than this process" in coordinator.strangers[0]
+    assert coordinator.events(66) == []
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 2, os.urandom(4096), bytes(50)])
@@ -90,6 +103,7 @@ def test_garbage(world, garbage):
     raw_peer.write(garbage)
     assert raw_peer.is_refused()
     reasons(coordinator, "TLS failed" if town.kind == "tls" else "it is not an elaswave worker")
+    assert coordinator.strangers == []
 
 
 def test_a_replayed_handshake(one_world):

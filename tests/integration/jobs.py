@@ -88,6 +88,7 @@ class Job(NamedTuple):
     result: RunResult
     digests: dict[str, str]
     messages: list[str]
+    errors: Sequence[str] = ()
 
     @property
     def computation(self) -> tuple[list[Any], str, dict[str, str]]:
@@ -147,7 +148,7 @@ def run_job(
     digests = read_digests(run_dir)
     assert digests is not None
     assert all((run_dir / point.path).is_dir() for point in result.checkpoints)
-    return Job(run_dir, result, digests, reporter.messages)
+    return Job(run_dir, result, digests, reporter.messages, reporter.errors)
 
 
 @contextmanager

@@ -148,6 +148,8 @@ def test_a_joiner_with_another_key_gets_no_connection_and_says_why(
     assert job.result.recoveries == []
     assert "worker 2 has no connection to the coordinator: the process that listens at" in log.read_text()
     assert problem in log.read_text()
+    shown = [text for text in job.errors if "worker 2 was given another key" in text]
+    assert len(shown) == 1, job.errors
 
 
 def test_a_joiner_that_cannot_prepare_itself_disturbs_nobody(

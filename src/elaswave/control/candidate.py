@@ -61,6 +61,7 @@ def stand_by(
     watch: Watch,
     name: str,
     *,
+    ended_s: float | None = None,
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> Won:
@@ -70,6 +71,7 @@ def stand_by(
         client: of its own.
         watch: of the holder.
         name: under which the job is claimed.
+        ended_s: monotonic time at which the last coordinator of this name has ended; None: there was none.
         now_s: monotonic time.
         wait: for so many seconds.
     Raises:
@@ -92,7 +94,8 @@ def stand_by(
         if not watch.is_due(now_s()):
             wait(POLL_S)
             continue
-        before, missed_s = watch.holder, watch.since_s
+        before = watch.holder
+        missed_s = ended_s if before.name == name and ended_s is not None else watch.since_s
         won = _claim(client, Claim(name, new_nonce(), before), wait)
         if won is not None:
             client.timeout_s_max = REQUEST_TIMEOUT_S_MAX

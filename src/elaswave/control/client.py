@@ -415,7 +415,7 @@ class ControlClient(Generic[_T]):
                     self._broken = error
                 else:
                     with contextlib.suppress(OSError):
-                        sock.send(session.take())  # with TLS the other side learns why
+                        sock.send(session.take())  # so that the other side learns why
                     self._drop(error)
                 return
             opening = self._phase is _Phase.HANDSHAKE and session.open

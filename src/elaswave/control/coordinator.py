@@ -91,7 +91,7 @@ class CoordinatorProcess(JobDriver):
             self._on_connected,
             self._on_closed,
             tls=self._setup.tls,
-            on_refused=lambda reason: _log.warning("refused: %s", reason),
+            on_stranger=self._terminal.say_of_stranger,
         )
         serving = asyncio.ensure_future(self._server.serve())
         claimed = self._setup.claimed
@@ -375,8 +375,9 @@ def run_candidate(setup: CoordinatorSetup, name: str, founds: bool, report: Call
     """
 
     def take_over() -> CoordinatorSetup:
-        claimed = claim(setup.plan.config.control, setup.job, name, founds=founds, report=report)
-        return setup._replace(claimed=claimed, lost_s=claimed.missed_s if setup.lost_s is None else setup.lost_s)
+        control = setup.plan.config.control
+        claimed = claim(control, setup.job, name, founds=founds, ended_s=setup.lost_s, report=report)
+        return setup._replace(claimed=claimed, lost_s=claimed.missed_s)
 
     return _live(take_over)
 

@@ -39,7 +39,7 @@ class CoordinatorSetup(NamedTuple):
     """The job's name; empty: no other hosts take part."""
     lost_s: float | None = None
     """In a job of several hosts: monotonic time since when the coordinator before this one is missed; None: it is the
-    first."""
+    first. Of a candidate that waits: at which its agent's last coordinator has ended."""
     claimed: Claimed | None = None
     """What it holds, if it has waited for that as a candidate."""
     profile: bool = False

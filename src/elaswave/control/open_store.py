@@ -63,7 +63,15 @@ def open_store(
     return EtcdStore(client, JournalRecord, owner, patience_s=config.store_patience_s, term=term)
 
 
-def claim(config: ControlConfig, job: str, name: str, *, founds: bool, report: Callable[[Progress], None]) -> Claimed:
+def claim(
+    config: ControlConfig,
+    job: str,
+    name: str,
+    *,
+    founds: bool,
+    ended_s: float | None,
+    report: Callable[[Progress], None],
+) -> Claimed:
     """Waits until this candidate has a job of several hosts.
 
     Args:
@@ -71,13 +79,14 @@ def claim(config: ControlConfig, job: str, name: str, *, founds: bool, report: C
         job: its name.
         name: of this host's agent, under which all of its coordinators hold the job.
         founds: whether that agent has founded the job.
+        ended_s: as of `stand_by`.
         report: tells the agent how far it is.
     Raises:
         StoreError: the job's keys are gone, or etcd refuses.
         ConfigError: files that cannot be read.
     """
     with contextlib.closing(_client(config, job)) as client:
-        won = stand_by(client, Watch(name, founds=founds), name)
+        won = stand_by(client, Watch(name, founds=founds), name, ended_s=ended_s)
         report(Progress(Stage.HOLDS, won.term.term))
         return Claimed(won.term, won.missed_s, Beats(_client(config, job), won.term), report)
 

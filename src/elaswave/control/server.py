@@ -131,6 +131,7 @@ class ControlServer(Generic[_T]):
         *,
         tls: Tls | None = None,
         on_refused: Callable[[str], None] = lambda reason: None,
+        on_stranger: Callable[[str], None] = lambda reason: None,
         refusal: Callable[[int], str | None] = lambda peer: None,
     ) -> None:
         """Starts listening. The callbacks must not block for long; what they raise ends `serve`.
@@ -144,6 +145,8 @@ class ControlServer(Generic[_T]):
             on_closed: called with the id of a peer that has no connection any more.
             tls: certificate files; only for ``tcp:``.
             on_refused: called with one line about a connection that was turned away or a peer that was cut off.
+            on_stranger: called with one line about a peer that speaks as one of the job, and has not proved that it
+                holds the job's key.
             refusal: returns why a participant may not connect, or None if it may.
         Raises:
             OSError: the system refuses to listen there.
@@ -153,7 +156,7 @@ class ControlServer(Generic[_T]):
         self._key = check_key(key)
         self._receives = receives
         self._on_message, self._on_connected, self._on_closed = on_message, on_connected, on_closed
-        self._on_refused, self._refusal = on_refused, refusal
+        self._on_refused, self._on_stranger, self._refusal = on_refused, on_stranger, refusal
         if tls is not None and not listen.startswith("tcp:"):
             raise ValueError(f"TLS is for tcp: addresses, but {listen!r} is none: leave out the certificate")
         self._security = tls.listening() if tls else None
@@ -351,14 +354,16 @@ class ControlServer(Generic[_T]):
         for peer in self.peers:
             self._answer(peer)
 
-    def refused(self, reason: str) -> None:
-        """Notes that a connection was turned away."""
+    def refused(self, reason: str, is_stranger: bool) -> None:
+        """Notes that a connection was turned away; of a stranger it says so."""
         self._num_refusals += 1
         if self._num_refusals == 1:
             self._loop.call_later(REFUSAL_PERIOD_S, self._end_refusal_period)
         if self._num_refusals <= MAX_REFUSALS_PER_PERIOD and not self._closing:
             _log.warning("%s", reason)
             self._call(self._on_refused, reason)
+            if is_stranger:
+                self._call(self._on_stranger, reason)
 
     def _end_refusal_period(self) -> None:
         unsaid = self._num_refusals - MAX_REFUSALS_PER_PERIOD
@@ -433,7 +438,8 @@ class _Connection(asyncio.Protocol):
                 self._server.arrived(self, frames)
         except (AuthenticationError, FrameError) as error:
             self._flush()
-            self.refuse(str(error))
+            is_stranger = isinstance(error, AuthenticationError) and not self.session.open and self.session.peer >= 0
+            self.refuse(str(error), is_stranger=is_stranger)
 
     def write(self, kind: Kind, number: int, payload: bytes) -> bool:
         """Sends a frame; returns whether the connection still stands."""
@@ -490,14 +496,14 @@ class _Connection(asyncio.Protocol):
         if self._settled:
             self._stop_timer()
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str, *, is_stranger: bool = False) -> None:
         """Ends the connection at once, and says why."""
         if self._refused:
             return
         self._refused = True
         who = peer_name(self.session.peer) if self.session.open else "an unauthenticated peer"
         self.transport.abort()
-        self._server.refused(f"control connection of {who} ended: {reason}")
+        self._server.refused(f"control connection of {who} ended: {reason}", is_stranger)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_timer()

@@ -60,19 +60,34 @@ class SlowControl:
     def _pump(self, out: "_Way", back: "_Way") -> None:
         there = out.target
         with out.source, there, contextlib.suppress(OSError):
-            _, connected, _ = select.select([], [there], [], _CONNECT_S)
-            if not connected or there.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            if not _wait({there: select.POLLOUT}, _CONNECT_S) or there.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 return
             ways = (out, back)
             while not all(way.is_over for way in ways):
                 now_s = time.monotonic()
                 wait_s = min(way.turn(now_s) for way in ways)
-                readers = [way.source for way in ways if way.has_room]
-                writers = [way.target for way in ways if way.is_blocked]
-                readable, _, _ = select.select(readers, writers, [], None if wait_s == math.inf else wait_s)
+                masks = dict.fromkeys((out.source, there), 0)
                 for way in ways:
-                    if way.source in readable:
+                    masks[way.source] |= select.POLLIN if way.has_room else 0
+                    masks[way.target] |= select.POLLOUT if way.is_blocked else 0
+                ready = _wait(masks, wait_s)
+                for way in ways:
+                    if way.has_room and ready.get(way.source, 0) & ~select.POLLOUT:
                         way.read(time.monotonic(), self._factor)
+
+
+def _wait(masks: dict[socket.socket, int], wait_s: float) -> dict[socket.socket, int]:
+    """Waits until something can be done; returns what. Unlike select it takes any descriptor.
+
+    Args:
+        masks: what is waited for; of a socket of which nothing is, no error is told either.
+        wait_s: at most, rounded up to milliseconds.
+    """
+    poll, by_fd = select.poll(), {sock.fileno(): sock for sock, mask in masks.items() if mask}
+    for fd, sock in by_fd.items():
+        poll.register(fd, masks[sock])
+    found = poll.poll(None if wait_s == math.inf else math.ceil(1e3 * wait_s))
+    return {by_fd[fd]: mask for fd, mask in found}
 
 
 def slow_control_of(config: Config, worker: int) -> SlowControl | None:

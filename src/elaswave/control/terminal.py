@@ -9,6 +9,10 @@ UNSAID_MAX = 10_000
 """Most lines that are kept while there is no agent; of more, the oldest are dropped."""
 
 
+STRANGERS_MAX = 20
+"""Most lines in a job about processes that have not proved that they hold its key; the log has all."""
+
+
 class SendsToPeers(Protocol):
     """Of a control server what is needed here."""
 
@@ -28,6 +32,7 @@ class Terminal:
         self.agents: list[int] = []
         """Those that are connected, as control connections name them."""
         self._unsaid: deque[ToAgent] = deque(maxlen=UNSAID_MAX)
+        self._of_strangers: set[str] = set()
 
     def show(self, message: ToAgent) -> None:
         """Shows something, now or when an agent has come."""
@@ -41,6 +46,14 @@ class Terminal:
     def say_trouble(self, text: str) -> None:
         """Shows a line about something that has gone wrong."""
         self.say(text, is_error=True)
+
+    def say_of_stranger(self, reason: str) -> None:
+        """Shows why a process was turned away that may be one of the job: each reason once, as it dials again and
+        again, and only so many in all, as anybody may dial."""
+        if reason in self._of_strangers or len(self._of_strangers) == STRANGERS_MAX:
+            return
+        self._of_strangers.add(reason)
+        self.say_trouble(reason)
 
     def agent_came(self, agent: int) -> None:
         """From now on this agent shows what there is; the first one also what has waited.

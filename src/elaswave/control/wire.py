@@ -306,7 +306,11 @@ class Session(Generic[_T]):
         while not side.done and len(self._arrived) >= side.bytes_needed:
             data = bytes(self._arrived[: side.bytes_needed])
             del self._arrived[: len(data)]
-            self._leaving.append(side.receive(data))
+            try:
+                self._leaving.append(side.receive(data))
+            except AuthenticationError:
+                self._leaving.append(side.last_words)
+                raise
             if self._listens and self._arrived:
                 raise AuthenticationError("it spoke out of turn during the handshake: it is not an elaswave process")
         if side.done:

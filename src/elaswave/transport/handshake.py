@@ -8,6 +8,9 @@ HMAC-SHA256 challenge and response over fresh nonces of both sides, both ids and
     dialler  -> listener   ANSWER   mac("dialler" + transcript)
     listener -> dialler    WELCOME  mac("welcome" + transcript)
 
+A dialler that does not believe the PROOF proves nothing: it may say so by `DISBELIEF` in place of the ANSWER, so that
+the reason is known on both sides, and ends the connection.
+
 Each message has a fixed size, so an unauthenticated peer can make us hold at most 64 bytes. Every proof covers the
 whole transcript and the speaker's role, so that a replayed, reflected or redirected message proves nothing. From the
 same transcript both sides can derive secrets of this connection alone (``secret``), with which frames can be
@@ -28,6 +31,8 @@ MIN_KEY_BYTES = 16
 _HELLO = struct.Struct(f"<8sHII{NONCE_BYTES}s")
 _PROOF = struct.Struct(f"<8sHI{NONCE_BYTES}s32s")
 _MAC_BYTES = 32
+DISBELIEF = bytes(_MAC_BYTES)
+"""No mac that anybody meets."""
 
 
 def check_key(key: bytes) -> bytes:
@@ -63,6 +68,8 @@ class Dialler:
         self.peer = peer
         self.done = False
         self.bytes_needed = _PROOF.size
+        self.last_words = b""
+        """What the listener may be told once it was not believed."""
         self._key = key
         self._name = name
         self._hello = _HELLO.pack(MAGIC, VERSION, worker, peer, nonce)
@@ -84,6 +91,7 @@ class Dialler:
             _check_magic(magic, version, self._name(self.peer))
             self._transcript = self._hello + nonce
             if listener != self.peer or not hmac.compare_digest(mac, _mac(self._key, b"listener", self._transcript)):
+                self.last_words = DISBELIEF
                 raise AuthenticationError(
                     f"the process that listens at the address of {self._name(self.peer)} does not hold this job's key: "
                     "check the address and that all processes were given the same key"
@@ -124,6 +132,8 @@ class Listener:
         """The id that the dialler claims; to be believed once ``done``."""
         self.done = False
         self.bytes_needed = _HELLO.size
+        self.last_words = b""
+        """None."""
         self._key = key
         self._worker = worker
         self._nonce = nonce
@@ -155,6 +165,11 @@ class Listener:
             self.bytes_needed = _MAC_BYTES
             mac = _mac(self._key, b"listener", self._transcript)
             return _PROOF.pack(MAGIC, VERSION, self._worker, self._nonce, mac)
+        if data == DISBELIEF:
+            raise AuthenticationError(
+                f"{self._name(self.peer)} was given another key than this process, and has ended the handshake: give "
+                "all processes of the job one key"
+            )
         if not hmac.compare_digest(data, _mac(self._key, b"dialler", self._transcript)):
             raise AuthenticationError(
                 f"the process that claims to be {self._name(self.peer)} does not hold this job's key"

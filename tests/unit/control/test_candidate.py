@@ -31,9 +31,10 @@ class World:
     def beat(self) -> None:
         self.client(FakeGateway(self.etcd)).carry_out(Transaction(puts=((BEAT, b"again"),)))
 
-    def stand_by(self, name: str = "a/1", *, founds: bool = False) -> Won:
+    def stand_by(self, name: str = "a/1", *, founds: bool = False, ended_s: float | None = None) -> Won:
         watch = Watch(name, founds=founds)
-        return stand_by(self.client(self.gateway), watch, name, now_s=lambda: self.now_s, wait=self._wait)
+        client = self.client(self.gateway)
+        return stand_by(client, watch, name, ended_s=ended_s, now_s=lambda: self.now_s, wait=self._wait)
 
     def _wait(self, wait_s: float) -> None:
         self.now_s += wait_s
@@ -65,6 +66,16 @@ def test_another_candidate_waits_until_the_beat_stands_still(world: World) -> No
     won = world.stand_by("b/2")
     assert won.term.term == 2 and won.missed_s == beats_until_s
     assert STILL_S <= world.now_s - beats_until_s <= STILL_S + 2 * POLL_S
+
+
+def test_a_coordinator_is_missed_from_its_end_on_and_that_of_another_host_since_its_beat_stands_still(
+    world: World,
+) -> None:
+    world.stand_by("a/1", founds=True)
+    assert world.stand_by("a/1", ended_s=990.0).missed_s == 990.0
+    assert world.stand_by("b/2").missed_s == 1000.0
+    begun_s = world.now_s
+    assert world.stand_by("a/1", ended_s=990.0).missed_s == begun_s, "b/2 has had the job since"
 
 
 @pytest.mark.parametrize("fault", [lost, answer_lost, delayed])

@@ -1,5 +1,8 @@
 """Control connections over emulated links: bytes come whole, in order, and no sooner than the link lets them."""
 
+import contextlib
+import os
+import resource
 import socket
 import threading
 import time
@@ -57,6 +60,23 @@ def test_bytes_take_latency_and_bandwidth_of_both_ways(address: str) -> None:
         assert found == data and seconds >= 0.08 + len(data) / 1e5 + len(data) / 1e4
         near.shutdown(socket.SHUT_WR)
         assert near.recv(1) == b"", "the end arrives too"
+
+
+def test_any_descriptor_will_do(address: str) -> None:
+    """A coordinator of a large job, and a script with many files, have more than a thousand."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 1200:
+        pytest.skip(f"needs 1200 descriptors, may have {limits[1]}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+    link = SlowControl(EmulatedPath(1, 0.0, 1e6), EmulatedPath(0, 0.0, 1e6))
+    try:
+        with contextlib.ExitStack() as held:
+            while held.enter_context(open(os.devnull)).fileno() < 1024:
+                pass
+            with link.dial(address) as near:
+                assert near.fileno() >= 1024 and ask(near, b"word")[0] == b"word"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_coordinator_that_refuses_or_is_gone_closes_the_connection(tmp_path: Path) -> None:

@@ -54,3 +54,15 @@ def test_of_too_many_lines_the_oldest_are_dropped(monkeypatch):
     server.is_connected = True
     shown.agent_came(AGENT)
     assert [message.text for message in server.sent] == ["2", "3", "4"]
+
+
+def test_of_strangers_each_reason_is_shown_once_and_not_too_many(monkeypatch):
+    """Who has a wrong key dials again and again, and anybody may dial."""
+    monkeypatch.setattr(terminal, "STRANGERS_MAX", 3)
+    server = Server()
+    server.is_connected = True
+    shown = Terminal(server)
+    shown.agent_came(AGENT)
+    for number in (0, 0, 1, 0, 2, 3, 4, 2):
+        shown.say_of_stranger(f"agent {number} was given another key")
+    assert [(message.text[6], message.is_error) for message in server.sent] == [("0", True), ("1", True), ("2", True)]

@@ -29,13 +29,16 @@ def test_a_listener_with_another_key_is_refused_before_anything_is_proved_to_it(
     dialler, listener = sides(listener_key=b"another key, as long as it is")
     with pytest.raises(AuthenticationError, match="worker 1 does not hold this job's key"):
         dialler.receive(listener.receive(dialler.opening()))
+    with pytest.raises(AuthenticationError, match="worker 0 was given another key than this process"):
+        listener.receive(dialler.last_words)
+    assert not listener.done
 
 
 def test_a_dialler_with_another_key_is_refused():
     dialler, listener = sides()
     listener.receive(dialler.opening())
     with pytest.raises(AuthenticationError, match="claims to be worker 0 does not hold"):
-        listener.receive(bytes(32))
+        listener.receive(b"x" * 32)
     assert not listener.done
 
 
