@@ -13,6 +13,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -98,7 +99,7 @@ def lose_one(fault: str, settings: dict[str, Any], draw: random.Random) -> dict[
             with contextlib.suppress(AssertionError):
                 started[index].end(60.0)
             if started[index].process.poll() is None:
-                started[index].process.kill()
+                started[index].signal(signal.SIGKILL)
             result = read_result(agents.run_dir)
             detect_s = _epoch_began_s(agents.run_dir) - struck_s
         losses = [each for each in result.recoveries if each.kind == "lost"]

@@ -1,5 +1,6 @@
 """Jobs of several hosts for tests: agents as processes of their own, each with its own temporary folder and session."""
 
+import contextlib
 import json
 import os
 import signal
@@ -48,7 +49,19 @@ class AgentProcess:
 
     def signal(self, number: int) -> None:
         """To the agent alone, and none of its processes."""
-        self.process.send_signal(number)
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._agent_pid(), number)
+
+    def _agent_pid(self) -> int:
+        """Of the agent itself: nsenter, which puts it on its host, waits for it and passes no signal on."""
+        pid = self.process.pid
+        while Path(f"/proc/{pid}/comm").read_text().strip() == "nsenter":
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            if not children:
+                break
+            pid = int(children[0])
+        return pid
 
     def end(self, timeout_s: float = WAIT_S) -> int:
         """Waits for its end; returns its exit code."""
@@ -98,9 +111,8 @@ class Agents:
 
     def __exit__(self, *exception: object) -> None:
         for agent in self._started:
-            if agent.process.poll() is None:
-                agent.process.kill()
-                agent.process.wait()
+            agent.signal(signal.SIGKILL)
+            agent.process.wait()
         deadline_s = time.monotonic() + 20.0
         while (left := [agent.left() for agent in self._started if agent.left()]) and time.monotonic() < deadline_s:
             time.sleep(0.05)  # processes of one that was killed end with it, but not in the same instant

@@ -24,7 +24,7 @@ def lacking() -> str:
     """Why there can be no hosts here; empty if there can."""
     if os.geteuid() != 0:
         return "hosts are namespaces: needs root"
-    missing = [name for name in ("unshare", "nsenter", "ip", "mount") if shutil.which(name) is None]
+    missing = [name for name in ("unshare", "nsenter", "setpriv", "ip", "mount") if shutil.which(name) is None]
     if missing:
         return f"hosts are namespaces: needs {', '.join(missing)} (util-linux, iproute2)"
     if not Path("/dev/net/tun").exists():
@@ -42,7 +42,8 @@ class _Namespaces:
     """A process that holds namespaces, as the first of its process table."""
 
     def __init__(self, *kinds: str) -> None:
-        command = ["unshare", *kinds, "--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"]
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds]  # it ends with this process, however that ends
+        command += ["--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"]
         self._holder = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         deadline_s = time.monotonic() + _START_S
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
