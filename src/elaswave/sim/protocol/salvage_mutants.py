@@ -1,4 +1,4 @@
-"""Bugs planted in what a step keeps of an earlier attempt (S1 to S5); `elaswave.sim.protocol.mutants` lists them."""
+"""Bugs planted in what a step keeps of an earlier attempt (S1 to S5); see `elaswave.sim.protocol.mutants`."""
 
 # ruff: noqa: D102 (what each class does wrong is its own docstring)
 
@@ -9,6 +9,8 @@ import msgspec
 from elaswave.protocol.salvage import Keep, Partial
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.engine import ToyCopy
+from elaswave.sim.protocol.mutant import Mutant
+from elaswave.sim.protocol.run import Build
 
 _Machine = WorkerMachine[ToyCopy]
 
@@ -74,3 +76,44 @@ class KeepsTooLong(_Machine):
         if self.step == self.kept_for[0]:
             self.kept_for = (self.step, self.attempt)
         super().begin_sums()
+
+
+SALVAGE_MUTANTS = (
+    Mutant(
+        "keep-coverage-only",
+        "what was added before a loss counts as covered, but the sums are emptied",
+        Build(machine=KeepsCoverageOnly),
+        "widths=4 num_microbatches=4 kill:3@54",
+    ),
+    Mutant(
+        "keep-dead-part",
+        "partial sums that a lost worker had sent are added although its part runs again",
+        Build(machine=AddsTheDeadsPart),
+        "retry_step=2 tied=1 kill:2@71",
+    ),
+    Mutant(
+        "keep-loss-twice",
+        "a loss that a survivor has kept counts again where its micro-batch runs again",
+        Build(machine=CountsLossesTwice),
+        "replans=1 hang:0@9+75",
+    ),
+    Mutant(
+        "keep-and-add",
+        "a layer that is covered is added again where it passes a gradient on",
+        Build(machine=AddsCoveredLayers),
+        "widths=1,2 retry_step=2 kill:0@70",
+    ),
+    Mutant(
+        "keep-old-grids",
+        "sums on grids that a vote has changed since are kept",
+        Build(machine=KeepsOldSums),
+        "widths=3,2 num_microbatches=3 num_followers=2 checkpoint_every=1 retry_step=3 keeps_in_flight=0 "
+        "disconnect:0@78 kill:4@170",
+    ),
+    Mutant(
+        "keep-too-long",
+        "what was kept for one attempt is kept for the next one too, on other grids",
+        Build(machine=KeepsTooLong),
+        "retry_step=3 tied=1 kill:0@78",
+    ),
+)
