@@ -57,9 +57,7 @@ class UNet(nn.Module):
 def of_transformers(name: str, **sizes: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, name)
-    # With "sdpa" the library gives the kernel a mask while it is traced and none otherwise: on some processors the
-    # kernel then rounds otherwise, and `elaswave.split` says so.
-    model: nn.Module = kind(kind.config_class(attn_implementation="eager", **sizes))
+    model: nn.Module = kind(kind.config_class(**sizes))  # attention is the library's "sdpa"
     return model
 
 

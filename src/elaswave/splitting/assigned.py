@@ -1,5 +1,6 @@
 """Buffers that a forward assigns anew, as the trace has to see them."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ class Assigning(nn.Module):
 
     Args:
         network: to be traced.
+        around: entered around its call.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, around: AbstractContextManager[Any]) -> None:
         super().__init__()
-        self.network = network
+        self.network, self._around = network, around
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the network returns.
@@ -29,7 +31,8 @@ class Assigning(nn.Module):
         modules = list(self.network.modules())
         before = [(owner, key, buffer) for owner in modules for key, buffer in owner._buffers.items()]
         try:
-            returned = self.network(*args, **kwargs)
+            with self._around:
+                returned = self.network(*args, **kwargs)
             self._refuse_new(before)
             with torch.no_grad():
                 for owner, key, buffer in before:

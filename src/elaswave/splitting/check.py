@@ -39,6 +39,8 @@ class Difference(NamedTuple):
     """The first operator whose bits the network itself never makes, and its line; empty: none was found."""
     users: str
     """Without such an operator: those that the output, gradient or buffer comes from."""
+    is_of_trace: bool = False
+    """Whether the trace differs before it is cut."""
 
     def __str__(self) -> str:
         where = f"; the first operator that differs is {self.operator}" if self.operator else ""
@@ -81,7 +83,7 @@ def difference(
     strange = _Bits(known.seen)
     with strange:
         traced(layers)
-    return Difference(what, strange.first, _users(what, whole))
+    return Difference(what, strange.first, _users(what, whole), not is_trace_equal)
 
 
 def difference_in_evaluation(layers: Sequence[Layer], whole: Sequence[Layer], example_inputs: Any) -> Difference | None:
@@ -147,10 +149,11 @@ def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         return not bool(zeros[0].any())
     if a is None or b is None:
         return True
-    return _bits(a) == _bits(b)
+    return bits_of(a) == bits_of(b)
 
 
-def _bits(tensor: torch.Tensor) -> bytes:
+def bits_of(tensor: torch.Tensor) -> bytes:
+    """A hash of type, shape and content."""
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     head = f"{tensor.dtype} {list(tensor.shape)}".encode()
     return hashlib.blake2b(head + content, digest_size=16).digest()
@@ -271,7 +274,7 @@ class _Bits(TorchDispatchMode):
         for leaf in pytree.tree_leaves(made) if "empty" not in func.name() else ():  # holds anything
             if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
                 continue
-            bits = _bits(leaf)
+            bits = bits_of(leaf)
             if self._known is None:
                 self.seen.add(bits)
             elif not self.first and bits not in self._known and leaf.numel() > 1:

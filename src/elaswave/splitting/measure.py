@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from elaswave.errors import UsageError
 from elaswave.splitting.inputs import leaves_of
 from elaswave.splitting.program import GETITEM, Op, Ref, execute, last_uses
-from elaswave.splitting.trace import Traced
+from elaswave.splitting.trace import Traced, copy_of
 
 _BUDGET_S = 8.0
 _RUNS_MAX, _RUNS_MIN = 5, 2
@@ -89,7 +89,7 @@ def state_values(traced: Traced, model: nn.Module) -> dict[int, torch.Tensor]:
         elif state.kind == "buffer":
             found[value] = buffers[state.name].detach().clone()
         else:
-            found[value] = traced.constants[state.name].detach().clone()
+            found[value] = copy_of(traced.constants[state.name])
     return found
 
 

@@ -15,7 +15,7 @@ from elaswave.models.layers import Layer
 from elaswave.splitting.cut import Flow
 from elaswave.splitting.inputs import leaves_of
 from elaswave.splitting.program import Op, Ref, execute, last_uses
-from elaswave.splitting.trace import State
+from elaswave.splitting.trace import State, copy_of
 
 
 class Crossed(NamedTuple):
@@ -390,7 +390,7 @@ class _Naming:
         names: dict[str, str] = {}
         for each in state:
             if each.kind == "constant":
-                tensors[each.name] = self._constants[each.name].detach().clone()
+                tensors[each.name] = copy_of(self._constants[each.name])
                 names[each.name] = each.name
                 continue
             tensor = self._tensors[each.name]

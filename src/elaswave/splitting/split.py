@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer
-from elaswave.splitting.check import Difference, difference, difference_in_evaluation
+from elaswave.splitting.check import Difference, bits_of, difference, difference_in_evaluation
 from elaswave.splitting.cut import Flow, best_cuts, bounds_of, costs_of, places_in_evaluation, problem_with_cuts
 from elaswave.splitting.graph import OperatorGraph, graph_of
 from elaswave.splitting.measure import Facts, measure
@@ -86,7 +86,7 @@ class TracedNetwork:
             self.train = trace(model, example_inputs)
             self._train_flow = Flow(self.train, measure(self.train, model, example_inputs))
             with in_mode(model, train=False):
-                self._evaluation = trace(model, example_inputs)
+                self._evaluation = trace(model, example_inputs, self.train.constants)
             facts = measure(self._evaluation, model, example_inputs, is_timed=False)
             self._evaluation_flow = Flow(self._evaluation, facts, self._train_flow.written_buffers())
         self._there = places_in_evaluation(self._train_flow, self._evaluation_flow)
@@ -98,9 +98,10 @@ class TracedNetwork:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the operators and their arguments."""
+        """A hash of the operators, their arguments and the constants."""
         text = repr([(op.target, op.args, sorted(op.kwargs.items()), op.context) for op in self.train.ops])
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        constants = [bits_of(constant) for name, constant in sorted(self.train.constants.items())]
+        return hashlib.blake2b(b"".join([text.encode(), *constants]), digest_size=8).hexdigest()
 
     def graph(self, cuts: Sequence[int] = ()) -> OperatorGraph:
         """The public graph."""
@@ -201,10 +202,16 @@ def operator_graph(model: nn.Module, example_inputs: Any) -> OperatorGraph:
 
 
 def _not_equal(differs: Difference) -> str:
+    advice = "A cut elsewhere may be exact (num_parts, cuts=), or change that line"
+    if differs.is_of_trace:
+        advice = (
+            "The trace differs before it is cut: it lacks an autograd.Function or a hook, or the code there asks "
+            "whether it is traced (transformers does, with an attention_mask or position_ids: leave them out where "
+            'they mask nothing, or set attn_implementation="eager"). Change that line'
+        )
     return (
-        f"the parts do not compute what the network computes: {differs}. A cut elsewhere may be exact (num_parts, "
-        "cuts=), or change that line; with verify=False the parts are taken as they are: their bits are then their "
-        "own, the same under any layout and through any failure"
+        f"the parts do not compute what the network computes: {differs}. {advice}; with verify=False the parts are "
+        "taken as they are: their bits are then their own, the same under any layout and through any failure"
     )
 
 

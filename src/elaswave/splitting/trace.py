@@ -9,7 +9,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from elaswave.errors import UsageError
 from elaswave.foreign.layer import foreign_in
 from elaswave.splitting.assigned import Assigning, own_path
 from elaswave.splitting.inputs import call_of, refuse_inputs
+from elaswave.splitting.ordinary import as_in_a_call, is_torch
 from elaswave.splitting.program import GETITEM, PLAIN, Context, Op, Ref, refs_in
 
 _SILENT_WRITES = {
@@ -75,9 +76,21 @@ class Traced(NamedTuple):
     """How they are put together: a tree of positions in `outputs`."""
 
 
-def trace(model: nn.Module, example_inputs: Any) -> Traced:
+def copy_of(constant: torch.Tensor) -> torch.Tensor:
+    """A constant with memory of its own; what is repeated in it stays so."""
+    once = constant.detach()
+    for dim, stride in enumerate(constant.stride()):
+        once = once.narrow(dim, 0, min(1, once.shape[dim])) if stride == 0 else once
+    return once.clone().expand(constant.shape)
+
+
+def trace(model: nn.Module, example_inputs: Any, others: Mapping[str, torch.Tensor] | None = None) -> Traced:
     """The operators of a network in the mode in which it is.
 
+    Args:
+        model: the network.
+        example_inputs: of a micro-batch.
+        others: constants of the other mode: what is not equal gets another name.
     Raises:
         UsageError: it is no fixed list of operators; names the line of code.
     """
@@ -87,11 +100,24 @@ def trace(model: nn.Module, example_inputs: Any) -> Traced:
             f"the network has the foreign part {path.removeprefix('.')} ({part.kind}), which no trace sees into: give "
             "the layers by hand (docs/own-models.md)"
         )
+    with as_in_a_call() as known:
+        try:
+            return _traced(model, example_inputs, known, others or {})
+        except UsageError:
+            if not known.matters:
+                raise
+    # What an ordinary call does may be nothing for a trace: the way that the code has for traces.
+    return _traced(model, example_inputs, nullcontext(), others or {})
+
+
+def _traced(
+    model: nn.Module, example_inputs: Any, around: AbstractContextManager[Any], others: Mapping[str, torch.Tensor]
+) -> Traced:
     args, kwargs = call_of(example_inputs)
     with _no_foreign_draws(), _errors_named(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exported = torch.export.export(Assigning(model), args, dict(sorted(kwargs.items())), strict=False)
-    return _Flat(model, exported).made()
+        exported = torch.export.export(Assigning(model, around), args, dict(sorted(kwargs.items())), strict=False)
+    return _Flat(model, exported, others).made()
 
 
 @contextmanager
@@ -130,22 +156,18 @@ def _errors_named() -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_torch(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_torch(frame.filename)]
     own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
     if not own:
         return "a place that torch does not tell"
     return f"{own[-1].filename}:{own[-1].lineno} ({(own[-1].line or '').strip()})"
 
 
-def _is_torch(filename: str) -> bool:
-    return filename.startswith(("<", str(Path(torch.__file__).parent)))
-
-
 def source_of(node: fx.Node) -> str:
     """The line of the network's code that a node comes from: the innermost one outside of torch."""
     text = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*([^\n]*)', text)
-    own = [frame for frame in frames if not _is_torch(frame[0])] or frames
+    own = [frame for frame in frames if not is_torch(frame[0])] or frames
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2].strip()})" if own else "the network"
 
 
@@ -155,10 +177,11 @@ class _Flat:
     Args:
         model: that was traced.
         exported: what `torch.export` has made of it.
+        others: constants whose names mean something else.
     """
 
-    def __init__(self, model: nn.Module, exported: Any) -> None:
-        self._exported = exported
+    def __init__(self, model: nn.Module, exported: Any, others: Mapping[str, torch.Tensor]) -> None:
+        self._exported, self._others = exported, others
         self._num_values = 0
         self._ops: list[Op] = []
         self._modules: list[str] = []
@@ -227,10 +250,18 @@ class _Flat:
             self._constants[name] = self._model_values[name]
             return State("constant", name)
         if spec.kind is InputKind.CONSTANT_TENSOR:
-            name = f"{_LIFTED}{own_path(spec.target).replace('.', '_')}"
-            self._constants[name] = self._exported.constants[spec.target]
+            constant = self._exported.constants[spec.target]
+            name = self._name_of(f"{_LIFTED}{own_path(spec.target).replace('.', '_')}", constant)
+            self._constants[name] = constant
             return State("constant", name)
         raise UsageError(f"the network is given {spec.kind.name} {spec.target}: only tensors can be taken along")
+
+    def _name_of(self, name: str, constant: torch.Tensor) -> str:
+        """A name that no other constant has."""
+        for known in (self._others, self._constants):
+            while name in known and not _are_same(known[name], constant):
+                name += "_"
+        return name
 
     def _inline(self, module: fx.GraphModule, given: Mapping[fx.Node, Any], context: Context, path: str) -> list[Any]:
         """Adds the operators of a graph, those of graphs within it too; returns what the graph returns."""
@@ -369,6 +400,10 @@ class _Flat:
         first = [self._added("aten.clone.default", (Ref(value),), "an input") for value in sorted(written)]
         copies = {op.args[0].value: op.out for op in first}
         return [*first, *(_renamed(op, copies) for op in ops)]
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.stride()) == (other.dtype, other.stride()) and torch.equal(one, other)
 
 
 def _given(graph: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:
