@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave.models.calls import Call, inside
 from elaswave.models.layers import Layer
+from elaswave.splitting.attributes import attributes_kept
 from elaswave.splitting.inputs import call_of
 from elaswave.splitting.parts import Part
 from elaswave.splitting.program import RUNNING, Op
@@ -97,7 +98,7 @@ def difference_in_evaluation(layers: Sequence[Layer], whole: Sequence[Layer], ex
     """
 
     def run(parts: Sequence[Layer]) -> Outcome:
-        batch, value = _copies(example_inputs), _copies(example_inputs)
+        batch, value = copies_of(example_inputs), copies_of(example_inputs)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(_SEED)
             for layer in parts:
@@ -159,7 +160,8 @@ def bits_of(tensor: torch.Tensor) -> bytes:
     return hashlib.blake2b(head + content, digest_size=16).digest()
 
 
-def _copies(inputs: Any) -> Any:
+def copies_of(inputs: Any) -> Any:
+    """A micro-batch's inputs for one call, which may write them."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, inputs)
 
 
@@ -187,9 +189,9 @@ def _loss_gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _of_model(model: nn.Module, inputs: Any) -> Outcome:
-    with _kept(model), torch.random.fork_rng(devices=[]):
+    with attributes_kept(model), buffers_kept(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        args, kwargs = call_of(_copies(inputs))
+        args, kwargs = call_of(copies_of(inputs))
         outputs = _ends(model(*args, **kwargs))
         floats = [each for each in outputs if each.is_floating_point()]
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -199,7 +201,7 @@ def _of_model(model: nn.Module, inputs: Any) -> Outcome:
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
+def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Lends the network copies of its buffers for a while."""
     before = [(owner, key, buffer) for owner in model.modules() for key, buffer in owner._buffers.items()]
     copies = {id(buffer): buffer.detach().clone() for _, _, buffer in before if buffer is not None}
@@ -214,11 +216,11 @@ def _kept(model: nn.Module) -> Iterator[None]:
 
 def _of_parts(parts: Sequence[nn.Module], layers: Sequence[Layer], inputs: Any) -> Outcome:
     """As the engine runs layers: every boundary is contiguous, and a graph of its own."""
-    batch = _copies(inputs)
+    batch = copies_of(inputs)
     gradients: dict[str, torch.Tensor | None] = {}
     buffers: dict[str, torch.Tensor] = {}
     runs = []
-    value: Any = _copies(inputs)
+    value: Any = copies_of(inputs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         for index, part in enumerate(parts):
@@ -227,7 +229,7 @@ def _of_parts(parts: Sequence[nn.Module], layers: Sequence[Layer], inputs: Any) 
                 leaf.requires_grad_(index > 0 and leaf.is_floating_point())
             copies = iter([leaf.clone() for leaf in given])  # a part may write what it is given
             argument = pytree.tree_map(lambda leaf, copies=copies: next(copies), value)
-            with _kept(part), inside(Call(lambda: batch)):
+            with buffers_kept(part), inside(Call(lambda: batch)):
                 value = part(argument)
                 buffers.update((name, each.detach().clone()) for name, each in part.named_buffers())
             runs.append((part, layers[index], given, _ends(value)))

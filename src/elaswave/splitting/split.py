@@ -10,9 +10,18 @@ from torch.nn.parameter import is_lazy
 
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer
-from elaswave.splitting.check import Difference, bits_of, difference, difference_in_evaluation
+from elaswave.splitting.attributes import ChangingAttributes
+from elaswave.splitting.check import (
+    Difference,
+    bits_of,
+    buffers_kept,
+    copies_of,
+    difference,
+    difference_in_evaluation,
+)
 from elaswave.splitting.cut import Flow, best_cuts, bounds_of, costs_of, places_in_evaluation, problem_with_cuts
 from elaswave.splitting.graph import OperatorGraph, graph_of
+from elaswave.splitting.inputs import call_of
 from elaswave.splitting.measure import Facts, measure
 from elaswave.splitting.parts import Made, in_mode, make_layers
 from elaswave.splitting.trace import trace
@@ -89,8 +98,19 @@ class TracedNetwork:
                 self._evaluation = trace(model, example_inputs, self.train.constants)
             facts = measure(self._evaluation, model, example_inputs, is_timed=False)
             self._evaluation_flow = Flow(self._evaluation, facts, self._train_flow.written_buffers())
+            self._refuse_changing_attributes()
         self._there = places_in_evaluation(self._train_flow, self._evaluation_flow)
         self.costs = costs_of(self._train_flow, self._there, self._facts.seconds, link_bytes_per_s)
+
+    def _refuse_changing_attributes(self) -> None:
+        """After the traces, which refuse what is written in place."""
+        found = ChangingAttributes(self.model)
+        for is_training in (True, False):
+            args, kwargs = call_of(copies_of(self.example_inputs))
+            with in_mode(self.model, train=is_training), buffers_kept(self.model), found.watched():
+                with torch.set_grad_enabled(is_training):
+                    self.model(*args, **kwargs)
+        found.refuse()
 
     @property
     def _facts(self) -> Facts:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from elaswave.errors import UsageError
 from elaswave.foreign.layer import foreign_in
 from elaswave.splitting.assigned import Assigning, own_path
+from elaswave.splitting.attributes import attributes_kept
 from elaswave.splitting.inputs import call_of, refuse_inputs
 from elaswave.splitting.ordinary import as_in_a_call, is_torch
 from elaswave.splitting.program import GETITEM, PLAIN, Context, Op, Ref, refs_in
@@ -114,7 +115,7 @@ def _traced(
     model: nn.Module, example_inputs: Any, around: AbstractContextManager[Any], others: Mapping[str, torch.Tensor]
 ) -> Traced:
     args, kwargs = call_of(example_inputs)
-    with _no_foreign_draws(), _errors_named(), warnings.catch_warnings():
+    with attributes_kept(model), _no_foreign_draws(), _errors_named(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exported = torch.export.export(Assigning(model, around), args, dict(sorted(kwargs.items())), strict=False)
     return _Flat(model, exported, others).made()
