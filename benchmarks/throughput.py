@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,10 +111,14 @@ def main() -> int:
     parser.add_argument("--lost", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6])
     parser.add_argument("--patterns", nargs="+", default=["spread", "clustered"], choices=["spread", "clustered"])
     parser.add_argument("--slow", type=int, default=0, help=f"workers at {SLOW_SPEED:g} of the others' speed, spread")
-    parser.add_argument("--ablate", type=int, nargs="*", default=[5], help="losses for which moves are switched off")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument(
+        "--ablate", type=int, nargs="*", help="losses for which moves are switched off; default: 5, none with --slow"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     options = parser.parse_args()
+    if options.ablate is None:
+        options.ablate = [] if options.slow else [5]
 
     where = machine()
     rows = simulate(list(settings_of(options)), options.ablate, options.jobs)

@@ -140,11 +140,13 @@ class _Planning:
         if one_chain is not None:
             candidates.append(one_chain)
             staying = staying or one_chain
+        # Mixed pipelines are often the best. Once they are known, others that cannot be faster are not timed.
+        mixed = self._mixed()
         for team in self._teams:
             own = stay if not team.num_left_out else self._stay(team)
             candidates += self._finalists(self._shapes(team, own), self._most(team))
         candidates += self._finalists(self._of_other_depths(), FINALISTS_OF_OTHER_DEPTHS)
-        candidates += self._whole_shapes(stay) + self._mixed() + self._from_baselines()
+        candidates += self._whole_shapes(stay) + mixed + self._from_baselines()
         if not candidates:
             assert self._judge.failure is not None
             raise self._judge.failure
@@ -249,9 +251,14 @@ class _Planning:
                 offers += self._cut_anew(members, moves, budget, team)
                 if budget.was_short:
                     permitted = False
+                    less = [self._budget(members, schedule, short=True)]
                     if schedule == "zero-bubble-h2":  # half of what it wants in flight is worth having, too
-                        offers += self._cut_anew(members, moves, self._budget(members, "zero-bubble"), team)
-                    offers += self._cut_anew(members, moves, self._budget(members, schedule, short=True), team)
+                        less = [self._budget(members, "zero-bubble"), *less]
+                    known = [shape.cuts for shape in offers if shape.members is members]
+                    for each in less:
+                        more = self._cut_anew(members, moves, each, team)
+                        offers += [shape for shape in more if shape.cuts not in known]
+                        known += [shape.cuts for shape in more]
             for shape in offers:
                 seconds = score(self._cluster, self._costs, shape, schedule)
                 # Regular pipelines do better than the closed form says next to shared layers: they are always timed.

@@ -16,7 +16,7 @@ from elaswave.costs.machines import Cluster, worker_power, worker_speeds
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.schedules import bounds_within
 from elaswave.costs.step_time import Fidelity
-from elaswave.costs.step_time.bound import StageTable, busy_s, limited_s, step_per_stage, travel_s
+from elaswave.costs.step_time.bound import StageTable, busy_s, least_s, limited_s, step_per_stage, travel_s
 from elaswave.costs.step_time.contended import SimulatedStep, simulate_step
 from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.errors import InfeasiblePlan
@@ -28,6 +28,8 @@ from elaswave.planning.routes import make_routes
 
 EXACT_ACTIONS = 20_000
 """Steps of at most so many actions are timed exactly."""
+_CLOSE = 1 + 1e-9
+"""Differences of rounding."""
 EXACT_WORKERS = 256
 """In larger jobs a planner judges candidates by the bound alone: planning has to be quick."""
 
@@ -47,6 +49,10 @@ class Load(NamedTuple):
     """Seconds for which the busiest worker of each stage computes."""
     mean_speed: np.ndarray
     """Of each stage."""
+    fastest: np.ndarray
+    """Highest speed of a worker of each stage."""
+    least_busy_s: np.ndarray
+    """As `slowest_s`, if layers were shared in any proportion."""
     pace_s: float
     busiest: int
     """The worker that computes for so long."""
@@ -154,6 +160,7 @@ def _load_of(cluster: Cluster, costs: Costs, allocation: Allocation, where: np.n
         for name in ("shortest", "longest", "quantum", "work")
     )
     stage = np.repeat(np.arange(len(shares)), widths)
+    firsts = np.concatenate([[0], np.cumsum(widths)[:-1]])
     busy, rounded = busy_s(stage, counts, speeds, shortest, longest, quantum, work)
     busiest = int(np.argmax(rounded))
     return Load(
@@ -163,8 +170,10 @@ def _load_of(cluster: Cluster, costs: Costs, allocation: Allocation, where: np.n
         busy_s=busy,
         draw_w=draw,
         idle_w=idle,
-        slowest_s=np.maximum.reduceat(rounded, np.concatenate([[0], np.cumsum(widths)[:-1]])),
+        slowest_s=np.maximum.reduceat(rounded, firsts),
         mean_speed=np.bincount(stage, speeds) / widths,
+        fastest=np.maximum.reduceat(speeds, firsts),
+        least_busy_s=np.maximum.reduceat(busy, firsts),
         pace_s=float(rounded[busiest]),
         busiest=int(workers[busiest]),
     )
@@ -268,6 +277,11 @@ def time_within_memory(
     limits = None
     if bool(np.any(found.memory_bytes > room)):
         limits = memory_limits(cluster, costs, allocation, followers=followers, where=where)
+    if fidelity == "exact" and within_s < float("inf") and _least_s(costs, allocation, found) >= within_s * _CLOSE:
+        if limits is not None:
+            found = replace(found, memory_bytes=limits.memory_bytes)
+        num_limited = 0 if limits is None else limits.num_limited
+        return Prediction(step_s=float("inf"), found=found, num_limited=num_limited)
     if limits is None:
         seconds = found.step_s
         if fidelity == "exact":
@@ -282,6 +296,21 @@ def time_within_memory(
         )  # fmt: skip
     found = replace(found, memory_bytes=limits.memory_bytes)
     return Prediction(step_s=seconds, found=found, num_limited=limits.num_limited)
+
+
+def _least_s(costs: Costs, allocation: Allocation, found: Estimate) -> float:
+    """Seconds that no order of a step's actions gets below: see `elaswave.costs.step_time.bound.least_s`."""
+    longest, first, load = 0.0, 0, found.load
+    for chain, table in zip(allocation.chains, load.tables, strict=True):
+        own = slice(first, first + len(chain.stages))
+        widths = np.array([share.width for share in chain.stages])
+        starts = np.array([share.start for share in chain.stages])
+        alone_s = least_s(
+            table, starts, chain.num_microbatches, load.least_busy_s[own], load.mean_speed[own] * widths,
+            load.fastest[own], costs, allocation.schedule,
+        )  # fmt: skip
+        longest, first = max(longest, alone_s), own.stop
+    return longest + costs.overhead_s(stages_of(allocation))
 
 
 def time_as_it_is(

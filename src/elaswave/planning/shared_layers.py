@@ -5,7 +5,9 @@ speed (`share_layers`). Where workers of a stage cannot have the same number of 
 layers (`widen_cuts`), so that a worker with one micro-batch more can run fewer layers of each.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -38,9 +40,10 @@ def share_layers(
         return cuts
     # Memory binds somewhere: stages are filled from the first to the last, to a pace as small as possible.
     low, high, best = total / float(capacities.sum()), total / float(capacities.min()), None
+    seconds, last_that_fits = prefix.tolist(), _last_that_fits(fits)
     for _ in range(30):
         middle = (low + high) / 2
-        marks_or_none = _fill(prefix, capacities * middle, fits)
+        marks_or_none = _fill(seconds, (capacities * middle).tolist(), last_that_fits)
         found = None if marks_or_none is None else _cuts_at(prefix, marks_or_none, num_microbatches)
         if found is not None and _all_fit(found, num_layers, fits):
             best, high = found, middle
@@ -155,20 +158,33 @@ def _all_fit(cuts: Sequence[Cut], num_layers: int, fits: Callable[[int, int, int
     return all(fits(stage, start, stop) for stage, (start, stop) in enumerate(held_ranges(cuts, num_layers)))
 
 
-def _fill(prefix: np.ndarray, seconds: np.ndarray, fits: Callable[[int, int, int], bool]) -> np.ndarray | None:
-    """Boundaries if stages take so many seconds of layers, or as many layers as they can hold; None if some remain."""
-    num_layers = len(prefix) - 1
-    at, marks = 0.0, []
-    for stage, room in enumerate(seconds.tolist()):
-        end = min(at + room, float(prefix[-1]))
-        first = int(np.searchsorted(prefix, at * (1 + 1e-12), side="right")) - 1
-        last = int(np.searchsorted(prefix, end * (1 - 1e-12), side="left"))
+def _last_that_fits(fits: Callable[[int, int, int], bool]) -> Callable[[int, int, int], int]:
+    """Where a stage that begins at a layer ends at the latest, up to another, if it may; it has at least one layer."""
+
+    @cache
+    def last_that_fits(stage: int, first: int, last: int) -> int:
         while last > first + 1 and not fits(stage, first, last):
             last -= 1
-            end = float(prefix[last])
+        return last
+
+    return last_that_fits
+
+
+def _fill(
+    prefix: Sequence[float], seconds: Sequence[float], last_that_fits: Callable[[int, int, int], int]
+) -> np.ndarray | None:
+    """Boundaries if stages take so many seconds of layers, or as many layers as they can hold; None if some remain."""
+    num_layers, at, marks, last = len(prefix) - 1, 0.0, [], 0
+    for stage, room in enumerate(seconds):
+        end = min(at + room, prefix[-1])
+        first = bisect_right(prefix, at * (1 + 1e-12)) - 1
+        wanted = bisect_left(prefix, end * (1 - 1e-12))
+        last = last_that_fits(stage, first, wanted)
+        if last < wanted:
+            end = prefix[last]
         at = end
         marks.append(at)
-    return np.array(marks[:-1]) if at >= float(prefix[-1]) * (1 - 1e-9) and last == num_layers else None
+    return np.array(marks[:-1]) if at >= prefix[-1] * (1 - 1e-9) and last == num_layers else None
 
 
 def cuts_of(bounds: Sequence[int], num_microbatches: int) -> tuple[dict[int, int], ...]:

@@ -49,6 +49,9 @@ def template_beside(costs: Costs, speeds: tuple[float, ...], others: frozenset[t
     last, depth = costs.num_layers, len(speeds)
     kinds = sorted(set(speeds), reverse=True)
     wanted = tuple(speeds.count(kind) for kind in kinds)
+    may_end = [
+        [stop for stop in range(start + 1, last + 1) if _may_be(start, stop, others)] for start in range(last)
+    ]  # fmt: skip
 
     # best[stop, workers used]: slowest stage, then sum of squares, then where the stages before begin, and their kinds.
     best: dict[tuple[int, tuple[int, ...]], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {
@@ -56,10 +59,10 @@ def template_beside(costs: Costs, speeds: tuple[float, ...], others: frozenset[t
     }
     for stage in range(depth):
         reached: dict[tuple[int, tuple[int, ...]], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {}
-        stops = [last] if stage == depth - 1 else range(stage + 1, last - (depth - stage - 1) + 1)
+        least, most = (last, last) if stage == depth - 1 else (stage + 1, last - (depth - stage - 1))
         for (start, used), (slowest, squares, starts, chosen) in best.items():
-            for stop in stops:
-                if stop <= start or not _may_be(start, stop, others):
+            for stop in may_end[start]:
+                if not least <= stop <= most:
                     continue
                 for kind, speed in enumerate(kinds):
                     if used[kind] == wanted[kind]:

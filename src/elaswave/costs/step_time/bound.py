@@ -186,6 +186,51 @@ def step_per_stage(
     return np.maximum(slowest + hidden.sum() - hidden, way.sum() - way + slowest * share + second) + links_s
 
 
+def least_s(
+    table: StageTable,
+    starts: np.ndarray,
+    num_microbatches: int,
+    busiest_each_s: np.ndarray,
+    capacity: np.ndarray,
+    fastest: np.ndarray,
+    costs: Costs,
+    schedule: Schedule,
+) -> float:
+    """Seconds that no order of a chain's actions gets below, whatever the routes: not an estimate, as all else here.
+
+    A worker waits for its first input and does all its work, or all but its weight gradients (with split backwards)
+    before the last gradient goes back to the first stage. What links take is left out.
+
+    Args:
+        table: of the chain.
+        starts: int64 [stages]: first layer that each stage holds.
+        num_microbatches: of the chain.
+        busiest_each_s: [stages]: seconds for which each stage's busiest worker computes at least.
+        capacity: [stages]: summed speed of the workers.
+        fastest: [stages]: highest speed of a worker.
+        costs: of the layers.
+        schedule: of the job.
+    """
+    forward, first, second = (
+        costs.prefix[f"{name}_s"] for name in ("forward", "input_gradient", "weight_gradient")
+    )  # fmt: skip
+    before = np.maximum.accumulate(np.concatenate([fastest[:1], fastest[:-1]]))  # of the workers of earlier stages
+    arrives = (forward[starts] - forward[starts[0]]) / before
+    returns = (first[starts] - first[starts[0]]) / before
+    if not splits_backwards(schedule):
+        returns += (second[starts] - second[starts[0]]) / before
+        return float((arrives + busiest_each_s + returns).max())
+    if len(starts) > 1:  # the first stage's weight gradient comes after the last gradient
+        returns[1:] += (second[starts[1]] - second[starts[0]]) / fastest[0]
+    ways = table.forward + table.input_gradient
+    alone = ways * num_microbatches / capacity
+    whole = ways + table.weight_gradient
+    is_whole = (table.quantum == 0) & (whole > 0)
+    share = np.divide(ways, whole, out=np.zeros_like(ways), where=is_whole)
+    alone = np.maximum(alone, share * busiest_each_s)
+    return float((arrives + np.maximum(busiest_each_s, alone + returns)).max())
+
+
 def travel_s(cluster: Cluster, costs: Costs, table: StageTable) -> float:
     """Seconds that a micro-batch's tensors travel on their way through all stages and back."""
     if len(table.stops) < 2:
