@@ -288,7 +288,7 @@ def with_speeds(cluster: Cluster, speeds: Sequence[str]) -> Cluster:
     Raises:
         UsageError: not of this form, a worker that is not there, or an impossible speed.
     """
-    found = cluster.speed.copy()
+    found, given = cluster.speed.copy(), set()
     for text in speeds:
         worker, _, factor = text.partition("=")
         try:
@@ -299,6 +299,9 @@ def with_speeds(cluster: Cluster, speeds: Sequence[str]) -> Cluster:
             raise UsageError(f"--speed {text}: there are the workers 0 to {cluster.num_workers - 1}")
         if not 0 < speed < float("inf"):
             raise UsageError(f"--speed {text}: a speed is a number above 0")
+        if index in given:
+            raise UsageError(f"--speed {text}: worker {index} has a speed already; give each worker one")
+        given.add(index)
         found[index] = speed
     return replace(cluster, speed=found)
 

@@ -152,7 +152,12 @@ def describe_life(options: ClusterOptions, scenario: ScenarioOptions, *, seeds: 
     num_workers = max(each.num_workers_max for each in scenarios)
     num_replicas = num_workers // num_stages
     if not num_replicas:
-        raise UsageError(f"{num_workers} workers are too few for {num_stages} stages; give fewer --stages")
+        few = f"{num_workers} workers are too few for {num_stages} stages"
+        if scenario.trace is not None:
+            raise UsageError(
+                f"{few}, and {scenario.trace} never has more at once; give fewer --stages, or more --workers-per-node"
+            )
+        raise UsageError(f"{few}; give fewer --stages, or more --workers")
     per_replica = options.microbatches or MICROBATCHES_PER_STAGE * num_stages
     machines, costs = describe_machines(options, num_workers=num_workers)
     num_microbatches = per_replica * num_replicas

@@ -158,7 +158,10 @@ def policy_named(name: str, policies: Mapping[str, Planner] = POLICIES) -> Plann
         UsageError: there is none.
     """
     if name not in policies:
-        raise UsageError(f"unknown policy {name!r}: choose one of {', '.join(policies)}")
+        raise UsageError(
+            f"unknown policy {name!r}: choose one of {', '.join(policies)}, or name your own as module:function or "
+            "path/to/file.py:function"
+        )
     return policies[name]
 
 

@@ -362,6 +362,8 @@ def test_a_trace_is_lived_through(capsys: Any, tmp_path: Path) -> None:
         (["compare", "--workers", "12", "--stages", "4", "--lose", "99"], "99 of 12 workers would be lost"),
         (["plan", "--workers", "8", "--stages", "1", "--model", "llama-2-70b"], "1 stages x 8 replicas does not fit"),
         (["plan", "--policy", "prayer"], "unknown policy 'prayer'"),
+        (["plan", "--policy", "my_policy.py"], "or name your own as module:function or path/to/file.py:function"),
+        (["plan", *SMALL, "--speed", "1=0.5", "--speed", "1=0.7"], "--speed 1=0.7: worker 1 has a speed already"),
         (["plan", "no-such-run"], "no such folder"),
         (["plan", "no-such-run", "--model", "gpt2-xl"], "--model describe a cluster, but RUN names a run"),
         (["compare", "--policies", "prayer"], "unknown policy 'prayer'"),
@@ -371,7 +373,7 @@ def test_a_trace_is_lived_through(capsys: Any, tmp_path: Path) -> None:
         (["compare", "--plot", "plot.gif"], "must end in .png or .svg"),
         (["compare", "--plot", "no-such-folder/plot.png"], "there is no folder"),
         (["simulate", "--policy", "prayer"], "unknown policy 'prayer'"),
-        (["simulate", "--rate", "often"], "unknown failure rates 'often'"),
+        (["simulate", "--rate", "often"], "unknown failure rates 'often', and there is no file of that name"),
         (
             ["simulate", "--rate", "-1"],
             "--rate -1: losses per worker and day are a number of at least 0, or a name",
@@ -401,7 +403,7 @@ def test_a_trace_is_lived_through(capsys: Any, tmp_path: Path) -> None:
         (["simulate", "--rate", "nan"], "--rate nan: losses per worker and day are a number"),
         (["simulate", "--stragglers", "-1"], "'--stragglers': '-1' is not a number of at least 0"),
         (["simulate", "--power-limit-kw", "0"], "'--power-limit-kw': '0' is not a number above 0"),
-        (["simulate", "--workers", "4", "--stages", "8"], "4 workers are too few for 8 stages"),
+        (["simulate", "--workers", "4", "--stages", "8"], "4 workers are too few for 8 stages; give fewer --stages"),
         (["simulate", "--trace", "no-such.csv"], "cannot read the trace no-such.csv"),
         (["simulate", "--trace", "x.csv", "--rate", "llama3", "--workers", "4"], "leave out --rate, --workers"),
         (["simulate", "--workers", "8", "--stages", "1", "--model", "llama-2-70b"], "try more --stages"),
@@ -423,6 +425,14 @@ def test_a_trace_that_is_no_text(capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "part-000.parquet").write_bytes(b"PAR1\x15\x04\xff\xfe")
     assert main(["simulate", "--trace", str(tmp_path / "part-000.parquet")]) == 2
     assert "is Parquet, as Alibaba's trace of GPUs of 2026" in capsys.readouterr().err
+
+
+def test_a_trace_of_too_few_machines(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("0,add,a\n5,remove,a\n")
+    assert main(["simulate", "--trace", str(tmp_path / "trace.csv"), "--stages", "2"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "1 workers are too few for 2 stages, and " in told
+    assert "trace.csv never has more at once; give fewer --stages, or more --workers-per-node" in told
 
 
 def test_a_plot_that_cannot_be_written(capsys: Any, tmp_path: Path) -> None:

@@ -144,7 +144,10 @@ def rates_named(name: str) -> Rates:
         UsageError: there are none.
     """
     if name not in RATES:
-        raise UsageError(f"unknown failure rates {name!r}: choose one of {', '.join(sorted(RATES))}, or state your own")
+        raise UsageError(
+            f"unknown failure rates {name!r}, and there is no file of that name: choose one of "
+            f"{', '.join(sorted(RATES))}, or give a number per worker and day, or Acme's trace of jobs"
+        )
     return RATES[name]
 
 
