@@ -97,8 +97,8 @@ FOUR_STAGES = pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
     reason="0.9 % slower with worker 0 at full speed than at 0.6, under short memory: stages that share a layer each "
-    "keep less of its state, which leaves room for a second micro-batch in flight; the search for cuts knows memory by the "
-    "widths of stages alone, and with the faster worker it ends at cuts that keep one in flight",
+    "keep less of its state, which leaves room for a second micro-batch in flight; the search for cuts knows memory "
+    "by the widths of stages alone, and with the faster worker it ends at cuts that keep one in flight",
 )
 
 
