@@ -57,7 +57,7 @@ NUMBERS = Numbers()
 @click.group(
     name="ctl",
     subcommand_metavar="ACTION [OPTIONS]",
-    short_help="Talk to a running job: status, checkpoint, stop, other layouts.",
+    short_help="Talk to a running job: status, joins, leaves, layouts, checkpoint, stop.",
     epilog="Exit codes: 0 done, 1 refused, not done in time, or no job runs there, 2 bad input.",
 )
 @click.argument("run", type=click.Path(path_type=Path))

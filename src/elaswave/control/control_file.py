@@ -80,7 +80,7 @@ def read_control_file(run_dir: Path) -> ControlFile:
     path = run_dir / CONTROL_FILE
     try:
         content = msgspec.json.decode(path.read_bytes(), type=ControlFile)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if not is_run(run_dir):
             raise RunFolderError(f"{run_dir} holds no run; give the folder of a run that is going on") from None
         raise ControlError(

@@ -70,6 +70,8 @@ def test_no_job_no_run_and_a_stale_file_are_told_apart(run_dir: Path, tmp_path_f
         read_control_file(run_dir)
     with pytest.raises(RunFolderError, match="holds no run"):
         read_control_file(tmp_path_factory.mktemp("empty"))
+    with pytest.raises(RunFolderError, match="run.json holds no run; give the folder"):
+        read_control_file(run_dir / MARKER_FILE)
     write_control_file(run_dir, at("unix:/somewhere"), KEY_FILE)
     gone = msgspec.structs.replace(described("launcher", 0, os.getpid()), start_ticks=1)
     rewritten(run_dir, launcher=gone)
