@@ -23,6 +23,8 @@ class Member:
 
     def __init__(self, name: str, folder: Path, options: list[str], endpoint: str, before: Sequence[str] = ()) -> None:
         self.endpoint = endpoint
+        self.folder = folder / name
+        """Of its data."""
         self._is_elsewhere = bool(before)
         self._command = [*before, str(ETCD), "--name", name, "--data-dir", str(folder / name), *options]
         self._log = folder / f"{name}.log"

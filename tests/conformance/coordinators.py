@@ -83,6 +83,7 @@ class Coordinator:
         self.log: list[tuple[str, int, Any]] = []
         self.refusals: list[str] = []
         self.strangers: list[str] = []
+        self.heads: list[tuple[int, Any]] = []
         self.failure: BaseException | None = None
         self.server: ControlServer[Any] = ControlServer(**options)
         self._also = on_message
@@ -101,6 +102,7 @@ class Coordinator:
                     tls=tls,
                     on_refused=self.refusals.append,
                     on_stranger=self.strangers.append,
+                    on_head=lambda peer, head: self.heads.append((peer, head)),
                     refusal=refusal,
                 )
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.agents import AgentProcess, Agents
-from tests.etcd_processes import cluster, needs_etcd
+from tests.etcd_processes import Member, cluster, needs_etcd
 from tests.hosts.world import Host, World, lacking
 from tests.integration.jobs import SMALL, run_job
 
@@ -203,3 +203,49 @@ def test_the_coordinators_host_is_cut_off_and_another_candidate_goes_on(tmp_path
             losses = lost(agents)
             assert {each["worker"] for each in losses} == {0, 3}, losses
             assert computation(agents.run_dir) == reference
+
+
+@contextmanager
+def job_with_etcd_on_three(folder: Path) -> Iterator[tuple[World, Agents, list[AgentProcess], list[Member]]]:
+    """A job that has begun on three hosts, each of which has a member of etcd too; two of them are candidates."""
+    with World(3) as world:
+        places = [(host.address, ["nsenter", f"--net=/proc/{host.pid}/ns/net", "--"]) for host in world.hosts]
+        with cluster(3, places=places) as members:
+            store = "etcd://" + ",".join(member.endpoint for member in members)
+            settings = {**SIX, "control.hosts": 3, "control.store": store}
+            candidates = ",".join(f"{host.address}:7077" for host in world.hosts[:2])
+            with Agents(folder, settings, candidates) as agents:
+                started = [start(agents, host) for host in world.hosts]
+                agents.wait_for_step(3)
+                yield world, agents, started, members
+
+
+@needs_etcd
+def test_the_side_with_etcds_quorum_goes_on_though_the_coordinator_is_on_the_other_one(
+    tmp_path: Path, reference: Any
+) -> None:
+    with job_with_etcd_on_three(tmp_path) as (world, agents, (first, second, third), _):
+        world.cut(world.hosts[0])
+        assert (second.end(), third.end()) == (0, 0), (second.text, third.text)
+        world.heal()
+        assert first.end() in (75, 0), first.text
+    losses = lost(agents)
+    assert {each["worker"] for each in losses} == {0, 3} and one_event(losses, 2), losses
+    assert computation(agents.run_dir) == reference
+
+
+@needs_etcd
+def test_a_host_is_lost_while_etcd_has_no_quorum_for_ten_seconds(tmp_path: Path, reference: Any) -> None:
+    with job_with_etcd_on_three(tmp_path) as (world, agents, (first, second, _), members):
+        members[2].kill()
+        members[1].stop()
+        world.hosts[2].kill()
+        agents.wait_for(lambda: "waits for its store" in first.text, "the wait for the store")
+        assert lost(agents) == []
+        time.sleep(10.0)  # etcd's, which no event ends
+        assert lost(agents) == [], "nothing is decided without a quorum"
+        members[1].go_on()
+        assert (first.end(), second.end()) == (0, 0), (first.text, second.text)
+    losses = lost(agents)
+    assert {each["worker"] for each in losses} == {2, 5} and one_event(losses, 2), losses
+    assert computation(agents.run_dir) == reference

@@ -1,5 +1,8 @@
 """Jobs whose coordinators keep what they decide in a real etcd, which fails too."""
 
+import os
+import shutil
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -11,7 +14,8 @@ from tests.integration.jobs import QuietReporter, run_job
 
 from elaswave.control.etcd_client import EtcdClient
 from elaswave.control.etcd_gateway import HttpGateway
-from elaswave.errors import LaunchError, RetryError
+from elaswave.errors import ElaswaveError, LaunchError, RetryError
+from elaswave.observability.processes import read_processes
 
 pytestmark = needs_etcd
 
@@ -113,6 +117,36 @@ def test_a_coordinator_lost_together_with_a_member_is_followed(tmp_path: Path) -
         job = run_job(tmp_path / "run", settings, faults=["kill:coordinator@8", "kill:2@20"], reporter=reporter)
     assert {recovery.kind for recovery in job.result.recoveries} == {"lost", "coordinator"}
     assert job.computation == run_job(tmp_path / "reference", {"run.steps": 40}).computation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loses", ["worker", "coordinator"])
+def test_an_older_copy_of_etcd_ends_the_job(tmp_path: Path, loses: str) -> None:
+    """The coordinator that wrote what is gone finds out by itself, one that follows it by what members have heard."""
+    copy = tmp_path / "copy"
+    with cluster(1) as members:
+        (member,) = members
+        data = member.folder
+
+        def back_up() -> None:
+            member.kill()
+            shutil.copytree(data, copy)
+            member.start()
+
+        def put_back() -> None:
+            member.kill()
+            if loses == "coordinator":
+                (pid,) = (each.pid for each in read_processes(tmp_path / "run") if each.role == "coordinator")
+                os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(data)
+            shutil.copytree(copy, data)
+            member.start()
+
+        faults = ["kill:3@12", *(["kill:2@30"] if loses == "worker" else [])]
+        settings = {"run.steps": 5000, "control.store": store_of(members)}
+        which = "a member has heard of" if loses == "coordinator" else "there were .* is not there"
+        with pytest.raises(ElaswaveError, match=f"has gone back, as if an older copy .* the job ran: {which}"):
+            run_job(tmp_path / "run", settings, faults=faults, reporter=Watcher({5: back_up, 24: put_back}))
 
 
 @pytest.mark.slow

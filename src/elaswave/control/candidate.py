@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from elaswave.control.etcd_client import REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S_MAX, EtcdClient, NoAnswerError
 from elaswave.control.etcd_store import RETRY_S, fenced, new_nonce, no_job
-from elaswave.errors import StoreError, SupersededError
+from elaswave.errors import StoreError
 from elaswave.protocol.election import BEAT_S, POLL_S, Seen, Watch
 from elaswave.protocol.store_writes import BEAT, SPEC, TERM, Claim, Holder, Transaction, holder_of
 
@@ -128,13 +128,14 @@ class Beats:
         self._term = term
         self._lock = threading.Lock()
         self._end = threading.Event()
-        self._error: SupersededError | None = None
-        self._tell: Callable[[SupersededError], None] | None = None
+        self._error: StoreError | None = None
+        self._tell: Callable[[StoreError], None] | None = None
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
         self._thread.start()
 
-    def tell(self, call: Callable[[SupersededError], None]) -> None:
-        """Has a call made, in the thread, once it turns out that another coordinator has taken over."""
+    def tell(self, call: Callable[[StoreError], None]) -> None:
+        """Has a call made, in the thread, once it turns out that this coordinator may not write: another one has taken
+        over, or the store has gone back."""
         with self._lock:
             self._tell = call
             error = self._error
@@ -162,7 +163,7 @@ class Beats:
         finally:
             self._client.close()
 
-    def _beat(self, number: int) -> SupersededError | None:
+    def _beat(self, number: int) -> StoreError | None:
         value = json.dumps({"term": self._term.term, "beat": number}).encode()
         beat = Transaction(((TERM, self._term.revision),), puts=((BEAT, value),), reads=(TERM,))
         try:
@@ -172,4 +173,4 @@ class Beats:
         except StoreError as refusal:
             _log.warning("the store takes no beat: %s", refusal)
             return None
-        return None if outcome.succeeded else fenced(self._client.name, outcome.found[0])
+        return None if outcome.succeeded else fenced(self._client.name, outcome.found[0], self._term)

@@ -30,6 +30,7 @@ import msgspec
 
 from elaswave.control.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, Session, encode, peer_name
 from elaswave.errors import AuthenticationError, BacklogError, CommError, FrameError
+from elaswave.protocol.heads import Head, newest
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
 from elaswave.transport.tls import Tls
@@ -182,6 +183,8 @@ class ControlClient(Generic[_T]):
         self._broken: Exception | None = None
         """Set by `send` and `silence`: the connection must be given up."""
         self._silent = False
+        self._head: Head | None = None
+        """The newest that a coordinator has told."""
         self._closing = False
         self._closed = False
 
@@ -436,6 +439,8 @@ class ControlClient(Generic[_T]):
         hello = encode(self._hello(), self._max_message_bytes)
         with self._changed:
             session.write(Kind.OPEN, self._identity)
+            if self._head is not None:
+                session.write(Kind.HEAD, 0, encode(self._head))
             session.write(Kind.MESSAGE, 0, hello)
             for sent in [*durable, *facts, *self._meanwhile]:
                 session.write(Kind.MESSAGE, sent.number, sent.payload, time.monotonic() - sent.made_s)
@@ -452,6 +457,9 @@ class ControlClient(Generic[_T]):
         if frame.kind is Kind.MESSAGE and frame.message is not None:
             if not self._silent and self._broken is None:
                 self._on_message(frame.message)
+        elif frame.kind is Kind.HEAD:
+            if not self._silent:
+                self._head = newest(self._head, frame.message)
         elif frame.kind is Kind.ACK:
             with self._changed:
                 while self._unacknowledged and self._unacknowledged[0].number <= frame.number:

@@ -92,6 +92,7 @@ class CoordinatorProcess(JobDriver):
             self._on_closed,
             tls=self._setup.tls,
             on_stranger=self._terminal.say_of_stranger,
+            on_head=lambda peer, head: self._store.check(head),
         )
         serving = asyncio.ensure_future(self._server.serve())
         claimed = self._setup.claimed

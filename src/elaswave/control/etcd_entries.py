@@ -166,9 +166,8 @@ class Chain(Generic[_T]):
     """
 
     def __init__(self, name: str, record_type: Any, read: Callable[[Blob], bytes]) -> None:
-        self.last = b""
-        """Digest of the newest entry."""
-        self.length = 0
+        self.digests: list[bytes] = []
+        """Of all entries."""
         self.in_use = BlobsInUse()
         self._name = name
         self._read = read
@@ -183,15 +182,15 @@ class Chain(Generic[_T]):
         Raises:
             StoreError: it is not the next one, it is damaged, or of another release.
         """
-        what = f"{self._name}: entry {self.length}"
+        what = f"{self._name}: entry {len(self.digests)}"
         advice = "restore the store from a copy, or resume the job from its last durable checkpoint"
-        if key != entry_key(self.length):
+        if key != entry_key(len(self.digests)):
             raise StoreError(f"{what} is missing, although {key} is there: {advice}")
         try:
             entry = msgspec.msgpack.decode(value, type=Entry)
         except msgspec.MsgspecError as error:
             raise StoreError(f"{what} is damaged ({error}): {advice}") from error
-        if entry.previous != self.last:
+        if entry.previous != (self.digests[-1] if self.digests else b""):
             raise StoreError(f"{what} does not follow the one before it: one of them was changed; {advice}")
         body = entry.body if entry.body_blob is None else self._read(entry.body_blob)
         try:
@@ -205,7 +204,7 @@ class Chain(Generic[_T]):
         self._lacking.update((first + at, blob) for at, blob in entry.placements)
         self._records += records
         self.in_use.take(entry, records)
-        self.last, self.length = digest_of(value), self.length + 1
+        self.digests.append(digest_of(value))
 
     def records(self) -> list[_T]:
         """All records, with those placements that count.

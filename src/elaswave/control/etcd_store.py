@@ -43,6 +43,7 @@ from elaswave.control.etcd_entries import (
 )
 from elaswave.control.store import Owner, WriterFence
 from elaswave.errors import StoreError, StoreGoneError, SupersededError
+from elaswave.protocol.heads import Head, Heard, judge
 from elaswave.protocol.store_writes import (
     SPEC,
     TERM,
@@ -199,12 +200,20 @@ class EtcdStore(Generic[_T]):
         self._durable += chain.records()
         self._fence.took(self._durable)
         self._blobs.clear()
-        self._last, self._length = chain.last, chain.length
+        self._digests = chain.digests
+        (spec,) = self._waiting.ask(lambda: self._client.carry_out(Transaction(reads=(SPEC,)))).found
+        if spec is None:
+            raise no_job(self._client.name)
+        self._head = self._head_of(spec.revision)
         self._in_use: BlobsInUse = chain.in_use
         wanted = {key for blob in chain.in_use.needed | chain.in_use.kept for key in blob.chunk_keys}
         present = {found.key for found in self._pages("blob/", keys_only=True)}
         self._garbage = present - wanted
         """Keys of chunks that no entry needs."""
+
+    def _head_of(self, founded: int) -> Head:
+        digests = self._digests
+        return Head(founded, self._term.term, len(digests), digests[-1] if digests else b"")
 
     def _pages(self, folder: str, *, keys_only: bool = False) -> list[KeyValue]:
         return _pages(self._client, self._waiting, folder, keys_only=keys_only)
@@ -255,6 +264,21 @@ class EtcdStore(Generic[_T]):
         """See `Store.records`."""
         with self._changed:
             return list(self._durable)
+
+    @property
+    def head(self) -> Head:
+        """See `Store.head`."""
+        with self._changed:
+            return self._head
+
+    def check(self, heard: Head) -> None:
+        """See `Store.check`."""
+        with self._changed:
+            own, meaning = self._head, judge(heard, self._head, self._digests)
+        if meaning is Heard.NEWER_TERM:
+            self.append()  # of nothing: shows whether another coordinator has taken over
+        if meaning is not Heard.FITS:
+            raise gone_back(self._client.name, f"a member has heard of {heard}, and there are {own}")
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -383,11 +407,14 @@ class EtcdStore(Generic[_T]):
         """Appends an entry."""
         records = [record for given in group for record in given.records]
         if not records:
+            self._confirm()
             return
-        packed = pack(records, self._last, secrets.token_bytes(_NONCE_BYTES))
+        length, last = self._head.length, self._head.digest
+        packed = pack(records, last, secrets.token_bytes(_NONCE_BYTES))
         self._write_blobs(packed)
         chunks = [chunk for blob in packed.blobs for chunk in blob.chunk_keys]
-        entry = EntryWrite(self._term, entry_key(self._length), packed.value, chunks)
+        key, previous = entry_key(length), entry_key(length - 1) if length else ""
+        entry = EntryWrite(self._term, key, packed.value, chunks, previous=previous)
         while True:
             answer = self._persist(entry.transaction())
             written = entry.judge(answer)
@@ -395,17 +422,26 @@ class EtcdStore(Generic[_T]):
                 break
             if written is Written.FENCED:
                 raise self._fenced(answer.found[0])
+            if written is Written.GONE_BACK:
+                raise gone_back(self._client.name, f"there were {self._head}, and {previous} is not there")
             if written is Written.TAKEN:
-                key = entry_key(self._length)
                 raise StoreError(
                     f"{self._client.name}: {key} was written by a process that is no coordinator of this job"
                 )
             self._write_blobs(packed)  # a late removal has taken them
-        self._last, self._length = digest_of(packed.value), self._length + 1
+        with self._changed:
+            self._digests.append(digest_of(packed.value))
+            self._head = self._head_of(self._head.founded)
         self._in_use.take(packed, records)
         self._garbage |= {chunk for blob in self._in_use.superseded for chunk in blob.chunk_keys}
         self._garbage -= {chunk for blob in self._in_use.needed | self._in_use.kept for chunk in blob.chunk_keys}
         self._in_use.superseded.clear()
+
+    def _confirm(self) -> None:
+        """Asks whether this coordinator may still write."""
+        answer = self._persist(Transaction(((TERM, self._term.revision),), reads=(TERM,)))
+        if not answer.succeeded:
+            raise self._fenced(answer.found[0])
 
     def _write_blobs(self, packed: Packed) -> None:
         compared = ((TERM, self._term.revision),)
@@ -418,12 +454,12 @@ class EtcdStore(Generic[_T]):
     def _remove_garbage(self) -> None:
         keys = tuple(sorted(self._garbage)[: _PAGE // 2])
         if keys:
-            compared = ((TERM, self._term.revision), (entry_key(self._length), 0))
+            compared = ((TERM, self._term.revision), (entry_key(self._head.length), 0))
             self._client.carry_out(Transaction(compared, deletes=keys))
             self._garbage -= set(keys)
 
-    def _fenced(self, standing: KeyValue | None) -> SupersededError:
-        return fenced(self._client.name, standing)
+    def _fenced(self, standing: KeyValue | None) -> StoreError:
+        return fenced(self._client.name, standing, self._term)
 
     def _persist(self, transaction: Transaction) -> Outcome:
         begun_s = time.monotonic()
@@ -468,16 +504,32 @@ def no_job(name: str) -> StoreError:
     return StoreError(f"{name} holds no job: its keys were removed; resume it from its last checkpoint")
 
 
-def fenced(name: str, standing: KeyValue | None) -> SupersededError:
-    """A coordinator may not write any more.
+def gone_back(name: str, text: str) -> StoreError:
+    """A store has lost what was durable (H9).
+
+    Args:
+        name: of the store.
+        text: what was there, and what is.
+    """
+    return StoreError(
+        f"{name} has gone back, as if an older copy had been put in its place while the job ran: {text}. Nothing is "
+        "decided on what it holds; begin the job again from its newest checkpoint"
+    )
+
+
+def fenced(name: str, standing: KeyValue | None, own: Holder) -> StoreError:
+    """A coordinator may not write any more: `SupersededError`, unless it is the store that has changed.
 
     Args:
         name: of the store.
         standing: what `TERM` holds.
+        own: what it held when this coordinator had claimed the job.
     """
     if standing is None:
         return SupersededError(f"{name}: the job's keys were removed; this coordinator must end")
     holder = holder_of(standing)
+    if holder.term < own.term:
+        return gone_back(name, f"this coordinator was number {own.term}, and number {holder.term} has the job there")
     return SupersededError(
         f"{name} takes no record of this coordinator: {holder.name} has taken over as its number {holder.term}; this "
         "must end"

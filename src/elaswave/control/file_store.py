@@ -29,6 +29,7 @@ import msgspec
 
 from elaswave.control.store import WriterFence
 from elaswave.errors import StoreError
+from elaswave.protocol.heads import Head
 
 _log = logging.getLogger("elaswave.control")
 
@@ -271,6 +272,14 @@ class FileStore(Generic[_T]):
     def records(self) -> list[_T]:
         """See `Store.records`."""
         return list(self._records.all)
+
+    @property
+    def head(self) -> Head | None:
+        """None: its file is private to the job."""
+        return None
+
+    def check(self, heard: Head) -> None:
+        """See `Store.check`: nobody has heard of one."""
 
     def close(self) -> None:
         """See `Store.close`."""

@@ -105,7 +105,7 @@ class JobDriver(CoordinatorDriver):
         self._awake = AwakeTime()
         """Nobody is silent, or away, in time in which this process does not run."""
         self._server: ControlServer[ToCoordinator] = ControlServer(
-            when_durable=self._store.when_durable, now_s=self._awake_s
+            when_durable=self._store.when_durable, head=lambda: self._store.head, now_s=self._awake_s
         )
         self._terminal = Terminal(self._server)
         workers = plan.layout.workers

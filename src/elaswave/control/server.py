@@ -36,6 +36,7 @@ from elaswave.control.wire import (
     peer_name,
 )
 from elaswave.errors import AuthenticationError, FrameError
+from elaswave.protocol.heads import Head
 from elaswave.protocol.host_silence import Counters
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
@@ -82,6 +83,7 @@ class ControlServer(Generic[_T]):
         handshake_timeout_s: how long an unauthenticated peer may take to prove that it holds the key.
         stall_timeout_s: how long a peer may leave unread what waits for it.
         when_durable: calls back once all that was handled so far is durable, see `elaswave.control.store`.
+        head: where the durable history stands: peers are told before the messages that follow from it.
         now_s: clock by which `heard_s` counts.
     """
 
@@ -94,6 +96,7 @@ class ControlServer(Generic[_T]):
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         when_durable: Callable[[Callable[[], None]], None] = lambda call: call(),
+        head: Callable[[], Head | None] = lambda: None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = ""
@@ -104,6 +107,7 @@ class ControlServer(Generic[_T]):
         self.handshake_timeout_s = handshake_timeout_s
         self.stall_timeout_s = stall_timeout_s
         self._when_durable = when_durable
+        self._head = head
         self.now_s = now_s
         self._unauthenticated: UnauthenticatedPeers[_Connection] = UnauthenticatedPeers()
         self._peers: dict[int, _Connection] = {}
@@ -132,6 +136,7 @@ class ControlServer(Generic[_T]):
         tls: Tls | None = None,
         on_refused: Callable[[str], None] = lambda reason: None,
         on_stranger: Callable[[str], None] = lambda reason: None,
+        on_head: Callable[[int, Head], None] = lambda peer, head: None,
         refusal: Callable[[int], str | None] = lambda peer: None,
     ) -> None:
         """Starts listening. The callbacks must not block for long; what they raise ends `serve`.
@@ -147,6 +152,7 @@ class ControlServer(Generic[_T]):
             on_refused: called with one line about a connection that was turned away or a peer that was cut off.
             on_stranger: called with one line about a peer that speaks as one of the job, and has not proved that it
                 holds the job's key.
+            on_head: called with the newest head that a peer has been told, before its first message.
             refusal: returns why a participant may not connect, or None if it may.
         Raises:
             OSError: the system refuses to listen there.
@@ -157,6 +163,7 @@ class ControlServer(Generic[_T]):
         self._receives = receives
         self._on_message, self._on_connected, self._on_closed = on_message, on_connected, on_closed
         self._on_refused, self._on_stranger, self._refusal = on_refused, on_stranger, refusal
+        self._on_head = on_head
         if tls is not None and not listen.startswith("tcp:"):
             raise ValueError(f"TLS is for tcp: addresses, but {listen!r} is none: leave out the certificate")
         self._security = tls.listening() if tls else None
@@ -229,9 +236,11 @@ class ControlServer(Generic[_T]):
         if self._newest is None or self._newest[0] is not message:  # a decision goes to one member after the other
             self._newest = message, encode(message, self.max_message_bytes)
         payload = self._newest[1]
-        reached = []
+        reached, head = [], self._head()
         for peer in peers:
             connection = self._peers.get(peer)
+            if connection is not None and head is not None and not is_operator(peer):
+                connection.tell(head)
             if connection is not None and connection.write(Kind.MESSAGE, 0, payload):
                 reached.append(peer)
         return reached
@@ -320,6 +329,10 @@ class ControlServer(Generic[_T]):
                     continue
                 if self._peers.get(peer) is not connection or frame.kind is Kind.ACK:
                     raise FrameError(f"{frame.kind.name} from {peer_name(peer)}, which may not be sent here")
+                if frame.kind is Kind.HEAD:
+                    if not self._call(self._on_head, peer, frame.message):
+                        return
+                    continue
                 answer |= frame.number > 0
                 numbered = frame.kind is Kind.MESSAGE and frame.number > 0
                 client, handled = self._handled[peer]
@@ -410,6 +423,7 @@ class _Connection(asyncio.Protocol):
         self._refused = False
         self._settled = False
         self._number = server.next_number()
+        self._told: Head | None = None
         self.is_hung_up = False
         """What comes is not read any more."""
         self._limits = server.limits
@@ -452,6 +466,12 @@ class _Connection(asyncio.Protocol):
             self.refuse(f"{peer_name(self.session.peer)} does not read: {waiting} bytes wait for it")
             return False
         return True
+
+    def tell(self, head: Head) -> None:
+        """Sends where the history stands, if it has gone on."""
+        if head != self._told:
+            self._told = head
+            self.write(Kind.HEAD, 0, encode(head))
 
     def look(self) -> Counters | None:
         """What the kernel has counted; None if it is no TCP connection, or is ending."""

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from elaswave.errors import StoreError, SupersededError
 from elaswave.protocol.fence import TermFence
+from elaswave.protocol.heads import Head
 
 _T = TypeVar("_T")
 
@@ -45,6 +46,18 @@ class Store(Protocol[_T]):
 
     def records(self) -> list[_T]:
         """All durable records, oldest first: those found at the opening and those since."""
+
+    @property
+    def head(self) -> Head | None:
+        """Where the durable history stands; None: the store cannot go back while a job runs."""
+
+    def check(self, heard: Head) -> None:
+        """Compares what a member has heard of the history with what is there (H9).
+
+        Raises:
+            SupersededError: another coordinator has taken over.
+            StoreError: the store has lost what was durable.
+        """
 
     def close(self) -> None:
         """Gives up the store; another process may open it. What was added is written first, within a bound."""

@@ -30,6 +30,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from elaswave.errors import AuthenticationError, FrameError
+from elaswave.protocol.heads import Head
 from elaswave.protocol.messages import PROTOCOL_VERSION
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener, check_key
 from elaswave.transport.tls import Security, bound_key, digest_of_peer, trouble_with
@@ -106,6 +107,9 @@ class Kind(IntEnum):
     """The server has handled all messages up to this number. Also the answer to a heartbeat that asks for one."""
     HEARTBEAT = 4
     """The client is alive; with or without a message. Its number is 1 if it asks for an answer, else 0."""
+    HEAD = 5
+    """Where the coordinator's history stands, before what it has led to; a client says the newest one first on each new
+    connection."""
 
 
 class Frame(NamedTuple):
@@ -351,7 +355,9 @@ class Session(Generic[_T]):
 
     def _frame(self, kind: int, number: int, payload: bytes, age_s: float) -> Frame:
         try:
-            message = self._decoder.decode(unpacked(payload, self.max_message_bytes)) if payload else None
+            is_head = kind == Kind.HEAD
+            decoder = _head_decoder if is_head else self._decoder
+            message = decoder.decode(unpacked(payload, self.max_message_bytes)) if payload or is_head else None
             return Frame(Kind(kind), number, message, age_s)
         except (msgspec.MsgspecError, ValueError, zlib.error) as error:
             raise FrameError(f"a malformed message from {peer_name(self.peer)}: {error}") from error
@@ -400,6 +406,7 @@ def _is_worth_compressing(payload: bytes) -> bool:
 
 
 _encoder = msgspec.msgpack.Encoder()
+_head_decoder = msgspec.msgpack.Decoder(Head)
 
 
 def _content(payload: bytes) -> bytes:

@@ -111,6 +111,7 @@ class Written(Enum):
     FENCED = "another coordinator has taken over: nothing of this one is taken any more"
     TAKEN = "the entry was written by somebody who is no coordinator of this job"
     INCOMPLETE = "what it names is not there any more, and must be written again"
+    GONE_BACK = "the entry before it, which was durable, is not there: the store has gone back (H9)"
 
 
 class EntryWrite:
@@ -121,28 +122,31 @@ class EntryWrite:
         key: of the entry.
         value: of the entry; has a nonce.
         names: keys that must exist with it.
+        previous: key of the entry before it; empty: it is the first.
     """
 
-    def __init__(self, term: Holder, key: str, value: bytes, names: Sequence[str] = ()) -> None:
+    def __init__(self, term: Holder, key: str, value: bytes, names: Sequence[str] = (), *, previous: str = "") -> None:
         self._term = term
         self._key = key
         self._value = value
         self._names = tuple(names)
+        self._before = (previous,) if previous else ()
 
     def transaction(self) -> Transaction:
         """To be said until there is an answer; nothing may be sent before (H5)."""
         compared = ((TERM, self._term.revision), (self._key, 0))
-        return Transaction(compared, self._names, ((self._key, self._value),), reads=(TERM, self._key))
+        puts, reads = ((self._key, self._value),), (TERM, self._key, *self._before)
+        return Transaction(compared, (*self._before, *self._names), puts, reads=reads)
 
     def judge(self, outcome: Outcome) -> Written:
         """What the answer means."""
         if outcome.succeeded:
             return Written.YES
-        term, standing = outcome.found
+        term, standing, *before = outcome.found
         if is_fenced(self._term, term):
             return Written.FENCED
         if standing is None:
-            return Written.INCOMPLETE
+            return Written.GONE_BACK if None in before else Written.INCOMPLETE
         return Written.YES if standing.value == self._value else Written.TAKEN  # an earlier request had arrived
 
 

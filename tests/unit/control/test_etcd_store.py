@@ -60,6 +60,15 @@ class World:
         store.close()
         return [record.text if isinstance(record, Said) else f"epoch {record.epoch}" for record in store.records()]
 
+    def backup(self) -> Callable[[], None]:
+        """Copies what the cluster holds; returns what puts it in the place of what it holds then."""
+        keys, revision = dict(self.etcd.keys), self.etcd.revision
+
+        def restore() -> None:
+            self.etcd.keys, self.etcd.revision = dict(keys), revision
+
+        return restore
+
     def keys(self, folder: str) -> list[str]:
         names = [key.decode().removeprefix(PREFIX) for key in self.etcd.keys]
         return sorted(name for name in names if name.startswith(folder))
@@ -475,3 +484,72 @@ def test_the_term_tells_who_holds_it(world: World) -> None:
     world.open()
     term = json.loads(world.etcd.keys[(PREFIX + "term").encode()].value)
     assert term["term"] == 2 and ":" in term["holder"] and len(term["nonce"]) == 24
+
+
+def test_a_coordinator_whose_last_entry_is_gone_ends_the_job(world: World) -> None:
+    store = world.open()
+    store.append(Said("one"))
+    restore = world.backup()
+    store.append(Said("two"))
+    restore()
+    with pytest.raises(StoreError, match=r"has gone back, .*there were 2 entries of term 1, .*, and rec/0+1 is not"):
+        store.append(Said("three"))
+    assert world.texts() == ["one"]
+
+
+def test_a_coordinator_whose_claim_is_gone_ends_the_job(world: World) -> None:
+    """It is not replaced: nobody speaks for the job."""
+    world.open().append(Said("one"))
+    restore = world.backup()
+    store = world.open()
+    restore()
+    with pytest.raises(StoreError, match="this coordinator was number 2, and number 1 has the job there") as caught:
+        store.append(Said("two"))
+    assert not isinstance(caught.value, SupersededError)
+
+
+def test_a_coordinator_that_finds_an_older_copy_learns_it_from_the_members(world: World) -> None:
+    first = world.open()
+    first.append(Said("one"))
+    restore = world.backup()
+    first.append(Said("two"))
+    heard = first.head
+    first.close()
+    second = world.open()
+    second.check(heard)
+    second.close()
+    restore()
+    second = world.open()
+    with pytest.raises(StoreError, match="has heard of 2 entries of term 1, .* and there are 1 entries of term 2"):
+        second.check(heard)
+    before = dict(world.etcd.keys)
+    restore()
+    third = world.open()
+    third.append(Said("another two"))
+    with pytest.raises(StoreError, match="has gone back"):
+        third.check(heard)
+    assert len(world.etcd.keys) == len(before) + 1
+
+
+def test_a_head_of_a_later_term_ends_a_replaced_coordinator_and_not_the_job(world: World) -> None:
+    first = world.open()
+    restore = world.backup()
+    second = world.open()
+    second.append(Said("one"))
+    with pytest.raises(SupersededError, match="has taken over as its number 2"):
+        first.check(second.head)
+    restore()
+    again = world.open(), world.open()
+    with pytest.raises(StoreError, match="has gone back") as caught:
+        again[1].check(msgspec.structs.replace(second.head, term=9))
+    assert not isinstance(caught.value, SupersededError)
+
+
+def test_a_job_that_was_founded_again_has_another_history(world: World) -> None:
+    first = world.open()
+    first.append(Said("one"))
+    heard = first.head
+    first.close()
+    remove(world.client(FakeGateway(world.etcd)), 1.0)
+    found(world.client(FakeGateway(world.etcd)), b"again", 1.0)
+    world.open().check(heard)

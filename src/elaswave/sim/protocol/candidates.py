@@ -113,7 +113,8 @@ class Seat:
 
     def write(self, coordinator: "SimCoordinator", record: Record) -> None:
         """Sends an entry, once and again."""
-        entry = self.entry_class(self.term, f"{_ENTRIES}{self._length:08d}", self._value(record))
+        previous = f"{_ENTRIES}{self._length - 1:08d}" if self._length else ""
+        entry = self.entry_class(self.term, f"{_ENTRIES}{self._length:08d}", self._value(record), previous=previous)
         self._ask(coordinator, entry, record)
 
     def _value(self, record: Record) -> bytes:

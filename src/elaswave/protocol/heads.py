@@ -1,0 +1,58 @@
+"""How far a store's history has come, as members of a job have heard it (H9). No IO.
+
+A coordinator tells with its messages where the history stood when it sent them, and members say the newest that they
+have heard to each coordinator that they find. What was told was durable, so each coordinator has it in the history that
+it has read, unless the store has gone back: somebody has put a backup in its place.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """The newest entry of a history."""
+
+    founded: int
+    """Of the job, as its store counts: a job that was founded again has another history."""
+    term: int
+    """Of the coordinator that has told it."""
+    length: int
+    """Number of entries."""
+    digest: bytes
+    """Of the last one, which has that of the one before; empty if there is none."""
+
+    def __str__(self) -> str:
+        return f"{self.length} entries of term {self.term}, the last one {self.digest.hex()[:8] or 'none'}"
+
+
+class Heard(Enum):
+    """What a member's head means to a coordinator."""
+
+    FITS = "it is in the own history, or of another job"
+    NEWER_TERM = "it was told by a coordinator of a later term: either that one is, or the store has gone back"
+    GONE_BACK = "the store has lost what was durable"
+
+
+def newest(one: Head | None, other: Head) -> Head:
+    """Which of two heads a member keeps."""
+    if one is None or (other.founded, other.term, other.length) > (one.founded, one.term, one.length):
+        return other
+    return one
+
+
+def judge(heard: Head, own: Head, digests: Sequence[bytes]) -> Heard:
+    """What a member's head means.
+
+    Args:
+        heard: what the member has heard.
+        own: where the coordinator's history stands.
+        digests: of all its entries.
+    """
+    if heard.founded != own.founded:
+        return Heard.FITS
+    if heard.term > own.term:
+        return Heard.NEWER_TERM
+    is_there = heard.length == 0 or (heard.length <= len(digests) and digests[heard.length - 1] == heard.digest)
+    return Heard.FITS if is_there else Heard.GONE_BACK
