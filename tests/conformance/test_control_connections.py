@@ -1,6 +1,7 @@
 """Control connections over every kind of socket: nothing that matters is lost, whichever side dies and returns."""
 
 import asyncio
+import contextlib
 import math
 import os
 import re
@@ -925,3 +926,38 @@ def test_candidates_are_dialled_in_turn_until_one_answers():
         worker.client.close()
         first.close()
         second.close()
+
+
+def test_candidates_are_dialled_without_a_wait_until_all_have_refused():
+    dialled = []
+
+    def refuse(address: str) -> socket.socket:
+        dialled.append(address)
+        raise ConnectionRefusedError(address)
+
+    addresses_of = [f"tcp:127.0.0.1:{port}" for port in (1, 2, 3)]
+    others = [(address, "") for address in addresses_of[1:]]
+    client = ControlClient(addresses_of[0], KEY, 1, Tell, print, lambda: Hello(1), others=others, dial=refuse)
+    assert client.turn() == 0.0 and dialled == addresses_of[:2]
+    client.turn()
+    assert dialled[:3] == addresses_of
+    client.close()
+
+
+def test_a_candidates_host_that_does_not_answer_is_left_soon(monkeypatch):
+    """Its kernel would; nobody knows yet how long its coordinator takes."""
+    monkeypatch.setattr(client_module, "CONNECT_AMONG_SEVERAL_S", 0.05)
+    coordinator = Coordinator("tcp:127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as held:
+        for _ in range(4):  # of these it takes one, and drops what asks for more
+            sock = held.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        gone = f"tcp:127.0.0.1:{full.getsockname()[1]}"
+        worker = Participant(gone, 1, others=[(coordinator.address, "")])
+        try:
+            worker.works()
+            assert "the coordinator's host does not answer" in worker.client.trouble
+        finally:
+            worker.client.close()
+            coordinator.close()

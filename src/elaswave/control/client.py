@@ -36,10 +36,13 @@ from elaswave.transport.handshake import check_key
 from elaswave.transport.tls import Tls
 
 FIRST_BACKOFF_S = 0.01
-LAST_BACKOFF_S = 0.5
+LAST_BACKOFF_S = 0.25
+"""Between two rounds of dials; within a round, of several addresses the next one is dialled at once."""
 HANDSHAKE_TIMEOUT_S = 5.0
 AMONG_SEVERAL_TIMEOUT_S = 2.0
-"""The same where several are dialled in turn: a host that is gone does not answer at all."""
+"""The same where several are dialled in turn."""
+CONNECT_AMONG_SEVERAL_S = 0.5
+"""How long a host may take to accept a connection there, which its kernel does: one that is gone does not answer."""
 SILENCE_TIMEOUT_S = 10.0
 """A connection on which no heartbeat has been answered for this long is given up, and made again."""
 SILENCE_AMONG_SEVERAL_S = 3.0
@@ -158,6 +161,7 @@ class ControlClient(Generic[_T]):
         self._security = tls.dialling() if tls else None
         self._has_tls = tls is not None
         self._dial_timeout_s = HANDSHAKE_TIMEOUT_S if not others else AMONG_SEVERAL_TIMEOUT_S
+        self._connect_timeout_s = HANDSHAKE_TIMEOUT_S if not others else CONNECT_AMONG_SEVERAL_S
         self._max_message_bytes = max_message_bytes
         self._max_unacknowledged_bytes = max_unacknowledged_bytes
         if silence_timeout_s is None:
@@ -202,6 +206,10 @@ class ControlClient(Generic[_T]):
         self._lookup: addresses.NameLookup | None = None
         """Of the address's name, while it goes on."""
         self._num_dials = 0
+        self._num_failed = 0
+        """Dials since the last connection."""
+        self._is_accepted = False
+        """Whether the kernel of the host that is dialled has answered."""
         self._backoff_s = FIRST_BACKOFF_S
         self._thread: threading.Thread | None = None
         self._epoll = select.epoll()
@@ -363,7 +371,13 @@ class ControlClient(Generic[_T]):
             if self._broken is not None:
                 self._drop(self._broken)
             if self._phase is _Phase.HANDSHAKE and now >= self._deadline:
-                self._drop(TimeoutError("the coordinator did not finish the handshake in time"))
+                self._drop(
+                    TimeoutError(
+                        "the coordinator did not finish the handshake in time"
+                        if self._is_accepted
+                        else "the coordinator's host does not answer"
+                    )
+                )
             if now - self._first_unanswered > self._silence_timeout_s and self._num_unanswered >= 3:
                 self._target = (self._target + 1) % len(self._targets)  # a host that is gone does not answer dials
                 self._drop(TimeoutError(f"the coordinator was silent for {self._silence_timeout_s:g} s"))
@@ -401,6 +415,9 @@ class ControlClient(Generic[_T]):
                 return
             try:
                 if events & select.EPOLLOUT:
+                    if not self._is_accepted:
+                        self._is_accepted = True
+                        self._deadline = time.monotonic() + self._dial_timeout_s
                     self._flush()
                 data = sock.recv(_READ_BYTES) if events & ~select.EPOLLOUT else None
                 if data == b"":
@@ -495,7 +512,8 @@ class ControlClient(Generic[_T]):
             max_message_bytes=self._max_message_bytes,
         )
         self._phase = _Phase.HANDSHAKE
-        self._deadline = time.monotonic() + self._dial_timeout_s
+        self._is_accepted = False
+        self._deadline = time.monotonic() + self._connect_timeout_s
         self._wants_to_write = True  # the first bytes follow when the connection is there
         self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
 
@@ -536,9 +554,11 @@ class ControlClient(Generic[_T]):
         now = time.monotonic()
         if self._phase is _Phase.OPEN:
             self._last_connected = now
+            self._num_failed = 0
             if now - self._opened_at >= LAST_BACKOFF_S:
                 self._backoff_s = FIRST_BACKOFF_S
         else:
+            self._num_failed += 1
             self._target = (self._target + 1) % len(self._targets)
         if self._socket is not None:
             self._socket.close()  # leaves the epoll set by itself
@@ -548,8 +568,11 @@ class ControlClient(Generic[_T]):
         self._num_unsent_bytes = 0
         self._phase = _Phase.DOWN
         self._first_unanswered, self._num_unanswered = math.inf, 0
-        self._next_dial = now + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
+        if self._num_failed % len(self._targets):
+            self._next_dial = now
+        else:
+            self._next_dial = now + self._backoff_s
+            self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
         trouble = f"{type(error).__name__}: {error}"
         if trouble != self.trouble:
             level = logging.WARNING if isinstance(error, AuthenticationError | FrameError) else logging.INFO

@@ -33,11 +33,12 @@ from elaswave.control.job_spec import mark_of
 from elaswave.control.open_store import claim
 from elaswave.control.operator_messages import FromOperator
 from elaswave.control.wire import is_agent, is_operator
-from elaswave.errors import ElaswaveError, StoreGoneError, SupersededError
+from elaswave.errors import ElaswaveError, StoreError, StoreGoneError, SupersededError
 from elaswave.observability.worker_logs import add_to_copy
 from elaswave.protocol import events
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import Position
+from elaswave.protocol.heads import Head
 from elaswave.protocol.messages import (
     Evidence,
     Installed,
@@ -92,7 +93,7 @@ class CoordinatorProcess(JobDriver):
             self._on_closed,
             tls=self._setup.tls,
             on_stranger=self._terminal.say_of_stranger,
-            on_head=lambda peer, head: self._store.check(head),
+            on_head=self._on_head,
         )
         serving = asyncio.ensure_future(self._server.serve())
         claimed = self._setup.claimed
@@ -162,6 +163,16 @@ class CoordinatorProcess(JobDriver):
             self._agents.went(peer, self._awake_s())
         else:
             self._detector.disconnected(peer, time.monotonic())
+
+    def _on_head(self, peer: int, head: Head) -> None:
+        """A peer has heard of a history that this coordinator may lack (H9). If so, nothing that it says counts."""
+        if self._end.is_there:
+            return
+        try:
+            self._store.check(head)
+        except StoreError as error:
+            self._background.fail(error)
+            self._server.hang_up(peer)
 
     # --------------------------------------------------------------------------------------------------------- messages
 
