@@ -285,6 +285,7 @@ def test_a_model_for_another_task_is_named(llama: Path, tmp_path: Path) -> None:
         ({"num_hidden_layers": 4}, "there is no model.layers.3."),
         ({"num_hidden_layers": 2}, "no layer takes model.layers.2."),
         ({"intermediate_size": 41}, "has shape [40, 16], and [41, 16] by config.json"),
+        ({"hidden_act": "zilu"}, "cannot make model.layers.0 of the configuration (KeyError: 'zilu'): correct that"),
     ],
 )
 def test_configurations_that_do_not_fit(changes: dict[str, Any], said: str, llama: Path, tmp_path: Path) -> None:
@@ -308,6 +309,7 @@ def test_folders_that_are_none(llama: Path, tmp_path: Path) -> None:
 def test_arguments_that_are_none(llama: Path) -> None:
     assert "attn = 'flash_attention_2', needed: one of sdpa, eager" in refused(llama, attn="flash_attention_2")
     assert "dtype is float64, needed" in refused(llama, dtype=torch.float64)
+    assert "hf was given 3 of type int, needed: a local folder, or a configuration" in refused(3)
 
 
 def test_files_that_are_damaged(llama: Path, tmp_path: Path) -> None:
@@ -346,9 +348,34 @@ def test_indices_that_are_damaged(llama: Path, tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_none(llama: Path) -> None:
-    layers = elaswave.hf(llama)
-    with pytest.raises(UsageError, match="'token_type_ids'"):
-        call(layers, {"input_ids": tokens(2), "token_type_ids": tokens(2)})
+    layers, ids = elaswave.hf(llama), tokens(2, 12)
+    for inputs, said in (
+        ({"input_ids": ids, "token_type_ids": ids}, "'token_type_ids'"),
+        (ids.float(), r"input_ids is float32 \[2, 12\], needed: whole numbers"),
+        (ids[0], r"input_ids is int64 \[12\], needed: whole numbers \(int64\) \[samples, tokens\]"),
+        (ids + VOCABULARY, rf"input_ids .* from \d+ to \d+, needed: 0 to {VOCABULARY - 1}, .*tokenizer of this"),
+        ({"input_ids": ids, "attention_mask": ids[:, :5]}, r"attention_mask is int64 \[2, 5\], needed: .*\[2, 12\]"),
+        ({"input_ids": ids, "position_ids": ids[0]}, r"position_ids is int64 \[12\], needed: .* or \[1, 12\]"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            call(layers, inputs)
     with pytest.raises(ValueError, match="40 tokens does not fit the 32 positions"):
         call(layers, tokens(2, 40))
     assert VOCABULARY > int(tokens(2).max())
+
+
+def test_positions_that_are_none() -> None:
+    layers = elaswave.hf(config_of("gpt2"))
+    with pytest.raises(UsageError, match="position_ids of this .* from 32 to 43, needed: 0 to 31"):
+        call(layers[:2], {"input_ids": tokens(1, 12), "position_ids": torch.arange(32, 44)[None]})
+
+
+def test_labels_that_are_none(llama: Path) -> None:
+    loss, logits = elaswave.hf(llama).loss, torch.zeros(2, 12, VOCABULARY)
+    for labels, said in (
+        (tokens(2, 11), r"labels are int64 \[2, 11\], needed: int64 \[2, 12\], .*not shifted"),
+        (tokens(2, 12).float(), r"labels are float32 \[2, 12\], needed: int64"),
+        (tokens(2, 12) + VOCABULARY, rf"labels of this micro-batch .*, needed: 0 to {VOCABULARY - 1}"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            loss(logits, labels)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from elaswave.errors import UsageError
 from elaswave.models.calls import LossOutput
 from elaswave.models.huggingface.families import FAMILIES, HEAD, Family, family_of, unknown_architecture
+from elaswave.models.huggingface.parts import described, outside
 from elaswave.models.huggingface.stored import DTYPES as STORED_DTYPES
 from elaswave.models.huggingface.stored import StoredTensor, stored_tensors
 from elaswave.models.layers import Layer
@@ -61,11 +62,21 @@ class HuggingFaceModel(list[Layer]):
             labels: [samples, tokens].
         Returns:
             The sum in float32, and the number of tokens that it is over.
+        Raises:
+            UsageError: there is not one label of the vocabulary for each token.
         """
+        if labels.shape != logits.shape[:-1] or labels.dtype != torch.long:
+            raise UsageError(
+                f"the labels are {described(labels)}, needed: int64 {list(logits.shape[:-1])}, the token numbers "
+                f"themselves, not shifted; {IGNORED} where nothing is to be predicted"
+            )
         following = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]  # the last position predicts nothing
-        total = F.cross_entropy(
-            logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        try:
+            total = F.cross_entropy(
+                logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+        except IndexError as error:
+            raise UsageError(outside("labels", labels, logits.shape[-1])) from error
         return LossOutput(total, (following != IGNORED).sum())
 
 
@@ -92,6 +103,11 @@ def hf(folder_or_config: Any, *, dtype: Any = None, attn: str = "sdpa") -> Huggi
     _require_transformers()
     is_path = isinstance(folder_or_config, str | os.PathLike)
     folder = Path(folder_or_config).expanduser().absolute() if is_path else None
+    if folder is None and not hasattr(folder_or_config, "model_type"):
+        raise UsageError(
+            f"hf was given {folder_or_config!r:.80} of type {type(folder_or_config).__name__}, needed: a local folder, "
+            "or a configuration of transformers"
+        )
     config = copy.deepcopy(folder_or_config) if folder is None else _stored_config(folder)
     family = family_of(config)
     kind = _dtype(dtype, config)
@@ -145,7 +161,9 @@ def _stored_config(folder: Path) -> Any:
         described = json.loads(path.read_bytes())
         model_type = str(described["model_type"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no configuration of transformers ({type(error).__name__}: {error})") from error
+        raise UsageError(
+            f"{path} is no configuration of transformers ({type(error).__name__}: {error}): bring the file again"
+        ) from error
     if model_type not in FAMILIES:  # before transformers looks at it, which may not know it either
         raise unknown_architecture(model_type, str(path))
     from transformers import AutoConfig
@@ -153,7 +171,7 @@ def _stored_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of any kind: transformers checks the values itself
-        raise UsageError(f"transformers cannot read {path}: {error}") from error
+        raise UsageError(f"transformers cannot read {path}: {error}\nCorrect that value") from error
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:
@@ -255,15 +273,30 @@ def _layers(
     layers = []
     for name in names:
         build, tied = Build(name, config, dtype, None), ties if name == HEAD else {}
+        module = _described(build)
         if finder is not None:
-            with torch.device("meta"):
-                module = build()
             places = {own: finder.find(tied.get(own, f"{name}.{own}"), each) for own, each in module.named_parameters()}
             build = Build(name, config, dtype, places)
         layers.append(Layer(name, build, ties=tied))
     if finder is not None:
         finder.finish({f"{HEAD}.weight"} if ties else set())
     return layers
+
+
+def _described(build: Build) -> nn.Module:
+    """A layer without values.
+
+    Raises:
+        UsageError: transformers makes none from the configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return build()
+    except Exception as error:  # of any kind: transformers looks values up where it uses them
+        raise UsageError(
+            f"transformers cannot make {build.name} of the configuration ({type(error).__name__}: {error}): correct "
+            f"that value, in {CONFIG_FILE} if there is a folder"
+        ) from error
 
 
 class _Finder:

@@ -20,6 +20,25 @@ from elaswave.models.calls import aux_loss, batch
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
+def described(tensor: torch.Tensor) -> str:
+    """Type and shape."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def outside(name: str, numbers: torch.Tensor, size: int) -> str:
+    """What is wrong with numbers that no table has.
+
+    Args:
+        name: of the numbers.
+        numbers: some of them too large or too small.
+        size: of the table.
+    """
+    return (
+        f"{name} of this micro-batch hold numbers from {int(numbers.min())} to {int(numbers.max())}, needed: 0 to "
+        f"{size - 1}, what this model's configuration has; make the tokens with the tokenizer of this model"
+    )
+
+
 class Given:
     """The inputs of a micro-batch: a tensor of token numbers, or a dictionary of `_INPUTS`."""
 
@@ -38,6 +57,25 @@ class Given:
         self.input_ids: torch.Tensor = named["input_ids"]
         self.attention_mask: torch.Tensor | None = named.get("attention_mask")
         self.position_ids: torch.Tensor | None = named.get("position_ids")
+        self._refuse_shapes()
+
+    def _refuse_shapes(self) -> None:
+        ids, mask, positions = self.input_ids, self.attention_mask, self.position_ids
+        if ids.dim() != 2 or ids.dtype not in (torch.long, torch.int32):
+            raise UsageError(
+                f"input_ids is {described(ids)}, needed: whole numbers (int64) [samples, tokens]; make them so in the "
+                "dataset or in collate"
+            )
+        if mask is not None and mask.dim() != 4 and mask.shape != ids.shape:
+            raise UsageError(
+                f"attention_mask is {described(mask)}, needed: 1 or 0 for each token of input_ids, {list(ids.shape)}; "
+                "or a mask of four dimensions as transformers makes it"
+            )
+        if positions is not None and (positions.dim() != 2 or positions.shape not in (ids.shape, (1, ids.shape[1]))):
+            raise UsageError(
+                f"position_ids is {described(positions)}, needed: the place of each token of input_ids, "
+                f"{list(ids.shape)} or [1, {ids.shape[1]}]"
+            )
 
     def positions(self, hidden: torch.Tensor) -> torch.Tensor:
         """The place of each token: what the inputs say, or 0, 1, 2, ... as transformers counts."""
@@ -65,7 +103,10 @@ class Tokens(nn.Embedding):
                 f"a sequence of {input_ids.shape[-1]} tokens does not fit the {self.context_length} positions of this "
                 "model (max_position_embeddings in its config.json): shorten the samples"
             )
-        return super().forward(input_ids)
+        try:
+            return super().forward(input_ids)
+        except IndexError as error:
+            raise UsageError(outside("input_ids", input_ids, self.num_embeddings)) from error
 
 
 class LearnedPositions(nn.Embedding):
@@ -81,7 +122,11 @@ class LearnedPositions(nn.Embedding):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states to hidden states."""
-        return self.drop(hidden + super().forward(Given(batch()).positions(hidden)))
+        positions = Given(batch()).positions(hidden)
+        try:
+            return self.drop(hidden + super().forward(positions))
+        except IndexError as error:
+            raise UsageError(outside("position_ids", positions, self.num_embeddings)) from error
 
 
 def causal_mask(config: Any, given: Given, hidden: torch.Tensor, *, slides: bool) -> Any:
