@@ -234,7 +234,7 @@ def _of_parts(parts: Sequence[nn.Module], layers: Sequence[Layer], inputs: Any) 
                 buffers.update((name, each.detach().clone()) for name, each in part.named_buffers())
             runs.append((part, layers[index], given, _ends(value)))
             outputs = _ends(value)
-            value = pytree.tree_map(lambda leaf: leaf.detach(), value)
+            value = pytree.tree_map(lambda leaf: leaf if leaf is None else leaf.detach(), value)
     reached = _loss_gradients(runs[-1][3])
     for part, layer, given, made in reversed(runs):
         named = [(name, each) for name, each in part.named_parameters() if each.requires_grad]

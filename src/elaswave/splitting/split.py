@@ -225,9 +225,10 @@ def _not_equal(differs: Difference) -> str:
     advice = "A cut elsewhere may be exact (num_parts, cuts=), or change that line"
     if differs.is_of_trace:
         advice = (
-            "The trace differs before it is cut: it lacks an autograd.Function or a hook, or the code there asks "
-            "whether it is traced (transformers does, with an attention_mask or position_ids: leave them out where "
-            'they mask nothing, or set attn_implementation="eager"). Change that line'
+            "The trace differs before it is cut: it lacks an autograd.Function or a hook, or what earlier calls or "
+            "global variables decide, or the code there asks whether it is traced (transformers does, with an "
+            "attention_mask or position_ids: leave them out where they mask nothing, or set "
+            'attn_implementation="eager"). Change that line'
         )
     return (
         f"the parts do not compute what the network computes: {differs}. {advice}; with verify=False the parts are "

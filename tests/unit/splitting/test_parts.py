@@ -320,6 +320,21 @@ def test_spectral_norm_can_be_cut() -> None:
         assert torch.equal(run(layers, torch.ones(2 + 1, 4)), model.eval()(torch.ones(3, 4)))
 
 
+class WithoutCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.second(self.first(x)), None
+
+
+def test_what_is_returned_may_hold_nothing() -> None:
+    model, x = WithoutCache(), torch.randn(2, 4)
+    output, nothing = run(elaswave.split(model, x, 2), x)
+    assert torch.equal(output, model(x)[0]) and nothing is None
+
+
 def test_layers_travel_to_other_processes() -> None:
     model = seeded(Texts)
     layers = list(elaswave.split(model, tokens(), 2))
