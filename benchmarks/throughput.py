@@ -38,7 +38,7 @@ from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY
 from elaswave.planning.prediction import time_within_memory
 
 NUM_WORKERS = 96
-NEEDED_CAPACITY = 0.97
+NEEDED_CAPACITY = 0.98
 """Median over spread losses."""
 NEEDED = {"recycle_rerouting": 1.35, "torchft_batch_kept": 1.60}
 """Times a baseline's throughput, where arithmetic permits: where so much is left of the fault-free throughput."""
@@ -122,7 +122,7 @@ def main() -> int:
 
     where = machine()
     rows = simulate(list(settings_of(options)), options.ablate, options.jobs)
-    summary = summarise(rows) | {"ablations_uneven": ablate_uneven() if options.ablate else {}}
+    summary = summarise(rows, options.slow) | {"ablations_uneven": ablate_uneven() if options.ablate else {}}
     if options.json:
         print(
             json.dumps(
@@ -309,8 +309,8 @@ def row_of(setting: Setting) -> dict[str, Any]:
     }
 
 
-def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all rows together say, and which targets they miss."""
+def summarise(rows: Sequence[dict[str, Any]], slow: int) -> dict[str, Any]:
+    """What all rows together say, and which targets they miss; `NEEDED` is of workers that are alike."""
     planned = [row for row in rows if "step_s" in row]
     missed: list[str] = []
     spread = [row["capacity_fraction"] for row in planned if row["pattern"] == "spread"]
@@ -329,7 +329,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if name in PREDICTED_ONLY
         ]
     needed = []
-    for name, target in NEEDED.items():
+    for name, target in () if slow else NEEDED.items():
         for row in planned:
             if name not in row["times"]:
                 continue
@@ -399,7 +399,7 @@ def print_table(rows: Sequence[dict[str, Any]], summary: dict[str, Any], where: 
     for name, each in summary["starts"].items():
         print(f"  {name:<20} {each['same_median']:.3f} ({each['same_least']:.3f})  {each['own_median']:.3f} "
               f"({each['own_least']:.3f})")  # fmt: skip
-    for name, target in NEEDED.items():
+    for name, target in () if slow else NEEDED.items():
         asked = [each for each in summary["needed"] if each["baseline"] == name]
         permitted = [each for each in asked if each["permitted"] >= target]
         reached = sum(each["times"] >= target for each in asked)

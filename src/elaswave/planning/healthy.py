@@ -76,7 +76,10 @@ def own_starts(
     for name, planner in planners.items():
         offers = [equal]
         if name == "elaswave" or name not in POLICIES:
-            offers += _asked(cluster, costs, equal, planner)
+            offers += _asked(cluster, costs, equal.allocation, planner)
+            if configured is not equal.allocation and np.ptp(cluster.speed) > 0:
+                # A planner looks at depths near that of before, and slow workers are left out best at another one.
+                offers += _asked(cluster, costs, configured, planner)
         elif name in SPARES:
             offers = [_with_spares(cluster, costs, equal, SPARES[name], schedules, followers)]
         elif name in _FROM_TEMPLATES:
@@ -110,7 +113,7 @@ def healthy_step_s(
     known = [as_configured, *starts.values()]
     for name in sorted(planners.keys() & OWN_STEPS):
         for start in (as_configured, starts[name]):
-            known += _asked(cluster, costs, start, planners[name])
+            known += _asked(cluster, costs, start.allocation, planners[name])
     return min(start.step_s for start in known)
 
 
@@ -170,17 +173,17 @@ def _with_spares(
     return Start(allocation=allocation, step_s=step_s)
 
 
-def _asked(cluster: Cluster, costs: Costs, start: Start, planner: Planner) -> list[Start]:
+def _asked(cluster: Cluster, costs: Costs, allocation: Allocation, planner: Planner) -> list[Start]:
     """What a planner makes of a job to which nothing has happened; nothing where it would shrink the batch."""
     fastest = int(np.argmax(cluster.speed))
     nothing = ClusterEvent(
         kind="slowed", workers=(int(cluster.ids[fastest]),), speed=float(cluster.speed[fastest])
     )  # fmt: skip
     try:
-        found = planner(cluster, costs, start.allocation, nothing)
+        found = planner(cluster, costs, allocation, nothing)
     except InfeasiblePlan:
         return []
-    if found.allocation.num_microbatches != start.allocation.num_microbatches:
+    if found.allocation.num_microbatches != allocation.num_microbatches:
         return []
     return [Start(allocation=found.allocation, step_s=found.predicted_step_s)]
 
