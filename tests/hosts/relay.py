@@ -37,6 +37,8 @@ class Wire:
     is_cut: bool = False
     free_s: float = 0.0
     """When the last packet has left, by the rate."""
+    longest_s: float = 0.0
+    """That a packet has waited for those before it."""
 
 
 def open_tun(pid: int, name: str) -> int:
@@ -153,6 +155,7 @@ class Relay:
         if wire.is_cut or (wire.loss and self._random.random() < wire.loss):
             return
         now_s = time.monotonic()
+        wire.longest_s = max(wire.longest_s, wire.free_s - now_s)
         wire.free_s = max(wire.free_s, now_s) + len(packet) / wire.rate_bytes_per_s
         arrives_s = wire.free_s + wire.delay_s
         if arrives_s <= now_s:

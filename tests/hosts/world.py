@@ -69,9 +69,10 @@ class Host:
     Args:
         number: from 1; its address is 10.77.0.<number>, and fd77::<number>.
         relay: the network.
+        mtu_bytes: of its device.
     """
 
-    def __init__(self, number: int, relay: Relay) -> None:
+    def __init__(self, number: int, relay: Relay, mtu_bytes: int = MTU_BYTES) -> None:
         self.number = number
         self.address = f"10.77.0.{number}"
         self.address6 = f"fd77::{number}"
@@ -80,7 +81,7 @@ class Host:
         self._namespaces = _Namespaces("--net", "--mount", *clock)
         relay.attach(number, open_tun(self._namespaces.first, "net0"))
         self._inside("ip", "link", "set", "lo", "up")
-        self._inside("ip", "link", "set", "net0", "mtu", str(MTU_BYTES), "up")
+        self._inside("ip", "link", "set", "net0", "mtu", str(mtu_bytes), "up")
         self.take_address(self.address)
 
     def take_address(self, address: str) -> None:
@@ -118,14 +119,15 @@ class World:
     Args:
         num_hosts: how many.
         delay_s: of every wire.
+        mtu_bytes: of every host's device. Small packets cost this relay much, and wait little on a slow wire.
     """
 
-    def __init__(self, num_hosts: int, *, delay_s: float = 0.0) -> None:
+    def __init__(self, num_hosts: int, *, delay_s: float = 0.0, mtu_bytes: int = MTU_BYTES) -> None:
         self._relay = Relay()
         self.hosts: list[Host] = []
         try:
             for number in range(1, num_hosts + 1):
-                self.hosts.append(Host(number, self._relay))
+                self.hosts.append(Host(number, self._relay, mtu_bytes))
         except BaseException:
             self._end()
             raise

@@ -234,6 +234,11 @@ def compare_far_apart(
     Raises:
         UsageError: a planner that is not known, options that cannot be, or a job that does not fit.
     """
+    if not names or len(set(names)) != len(names):
+        raise UsageError(
+            f"--policies {','.join(names)!r}: give each planner once, separated by commas, at least one of "
+            f"{', '.join(FAR_PLANNERS)}"
+        )
     unknown = [name for name in names if name not in FAR_PLANNERS]
     if unknown:
         raise UsageError(

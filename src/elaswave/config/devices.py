@@ -97,7 +97,7 @@ def emulated_costs(config: Config) -> Costs:
         end_link = msgspec.structs.replace(
             slowest, bandwidth_bytes_per_s=slowest.bandwidth_bytes_per_s * described_bytes / own_sums
         )
-    links = "transfers are not emulated" if config.sites.network is None else "links are emulated"
+    links = "transfers are not emulated" if config.sites.network is None else f"links are {config.sites.links}"
     source = f"{described.source}; each described second takes {device.time_scale:g} s; {links}"
     # What a step costs beside its actions is real, and measured. Over slow links sums of replicas are most of it: as if
     # all went over the slowest one.

@@ -10,7 +10,7 @@ from elaswave.config.devices import device_of, element_bytes, emulated_costs, ow
 from elaswave.config.own import OWN
 from elaswave.config.presets import device_preset
 from elaswave.config.schema import Config
-from elaswave.config.sites import network_at, network_file
+from elaswave.config.sites import network_file, run_network
 from elaswave.costs.analytic import multiplications
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
@@ -78,7 +78,7 @@ def far_job(config: Config, codec: str) -> FarJob:
             devices=(device_of(config),),
             within_node=cluster.within_node,
             between_nodes=cluster.between_nodes,
-            network=network_at(sites.network, sites.rate, sites.delay),
+            network=run_network(config),
             site=cluster.site,
         ),
         costs=(own_costs(config),),

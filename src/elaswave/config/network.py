@@ -142,6 +142,8 @@ def _sites(tables: Any, problems: list[str]) -> dict[str, SiteEntry]:
         if entry is None:
             continue
         found[name] = entry
+        if "/" in name or not name.strip():
+            problems.append(f"sites.{name}: a site's name stands before the slash of SITE/HOST; give one without")
         if entry.speeds is not None and len(entry.speeds) != entry.workers:
             problems.append(f"sites.{name}.speeds: {len(entry.speeds)} speeds for {entry.workers} workers")
     if (total := sum(entry.workers for entry in found.values())) > MAX_WORKERS:

@@ -183,11 +183,50 @@ def _hosts_have_all_workers(hosts: tuple[str, ...] | None, widths: tuple[int, ..
     return f"elastic.hosts: {'; '.join(problems)}" if problems else None
 
 
-def _sites_have_a_network(network: str | None, coordinator: str | None, copies: str) -> str | None:
-    if network is not None or (coordinator is None and copies == "outside"):
+def _sites_have_a_network(
+    network: str | None,
+    coordinator: str | None,
+    copies: str,
+    codec: str | None,
+    of_workers: tuple[str, ...] | None,
+    use_all: bool,
+    rate: float,
+    delay: float,
+) -> str | None:
+    given = [
+        text
+        for text, is_set in (
+            (f'sites.coordinator: "{coordinator}"', coordinator is not None),
+            (f'sites.copies: "{copies}"', copies != "outside"),
+            (f'sites.codec: "{codec}"', codec is not None),
+            ("sites.of_workers", of_workers is not None),
+            ("sites.use_all", use_all),
+            (f"sites.rate: {rate:g}", rate != 1.0),
+            (f"sites.delay: {delay:g}", delay != 1.0),
+        )
+        if is_set
+    ]
+    if network is not None or not given:
         return None
-    given = f'sites.copies: "{copies}"' if coordinator is None else f'sites.coordinator: "{coordinator}"'
-    return f"{given} needs sites.network, the file with the sites; without it all workers are at one place"
+    return f"{given[0]} needs sites.network, the file with the sites; without it all workers are at one place"
+
+
+def _real_links_are_there(
+    network: str | None, links: str, rate: float, delay: float, transport: str, num_hosts: int
+) -> str | None:
+    if links == "emulated":
+        return None
+    if network is None:
+        return 'sites.links: "real" needs sites.network, the file with sites and links; without it there are none'
+    if rate != 1.0 or delay != 1.0:
+        key, value = ("rate", rate) if rate != 1.0 else ("delay", delay)
+        return f"sites.{key}: {value:g} changes emulated links only; real ones are as the file says, leave it out"
+    if transport == "unix" and num_hosts == 1:
+        return (
+            'sites.links: "real" paces TCP connections, and net.transport is "unix"; set net.transport=tcp, or leave '
+            "sites.links out for emulated links"
+        )
+    return None
 
 
 def _described_model_is_known(kind: str, name: str) -> str | None:
@@ -338,7 +377,23 @@ RULES: tuple[Rule, ...] = (
     Rule(("elastic.min_workers", "widths"), _enough_workers),
     Rule(("elastic.hosts", "widths"), _hosts_have_all_workers),
     Rule(("control.hosts", "elastic.hosts", "widths"), _hosts_have_names_and_workers),
-    Rule(("sites.network", "sites.coordinator", "sites.copies"), _sites_have_a_network),
+    Rule(
+        (
+            "sites.network",
+            "sites.coordinator",
+            "sites.copies",
+            "sites.codec",
+            "sites.of_workers",
+            "sites.use_all",
+            "sites.rate",
+            "sites.delay",
+        ),
+        _sites_have_a_network,
+    ),
+    Rule(
+        ("sites.network", "sites.links", "sites.rate", "sites.delay", "net.transport", "control.hosts"),
+        _real_links_are_there,
+    ),
     Rule(("device.kind", "device.model"), _described_model_is_known),
     Rule(("device.kind", "device.name"), _described_device_is_known),
     Rule(("model.family", "device.kind"), _own_models_run_on_real_devices),

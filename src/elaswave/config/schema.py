@@ -325,14 +325,17 @@ class DeviceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SitesConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers at several sites that slow links join (docs/far-apart.md). The links are emulated: frames arrive when the
-    described ones would have brought them. Each worker is a machine of its own."""
+    """Workers at several sites that slow links join (docs/far-apart.md). Each worker is a machine of its own."""
 
     section: ClassVar[str] = "sites"
 
     network: Name | None = None
     """File with sites, their workers and links. Unset: all workers are at one place. Where no layout is given, OP-Fence
     plans one for the file's workers: stages, schedule, who is where, and speeds of emulated devices."""
+    links: Literal["emulated", "real"] = "emulated"
+    """"emulated": frames between workers of this machine arrive when the described links would have brought them.
+    "real": workers are where the file says; data leaves at nine tenths of a link's rate, so that heartbeats do not
+    stand behind it. Needs TCP."""
     rate: Annotated[float, Meta(gt=0)] = 1.0
     """Bandwidth of each link, as a share of what the file says: the run's model may be smaller than the one that the
     links are for."""

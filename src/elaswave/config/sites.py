@@ -19,6 +19,10 @@ CONTROL_BYTES = 16384
 """What a worker may say to the coordinator at once: the report of a step is a few kilobytes."""
 
 
+PACED_SHARE = 0.9
+"""Of a real link's rate, for data: the rest is for headers of packets, acknowledgements and control messages."""
+
+
 class Sites(NamedTuple):
     """The places of a run's workers."""
 
@@ -29,6 +33,8 @@ class Sites(NamedTuple):
 
     coordinator: int | None
     """Where the coordinator is; None: near all workers."""
+    are_real: bool = False
+    """Whether the links are there, and are only paced; else they are emulated."""
 
     def site_of(self, worker: int, labels: Mapping[int, str] = MappingProxyType({})) -> int:
         """Where a worker is; those that have joined take their turn, as long as their labels are not known.
@@ -64,6 +70,13 @@ def network_at(path: str, rate: float, delay: float) -> Network:
     )
 
 
+def run_network(config: Config) -> Network:
+    """The links of a run's data: emulated ones with the run's rates and delays, real ones with what is used of them."""
+    sites = config.sites
+    assert sites.network is not None
+    return network_at(sites.network, PACED_SHARE if sites.links == "real" else sites.rate, sites.delay)
+
+
 def sites_of(config: Config) -> Sites | None:
     """Where workers are; None: all at one place.
 
@@ -74,7 +87,7 @@ def sites_of(config: Config) -> Sites | None:
     if sites.network is None:
         return None
     file = network_file(sites.network)
-    network = network_at(sites.network, sites.rate, sites.delay)
+    network = run_network(config)
     if sites.of_workers is None:
         assert file.cluster.site is not None
         of_workers = file.cluster.site.tolist()
@@ -97,13 +110,13 @@ def sites_of(config: Config) -> Sites | None:
             [f"sites.coordinator: {sites.network} has no site {coordinator!r}; there are {', '.join(network.sites)}"]
         )
     home = None if coordinator is None else network.sites.index(coordinator)
-    return Sites(network, tuple(of_workers), home)
+    return Sites(network, tuple(of_workers), home, sites.links == "real")
 
 
 def sites_that_may_part(config: Config) -> tuple[str, ...]:
     """Sites whose links to the others are emulated, so that they can be cut: all but the coordinator's."""
     sites = sites_of(config)
-    if sites is None:
+    if sites is None or sites.are_real:
         return ()
     return tuple(name for number, name in enumerate(sites.network.sites) if number != sites.coordinator)
 

@@ -98,7 +98,7 @@ def slow_control_of(config: Config, worker: int) -> SlowControl | None:
         worker: its id. One that joins is taken to be where its number says.
     """
     sites = sites_of(config)
-    if sites is None or sites.coordinator is None:
+    if sites is None or sites.coordinator is None or sites.are_real:
         return None
     here, home = sites.site_of(worker), sites.coordinator
     network = control_network(config)

@@ -309,7 +309,7 @@ def _misfits(
                 "control.hosts = 1"
             )
         elif not sites:
-            yield "there are no emulated links that it could cut; give sites.network"
+            yield "there are no emulated links that it could cut; give sites.network, and leave sites.links out"
         elif fault.host not in here:
             yield f"there is no site {fault.host!r} with workers; the job has {', '.join(here)}"
         elif fault.host not in sites:

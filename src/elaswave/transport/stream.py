@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -39,6 +39,7 @@ from elaswave.transport.interface import (
     fail,
 )
 from elaswave.transport.link import SCRATCH_BYTES, Link, LinkEndedError
+from elaswave.transport.paced import PacedLinks
 from elaswave.transport.tls import TlsSocket
 from elaswave.transport.waiter import READ, WRITE, Waiter
 
@@ -75,6 +76,7 @@ class StreamTransport:
         max_unexpected_bytes: most bytes kept for each peer of frames that are not asked for yet.
         handshake_timeout_s: time that an unauthenticated peer has to prove itself.
         emulated: links that are slower than they are.
+        paced: rates of real ones.
     Raises:
         OSError: the system refuses to listen there.
         ValueError: the key is too short or the address is unusable.
@@ -92,10 +94,12 @@ class StreamTransport:
         max_unexpected_bytes: int = DEFAULT_MAX_UNEXPECTED_BYTES,
         handshake_timeout_s: float = 5.0,
         emulated: EmulatedLinks | None = None,
+        paced: PacedLinks | None = None,
     ) -> None:
         self.worker = worker
         self.epoch = epoch
         self._emulated = emulated
+        self._paced = paced
         self._max_frame_bytes = max_frame_bytes
         self._max_unexpected_bytes = max_unexpected_bytes
         self._scratch = bytearray(SCRATCH_BYTES)
@@ -186,6 +190,8 @@ class StreamTransport:
 
     def _hand_over(self, link: Link, handle: Handle, views: list[memoryview]) -> None:
         """Begins to send a frame over a link."""
+        if self._paced is not None:
+            self._paced.share(self._connections(), time.monotonic(), sending=link.peer)
         waited = link.wants_write
         try:
             link.send(handle, views)
@@ -200,6 +206,8 @@ class StreamTransport:
     def _timers(self) -> float:
         """What is due before the waiter blocks; returns the seconds until it is to be called again."""
         next_s = min(self._acceptor.expire(), self._dial_wanted())
+        if self._paced is not None:
+            next_s = min(next_s, self._paced.share(self._connections(), time.monotonic()))
         if self._emulated is None:
             return next_s
         arrived, frames_s, has_left = self._emulated.turn(time.monotonic())
@@ -207,6 +215,9 @@ class StreamTransport:
             if (link := self._links.get(peer)) is not None:
                 self._hand_over(link, Handle("send", peer, EMULATED_TAG, self._waiter.failures), [frame])
         return 0.0 if has_left else min(next_s, frames_s)  # a send that is done now may be what is waited for
+
+    def _connections(self) -> Iterator[tuple[int, socket.socket | TlsSocket]]:
+        return ((peer, link.sock) for peer, link in self._links.items())
 
     def recv(self, src: int, tag: Tag, out: Tensor | Sequence[Tensor] | None = None) -> Handle:
         """Start receiving; see ``Transport.recv``."""
@@ -381,6 +392,8 @@ class StreamTransport:
         self._past_received[peer] = self._past_received.get(peer, 0) + link.bytes_received
         self._lost[peer] = detail
         self._waiter.unregister(link.sock.fileno())
+        if self._paced is not None:
+            self._paced.end(link.sock)
         link.close(detail, error)
         if self._emulated is not None:
             self._emulated.drop(peer, lambda: PeerLostError(peer, detail) if error is None else error)
@@ -423,6 +436,8 @@ class StreamTransport:
         link = Link(peer, sock, inbox, self._scratch, self._max_frame_bytes)
         self._links[peer] = link
         self._lost.pop(peer, None)
+        if self._paced is not None:
+            self._paced.begin(peer, sock)
         if peer in self._wanted:
             self._wanted[peer].backoff_s = _REDIAL_S
         self._waiter.register(sock.fileno(), lambda event: self._on_link_event(link, event))

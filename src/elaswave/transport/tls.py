@@ -199,6 +199,15 @@ class TlsSocket:
         """The socket's descriptor."""
         return self._socket.fileno()
 
+    @property
+    def family(self) -> int:
+        """Of its address."""
+        return self._socket.family
+
+    def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None:
+        """As of a socket."""
+        self._socket.setsockopt(level, option, value)
+
     def close(self) -> None:
         """Ends the connection."""
         self._socket.close()

@@ -158,7 +158,7 @@ class Worker:
             on_begin=batches.begin,
             elsewhere=lambda: mailbox.activity.during(FOREIGN),
             slow_down=self._slow_down,
-            slow_links=(lambda factor: None) if setup.sites is None else setup.sites.links.slow_down,
+            slow_links=(lambda factor: None) if setup.sites is None else setup.sites.slow_down,
         )
         self._links = TransportLinks(
             setup.worker,
@@ -339,7 +339,7 @@ class Worker:
         if self._must_end and not machine.is_done:
             has_begun = machine.is_started and self._mailbox.joining is None
             raise FencedError("the job has ended" if has_begun else "the job has ended before it began")
-        moves = self._links.is_dialling or (self._setup.sites is not None and self._setup.sites.links.has_frames)
+        moves = self._links.is_dialling or (self._setup.sites is not None and self._setup.sites.has_frames)
         is_at_rest = machine.is_paused or machine.is_done
         if moves or is_at_rest:
             self._transport.poll()
@@ -428,7 +428,8 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
             key=setup.key,
             listen=setup.listen,
             epoch=FIRST_EPOCH,
-            emulated=None if setup.sites is None else setup.sites.links,
+            emulated=None if setup.sites is None else setup.sites.emulated,
+            paced=None if setup.sites is None else setup.sites.paced,
         )
         mailbox = Mailbox(setup.worker, transport)
         if setup.joins:

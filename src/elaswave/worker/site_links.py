@@ -1,4 +1,4 @@
-"""The emulated links of a worker whose peers may be at other sites: which path frames to a peer take.
+"""The links of a worker whose peers may be at other sites, emulated or paced: which path frames to a peer take.
 
 Where a member is stands in its label (`elaswave.state.domains`), which comes with each layout. Of a worker of which
 nothing is known yet, such as one that is about to join, the site follows from its number.
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from elaswave.config.schema import Config
 from elaswave.config.sites import Sites, sites_of
 from elaswave.transport.emulated import EmulatedLinks, EmulatedPath
+from elaswave.transport.paced import PacedLinks
 from elaswave.types import Layout
 
 
@@ -21,7 +22,8 @@ class SiteLinks:
     """
 
     def __init__(self, sites: Sites, worker: int) -> None:
-        self.links = EmulatedLinks(self._path_to)
+        self.emulated = None if sites.are_real else EmulatedLinks(self._path_to)
+        self.paced = PacedLinks(self._path_to) if sites.are_real else None
         self._sites = sites
         self._worker = worker
         self._labels: Mapping[int, str] = {}
@@ -29,6 +31,21 @@ class SiteLinks:
     def use_layout(self, layout: Layout) -> None:
         """Members are where their labels say."""
         self._labels = layout.domain_of
+
+    def slow_down(self, factor: float) -> None:
+        """Leaves every link to another site this share of its rate.
+
+        Args:
+            factor: above 0; 1 ends it.
+        """
+        for links in (self.emulated, self.paced):
+            if links is not None:
+                links.slow_down(factor)
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether a frame stands on an emulated link: somebody has to let time pass."""
+        return self.emulated is not None and self.emulated.has_frames
 
     def part(self, site: str, until_s: float) -> bool:
         """From now on nothing goes between a site and the others.
@@ -44,7 +61,8 @@ class SiteLinks:
         def is_cut(there: int) -> bool:
             return (there == away) != (self._here == away)
 
-        self.links.part(is_cut, until_s)
+        assert self.emulated is not None, "a real link cannot be cut"
+        self.emulated.part(is_cut, until_s)
         return self._here == away
 
     @property
@@ -60,6 +78,6 @@ class SiteLinks:
 
 
 def site_links(config: Config, worker: int) -> SiteLinks | None:
-    """The emulated links of a worker; None: it has only those that are there."""
+    """The links of a worker; None: all are at one place."""
     sites = sites_of(config)
     return None if sites is None else SiteLinks(sites, worker)

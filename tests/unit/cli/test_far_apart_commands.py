@@ -67,6 +67,9 @@ def test_compare(capsys):
 
 def test_what_cannot_be_is_refused(capsys):
     assert "--codec only mean something with --network" in refusal(capsys, "plan", "--codec", "int8")
+    for policies in (",", "op_fence,op_fence"):
+        text = refusal(capsys, "compare", "--network", FOUR, "--policies", policies)
+        assert "give each planner once, separated by commas, at least one of op_fence" in text
     assert "--use-all only mean something with --network" in refusal(capsys, "compare", "--use-all")
     far = ("plan", "--network", FOUR)
     assert "--device, --workers cannot be given with --network: the file of" in refusal(

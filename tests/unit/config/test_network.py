@@ -63,6 +63,8 @@ def test_bad_files_are_refused_with_every_fault(tmp_path):
     assert "1 speeds for 2 workers" in problem(tmp_path, GOOD.replace("[sites.b]", "speeds = [1.0]\n[sites.b]"))
     assert "there is no site 'c'; there are a, b" in problem(tmp_path, GOOD + LINK.format("a", "c"))
     assert "a with itself; its own link is in [sites.a]" in problem(tmp_path, GOOD + LINK.format("a", "a"))
+    slash = GOOD.replace("[sites.a]", '[sites."a/b"]').replace('"a"', '"a/b"')
+    assert "a/b: a site's name stands before the slash of SITE/HOST" in problem(tmp_path, slash)
     assert "a second link between b and a" in problem(tmp_path, GOOD + LINK.format("b", "a"))
     lacking = f"{GOOD}[sites.c]\n{SITE.format(1)}"
     assert "there is none between a and c; give [[links]] with between = ['a', 'c']" in problem(tmp_path, lacking)

@@ -10,7 +10,7 @@ from elaswave.config.far_layout import far_job
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
-from elaswave.config.sites import control_delays_s, labels_of, sites_of
+from elaswave.config.sites import PACED_SHARE, control_delays_s, labels_of, sites_of, sites_that_may_part
 from elaswave.control.slow_dial import slow_control_of
 from elaswave.errors import ConfigError
 from elaswave.fences import coded_bytes
@@ -202,3 +202,39 @@ def test_a_link_may_be_slower_one_way(tmp_path: Path) -> None:
     control = slow_control_of(config, 1)
     assert control is not None
     assert [path.bandwidth_bytes_per_s for path in control._paths] == [20e6 / 8, 100e6 / 8]
+
+
+REAL = [*AT_SITES, "sites.links=real", "net.transport=tcp"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["sites.links=real"], 'sites.links: "real" needs sites.network, the file with sites and links'),
+        ([*AT_SITES, "sites.links=real"], 'net.transport is "unix"; set net.transport=tcp'),
+        ([*REAL, "sites.rate=0.5"], "sites.rate: 0.5 changes emulated links only"),
+        ([*REAL, "sites.delay=2"], "sites.delay: 2 changes emulated links only"),
+        (["sites.codec=int8"], 'sites.codec: "int8" needs sites.network'),
+        (["sites.rate=0.5"], "sites.rate: 0.5 needs sites.network"),
+        (["sites.use_all=true"], "sites.use_all needs sites.network"),
+        (['sites.of_workers=["oslo"]'], "sites.of_workers needs sites.network"),
+        ([*AT_SITES, "sites.links=slow"], 'expected one of "emulated", "real"'),
+    ],
+)
+def test_keys_of_sites_that_cannot_be(keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, keys)
+    assert said in str(raised.value)
+
+
+def test_real_links_are_paced_below_their_rates_and_nothing_is_emulated() -> None:
+    config = load_config(None, [*REAL, "sites.coordinator=tokyo", "layout.widths=[2, 2]"])
+    sites, emulated = sites_of(config), sites_of(load_config(None, [*AT_SITES, "layout.widths=[2, 2]"]))
+    assert sites is not None and emulated is not None and sites.are_real
+    ratio = sites.network.bandwidth_bytes_per_s / emulated.network.bandwidth_bytes_per_s
+    assert ratio.tolist() == [[pytest.approx(PACED_SHARE)] * 4] * 4
+    assert sites_that_may_part(config) == () and slow_control_of(config, 0) is None
+    assert control_delays_s(config)[0] > 0, "heartbeats still come over the link"
+    links = site_links(config, 0)
+    assert links is not None and links.emulated is None and links.paced is not None and not links.has_frames
+    assert far_job(config, "none").cluster.network is sites.network

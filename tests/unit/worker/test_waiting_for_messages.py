@@ -40,7 +40,7 @@ def test_frames_and_links_move_while_a_worker_waits(
         raise WaitTimeoutError("nothing yet")
 
     worker: Any = object.__new__(Worker)
-    sites = None if has_frames is None else SimpleNamespace(links=SimpleNamespace(has_frames=has_frames))
+    sites = None if has_frames is None else SimpleNamespace(has_frames=has_frames)
     vars(worker).update(
         machine=SimpleNamespace(**STATES[state], is_started=True, look_at_sent=lambda: called.append("look")),
         _setup=SimpleNamespace(sites=sites),

@@ -69,7 +69,8 @@ def adapted_ratios(
 
 def plan_with_ratios(job: FarJob, plan_for: Callable[[FarJob], FarPlan]) -> tuple[FarJob, FarPlan]:
     """A plan, and the job with the ratios that its cut wants: the best of a few rounds, each of which plans with the
-    ratios of the round before.
+    ratios of the round before. The last one, and the one after a round that changes nothing, plans without codes: where
+    links are fast, a cut that counts on codes is not what is best without them.
 
     Args:
         job: with any codec; one that is not adaptive needs one round.
@@ -81,18 +82,19 @@ def plan_with_ratios(job: FarJob, plan_for: Callable[[FarJob], FarPlan]) -> tupl
     if top_k is None or not top_k.is_adaptive:
         return job, plan_for(job)
     tried: list[tuple[float, FarJob, FarPlan]] = []
+    begins = [job]
     while len(tried) < ROUNDS:
-        plan = plan_for(job)
+        if not begins or len(tried) == ROUNDS - 1:
+            begins = [replace(job, ratios=dict.fromkeys(range(job.num_layers), 1))]
+        plan = plan_for(begins[0])
         layout = make_routes(allocation_of_plan(job, plan), job.costs[0], job.cluster)
         largest = {fence - 1: top_k.ratio for fence in plan.fences}
         ratios = adapted_ratios(
             layout, largest, job.raw_bytes.tolist(), job.costs[0].layer_s, job.cluster, element_bytes=job.element_bytes
         )
-        is_settled = ratios == job.ratios
-        job = replace(job, ratios=ratios)
-        tried.append((time_plan(job, plan).shared_s, job, plan))
-        if is_settled:
-            break
+        adapted = replace(job, ratios=ratios)
+        tried.append((time_plan(adapted, plan).shared_s, adapted, plan))
+        begins = [] if ratios == begins[0].ratios else [adapted]
     _, best, plan = min(tried, key=lambda each: each[0])
     return best, plan
 
