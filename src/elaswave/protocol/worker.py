@@ -230,8 +230,7 @@ class WorkerMachine(StepLoop[C]):
             self._early.append(message)
             return
         if isinstance(message, LayoutChange):
-            if self._offered is None or message.number > self._offered.number:
-                self._offered = message
+            self.offer(message)
             return
         action = self.member.handle(message)
         if isinstance(action, MoveAndReport):
@@ -303,6 +302,13 @@ class WorkerMachine(StepLoop[C]):
             self._step, self._attempt = self._step + 1, 1
             self.note_duties(committed.step, committed.request)
         yield from self.finish(stopped)
+
+    def offer(self, change: LayoutChange) -> None:
+        """A planned change has come; it is looked at between two steps. By then a coordinator may have followed, and
+        have said the same change again: in the name of the one before, the change would count no more."""
+        known = self._offered
+        if known is None or (change.number, change.term) > (known.number, known.term):
+            self._offered = change
 
     def look_for_change(self) -> None:
         """Holds the newest planned change that has come, once its links are there (W8). Between two steps: within one,

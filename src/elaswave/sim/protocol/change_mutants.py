@@ -30,6 +30,14 @@ class ForgetsRatios(_Machine):
         return super()._use_layout(layout, msgspec.structs.replace(execution, ratios={}) if is_decided else execution)
 
 
+class KeepsTheFirstOffer(_Machine):
+    """A change that a following coordinator says again is not taken in its name (the core once had it)."""
+
+    def offer(self, change: LayoutChange) -> None:
+        if self._offered is None or change.number > self._offered.number:
+            self._offered = change
+
+
 class AdoptsAlone(_Machine):
     """A planned change is adopted where it is held, whatever the others hold."""
 
@@ -145,6 +153,13 @@ CHANGE_MUTANTS = (
         "after a loss some workers code with the ratios of the start",
         Build(machine=ForgetsRatios),
         "steps=6 change_step=1 kill:0@0",
+    ),
+    Mutant(
+        "change-old-name",
+        "a change that is said again by the next coordinator is looked at in the name of the one before",
+        Build(machine=KeepsTheFirstOffer),
+        "widths=1,1 num_microbatches=1 steps=6 change_step=1 restart_delay=1 kill:c@24",
+        real=True,
     ),
     Mutant(
         "change-alone",

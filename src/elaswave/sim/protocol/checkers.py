@@ -178,6 +178,26 @@ class OneLayout(Observer):
         _require(known == layout, f"worker {worker} goes on after step {step} with another layout than a peer")
 
 
+class ChangesHeld(Observer):
+    """A planned change that has come to a worker in its epoch is held by it from its next step on: else the change
+    comes into force for no worker, and no other change, join or leave can follow."""
+
+    def __init__(self) -> None:
+        self._offered: dict[int, tuple[int, int, int]] = {}
+
+    def offered(self, worker: int, epoch: int, step: int, number: int) -> None:
+        known = self._offered.get(worker)
+        if known is None or known[0] != epoch or known[2] < number:
+            self._offered[worker] = epoch, step, number
+
+    def holds(self, worker: int, epoch: int, step: int, number: int) -> None:
+        offered_epoch, offered_step, offered = self._offered.get(worker, (-1, 0, 0))
+        _require(
+            epoch != offered_epoch or step <= offered_step or number >= offered,
+            f"change {offered} has come to worker {worker} in step {offered_step}, and it begins step {step} without it",
+        )
+
+
 class Fencing(Observer):
     """Nothing of another epoch or attempt is used, nor anything from a worker that is no member."""
 
@@ -454,6 +474,7 @@ def all_checkers(
         OneRatio(),
         OneOwner(),
         OneLayout(),
+        ChangesHeld(),
         EnoughCopies(num_followers),
         Fencing(),
         Agreement(),

@@ -13,7 +13,16 @@ from elaswave.protocol.decisions import with_members
 from elaswave.protocol.engine import Committed, Key, Pause, Phase, StepObserver
 from elaswave.protocol.events import JoinerCame
 from elaswave.protocol.facts import Facts
-from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker, Decision, Evidence, Installed, Prepare, Registered
+from elaswave.protocol.messages import (
+    FIRST_EPOCH,
+    CoreToWorker,
+    Decision,
+    Evidence,
+    Installed,
+    LayoutChange,
+    Prepare,
+    Registered,
+)
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.engine import ToyCopy, ToyEngine
 from elaswave.sim.protocol.job import Job, initial_state, model_of, parameter
@@ -147,6 +156,8 @@ class SimWorker:
         if is_urgent and self._is_computing and self.world.conditions.mid_action:
             self._run_into_it()
         before = self.machine.num_lives
+        if isinstance(message, LayoutChange) and message.epoch == self.machine.member.epoch == self.epoch:
+            self.world.see.offered(self.id, message.epoch, self.machine.step, message.number)
         self.machine.on_message(message)
         if self.machine.num_lives != before:
             self._live()
@@ -325,7 +336,11 @@ class _Watch(StepObserver):
 
     def began(self) -> None:
         machine = self._host.machine
-        self._see.began(self._host.id, self._host.links.epoch, machine.step, machine.attempt, machine.placement)
+        worker, epoch = self._host.id, self._host.links.epoch
+        self._see.began(worker, epoch, machine.step, machine.attempt, machine.placement)
+        changes = (machine.held_change, machine.moving, machine.coming)
+        newest = max([machine.ledger.change, *(change.number for change in changes if change is not None)])
+        self._see.holds(worker, epoch, machine.step, newest)
 
     def point(self, phase: Phase) -> None:
         if phase == "apply":
