@@ -6,6 +6,7 @@ from elaswave.protocol.events import NewEpochRecord, TermRecord
 from elaswave.protocol.messages import Decision, Fenced, LayoutChange, Prepare
 from elaswave.sim.protocol.checkers import (
     Agreement,
+    ChangesHeld,
     CheckpointsKept,
     Ends,
     EnoughCopies,
@@ -378,7 +379,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 29
+    assert len(calls) == 31
     seen = []
 
     class Listens(Observer):
@@ -395,6 +396,7 @@ def test_an_observer_may_ignore_everything():
         OneLayout,
         OneOwner,
         OneRatio,
+        ChangesHeld,
         EnoughCopies,
         Fencing,
         LogCounts,
@@ -414,6 +416,19 @@ def test_one_layout():
     see.switched(0, 2, 2, MODEL.layout, P)  # the vote of epoch 1 was known to no member that is left
     with pytest.raises(Violation, match="worker 1 goes on after step 2 with another layout than a peer"):
         see.switched(1, 2, 2, other, P)
+
+
+def test_a_change_that_has_come_is_held_from_the_next_step_on():
+    see = together([ChangesHeld()])
+    see.holds(0, 1, 2, 0)
+    see.offered(0, 1, 2, 1)
+    see.holds(0, 1, 2, 0)  # another attempt of the step in which it came
+    see.holds(0, 1, 3, 1)
+    see.offered(0, 1, 3, 1)  # said again
+    see.holds(0, 2, 4, 0)  # of another epoch
+    see.holds(1, 1, 4, 0)
+    with pytest.raises(Violation, match="change 1 came to worker 0 in step 2, and it begins step 4 without it"):
+        see.holds(0, 1, 4, 0)
 
 
 def test_checkpoints_that_a_vote_asked_for_are_kept():

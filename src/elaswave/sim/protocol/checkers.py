@@ -194,7 +194,7 @@ class ChangesHeld(Observer):
         offered_epoch, offered_step, offered = self._offered.get(worker, (-1, 0, 0))
         _require(
             epoch != offered_epoch or step <= offered_step or number >= offered,
-            f"change {offered} has come to worker {worker} in step {offered_step}, and it begins step {step} without it",
+            f"change {offered} came to worker {worker} in step {offered_step}, and it begins step {step} without it",
         )
 
 
