@@ -165,7 +165,9 @@ def test_public_rates_say_where_they_are_from():
     for name, rates in RATES.items():
         assert rates.name == name
         assert "arXiv" in rates.source or "Hugging Face" in rates.source
-    with pytest.raises(UsageError, match="unknown failure rates 'lama': choose one of bloom, llama3"):
+    with pytest.raises(
+        UsageError, match="unknown failure rates 'lama', and there is no file of that name: choose one of bloom, llama3"
+    ):
         rates_named("lama")
 
 
