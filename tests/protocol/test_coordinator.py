@@ -393,6 +393,14 @@ def test_the_same_error_twice_ends_the_job():
     ]
 
 
+def test_an_error_that_a_vote_has_shown_ends_the_job_at_once():
+    """Else the others, who are about to end with it too, might be asked to go on without the first one."""
+    machine = started()
+    failed = WorkerFailed(1, "VoteError at step 3", "step 3 cannot be committed", is_common=True)
+    assert shown(machine.handle(failed, 0.0)) == ["end: step 3 cannot be committed"]
+    assert shown(machine.handle(failed._replace(worker=0), 0.0)) == ["note: WorkerFailed after the end is ignored"]
+
+
 def test_the_last_workers_error_ends_the_job():
     machine = started()
     machine.handle(suspicion(1), 0.0)

@@ -92,6 +92,7 @@ def everything_has_happened() -> None:
         failed = in_state(state)
         failed.handle(WorkerFailed(9, "the same place", "ValueError"), 0.0)
         failed.handle(WorkerFailed(0, "the same place", "ValueError"), 0.0)
+        in_state(state).handle(WorkerFailed(0, "the vote", "VoteError", is_common=True), 0.0)
         num_lost = 5 - len(in_state(state).members)
         in_state(state, bounds=Bounds(max_failures_per_hour=num_lost)).handle(suspicion(0), 0.0)
         in_state(state, bounds=Bounds(min_workers=5 - num_lost)).handle(WorkerFailed(0, "there", "MemoryError"), 0.0)

@@ -222,7 +222,9 @@ class CoordinatorProcess(JobDriver):
                 return
             self._failures[message.worker] = message
             self._detector.left(message.worker)
-            self.feed(events.WorkerFailed(message.worker, message.signature, message.summary))
+            self.feed(
+                events.WorkerFailed(message.worker, message.signature, message.summary, is_common=message.is_common)
+            )
         elif self._end.is_there:
             _log.info("%s of worker %d comes after the end", type(message).__name__, message.worker)
         elif isinstance(message, Timings):

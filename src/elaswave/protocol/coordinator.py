@@ -342,7 +342,10 @@ class Coordinator(JobHistory):
         return [Send(worker, self._fenced(self.reason)) for worker in leaving]
 
     def _on_failed(self, event: WorkerFailed, now_s: float) -> list[CoordinatorEffect]:
-        """An error of a worker's own: what fails twice at the same place will fail everywhere."""
+        """An error of a worker's own: what fails twice at the same place will fail everywhere, and so will what a vote
+        has shown. Who has not ended with that yet must not be asked to go on without those that have."""
+        if event.is_common:
+            return self._give_up(Cause.ERROR_COMMON, event.summary, event.worker)
         before = self._failures.get(event.signature)
         if before is not None and before != event.worker:
             reason = f"{event.summary}; the same error has ended worker {before}"

@@ -47,6 +47,7 @@ class Cause(Enum):
     TOO_MANY_LOSSES = "more workers are lost within an hour than the job allows"
     TOO_FEW_LEFT = "fewer workers are left than the job needs"
     ERROR_REPEATED = "the same error of its own ends a second worker"
+    ERROR_COMMON = "a worker ends with an error that a vote has shown to all"
     LAST_FAILED = "an error of its own ends a worker that cannot be spared"
     NO_CHECKPOINT = "no checkpoint is found"
 
@@ -131,6 +132,7 @@ TRANSITIONS: TransitionTable[State, Cause, Response] = TransitionTable(
     Transition(_ALIVE, Cause.TOO_MANY_LOSSES, State.ENDED, (Response.END,)),
     Transition(_ALIVE, Cause.TOO_FEW_LEFT, State.ENDED, (Response.END,)),
     Transition(_ALIVE, Cause.ERROR_REPEATED, State.ENDED, (Response.END,)),
+    Transition(_ALIVE, Cause.ERROR_COMMON, State.ENDED, (Response.END,)),
     Transition(_ALIVE, Cause.LAST_FAILED, State.ENDED, (Response.END,)),
     Transition((State.ROLLING_BACK,), Cause.NO_CHECKPOINT, State.ENDED, (Response.END,)),
 )

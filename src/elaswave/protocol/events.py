@@ -98,6 +98,8 @@ class WorkerFailed(NamedTuple):
     signature: str
     """Equal for the same error at the same step and micro-batch."""
     summary: str
+    is_common: bool = False
+    """Whether a vote has shown it: then every member comes to it, sooner or later."""
 
 
 class EvidenceSeen(NamedTuple):

@@ -229,6 +229,8 @@ class Failed(Message, frozen=True, kw_only=True):
     summary: str
     """One line with the step, micro-batch and layer where known."""
     traceback_text: str
+    is_common: bool = False
+    """Whether a vote has shown it, so that every member comes to it."""
 
 
 FromWorker = (

@@ -491,4 +491,5 @@ def _failure(worker_id: int, worker: Worker | None, error: BaseException) -> Fai
         summary=summary,
         # The vote's finding says all; the place in this code where it was raised does not help the user.
         traceback_text="" if isinstance(error, VoteError) else traceback_of(cause),
+        is_common=isinstance(error, VoteError),
     )
