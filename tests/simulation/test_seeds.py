@@ -40,6 +40,7 @@ def test_seeded_schedules_have_no_violation(first):
         "micro-batches kept on their way",
         "coordinators followed by a candidate",
         "coordinators that learned that they were replaced",
+        "stores that were seen to have gone back",
     ):
         assert summary.counts[what] > 0, what
 
@@ -169,6 +170,24 @@ def test_a_coordinator_is_followed_when_its_beat_stands_still_and_the_store_answ
     assert (outcome.violation, outcome.ended) == (None, "finished")
     assert outcome.counts["coordinators followed by a candidate"] == num_claims - 1
     assert outcome.counts["coordinators that learned that they were replaced"] == num_replaced
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ended", "seen"),
+    [
+        ("candidates=2 kill:1@20 back:s@18+10", "ended", "and the last one is not there"),
+        ("candidates=2 kill:c@20 back:s@18+10", "ended", "a member has heard of"),
+        ("candidates=2 kill:h@20 back:s@18+10", "ended", "a member has heard of"),
+        ("candidates=2 back:s@18+10", "finished", ""),
+    ],
+)
+def test_a_store_that_was_put_back_ends_the_job_before_anybody_follows_another_history(schedule, ended, seen):
+    """Its coordinator finds the last entry missing; the next one hears it from a member. A job that has nothing more to
+    write ends as it would have."""
+    outcome = run_schedule(parse_schedule(schedule))
+    assert (outcome.violation, outcome.ended) == (None, ended)
+    assert seen in outcome.reason
+    assert outcome.counts["stores that were seen to have gone back"] == (ended == "ended")
 
 
 def test_the_undisturbed_job_ends():

@@ -54,6 +54,7 @@ from elaswave.protocol.store_writes import (
     Outcome,
     Transaction,
     Written,
+    confirmation,
     holder_of,
     is_fenced,
 )
@@ -439,7 +440,7 @@ class EtcdStore(Generic[_T]):
 
     def _confirm(self) -> None:
         """Asks whether this coordinator may still write."""
-        answer = self._persist(Transaction(((TERM, self._term.revision),), reads=(TERM,)))
+        answer = self._persist(confirmation(self._term))
         if not answer.succeeded:
             raise self._fenced(answer.found[0])
 

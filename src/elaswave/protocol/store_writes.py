@@ -128,14 +128,14 @@ class EntryWrite:
     def __init__(self, term: Holder, key: str, value: bytes, names: Sequence[str] = (), *, previous: str = "") -> None:
         self._term = term
         self._key = key
-        self._value = value
+        self.value = value
         self._names = tuple(names)
         self._before = (previous,) if previous else ()
 
     def transaction(self) -> Transaction:
         """To be said until there is an answer; nothing may be sent before (H5)."""
         compared = ((TERM, self._term.revision), (self._key, 0))
-        puts, reads = ((self._key, self._value),), (TERM, self._key, *self._before)
+        puts, reads = ((self._key, self.value),), (TERM, self._key, *self._before)
         return Transaction(compared, (*self._before, *self._names), puts, reads=reads)
 
     def judge(self, outcome: Outcome) -> Written:
@@ -147,7 +147,12 @@ class EntryWrite:
             return Written.FENCED
         if standing is None:
             return Written.GONE_BACK if None in before else Written.INCOMPLETE
-        return Written.YES if standing.value == self._value else Written.TAKEN  # an earlier request had arrived
+        return Written.YES if standing.value == self.value else Written.TAKEN  # an earlier request had arrived
+
+
+def confirmation(own: Holder) -> Transaction:
+    """Asks whether a coordinator may still write, and writes nothing."""
+    return Transaction(((TERM, own.revision),), reads=(TERM,))
 
 
 def is_fenced(own: Holder, standing: KeyValue | None) -> bool:

@@ -1,8 +1,9 @@
-"""The store as one more party that fails, and candidates that follow a coordinator: rules H4 to H8.
+"""The store as one more party that fails, and candidates that follow a coordinator: rules H4 to H9.
 
-The transactions, what their answers mean, and when to claim are the product's (`elaswave.protocol.store_writes`,
-`elaswave.protocol.election`). Here is what carries them: requests that are lost, slow, late or not answered. A
-coordinator that writes waits for the answer: whatever comes meanwhile happens afterwards. Its beat does not wait.
+The transactions, what their answers mean, when to claim, and what the heads of members mean are the product's
+(`elaswave.protocol.store_writes`, `elaswave.protocol.election`, `elaswave.protocol.heads`). Here is what carries them:
+requests that are lost, slow, late or not answered. A coordinator that writes waits for the answer: whatever comes
+meanwhile happens afterwards. Its beat does not wait.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from elaswave.protocol.election import BEAT_S, POLL_S, Seen, Watch
 from elaswave.protocol.events import Record
+from elaswave.protocol.heads import Head
 from elaswave.protocol.messages import Decision
 from elaswave.protocol.store_writes import (
     BEAT,
@@ -22,6 +24,7 @@ from elaswave.protocol.store_writes import (
     Outcome,
     Transaction,
     Written,
+    confirmation,
     holder_of,
 )
 from elaswave.sim.protocol.schedule import ScheduledFault
@@ -38,15 +41,24 @@ RETRY = 2
 """Between two looks of a candidate if the store does not answer."""
 _POLL, _BEAT = round(POLL_S / UNIT_S), round(BEAT_S / UNIT_S)
 _ENTRIES = "rec/"
+_FOUNDED = 1
+"""There is one job, which is founded once."""
 _T = TypeVar("_T")
 
 
 class RemoteStore:
-    """A store on other machines: keys with revisions, and one order of transactions."""
+    """A store on other machines: keys with revisions, and one order of transactions.
 
-    def __init__(self) -> None:
+    Args:
+        clock: gives the time, by which copies of the store are known.
+    """
+
+    def __init__(self, clock: Callable[[], int] = lambda: 0) -> None:
         self.keys: dict[str, KeyValue] = {}
         self.revision = 1
+        self._clock = clock
+        self._written: list[tuple[int, KeyValue]] = []
+        """All that was ever written, with its time."""
         self.on_entry: Callable[[bytes], None] = lambda value: None
         """Called with the value of each entry that is written."""
         self.on_claim: Callable[[Holder], None] = lambda holder: None
@@ -60,12 +72,19 @@ class RemoteStore:
             self.revision += 1
             for key, value in transaction.puts:
                 self.keys[key] = KeyValue(key, value, self.revision)
+                self._written.append((self._clock(), self.keys[key]))
                 if key.startswith(_ENTRIES):
                     self.on_entry(value)
                 elif key == TERM:
                     self.on_claim(holder_of(self.keys[key]))
             return Outcome(True, self.revision)
         return Outcome(holds, self.revision, tuple(map(self.keys.get, transaction.reads)))
+
+    def go_back(self, to: int) -> None:
+        """Somebody puts the copy of a time in the store's place (H9). Its revisions go on from that of the copy."""
+        self._written = [(at, written) for at, written in self._written if at <= to]
+        self.keys = {written.key: written for _, written in self._written}
+        self.revision = max((written.revision for _, written in self._written), default=1)
 
     def entries(self) -> list[bytes]:
         """All entries, in their order."""
@@ -102,9 +121,15 @@ class Seat:
         self.term = term
         self.writer = crew.number_of_writer()
         self.records = [crew.contents[value][2] for value in entries]
+        self.digests = list(entries)
+        """Of the entries, each of which is written once."""
         self._crew = crew
-        self._length = len(entries)
         self._num_written = 0
+
+    @property
+    def head(self) -> Head:
+        """Where the durable history stands: told with every message (H9)."""
+        return Head(_FOUNDED, self.term.term, len(self.digests), self.digests[-1] if self.digests else b"")
 
     def persist(self, coordinator: "SimCoordinator", record: Record) -> None:
         """Writes a record; the coordinator waits until it stands in the store (H5)."""
@@ -113,8 +138,9 @@ class Seat:
 
     def write(self, coordinator: "SimCoordinator", record: Record) -> None:
         """Sends an entry, once and again."""
-        previous = f"{_ENTRIES}{self._length - 1:08d}" if self._length else ""
-        entry = self.entry_class(self.term, f"{_ENTRIES}{self._length:08d}", self._value(record), previous=previous)
+        length = len(self.digests)
+        previous = f"{_ENTRIES}{length - 1:08d}" if length else ""
+        entry = self.entry_class(self.term, f"{_ENTRIES}{length:08d}", self._value(record), previous=previous)
         self._ask(coordinator, entry, record)
 
     def _value(self, record: Record) -> bytes:
@@ -139,9 +165,33 @@ class Seat:
         if written is Written.FENCED:
             self._crew.fenced(coordinator)
             return
-        assert written is Written.YES, f"entry {self._length} of term {self.term.term}: {written.value}"
-        self._length += 1
+        if written is Written.GONE_BACK:
+            self._crew.gone_back(coordinator, f"there were {self.head}, and the last one is not there")
+            return
+        assert written is Written.YES, f"entry {len(self.digests)} of term {self.term.term}: {written.value}"
+        self.digests.append(entry.value)
         self._crew.world.release(coordinator)
+
+    def confirm(self, coordinator: "SimCoordinator", heard: Head) -> None:
+        """A member has heard of a newer term: either another coordinator has it, or the store has gone back."""
+        self._crew.world.hold(coordinator)
+        self._ask_whether_mine(coordinator, heard)
+
+    def _ask_whether_mine(self, coordinator: "SimCoordinator", heard: Head) -> None:
+        asked = partial(self._crew.store.transact, confirmation(self.term))
+        self._crew.ask(coordinator, asked, partial(self._on_confirmed, coordinator, heard))
+
+    def _on_confirmed(self, coordinator: "SimCoordinator", heard: Head, outcome: Outcome | None) -> None:
+        if outcome is None:
+            self._ask_whether_mine(coordinator, heard)
+        elif outcome.succeeded:
+            self.gone_back(coordinator, heard)
+        else:
+            self._crew.fenced(coordinator)
+
+    def gone_back(self, coordinator: "SimCoordinator", heard: Head) -> None:
+        """The store has lost what a member has heard of."""
+        self._crew.gone_back(coordinator, f"a member has heard of {heard}, and there are {self.head}")
 
     def not_answered(self, coordinator: "SimCoordinator", entry: EntryWrite, record: Record) -> None:
         """The same is said again (H6)."""
@@ -267,7 +317,7 @@ class Crew:
         make_coordinator: Callable[[Seat], "SimCoordinator"],
     ) -> None:
         self.world = world
-        self.store = RemoteStore()
+        self.store = RemoteStore(lambda: world.now)
         self.store.on_entry = self._on_entry
         self.store.on_claim = lambda holder: world.see.claimed(holder.term)
         self.contents: dict[bytes, tuple[int, int, Record]] = {}
@@ -374,6 +424,13 @@ class Crew:
         self.world.see.fenced(coordinator.seat.writer)
         self.world.end_coordinator(coordinator)
 
+    def gone_back(self, coordinator: "SimCoordinator", seen: str) -> None:
+        """A coordinator has learned that the store lacks what was durable: the job ends."""
+        assert coordinator.seat is not None
+        self.world.see.gone_back(seen)
+        self.world.say(f"the job ends: the store has gone back: {seen}")
+        self.world.finish("ended", f"the store has gone back: {seen}")
+
     def ended(self, coordinator: "CoordinatorActor") -> None:
         """A coordinator's process has ended; its agent starts another one."""
         assert coordinator.seat is not None
@@ -385,7 +442,13 @@ class Crew:
     def strike(self, fault: ScheduledFault) -> None:
         """Something happens to the store, or to the way to it."""
         until = self.world.now + fault.duration
-        if fault.kind == "shut":
+        if fault.kind == "back":
+            before = self.records
+            self.store.go_back(self.world.now - fault.duration)
+            standing = [self.contents[value] for value in self.store.entries()]
+            term = holder_of(self.store.keys.get(TERM)).term
+            self.world.see.went_back(term, standing, before[len(standing) :])
+        elif fault.kind == "shut":
             coordinator = self.world.coordinator
             if coordinator is not None:
                 self._shut[coordinator] = until

@@ -34,6 +34,7 @@ from elaswave.protocol.events import (
     Resumed,
     Suspected,
 )
+from elaswave.protocol.heads import Head, Heard, judge
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
@@ -241,12 +242,25 @@ class SimCoordinator(CoordinatorDriver):
 
     # ---------------------------------------------------------------------------------------------------- connections
 
-    def on_registered(self, link: ControlLink, message: Registered | JoinerCame) -> None:
-        """A worker's first words on a new connection."""
+    def on_registered(self, link: ControlLink, message: Registered | JoinerCame, head: Head | None) -> None:
+        """A worker's first words on a new connection: where it has heard that the history stands, and who it is."""
+        if head is not None and not self.fits(head):
+            return
         self.links[message.worker] = link
         if isinstance(message, JoinerCame) and message.worker in self.core.members:
             message = Registered(worker=message.worker, address=message.address, epoch=0, report=None)
         self.feed(message)
+
+    def fits(self, heard: Head) -> bool:
+        """Whether a worker's head is in the own history. If not, nothing that it says counts (H9)."""
+        seat = self.seat
+        assert seat is not None
+        meaning = judge(heard, seat.head, seat.digests)
+        if meaning is Heard.NEWER_TERM:
+            seat.confirm(self, heard)
+        elif meaning is Heard.GONE_BACK:
+            seat.gone_back(self, heard)
+        return meaning is Heard.FITS
 
     def on_link_closed(self, worker: int) -> None:
         """A worker has to come back within the bound."""

@@ -40,6 +40,9 @@ class CoverageCounter(Observer):
         if term > 1:
             self.counts["coordinators followed by a candidate"] += 1
 
+    def gone_back(self, seen: str) -> None:
+        self.counts["stores that were seen to have gone back"] += 1
+
     def fenced(self, writer: int) -> None:
         self.counts["coordinators that learned that they were replaced"] += 1
 

@@ -98,6 +98,21 @@ class Observer:
     def spoke(self, writer: int, message: CoreToWorker | CheckpointSettled, durable: Sequence[Record]) -> None:
         """With candidates: a coordinator sends a message while these records stand in the store."""
 
+    def told(self, worker: int, history: Sequence[bytes]) -> None:
+        """With candidates: a message of a coordinator that knows these entries has come to a worker."""
+
+    def went_back(self, term: int, standing: Sequence[tuple[int, int, Record]], gone: Sequence[Record]) -> None:
+        """With candidates: the store was put back to an older copy.
+
+        Args:
+            term: that stands there.
+            standing: what it has: writer, number of its write, and record, as in `persisted`.
+            gone: records that it had.
+        """
+
+    def gone_back(self, seen: str) -> None:
+        """With candidates: a coordinator ends the job because the store has gone back."""
+
     def fenced(self, writer: int) -> None:
         """With candidates: a coordinator has learned that another one has taken over."""
 

@@ -13,7 +13,7 @@ from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.coverage import CoverageCounter
 from elaswave.sim.protocol.host_checker import HostsApart
 from elaswave.sim.protocol.job import asks_checkpoint, model_of, undisturbed
-from elaswave.sim.protocol.one_coordinator import OneCoordinator
+from elaswave.sim.protocol.one_coordinator import OneCoordinator, OneHistory
 from elaswave.sim.protocol.schedule import Schedule, ScheduledFault
 from elaswave.sim.protocol.store import SimStore
 from elaswave.sim.protocol.worker import SimMachine, SimWorker
@@ -83,7 +83,7 @@ def run_schedule(
     )
     checkers.append(HostsApart(job))
     if schedule.conditions.candidates:
-        checkers.append(OneCoordinator())
+        checkers += [OneCoordinator(), OneHistory()]
     counter = CoverageCounter(job.steps)
     world = World(
         schedule,

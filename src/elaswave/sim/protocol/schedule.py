@@ -26,6 +26,7 @@ KINDS = {
     "lost": "with candidates: requests to the store are lost for a while",
     "mute": "with candidates: the store does what it is asked, and its answers are lost for a while",
     "late": "with candidates: what the store is asked for a while arrives after its senders have given up",
+    "back": "with candidates: the store is put back to the copy of so long ago",
     "shut": "with candidates: the coordinator alone cannot reach the store for a while",
 }
 """ScheduledFault kinds."""
@@ -229,6 +230,9 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
             faults[0] = ScheduledFault("kill", host, at)
     if has_candidates:
         faults += [_random_store_fault(candidates, span) for _ in range(candidates.choice((0, 1, 1, 2)))]
+        copies = _drawn_for(f"copy of {seed}")
+        if copies.random() < 0.2:
+            faults.append(ScheduledFault("back", STORE, copies.randrange(span), copies.choice((5, 20, 60, 150))))
     return Schedule(job, conditions, tuple(sorted(faults, key=lambda fault: fault.instant)))
 
 

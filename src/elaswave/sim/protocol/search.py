@@ -31,7 +31,7 @@ MAX_FAILURES = 20
 
 ALL_KINDS = ("kill", "suspect", "hang", "isolate", "cut", "delay", "disconnect", "usurp")
 """Of every job."""
-STORE_KINDS = ("lost", "mute", "late", "shut")
+STORE_KINDS = ("lost", "mute", "late", "back", "shut")
 """Of jobs with candidates."""
 MAIN_KINDS = ("kill", "suspect", "disconnect")
 """Of workers and, for kill, the coordinator."""

@@ -1,4 +1,4 @@
-"""Planted bugs of those who share a store: rules H4 to H6."""
+"""Planted bugs of those who share a store: rules H4 to H6, and H9."""
 
 # ruff: noqa: D102 (what each class does wrong is its own docstring)
 
@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from elaswave.protocol.events import CoordinatorEffect, Persist, Record
+from elaswave.protocol.heads import Head
 from elaswave.protocol.store_writes import Claim, EntryWrite, Outcome, Transaction, Written
 from elaswave.sim.protocol.candidates import Seat, SimCandidate
 from elaswave.sim.protocol.coordinator import SimCoordinator
@@ -71,6 +74,32 @@ class ReadsFromALaggingMember(SimCandidate):
         return super().entries()[:-1]
 
 
+class _StandsAlone(EntryWrite):
+    def transaction(self) -> Transaction:
+        return super().transaction()._replace(exist=())
+
+
+class AppendsWithoutTheOneBefore(Seat):
+    """An entry is taken although the one before it, which was durable, is not there."""
+
+    entry_class = _StandsAlone
+
+
+class HearsNoHeads(SimCoordinator):
+    """What members have heard of the history is not compared with what was read."""
+
+    def fits(self, heard: Head) -> bool:
+        return True
+
+
+class TellsAnEmptyHistory(Seat):
+    """A coordinator does not tell how far the history has come."""
+
+    @property
+    def head(self) -> Head:
+        return msgspec.structs.replace(super().head, length=0)
+
+
 STORE_MUTANTS = (
     Mutant(
         "send-before-store",
@@ -108,5 +137,23 @@ STORE_MUTANTS = (
         "a candidate reads what was decided from a member that lags behind",
         Build(candidate=ReadsFromALaggingMember),
         "candidates=2 kill:c@20",
+    ),
+    Mutant(
+        "entry-alone",
+        "an entry is written although the one before it, which was durable, is not there",
+        Build(seat=AppendsWithoutTheOneBefore),
+        "candidates=2 kill:1@20 back:s@18+10",
+    ),
+    Mutant(
+        "heads-unheard",
+        "what members have heard of the history is not compared with an older copy of the store",
+        Build(coordinator=HearsNoHeads),
+        "candidates=2 kill:c@20 back:s@18+10",
+    ),
+    Mutant(
+        "head-untold",
+        "a coordinator does not tell how far the history has come",
+        Build(seat=TellsAnEmptyHistory),
+        "candidates=2 kill:c@20 back:s@18+10",
     ),
 )

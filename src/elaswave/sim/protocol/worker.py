@@ -13,6 +13,7 @@ from elaswave.protocol.decisions import with_members
 from elaswave.protocol.engine import Committed, Key, Pause, Phase, StepObserver
 from elaswave.protocol.events import JoinerCame
 from elaswave.protocol.facts import Facts
+from elaswave.protocol.heads import Head
 from elaswave.protocol.messages import (
     FIRST_EPOCH,
     CoreToWorker,
@@ -75,6 +76,8 @@ class SimWorker:
         self.job = job
         self.dead = False
         self.joins = joins
+        self.head: Head | None = None
+        """The newest that it has heard of the history."""
         self.model = model
         self.unacknowledged: list[Any] = []
         """Durable messages that no coordinator has acknowledged."""

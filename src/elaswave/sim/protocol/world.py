@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.engine import Key
 from elaswave.protocol.events import JoinerCame
+from elaswave.protocol.heads import Head, newest
 from elaswave.protocol.messages import CoreToWorker, Evidence, Registered
 from elaswave.sim.protocol.candidates import Crew, Seat
 from elaswave.sim.protocol.job import BlockState, Exponents, Job, losses_of, model_of
@@ -49,6 +50,9 @@ class WorkerActor(Protocol):
     def on_message(self, message: CoreToWorker) -> None:
         """A message of a coordinator's machine has arrived."""
 
+    head: Head | None
+    """Where it has heard that the history stands."""
+
     def on_settled(self, message: CheckpointSettled) -> None:
         """A checkpoint is durable or given up."""
 
@@ -79,7 +83,7 @@ class CoordinatorActor(Protocol):
     def begin(self) -> None:
         """It starts."""
 
-    def on_registered(self, link: "ControlLink", message: Registered | JoinerCame) -> None:
+    def on_registered(self, link: "ControlLink", message: Registered | JoinerCame, head: Head | None) -> None:
         """A worker has a new control connection."""
 
     def on_message(self, link: "ControlLink", message: Any) -> None:
@@ -402,7 +406,7 @@ class World:
             return
         link = self.links[worker.id] = ControlLink(worker, coordinator)
         try:
-            self._up(link, coordinator.on_registered, link, worker.registration())
+            self._up(link, coordinator.on_registered, link, worker.registration(), worker.head)
             worker.on_connected()
         except ActorDead:
             pass
@@ -448,11 +452,28 @@ class World:
             self.say(f"coordinator {coordinator.core.term} -> {worker.id} {what} {at}")
         call: Callable[..., None] = worker.on_message
         if message is None:
-            self._on_link(link, (-1, worker.id), coordinator, worker, worker.on_start, ())
-            return
-        if isinstance(message, CheckpointSettled):
+            call = worker.on_start
+        elif isinstance(message, CheckpointSettled):
             call = worker.on_settled
-        self._on_link(link, (-1, worker.id), coordinator, worker, call, (message,))
+        arguments: tuple[Any, ...] = () if message is None else (message,)
+        if coordinator.seat is not None:
+            seat = coordinator.seat
+            arguments = (worker, seat.head, tuple(seat.digests), call, arguments)
+            call = self._hear
+        self._on_link(link, (-1, worker.id), coordinator, worker, call, arguments)
+
+    def _hear(
+        self,
+        worker: WorkerActor,
+        head: Head,
+        history: tuple[bytes, ...],
+        call: Callable[..., None],
+        arguments: tuple[Any, ...],
+    ) -> None:
+        """A message of a coordinator has come, with where the history stands (H9)."""
+        self.see.told(worker.id, history)
+        worker.head = newest(worker.head, head)
+        call(*arguments)
 
     def _on_link(
         self,
