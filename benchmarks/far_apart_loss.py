@@ -134,6 +134,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 kind.name: held_out_losses(kind.fences, kind.ratios, seed, options.steps, tuple(options.size))
                 for kind in kinds
             }
+            print(f"rate {rate:g}, seed {seed}: {losses}", file=sys.stderr, flush=True)
             target = max(map(min, losses.values()))
             for name, those in losses.items():
                 needed[name].append(steps_to(those, target, every))
@@ -147,7 +148,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     "time_s": steps * kind.step_s, "speed_up": first_s / (steps * kind.step_s),
                 }
             )  # fmt: skip
-            print(f"rate {rate:g}, {kind.name}: done", file=sys.stderr)
+            print(f"rate {rate:g}, {kind.name}: {rows[-1]}", file=sys.stderr, flush=True)
     return rows
 
 

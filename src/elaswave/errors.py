@@ -14,7 +14,8 @@ ElaswaveError
 │   ├── PeerLostError          the connection to a peer has ended
 │   ├── InterruptedWaitError   a wait was woken on purpose (a new epoch, the end of the job)
 │   ├── WaitTimeoutError       a bounded wait has run out
-│   └── BacklogError           more is waiting to be acknowledged than may be kept
+│   ├── BacklogError           more is waiting to be acknowledged than may be kept
+│   └── ProbeError             a link between two sites that cannot be measured
 ├── ForeignError               a foreign part's server that is late, has ended, or answers what it must not
 │   └── ForeignPartError       what the code of a foreign part has raised there
 ├── FrequencyError             a device whose speed cannot be set here
@@ -113,6 +114,10 @@ class WaitTimeoutError(CommError):
 
 class BacklogError(CommError):
     """More messages wait for the coordinator's acknowledgement than may be kept."""
+
+
+class ProbeError(CommError):
+    """A link between two sites that cannot be measured: nobody answers there, or not in time."""
 
 
 class ForeignError(ElaswaveError):

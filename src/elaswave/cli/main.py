@@ -47,6 +47,7 @@ COMMANDS = {
     "bench": "elaswave.cli.bench:bench_group",
     "data": "elaswave.cli.data:data_group",
     "keys": "elaswave.cli.keys:keys_command",
+    "probe": "elaswave.cli.probe:probe_command",
 }
 """Where each verb stands; imported when it is asked for."""
 

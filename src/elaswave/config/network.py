@@ -1,9 +1,9 @@
-"""Reads a network file: sites with their workers, and the links between each two sites. The one reader of such files.
+"""Reads and writes network files: sites with their workers, and the links between each two sites. Nothing else does.
 
 A file has tables ``[sites.NAME]`` and ``[[links]]``; what they take is said by the structs here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from elaswave.config.checks import check_values, shown
 from elaswave.config.presets import device_preset
-from elaswave.config.toml import read_toml
+from elaswave.config.toml import read_toml, toml_value
 from elaswave.costs.analytic import USABLE_MEMORY
 from elaswave.costs.machines import Cluster, NetworkLink
 from elaswave.costs.network import MAX_SITES, Network
@@ -71,6 +71,15 @@ class NetworkFile(NamedTuple):
     """Where the figures come from, as the file says."""
 
 
+class NetworkParts(NamedTuple):
+    """What a file says; pairs of sites may lack a link."""
+
+    sites: dict[str, SiteEntry]
+    links: dict[tuple[str, str], NetworkLink]
+    """(from, to) -> the link, in both directions."""
+    source: str
+
+
 def read_network(path: Path) -> NetworkFile:
     """The workers and links of a file.
 
@@ -78,6 +87,55 @@ def read_network(path: Path) -> NetworkFile:
         ConfigError: a file that cannot be read, is not TOML, or says what cannot be; names every fault.
         UsageError: a device that is not known.
     """
+    parts, problems = _read(path)
+    if not problems:
+        problems += _lacking(list(parts.sites), parts.links)
+    _refuse(path, problems)
+    return _file(*parts)
+
+
+def read_parts(path: Path) -> NetworkParts:
+    """A file whose links are still to be measured.
+
+    Raises:
+        ConfigError: as of `read_network`, but for links that are not there.
+    """
+    parts, problems = _read(path)
+    _refuse(path, problems)
+    return parts
+
+
+def network_text(parts: NetworkParts) -> str:
+    """A file from which the same is read."""
+    tables = [f"source = {toml_value(parts.source)}\n"] if parts.source else []
+    for name, entry in parts.sites.items():
+        tables.append(_table(f"[sites.{toml_value(name)}]", msgspec.structs.asdict(entry)))
+    for (first, second), link in parts.links.items():
+        if list(parts.sites).index(first) < list(parts.sites).index(second):
+            back = parts.links[second, first]
+            values = {"between": (first, second), "bandwidth_mbit_per_s": link.bandwidth_bytes_per_s / _MBIT,
+                      "delay_ms": link.latency_s / _MS}  # fmt: skip
+            if back != link:
+                values |= {"back_bandwidth_mbit_per_s": back.bandwidth_bytes_per_s / _MBIT,
+                           "back_delay_ms": back.latency_s / _MS}  # fmt: skip
+            tables.append(_table("[[links]]", values))
+    return "\n".join(tables)
+
+
+def _table(head: str, values: Mapping[str, Any]) -> str:
+    """A table; without the last digits of numbers, which changes of unit have made."""
+    rounded = {key: float(f"{value:.12g}") if isinstance(value, float) else value for key, value in values.items()}
+    lines = [f"{key} = {toml_value(value)}" for key, value in rounded.items() if value is not None]
+    return "\n".join([head, *lines, ""])
+
+
+def _refuse(path: Path, problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+
+
+def _read(path: Path) -> tuple[NetworkParts, list[str]]:
+    """What a file says, and every fault of it."""
     document = read_toml(path)
     problems = [
         f"{key}: unknown table; a network file has [sites.NAME], [[links]] and source"
@@ -89,11 +147,7 @@ def read_network(path: Path) -> NetworkFile:
         problems.append(f"source: got {shown(source)}, expected text")
     sites = _sites(document.get("sites"), problems)
     links = _links(document.get("links", []), list(sites), problems)
-    if not problems:
-        problems += _lacking(list(sites), links)
-    if problems:
-        raise ConfigError([f"{path}: {problem}" for problem in problems])
-    return _file(sites, links, source)
+    return NetworkParts(sites, links, source), problems
 
 
 def scaled(cluster: Cluster, bandwidth_mbit_per_s: float) -> Cluster:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elaswave.config.network import read_network, scaled
+from elaswave.config.network import network_text, read_network, read_parts, scaled
 from elaswave.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "far_apart"
@@ -44,6 +44,26 @@ def test_stragglers_machines_memory_and_devices(tmp_path):
     assert file.cluster.memory_bytes[0] == pytest.approx(9 * 2**30)
     assert [preset.device.name for preset in file.presets] == ["h100", "a100"]
     assert file.cluster.device.tolist() == [0, 0, 1]
+
+
+def test_a_file_that_is_written_says_the_same(tmp_path):
+    more = 'speeds = [1.0, 0.5]\nmemory_gib = 10.25\nworkers_per_machine = 2\ndevice = "h100"\n'
+    text = GOOD.replace("[sites.b]", f"{more}[sites.b]").replace("sites.b]", 'sites."b c"]').replace('"b"', '"b c"')
+    path = tmp_path / "network.toml"
+    path.write_text(f'source = "\u00fc, \\"quoted\\""\n{text}back_bandwidth_mbit_per_s = 0.3\nback_delay_ms = 60.1\n')
+    parts = read_parts(path)
+    path.write_text(network_text(parts))
+    assert read_parts(path) == parts
+    assert read_network(path).source == parts.source == 'ü, "quoted"'
+
+
+def test_links_may_be_lacking_where_they_are_to_be_measured(tmp_path):
+    path = tmp_path / "network.toml"
+    path.write_text(f"{GOOD}[sites.c]\n{SITE.format(1)}")
+    assert list(read_parts(path).links) == [("a", "b"), ("b", "a")]
+    path.write_text(GOOD.replace("workers = 2", "workers = 0"))
+    with pytest.raises(ConfigError, match=r"sites\.a\.workers: got 0"):
+        read_parts(path)
 
 
 def test_scaled_keeps_what_is_in_sites(tmp_path):
