@@ -168,17 +168,19 @@ class StepLoop(Execution[C]):
             self._change_hash = key64("change", change.number, *content) >> 2
 
     def switch(self, change: LayoutChange) -> None:
-        """The next layout is in force, and its owners serve GATHER (M5). What is not held here comes with GATHER. The
-        copies that it does not need are dropped (M6)."""
-        self.coming, self.placement = None, change.placement
-        holders = self.placement.holders
-        self.copies = {block: copy for block, copy in self.copies.items() if self.worker in holders(block)}
-        self._take_roles()
+        """The next layout is in force, and its owners serve GATHER (M5). What is not held here comes with GATHER."""
+        self.coming = None
         new = self._use_layout(change.layout, change.execution)
         self._use_placement(self.placement)
         self.budget = CopyBudget(self.terms.move_elements)
         self.engine.publish(copy for copy in self.copies.values() if copy.block.layer in new)  # APPLY did the others
         self.observer.switched()
+
+    def _take_placement(self, placement: Placement) -> None:
+        """A placement is in force. The copies that it does not need are dropped: APPLY spares itself their update (M6)."""
+        self.placement, holders = placement, placement.holders
+        self.copies = {block: copy for block, copy in self.copies.items() if self.worker in holders(block)}
+        self._take_roles()
 
     def _take_roles(self) -> None:
         owners = self.placement.owner
@@ -508,6 +510,8 @@ class StepLoop(Execution[C]):
         if verdict.commits:
             self.copies, self.arriving = self.voting_copies, {}
             self.placement = self.voting
+            if self.coming is not None:
+                self._take_placement(self.coming.placement)
         self.take(verdict)
         self.observer.learned(evidence)
 
