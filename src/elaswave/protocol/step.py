@@ -177,7 +177,7 @@ class StepLoop(Execution[C]):
         self.observer.switched()
 
     def _take_placement(self, placement: Placement) -> None:
-        """A placement is in force. The copies that it does not need are dropped: APPLY spares itself their update (M6)."""
+        """A placement is in force. Copies that it does not need are dropped: APPLY spares itself their update (M6)."""
         self.placement, holders = placement, placement.holders
         self.copies = {block: copy for block, copy in self.copies.items() if self.worker in holders(block)}
         self._take_roles()
