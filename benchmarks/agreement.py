@@ -104,7 +104,7 @@ def make_job(model: str, num_workers: int) -> Job:
     """A job of so many workers, and what each of them holds."""
     costs = analytic_costs(model_shape(model), device_preset("h100"))
     sizes = [int(layer.parameter_bytes // PARAMETER_BYTES) for layer in costs.layers]
-    num_stages = min(STAGES[num_workers], len(sizes))
+    num_stages = min(STAGES.get(num_workers, max(STAGES.values())), len(sizes))
     replicas = num_workers // num_stages
     each, rest = divmod(len(sizes), num_stages)
     layout = make_layout(

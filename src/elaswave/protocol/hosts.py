@@ -7,8 +7,10 @@ given to an incarnation is never given to another one: what an agent may have fo
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
+from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
 GONE_S = 5.0
@@ -90,11 +92,28 @@ class Hosts:
     """
 
     def __init__(self, founders: Sequence[int] = (), labels: Sequence[str] = (), *, home: int) -> None:
-        self._founders = tuple(founders)
+        self._first_workers: dict[int, tuple[int, ...]] = {}
+        """Number of a host -> workers with which the job begins there."""
+        for worker, number in enumerate(founders):
+            self._first_workers[number] = (*self._first_workers.get(number, ()), worker)
         self._labels = tuple(labels)
         self.home = home
         self.num_founding = 1 + max(founders, default=0)
         self._hosts: dict[int, Host] = {}
+        # All that is asked when an agent comes is kept, and not searched for: ten thousand come at once.
+        self._incarnations: dict[int, Host] = {}
+        self._named: defaultdict[str, list[int]] = defaultdict(list)
+        """Name -> the numbers of first hosts that bear it, ascending."""
+        for number, label in enumerate(self._labels[: self.num_founding]):
+            self._named[label.rpartition("/")[2]].append(number)
+        self._free = list(range(self.num_founding))
+        """A heap with all numbers of first hosts that nobody has, and others."""
+        self._present: set[int] = set()
+        """Numbers of first hosts that are not gone."""
+        self._here: set[int] = set()
+        """Numbers of first hosts that are `HostState.HERE`."""
+        self._num_here = 0
+        """Hosts with a connected agent."""
         self._gone: set[int] = set()
         """Incarnations that never count again."""
         self._host_of: dict[int, int] = {}
@@ -111,22 +130,23 @@ class Hosts:
     def restore(self, came: Came, now_s: float) -> Host:
         """A host came to an earlier coordinator. Who was there at a time is not known: the job may have begun."""
         host = self.add(came, now_s)
-        present = {number for number, host in self._hosts.items() if host.state is not HostState.GONE}
-        self._was_founded = self._was_founded or present.issuperset(range(self.num_founding))
+        self._was_founded = self._was_founded or len(self._present) == self.num_founding
         return host
 
     def add(self, came: Came, now_s: float) -> Host:
         """A host comes. An earlier one of this number, or node, is gone."""
-        for other in [*self._hosts.values()]:
-            if other.incarnation != came.incarnation and (other.number == came.number or other.node == came.node):
+        for other in (self._hosts.get(came.number), self._newest.get(came.node)):
+            if other is not None and other.incarnation != came.incarnation:
                 self.give_up(other)
         host = Host(came, self._label(came), now_s)
+        self._incarnations[came.incarnation] = host
+        if came.number < self.num_founding:
+            self._present.add(came.number)
         self._label_of[came.node] = host.label
         self._newest[came.node] = host
         self._hosts[came.number] = host
-        for worker, number in enumerate(self._founders):
-            if number == came.number:
-                self.placed(worker, number)
+        for worker in self.first_workers(host):
+            self.placed(worker, came.number)
         return host
 
     def placed(self, worker: int, number: int) -> None:
@@ -163,9 +183,9 @@ class Hosts:
         known = self.find(incarnation)
         if known is not None:
             return known
-        for other in self._hosts.values():
-            if other.node == node and self._must_be_here(other):
-                return Turned(f"node {node} has an agent of this job already", "needless")
+        other = self._newest.get(node)  # those before it are gone
+        if other is not None and self._must_be_here(other):
+            return Turned(f"node {node} has an agent of this job already", "needless")
         num_fruitless = self._num_fruitless(node)
         if num_fruitless >= FRUITLESS_MAX:
             return Turned(
@@ -178,7 +198,7 @@ class Hosts:
         if holder is not None and self._must_be_here(holder) and holder.state is not HostState.LEAVING:
             return Turned("the job waits only for the coordinator's own host to begin: start this one again", "again")
         if not self.is_founded:
-            share = self._founders.count(number)
+            share = len(self._first_workers.get(number, ()))
             if slots and slots < share:
                 text = f"node {node} takes {slots} workers, but the job begins with {share} on each of its hosts"
                 return Turned(f"{text}: raise --workers there, or the number of hosts", "misused")
@@ -188,26 +208,39 @@ class Hosts:
         """Its agent is connected. The job begins once the agents of all first hosts are: those that have gone, or had a
         notice, would begin with losses."""
         if host.state in (HostState.EXPECTED, HostState.AWAY):
-            host.state = HostState.HERE
-        here = {number for number, host in self._hosts.items() if host.state is HostState.HERE}
-        self._was_founded = self._was_founded or here.issuperset(range(self.num_founding))
+            self._enter(host, HostState.HERE)
+        self._was_founded = self._was_founded or len(self._here) == self.num_founding
 
     def disconnected(self, incarnation: int, now_s: float) -> None:
         """An agent's connection has ended."""
         host = self.find(incarnation)
         if host is not None:
-            host.state, host.away_since_s = HostState.AWAY, now_s
+            self._enter(host, HostState.AWAY)
+            host.away_since_s = now_s
 
     def leaving(self, incarnation: int) -> None:
         """An agent has had a notice."""
         host = self.find(incarnation)
         if host is not None:
-            host.state, host.had_notice = HostState.LEAVING, True
+            self._enter(host, HostState.LEAVING)
+            host.had_notice = True
 
     def give_up(self, host: Host) -> None:
         """The others go on without a host."""
-        host.state = HostState.GONE
+        if host.state is not HostState.GONE:
+            self._enter(host, HostState.GONE)
         self._gone.add(host.incarnation)
+
+    def _enter(self, host: Host, state: HostState) -> None:
+        """What is known of a host has changed."""
+        connected = (HostState.HERE, HostState.LEAVING)
+        self._num_here += (state in connected) - (host.state in connected)
+        host.state = state
+        if host.number < self.num_founding:
+            (self._here.add if state is HostState.HERE else self._here.discard)(host.number)
+            if state is HostState.GONE:
+                self._present.discard(host.number)
+                heappush(self._free, host.number)
 
     def overdue(self, now_s: float, bound_s: float) -> list[Host]:
         """Hosts whose agents have been away for too long: to be given up. Never that of the coordinator: its agent is
@@ -230,14 +263,12 @@ class Hosts:
     @property
     def num_here(self) -> int:
         """Hosts with a connected agent."""
-        return sum(host.state in (HostState.HERE, HostState.LEAVING) for host in self._hosts.values())
+        return self._num_here
 
     def find(self, incarnation: int) -> Host | None:
         """The host of an agent that counts."""
-        for host in self._hosts.values():
-            if host.incarnation == incarnation and host.state is not HostState.GONE:
-                return host
-        return None
+        host = self._incarnations.get(incarnation)
+        return None if host is None or host.state is HostState.GONE else host
 
     @property
     def stranded(self) -> set[int]:
@@ -263,7 +294,7 @@ class Hosts:
 
     def first_workers(self, host: Host) -> tuple[int, ...]:
         """Workers with which the job begins there."""
-        return tuple(worker for worker, number in enumerate(self._founders) if number == host.number)
+        return self._first_workers.get(host.number, ())
 
     @property
     def room(self) -> float:
@@ -313,20 +344,27 @@ class Hosts:
         name before others. Before the job begins, who has not waited for it gives way to who comes."""
         if self.is_founded:
             return 1 + max(self._hosts, default=-1)
-        names = [label.rpartition("/")[2] for label in self._labels]
+        while self._free and not self._is_free(self._free[0]):
+            heappop(self._free)
+        last = self._newest.get(node)
+        own = [] if last is None or last.number >= self.num_founding else [last.number]
+        named = self._named.get(node, [])
+        free = [number for number in (*named, *own, *self._free[:1]) if self._is_free(number, node)]
+        if free:
+            return min(free, key=lambda number: (number not in named, number))
 
         def order(number: int) -> tuple[int, bool]:
-            host = self._hosts.get(number)
-            is_free = host is None or host.state is HostState.GONE or host.node == node
-            if is_free or host is None:
-                rank = 0
-            elif self._must_be_here(host) and host.state is not HostState.LEAVING:
-                rank = len(_GIVES_WAY)
-            else:
-                rank = _GIVES_WAY.index(host.state)
-            return rank, number >= len(names) or names[number] != node
+            host = self._hosts[number]
+            if self._must_be_here(host) and host.state is not HostState.LEAVING:
+                return len(_GIVES_WAY), number not in named
+            return _GIVES_WAY.index(host.state), number not in named
 
         return min(range(self.num_founding), key=order)
+
+    def _is_free(self, number: int, node: str = "") -> bool:
+        """Whether nobody has the number of a first host, but perhaps an earlier agent of a node."""
+        host = self._hosts.get(number)
+        return host is None or host.state is HostState.GONE or host.node == node
 
     def _label(self, came: Came) -> str:
         """A node keeps the label that it had; a new one beyond those that the job began with gets one by its number."""
