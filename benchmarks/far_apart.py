@@ -39,7 +39,7 @@ from elaswave.costs.presets import DevicePreset  # noqa: E402
 from elaswave.errors import InfeasiblePlan  # noqa: E402
 from elaswave.fences import Codec  # noqa: E402
 from elaswave.planning.far_apart.job import FarJob, FarPlan  # noqa: E402
-from elaswave.planning.far_apart.objective import Model  # noqa: E402
+from elaswave.planning.far_apart.objective import GRADIENT_BYTES, SUM_BYTES, Model  # noqa: E402
 from elaswave.planning.far_apart.op_fence import op_fence  # noqa: E402
 from elaswave.planning.far_apart.operators import (  # noqa: E402
     chain_costs,
@@ -244,9 +244,38 @@ def measured(name: str, network: Network, cuts: list[int], mix: str, rate: float
             "estimate_error": max((error for _, error in guessed), key=abs),
         })  # fmt: skip
     first = rows[0]["step_s"]
+    least_s = floor_s(job_of(true, "none"))
     for row in rows:
+        row["floor_s"] = least_s
         row["speed_up"] = first / row["step_s"] if first and row["step_s"] else None
     return rows
+
+
+def floor_s(job: FarJob) -> float:
+    """What a step takes at least, by the objective, if all devices are used and no stage is in two regions.
+
+    The vote of all; the shortest way through all regions and back, with a micro-batch computed by the fastest device;
+    and the end of the first layer, of which no backward is left to hide anything: a device that has it alone sends
+    its mean gradients to a follower, several send each other exact sums, which takes longer.
+    """
+    network = job.cluster.network
+    assert network is not None
+    latency_s = network.latency_s + network.latency_s.T
+    count = len(network.sites)
+    ways = {(1 << site, site): 0.0 for site in range(count)}
+    for visited in range(1, 1 << count):
+        for site in range(count):
+            if (way_s := ways.get((visited, site))) is None:
+                continue
+            for other in range(count):
+                if not visited >> other & 1:
+                    key = visited | 1 << other, other
+                    ways[key] = min(ways.get(key, np.inf), way_s + float(latency_s[site, other]))
+    way_s = min(ways[(1 << count) - 1, site] for site in range(count))
+    model = Model(job)
+    sent = job.costs[0].layers[0].accumulator_bytes / SUM_BYTES * GRADIENT_BYTES * job.followers
+    end_s = float(network.latency_s.diagonal().min()) + sent / float(network.bandwidth_bytes_per_s.diagonal().max())
+    return model.vote_s(list(range(job.cluster.num_workers))) + way_s + 1 / float(model.rate.max()) + end_s
 
 
 def again(job: FarJob, plan: FarPlan) -> FarPlan:
@@ -333,6 +362,8 @@ def show(result: Mapping[str, Any]) -> None:
         for planner, codec in dict.fromkeys((row["planner"], row["codec"]) for row in table):
             cells = [row for row in table if (row["planner"], row["codec"]) == (planner, codec)]
             print(f"{planner:26} {codec:6}" + "".join(f"{_cell(row):>20}" for row in cells))
+        floors = [next(row for row in table if row["rate"] == rate)["floor_s"] for rate in rates]
+        print(f"{'at least, all devices':33}" + "".join(f"{f'{each:.2f} s':>20}" for each in floors))
         ours = [row for row in table if row["planner"] == "op_fence" and row["step_s"]]
         queued = _spread([row["objective_s"] / row["step_s"] - 1 for row in table if row["step_s"]])
         alone = _spread([row["gap"] for row in table if row["step_s"]])
