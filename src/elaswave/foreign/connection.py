@@ -39,6 +39,9 @@ TURN_S = 0.05
 """How long a wait lasts before it is checked whether it is to be left."""
 END_S_MAX = 60.0
 """How long a killed server may take to end."""
+STATUS_S_MAX = 20.0
+"""How long a server whose pipe is closed may take to end by itself, so that its status can be told."""
+_ENDED = "has ended"
 _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031
 _BUFFERS_MAX = 256
@@ -175,7 +178,7 @@ class Connection:
                 except BlockingIOError:
                     return None
                 if num_bytes == 0:
-                    raise self._broken("has ended")
+                    raise self._broken(_ENDED)
                 self._filled += num_bytes
             elif self._header is None:
                 if not self._awaited:
@@ -204,7 +207,7 @@ class Connection:
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                raise self._broken("has ended") from None
+                raise self._broken(_ENDED) from None
             for data in some:
                 if num_bytes < len(data):
                     self._unsent[0] = data[num_bytes:]
@@ -215,9 +218,11 @@ class Connection:
     def _broken(self, what: str) -> ForeignError:
         """Closes the connection: nothing is known of what would come."""
         status = self._process.poll()
-        if status is None and what == "has ended":
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(END_S_MAX)
+        if status is None and what == _ENDED:
+            try:
+                status = self._process.wait(STATUS_S_MAX)
+            except subprocess.TimeoutExpired:
+                what = "has closed a pipe to this worker, and goes on"
         self.close()
         ended = (
             "" if status is None else f" (it was killed by signal {-status})" if status < 0 else f" (status {status})"

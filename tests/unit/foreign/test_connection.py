@@ -121,6 +121,18 @@ def test_what_a_broken_server_does_is_named_and_it_is_ended(code: str, error: st
     assert has_ended(one) and not one.is_open
 
 
+@pytest.mark.parametrize("closed", [0, 1])
+def test_a_server_that_closes_a_pipe_and_goes_on_is_named_and_ended(
+    closed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elaswave.foreign.connection.STATUS_S_MAX", 0.05)
+    one = made(f"import os, time\nos.read(0, 64)\nos.close({closed})\ntime.sleep(600)")
+    large = Message(1, arrays=[Array("uint8", (1 << 22,), bytes(1 << 22))])  # more than a pipe holds
+    with pytest.raises(ForeignError, match="^the server has closed a pipe to this worker, and goes on; what it has"):
+        asked(one, large)
+    assert has_ended(one) and not one.is_open
+
+
 def test_an_answer_that_nobody_asked_for_is_none() -> None:
     one = made(answering(HEADER * 2))
     assert asked(one).kind == WELCOME
