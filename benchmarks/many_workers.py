@@ -119,9 +119,12 @@ def measure(num_agents: int, workers_each: int, num_steps: int) -> dict[str, Any
 
 
 def read_counts(path: Path) -> dict[str, Any]:
-    """What the coordinator's process has counted."""
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    """What the coordinator's process has counted, and those before it, if it has followed others."""
+    found = [json.loads(each.read_text()) for each in path.parent.glob(f"{path.stem}.*.json")]
+    counts: dict[str, Any] = {name: sum(each[name] for each in found) for name in ("received_bytes", "sent_bytes")}
+    for kind in ("received", "sent"):
+        counts[kind] = sum((Counter(each[kind]) for each in found), Counter())
+    return counts | {"at_s": max(each["at_s"] for each in found)}
 
 
 def memory_by_role(agents: Agents, sessions: list[int]) -> dict[str, dict[str, float]]:
@@ -227,11 +230,12 @@ class _Counts:
         now_s = time.monotonic()
         if now_s - self._written_s > EVERY_S:
             self._written_s = now_s
-            temporary = self._path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+            path = self._path.with_suffix(f".{os.getpid()}.json")
+            temporary = path.with_suffix(f".{threading.get_ident()}")
             temporary.write_text(
                 json.dumps({"at_s": now_s, **self._kinds, "received_bytes": 0, "sent_bytes": 0} | self.bytes)
             )
-            os.replace(temporary, self._path)
+            os.replace(temporary, path)
 
 
 def _name(kind: Any, message: Any) -> str:

@@ -22,10 +22,10 @@ from elaswave.sim.protocol.checkers import (
     Violation,
     all_checkers,
 )
-from elaswave.sim.protocol.host_checker import HostsApart
+from elaswave.sim.protocol.host_checker import HostsApart, OneProcess
 from elaswave.sim.protocol.job import Job, model_of, other_layout, parameter, undisturbed
 from elaswave.sim.protocol.observer import Observer, together
-from elaswave.sim.protocol.one_coordinator import OneCoordinator
+from elaswave.sim.protocol.one_coordinator import OneCoordinator, OneHistory
 from elaswave.state.placement import Placement
 from elaswave.types import ExecutionParameters
 
@@ -379,7 +379,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 31
+    assert len(calls) == 36
     seen = []
 
     class Listens(Observer):
@@ -467,3 +467,28 @@ def test_checkpoints_that_a_vote_asked_for_are_kept():
         further.finished((0,), {})
     further.given_up(1, (0,))
     further.finished((0,), {})
+
+
+def test_no_worker_follows_two_histories():
+    see = together([OneHistory()])
+    see.told(0, (b"a", b"b"))
+    see.told(1, (b"a", b"c"))
+    see.told(0, (b"a", b"b", b"d"))
+    with pytest.raises(Violation, match="worker 0 was told of 3 entries, and now by a coordinator that has 2"):
+        see.told(0, (b"a", b"b"))
+    with pytest.raises(Violation, match="the store has not gone back, and the job ends"):
+        see.gone_back("an entry is missing")
+    see.went_back(1, [], [])
+    see.gone_back("an entry is missing")
+
+
+def test_each_id_is_one_process_of_one_agent():
+    see = together([OneProcess()])
+    see.given(3, 1)
+    see.forked(3, 1)
+    with pytest.raises(Violation, match="worker 3 is started twice"):
+        see.forked(3, 1)
+    with pytest.raises(Violation, match="worker 3 is started by agent 2, not by 1"):
+        see.forked(3, 2)
+    with pytest.raises(Violation, match="the id 3 is given to agent 2, and was to 1"):
+        see.given(3, 2)

@@ -59,6 +59,7 @@ def test_seeded_schedules_have_no_violation(first):
         ("3-workers-2-candidates-2-faults", 400),
         ("4-workers-2-hosts-1-fault", 10),
         ("3-workers-2-hosts-join-1-kill", 10),
+        ("3-workers-2-agents-join-1-fault", 10),
         ("4-workers-2-kills", 60),
         ("4-workers-salvage-1-fault", 20),
         ("3-workers-salvage-2-kills", 60),
@@ -188,6 +189,14 @@ def test_a_store_that_was_put_back_ends_the_job_before_anybody_follows_another_h
     assert (outcome.violation, outcome.ended) == (None, ended)
     assert seen in outcome.reason
     assert outcome.counts["stores that were seen to have gone back"] == (ended == "ended")
+
+
+@pytest.mark.parametrize(
+    "faults", ["kill:a1@60", "disconnect:a1@60+40", "disconnect:a1@60+150 kill:a1@90", "kill:c@62 kill:a1@63"]
+)
+def test_a_joiner_is_started_by_one_incarnation_of_an_agent_whatever_happens_to_it(faults):
+    outcome = run_schedule(parse_schedule(f"widths=2,1 steps=9 join_step=1 agents=2 {faults}"))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
 
 
 def test_the_undisturbed_job_ends():

@@ -46,6 +46,7 @@ from elaswave.protocol.messages import (
 )
 from elaswave.protocol.moves import refilled
 from elaswave.protocol.shards import Complete, GivenUp, Shards
+from elaswave.sim.protocol.agents import HostDesk
 from elaswave.sim.protocol.candidates import Seat
 from elaswave.sim.protocol.job import BlockState, Exponents, model_of, other_layout
 from elaswave.sim.protocol.messages import CheckpointSettled, FinishedReport, PeerLost, Shard, StepDone
@@ -67,6 +68,7 @@ class SimCoordinator(CoordinatorDriver):
     """
 
     core_class = Coordinator
+    desk_class = HostDesk
     shards_class: type[Shards[int, BlockState]] = Shards
     id = -1
 
@@ -99,6 +101,8 @@ class SimCoordinator(CoordinatorDriver):
                 self.shards.follow(record)
         for step in (*world.written, *world.given_up):
             self.shards.settle(step)
+        if world.agents is not None:
+            self.desk = self.desk_class(self, world.agents)
 
     # -------------------------------------------------------------------------------------------------------- effects
 
@@ -294,6 +298,8 @@ class SimCoordinator(CoordinatorDriver):
 
     def _take_suspicions(self) -> None:
         suspicions, self._suspicions = self._suspicions, []
+        if self.world.agents is not None:
+            suspicions = self.desk.with_their_hosts(suspicions)
         self.suspect(suspicions)
         self._then(self._end_if_finished)
 
@@ -343,7 +349,9 @@ class SimCoordinator(CoordinatorDriver):
         """Asks for what the job wants from a step on; planning takes a while, in which anything may happen."""
         core, world, job = self.core, self.world, self.world.job
         step = message.evidence.step
-        if 0 < job.join_step <= step:
+        if 0 < job.join_step <= step and world.agents is not None:
+            self._then(self.desk.want, job.joiners)
+        elif 0 < job.join_step <= step:
             for worker in range(job.num_workers, job.num_ever):
                 world.spawn(worker)
         if 0 < job.leave_step <= step:

@@ -12,6 +12,25 @@ from elaswave.state.placement import Placement
 from elaswave.types import Layout
 
 
+class OneProcess(Observer):
+    """Each id is given to one incarnation of an agent, which starts one process for it; nobody else does (H2)."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, int] = {}
+        self._forked: set[int] = set()
+
+    def given(self, worker: int, incarnation: int) -> None:
+        if self._given.setdefault(worker, incarnation) != incarnation:
+            raise Violation(f"the id {worker} is given to agent {incarnation}, and was to {self._given[worker]}")
+
+    def forked(self, worker: int, incarnation: int) -> None:
+        if self._given.get(worker) != incarnation:
+            raise Violation(f"worker {worker} is started by agent {incarnation}, not by {self._given.get(worker)}")
+        if worker in self._forked:
+            raise Violation(f"worker {worker} is started twice")
+        self._forked.add(worker)
+
+
 class HostsApart(Observer):
     """Every block has copies on two hosts: from the start, again soon after a loss, and when a planned change is in
     force; and the first loss, if it is of workers of one host, is survived without a checkpoint.

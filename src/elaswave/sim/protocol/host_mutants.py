@@ -1,4 +1,5 @@
-"""Planted bugs in what is known of hosts (rules D of ``docs/protocol.md``); see `elaswave.sim.protocol.mutants`."""
+"""Planted bugs in what is known of hosts (rules D of ``docs/protocol.md``) and of their agents (H2); see
+`elaswave.sim.protocol.mutants`."""
 
 # ruff: noqa: D102 (what each class does wrong is its own docstring)
 
@@ -10,7 +11,9 @@ import msgspec
 
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, JoinerCame, PlanRecovery, RecoveryPlan
+from elaswave.protocol.hosts import Came
 from elaswave.protocol.worker import WorkerMachine
+from elaswave.sim.protocol.agents import HostDesk, Placed, SimAgent
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.engine import ToyCopy
 from elaswave.sim.protocol.mutant import Mutant
@@ -48,6 +51,40 @@ class DecidesWithoutLabels(SimCoordinator):
         return plan._replace(layout=msgspec.structs.replace(plan.layout, domains=()))
 
 
+class ForksAgain(SimAgent):
+    """An agent that is asked again for a joiner starts it again."""
+
+    def wanted(self, worker: int) -> None:
+        self.machine.joiners.discard(worker)
+        super().wanted(worker)
+
+
+class _AsksTheNode(HostDesk):
+    def ask(self, worker: int) -> None:
+        number = self._placed[worker]
+        for agent in self._crew.on_nodes:
+            if agent.node == number and agent.coordinator is self._coordinator:
+                self._crew.down(agent, worker)
+
+
+class AsksAnotherIncarnation(SimCoordinator):
+    """A joiner is asked for again from the agent that its node has now."""
+
+    desk_class = _AsksTheNode
+
+
+class _PlacesWithoutARecord(HostDesk):
+    def _persist(self, record: Came | Placed) -> None:
+        if isinstance(record, Came):
+            super()._persist(record)
+
+
+class AsksBeforeItIsDurable(SimCoordinator):
+    """An agent is asked for a joiner whose id the next coordinator does not know."""
+
+    desk_class = _PlacesWithoutARecord
+
+
 HOST_MUTANTS = (
     Mutant(
         "refill-anywhere",
@@ -66,5 +103,23 @@ HOST_MUTANTS = (
         "the decision after a loss does not say where survivors are",
         Build(coordinator=DecidesWithoutLabels),
         "widths=2,2 blocks_per_round=8 num_hosts=2 kill:1@0",
+    ),
+    Mutant(
+        "fork-again",
+        "an agent that is asked again for a joiner starts it again",
+        Build(agent=ForksAgain),
+        "widths=2,1 steps=9 join_step=1 agents=2 disconnect:a0@38+5",
+    ),
+    Mutant(
+        "spawn-elsewhere",
+        "a joiner is asked for again from another incarnation of its node's agent",
+        Build(coordinator=AsksAnotherIncarnation),
+        "widths=2,1 steps=9 join_step=1 agents=2 kill:a0@98",
+    ),
+    Mutant(
+        "place-unwritten",
+        "a joiner is started whose id the next coordinator does not know",
+        Build(coordinator=AsksBeforeItIsDurable),
+        "widths=2,1 steps=9 join_step=1 agents=2 kill:c@62 kill:a1@63",
     ),
 )

@@ -116,6 +116,12 @@ class Observer:
     def fenced(self, writer: int) -> None:
         """With candidates: a coordinator has learned that another one has taken over."""
 
+    def given(self, worker: int, incarnation: int) -> None:
+        """With agents: a coordinator has made durable by whom a joiner is started."""
+
+    def forked(self, worker: int, incarnation: int) -> None:
+        """With agents: an agent starts a joiner."""
+
     def gone(self, worker: int) -> None:
         """A worker has ended."""
 

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from elaswave.protocol.facts import Facts
 from elaswave.protocol.worker import WorkerMachine
+from elaswave.sim.protocol.agents import Agents, SimAgent
 from elaswave.sim.protocol.candidates import Crew, Seat, SimCandidate
 from elaswave.sim.protocol.checkers import Violation, all_checkers
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.coverage import CoverageCounter
-from elaswave.sim.protocol.host_checker import HostsApart
+from elaswave.sim.protocol.host_checker import HostsApart, OneProcess
 from elaswave.sim.protocol.job import asks_checkpoint, model_of, undisturbed
 from elaswave.sim.protocol.one_coordinator import OneCoordinator, OneHistory
 from elaswave.sim.protocol.schedule import Schedule, ScheduledFault
@@ -29,6 +30,7 @@ class Build(NamedTuple):
     store: type[SimStore] = SimStore
     candidate: type[SimCandidate] = SimCandidate
     seat: type[Seat] = Seat
+    agent: type[SimAgent] = SimAgent
 
 
 PRODUCT = Build()
@@ -82,6 +84,8 @@ def run_schedule(
         job.num_followers,
     )
     checkers.append(HostsApart(job))
+    if schedule.conditions.agents:
+        checkers.append(OneProcess())
     if schedule.conditions.candidates:
         checkers += [OneCoordinator(), OneHistory()]
     counter = CoverageCounter(job.steps)
@@ -97,6 +101,7 @@ def run_schedule(
             seat_class=build.seat,
             make_coordinator=lambda seat: build.coordinator(world, seat),
         ),
+        make_agents=lambda world: Agents(world, build.agent),
         log=log,
     )
     world.instants = instants

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from elaswave.sim.protocol.job import Job
 from elaswave.state.domains import deal_over_hosts
 
+AGENT = "a"
+"""First letter of an agent as a target: ``a1``, that of the second node."""
 COORDINATOR, HOST, STORE = "c", "h", "s"
 """Targets that are no workers: the coordinator's process, its host with the candidate there, and the store."""
 KINDS = {
@@ -48,7 +50,13 @@ class ScheduledFault(NamedTuple):
     @property
     def workers(self) -> tuple[int, ...]:
         """The workers that it names."""
-        return () if self.target in (COORDINATOR, HOST, STORE) else tuple(map(int, self.target.split("-")))
+        is_none = self.target in (COORDINATOR, HOST, STORE) or self.is_of_agent
+        return () if is_none else tuple(map(int, self.target.split("-")))
+
+    @property
+    def is_of_agent(self) -> bool:
+        """Whether it strikes the agent of a node, ``a1``."""
+        return self.target[:1] == AGENT and self.target[1:].isdecimal()
 
 
 def parse_fault(text: str) -> ScheduledFault:
@@ -100,6 +108,8 @@ class Conditions(NamedTuple):
     and its store is a file."""
     store_delay: int = 0
     """How much longer a request to that store takes."""
+    agents: int = 0
+    """Nodes with an agent that starts the workers there; without candidates. 0: a worker's end is seen by itself."""
     replans: bool = False
     """Whether a recovery also moves survivors and micro-batches; else they stay where they are."""
 
@@ -156,6 +166,12 @@ def parse_schedule(text: str) -> Schedule:
     for fault in faults:
         if any(worker > last for worker in fault.workers):
             raise ValueError(f"{str(fault)!r} strikes a worker that does not exist: they are 0 to {last}")
+    agents = schedule.conditions.agents
+    for fault in faults:
+        if fault.is_of_agent and (int(fault.target[1:]) >= agents or fault.kind not in ("kill", "disconnect")):
+            raise ValueError(f"{str(fault)!r} needs an agent of a node below {agents}, and kills or disconnects it")
+    if agents and (schedule.conditions.candidates or schedule.job.num_hosts):
+        raise ValueError(f"agents={agents} goes neither with candidates nor with num_hosts")
     if schedule.job.leaver > last:
         raise ValueError(f"worker {schedule.job.leaver} is to leave, but they are 0 to {last}")
     return schedule
@@ -218,6 +234,10 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     has_candidates = candidates.random() < 0.25
     if has_candidates:
         conditions = conditions._replace(candidates=2, store_delay=candidates.choice((0, 0, 2, 8)))
+    agents = _drawn_for(f"agents of {seed}")
+    has_agents = not has_candidates and not job.num_hosts and num_workers > 1 and agents.random() < 0.25
+    if has_agents:
+        conditions = conditions._replace(agents=agents.choice((2, 3) if num_workers > 2 else (2,)))
     span = 8 * num_workers * steps * (job.num_microbatches // max(job.widths))
     at = rng.randrange(span)
     faults = []
@@ -230,6 +250,9 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
             faults[0] = ScheduledFault("kill", host, at)
     if has_candidates:
         faults += [_random_store_fault(candidates, span) for _ in range(candidates.choice((0, 1, 1, 2)))]
+    if has_agents:
+        faults += [_random_agent_fault(agents, conditions.agents, span) for _ in range(agents.choice((1, 1, 2)))]
+    if has_candidates:
         copies = _drawn_for(f"copy of {seed}")
         if copies.random() < 0.2:
             faults.append(ScheduledFault("back", STORE, copies.randrange(span), copies.choice((5, 20, 60, 150))))
@@ -298,6 +321,13 @@ def _random_store_fault(rng: random.Random, span: int) -> ScheduledFault:
     kind = rng.choice(("lost", "mute", "late", "shut", "kill", "kill"))
     target = {"kill": rng.choice((HOST, COORDINATOR)), "shut": COORDINATOR}.get(kind, STORE)
     return ScheduledFault(kind, target, rng.randrange(span), 0 if kind == "kill" else rng.choice((5, 20, 60, 150)))
+
+
+def _random_agent_fault(rng: random.Random, num_agents: int, span: int) -> ScheduledFault:
+    target = f"{AGENT}{rng.randrange(num_agents)}"
+    if rng.random() < 0.5:
+        return ScheduledFault("kill", target, rng.randrange(span))
+    return ScheduledFault("disconnect", target, rng.randrange(span), rng.choice((5, 20, 60, 150)))
 
 
 def _random_fault(rng: random.Random, num_workers: int, instant: int) -> ScheduledFault:

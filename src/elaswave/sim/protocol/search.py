@@ -15,6 +15,7 @@ from typing import NamedTuple
 from elaswave.sim.protocol.job import Job
 from elaswave.sim.protocol.run import PRODUCT, Build, RunOutcome, run_schedule
 from elaswave.sim.protocol.schedule import (
+    AGENT,
     COORDINATOR,
     HOST,
     LAYOUTS,
@@ -231,6 +232,12 @@ SPACES = {
             _STORES[:1],
             (("kill", "suspect"), ("kill", "usurp", *STORE_KINDS)),
         ),
+        Space(
+            "3-workers-2-agents-join-1-fault",
+            JOINING_JOB,
+            (_PROMPT._replace(agents=2), _BY_LINK._replace(agents=2, restart_delay=30)),
+            (("kill", "suspect", "disconnect"),),
+        ),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
         Space("4-workers-salvage-1-fault", LONG_JOB, _in_the_midst(range(1, 9)), (("kill", "suspect"),)),
         Space("3-workers-salvage-2-kills", LONG_JOB_OF_3, _in_the_midst((1,)), (("kill",), ("kill", "suspect"))),
@@ -297,6 +304,8 @@ def _targets(kind: str, job: Job, conditions: Conditions) -> list[tuple[str, tup
     if kind in ("cut", "delay"):
         return [(f"{a}-{b}", (a, b)) for a, b in combinations(range(num_workers), 2)]
     targets: list[tuple[str, tuple[int, ...]]] = [(str(worker), (worker,)) for worker in range(num_workers)]
+    if kind in ("kill", "disconnect"):
+        targets += [(f"{AGENT}{number}", (-1,)) for number in range(conditions.agents)]
     if kind != "kill":
         return targets
     hosts = [("-".join(map(str, workers)), workers) for workers in workers_of_hosts(job) if len(workers) > 1]

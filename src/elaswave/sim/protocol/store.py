@@ -4,6 +4,10 @@ from elaswave.protocol.events import Record
 from elaswave.protocol.fence import TermFence
 
 
+class ActorDead(Exception):
+    """The process that was acting has been killed."""
+
+
 class StaleTermError(Exception):
     """A newer coordinator has written to the store."""
 

@@ -14,21 +14,18 @@ from elaswave.protocol.engine import Key
 from elaswave.protocol.events import JoinerCame
 from elaswave.protocol.heads import Head, newest
 from elaswave.protocol.messages import CoreToWorker, Evidence, Registered
+from elaswave.sim.protocol.agents import Agents
 from elaswave.sim.protocol.candidates import Crew, Seat
 from elaswave.sim.protocol.job import BlockState, Exponents, Job, losses_of, model_of
 from elaswave.sim.protocol.messages import CheckpointSettled, SimFrame
 from elaswave.sim.protocol.observer import Observer, together
 from elaswave.sim.protocol.schedule import COORDINATOR, HOST, Schedule, ScheduledFault
-from elaswave.sim.protocol.store import SimStore
+from elaswave.sim.protocol.store import ActorDead, SimStore
 
 MAX_TIME = 20_000
 MAX_INSTANTS = 20_000
 _NUM_DELAYS = 509
 _DELAYS_AT_ONCE = 64
-
-
-class ActorDead(Exception):
-    """The process that was acting has been killed."""
 
 
 class WorkerActor(Protocol):
@@ -121,6 +118,7 @@ class World:
         observers: are told everything.
         worker_class, coordinator_class: of the processes.
         store: what coordinators persist.
+        make_agents: makes the agents of nodes, if the conditions ask for them.
         make_crew: makes candidates with a store on other machines, if the conditions ask for them.
         log: takes one line per event, for people; None for silence.
     """
@@ -134,6 +132,7 @@ class World:
         coordinator_class: "Callable[[World], CoordinatorActor]",
         store: SimStore,
         make_crew: "Callable[[World], Crew]",
+        make_agents: "Callable[[World], Agents]",
         log: Callable[[str], None] | None = None,
     ) -> None:
         self.schedule = schedule
@@ -184,6 +183,7 @@ class World:
         """Processes that do nothing until the store has answered."""
         self.coordinators: list[CoordinatorActor] = []
         self.crew = make_crew(self) if self.conditions.candidates else None
+        self.agents = make_agents(self) if self.conditions.agents else None
 
     def _set_delays(self) -> None:
         """A circle of delays; drawn as they are asked for, since most runs end before it closes."""
@@ -376,6 +376,8 @@ class World:
             link = self.links.get(worker.id)
             if link is None or not link.open:
                 self._at(self.delay(), self._connect, worker)
+        if self.agents is not None:
+            self._at(self.delay(), self.agents.find_coordinator)
 
     def _restart_coordinator(self) -> None:
         """Another one in the place of one that was killed, unless one has been started meanwhile."""
@@ -537,13 +539,17 @@ class World:
     def leave(self, worker: WorkerActor, reason: str) -> None:
         """A worker ends itself."""
         self.say(f"worker {worker.id} leaves: {reason}")
-        self._end_worker(worker)
+        self.end_worker(worker)
 
     # --------------------------------------------------------------------------------------------------------- faults
 
     def _strike(self, fault: ScheduledFault) -> None:
         self.fired.append(fault)
         self.say(f"*** {fault}")
+        if fault.is_of_agent:
+            assert self.agents is not None
+            self.agents.strike(fault)
+            return
         if not fault.workers:
             self._strike_coordination(fault)
             return
@@ -551,7 +557,7 @@ class World:
         alive = [worker for worker in workers if not worker.dead]
         if fault.kind == "kill":
             for worker in alive:
-                self._end_worker(worker)
+                self.end_worker(worker)
         elif len(alive) == len(fault.workers):
             getattr(self, f"_{fault.kind}")(*alive, fault.duration)
 
@@ -595,16 +601,23 @@ class World:
         coordinator.dead = True
         if self.crew is not None:
             self.crew.ended(coordinator)
+        if self.agents is not None:
+            self.agents.ended(coordinator)
+            self._at(self.delay(), self.agents.find_coordinator)
         for link in self.links.values():
             if link.coordinator is coordinator and link.open:
                 self._at(self.delay(), self.close_link, link)
 
-    def _end_worker(self, worker: WorkerActor) -> None:
+    def end_worker(self, worker: WorkerActor) -> None:
+        """A worker's process is gone."""
         worker.dead = True
         self.see.gone(worker.id)
         self._hung_until.pop(worker, None)
-        for coordinator in self.coordinators:
-            self.after(self.conditions.exit_delay, coordinator, coordinator.on_exit, worker.id)
+        if self.agents is not None:
+            self.agents.worker_ended(worker)
+        else:
+            for coordinator in self.coordinators:
+                self.after(self.conditions.exit_delay, coordinator, coordinator.on_exit, worker.id)
         for peer in self.workers.values():
             if peer is not worker:
                 self._at(
