@@ -23,7 +23,7 @@ TESTS = (
     "tests/integration/test_hugging_face.py",
     "tests/integration/test_fine_tuning.py",
 )
-INSTALL_S, TESTS_S = 300, 1500
+INSTALL_S, TESTS_S = 600, 1500
 
 
 def test_the_page_names_the_range() -> None:
@@ -37,7 +37,7 @@ def test_the_page_names_the_range() -> None:
 @pytest.mark.parametrize(("wanted", "minor"), [(f"transformers=={LOWER}", LOWER), (ALLOWED, NEWEST)])
 def test_both_ends_pass_the_tests(wanted: str, minor: str, tmp_path: Path) -> None:
     """In a folder that stands before the installed packages; torch is the one that is installed."""
-    install = ("-m", "pip", "install", "--quiet", "--target", str(tmp_path / "packages"), wanted)
+    install = ("-m", "pip", "install", "--quiet", "--no-compile", "--target", str(tmp_path / "packages"), wanted)
     subprocess.run([sys.executable, *install], check=True, timeout=INSTALL_S)
     assert not (tmp_path / "packages" / "torch").exists()
     paths = os.pathsep.join([str(ROOT / "src"), str(tmp_path / "packages")])

@@ -281,6 +281,7 @@ def test_a_model_for_another_task_is_named(llama: Path, tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"quantization_config": {"bits": 4}}, "quantized weights (quantization_config)"),
+        ({"transformers_weights": "adapted.safetensors"}, "of another file than model.safetensors (transformers_weights)"),
         ({"dtype": "float16"}, "the weights are float16, needed: float32 or bfloat16"),
         ({"num_hidden_layers": 4}, "there is no model.layers.3."),
         ({"num_hidden_layers": 2}, "no layer takes model.layers.2."),
@@ -334,11 +335,24 @@ def test_files_that_are_damaged(llama: Path, tmp_path: Path) -> None:
         layers[0].build()
 
 
+def test_one_file_comes_before_an_index_as_in_the_original(llama: Path, tmp_path: Path) -> None:
+    """Where a folder has both, from_pretrained takes the one file."""
+    one, several = original(config_of("llama"), seed=7), tmp_path / "several"
+    save(original(config_of("llama"), seed=8), several, max_shard_size="5KB")
+    save(one, tmp_path)
+    for path in several.glob("model*"):
+        shutil.copy(path, tmp_path)
+    loaded = type(one).from_pretrained(tmp_path).state_dict()["model.norm.weight"]
+    (norm,) = [layer.build() for layer in elaswave.hf(tmp_path) if layer.name == "model.norm"]
+    assert torch.equal(norm.weight, loaded) and torch.equal(loaded, one.state_dict()["model.norm.weight"])
+
+
 def test_indices_that_are_damaged(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "first.safetensors")
     index = tmp_path / stored.INDEX
-    index.write_text(json.dumps({"weight_map": {"gone.weight": "model.safetensors"}}))
-    assert "gone.weight is in model.safetensors, which does not have it" in refused(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"gone.weight": "first.safetensors"}}))
+    assert "gone.weight is in first.safetensors, which does not have it" in refused(tmp_path)
     index.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
     assert "needed: a file in the same folder" in refused(tmp_path)
     index.write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))

@@ -168,7 +168,11 @@ def family_of(config: Any) -> Family:
             f"the configuration is of a {others[0]}, needed: {family.causal}, which predicts the next token. Load that "
             f"class with from_pretrained and write it with save_pretrained. {BY_HAND}"
         )
-    for key, what in (("quantization_config", "quantized weights"), ("add_cross_attention", "cross-attention")):
+    for key, what in (
+        ("quantization_config", "quantized weights"),
+        ("add_cross_attention", "cross-attention"),
+        ("transformers_weights", "weights of another file than model.safetensors"),
+    ):
         if getattr(config, key, None):
             raise UsageError(f"the configuration asks for {what} ({key}), which elaswave.hf does not carry. {BY_HAND}")
     return family

@@ -97,14 +97,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint by name, from the headers of its files.
 
     Args:
-        folder: with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files that it names.
+        folder: with ``model.safetensors``, or else with ``model.safetensors.index.json`` and the files that it names.
     Raises:
         UsageError: there is neither, or a file is damaged.
     """
+    if (folder / SINGLE).is_file():  # where there are both, transformers takes the one file too
+        return dict(_header(folder / SINGLE))
     if (folder / INDEX).is_file():
         return _indexed(folder)
-    if (folder / SINGLE).is_file():
-        return dict(_header(folder / SINGLE))
     others = sorted(path.name for path in folder.glob("*.bin"))[:3] + sorted(p.name for p in folder.glob("*.gguf"))[:3]
     found = f"it has {', '.join(others)}" if others else "it has no weights"
     raise UsageError(
