@@ -44,6 +44,7 @@ _DEPENDS = {
 }
 _LIFTED = "_constants."
 """Before the names of tensors that are neither parameters nor buffers."""
+_NO_LINE = "a place that torch does not tell"
 _NO_TREE = (
     "the network returns something else than tensors in tuples, lists and dictionaries. Where it is a cache of keys "
     "and values, switch it off (use_cache=False in the configuration)"
@@ -148,26 +149,31 @@ def _errors_named() -> Iterator[None]:
             raise UsageError(f"{_NO_TREE} ({text.partition(',')[0]})") from error
         is_data = "data-dependent" in text.lower() or "DataDependent" in type(error).__name__
         why = "its control flow depends on the data" if is_data else f"{type(error).__name__}: {text.splitlines()[0]}"
-        advice = (
-            "write both ways and choose by torch.where"
-            if is_data
-            else "change that line, or give the layers by hand (docs/own-models.md)"
-        )
-        raise UsageError(f"the network cannot be traced at {_line_of(error)}: {why}; {advice}") from error
+        line = _line_of(error)
+        advice = "change that line, or give the layers by hand (docs/own-models.md)"
+        if is_data:
+            advice = "write both ways and choose by torch.where"
+        elif line == _NO_LINE:
+            advice = (
+                "give example inputs that the network itself can be called with (a tuple or list is its arguments, a "
+                "dictionary its keywords); if it can be, give the layers by hand (docs/own-models.md)"
+            )
+        raise UsageError(f"the network cannot be traced at {line}: {why}; {advice}") from error
 
 
 def _line_of(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_torch(frame.filename)]
     own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
     if not own:
-        return "a place that torch does not tell"
+        return _NO_LINE
     return f"{own[-1].filename}:{own[-1].lineno} ({(own[-1].line or '').strip()})"
 
 
 def source_of(node: fx.Node) -> str:
-    """The line of the network's code that a node comes from: the innermost one outside of torch."""
+    """The line of the network's code that a node comes from: the innermost one outside of torch, if there is one."""
     text = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*([^\n]*)', text)
+    frames = [frame for frame in frames if Path(frame[0]).parent != Path(__file__).parent]
     own = [frame for frame in frames if not is_torch(frame[0])] or frames
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2].strip()})" if own else "the network"
 

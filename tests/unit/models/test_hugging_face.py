@@ -281,7 +281,7 @@ def test_a_model_for_another_task_is_named(llama: Path, tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"quantization_config": {"bits": 4}}, "quantized weights (quantization_config)"),
-        ({"transformers_weights": "adapted.safetensors"}, "of another file than model.safetensors (transformers_weights)"),
+        ({"transformers_weights": "adapted.safetensors"}, "of another file than model.safetensors"),
         ({"dtype": "float16"}, "the weights are float16, needed: float32 or bfloat16"),
         ({"num_hidden_layers": 4}, "there is no model.layers.3."),
         ({"num_hidden_layers": 2}, "no layer takes model.layers.2."),
