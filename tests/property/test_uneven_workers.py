@@ -51,6 +51,16 @@ def test_few_micro_batches_do_not_need_even_stages():
     assert max(found.values()) <= 1 + 1e-9, found
 
 
+def test_state_of_shared_layers_leaves_room_for_more_in_flight():
+    """Memory is short, and every stage of four shares a layer or has no room for a second micro-batch in flight: cuts
+    that do not know it are 12 % slower, and slower than those of the same job with a slower worker."""
+    job = random_job(54, 9)
+    found = plan(*job, options=FAR)
+    assert found.predicted_step_s == pytest.approx(151 / 9)
+    assert found.predicted_step_s < 0.9 * best_step_s(job)
+    assert found.predicted_step_s <= planned_s(slowing(job, 0, 0.6))
+
+
 @pytest.mark.slow
 def test_plans_of_nine_workers_are_nearly_the_best_there_are():
     """The closed form by which layouts are chosen misses a few: where micro-batches come round in an odd rhythm."""
@@ -93,16 +103,7 @@ def test_more_workers_and_faster_ones_never_make_a_plan_slower(seed):
     check_that_more_is_never_slower(random_job(seed + 200, 5))
 
 
-FOUR_STAGES = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="0.9 % slower with worker 0 at full speed than at 0.6, under short memory: stages that share a layer each "
-    "keep less of its state, which leaves room for a second micro-batch in flight; the search for cuts knows memory "
-    "by the widths of stages alone, and with the faster worker it ends at cuts that keep one in flight",
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=FOUR_STAGES if seed == 54 else ()) for seed in range(60)])
+@pytest.mark.parametrize("seed", range(60))
 def test_more_workers_and_faster_ones_never_make_a_larger_plan_slower(seed):
     check_that_more_is_never_slower(random_job(seed, 9))

@@ -150,8 +150,8 @@ def _cuts(
     """
     found: list[tuple[Cut, ...]] = []
     failure: InfeasiblePlan | None = None
-    for short in (False, True):
-        budget = MemoryBudget(cluster, costs, members, num_microbatches, schedule, followers, short=short)
+    for at_most in (None, 1):
+        budget = MemoryBudget(cluster, costs, members, num_microbatches, schedule, followers, at_most=at_most)
         try:
             found.append(whole_layers(cluster, costs, members, num_microbatches, budget))
         except InfeasiblePlan as error:

@@ -29,7 +29,7 @@ class MemoryBudget:
         num_microbatches: of the step.
         schedule: says how many micro-batches are in flight.
         followers: live copies of every block.
-        short: be content with one micro-batch in flight: such a job runs, if slower.
+        at_most: be content with so many micro-batches in flight: such a job runs, if slower.
     """
 
     def __init__(
@@ -41,13 +41,15 @@ class MemoryBudget:
         schedule: Schedule,
         followers: int = DEFAULT_FOLLOWERS,
         *,
-        short: bool = False,
+        at_most: int | None = None,
     ) -> None:
         self._costs = costs
         self._widths = np.array([len(own) for own in members], dtype=np.int64)
         self._limits = [float(cluster.memory_bytes[own].min()) for own in members]
         most = -(-num_microbatches // self._widths)
-        self._in_flight = np.ones_like(most) if short else np.minimum(in_flight(self._widths, schedule), most)
+        self._in_flight = np.minimum(in_flight(self._widths, schedule), most)
+        if at_most is not None:
+            self._in_flight = np.minimum(self._in_flight, at_most)
         self._copies = num_copies(followers, int(self._widths.sum()))
         self._ends: dict[int, tuple[list[float], list[float]]] = {}
         """By stage, see `MemoryModel.ends`."""
@@ -66,11 +68,31 @@ class MemoryBudget:
         model = MemoryModel.of_width(self._costs, int(self._widths[stage]), self._copies)
         return model.ends(int(self._in_flight[stage]))
 
-    def fits(self, stage: int, start: int, stop: int) -> bool:
-        """Whether a stage's workers can hold layers [start, stop)."""
-        fits = self.needed_bytes(stage, start, stop) <= self._limits[stage]
+    def fits(self, stage: int, start: int, stop: int, shared_before: int = 0, shared_behind: int = 0) -> bool:
+        """Whether a stage's workers can hold layers [start, stop).
+
+        Args:
+            stage: by index.
+            start, stop: its layers.
+            shared_before, shared_behind: of these, how many the stage before holds as well, and the stage behind: their
+                state is sliced over the workers of both.
+        """
+        needed, limit = self.needed_bytes(stage, start, stop), self._limits[stage]
+        if needed > limit and (shared_before or shared_behind):
+            needed -= self._elsewhere(stage, stage - 1, start, min(stop, start + shared_before))
+            # Layers of three stages count as those of two, which is more.
+            needed -= self._elsewhere(stage, stage + 1, max(start + shared_before, stop - shared_behind), stop)
+        fits = needed <= limit
         self.was_short = self.was_short or not fits
         return fits
+
+    def _elsewhere(self, stage: int, neighbour: int, start: int, stop: int) -> float:
+        """Bytes of the state of layers that a worker of a stage does not hold, since its neighbour's workers do."""
+        if start >= stop:
+            return 0.0
+        state, own = self._costs.prefix["optimizer_bytes"], int(self._widths[stage])
+        part = self._copies / own - self._copies / (own + int(self._widths[neighbour]))
+        return float(state[stop] - state[start]) * part
 
     def earliest_starts(self) -> list[list[int]]:
         """For `split_layers`: for each stage and each layer at which it ends the first at which it may begin, and at

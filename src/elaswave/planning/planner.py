@@ -14,7 +14,7 @@ several layers, pipelines of several depths run side by side, workers may be lef
 candidates, migration is weighed against a horizon.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -64,6 +64,11 @@ WHOLE = 16
 under others."""
 WHOLE_ALIKE = 4
 """The same where all workers are alike: there the closed form is nearer to exact times."""
+HOLDING_LESS: Mapping[Schedule, tuple[Schedule, ...]] = {
+    "zero-bubble-h2": ("zero-bubble", "1f1b"),
+    "zero-bubble": ("1f1b",),
+}
+"""Schedules that hold less: where memory is short, cuts that leave room for what they hold are worth having."""
 
 
 def plan(
@@ -197,7 +202,7 @@ class _Planning:
             origin = "rerouting" + team.shown
             return Shape(members=kept, cuts=chains[0].cuts, num_microbatches=self._num_microbatches, origin=origin)
         try:
-            cuts = self._whole(kept, self._budget(kept, self._before.schedule, short=True))
+            cuts = self._whole(kept, self._budget(kept, self._before.schedule, at_most=1))
         except InfeasiblePlan as failure:
             self._judge.failure = failure
             return None
@@ -251,11 +256,8 @@ class _Planning:
                 offers += self._cut_anew(members, moves, budget, team)
                 if budget.was_short:
                     permitted = False
-                    less = [self._budget(members, schedule, short=True)]
-                    if schedule == "zero-bubble-h2":  # half of what it wants in flight is worth having, too
-                        less = [self._budget(members, "zero-bubble"), *less]
                     known = [shape.cuts for shape in offers if shape.members is members]
-                    for each in less:
+                    for each in self._budgets_of_less(members, schedule):
                         more = self._cut_anew(members, moves, each, team)
                         offers += [shape for shape in more if shape.cuts not in known]
                         known += [shape.cuts for shape in more]
@@ -364,7 +366,12 @@ class _Planning:
             for own, what in cuts
         ]
 
-    def _budget(self, members: Sequence[np.ndarray], schedule: Schedule, *, short: bool = False) -> MemoryBudget:
+    def _budgets_of_less(self, members: Sequence[np.ndarray], schedule: Schedule) -> list[MemoryBudget]:
+        """Budgets for less than is wanted in flight: what else makes full use of equal stages, and one micro-batch."""
+        less = [self._budget(members, each) for each in HOLDING_LESS.get(schedule, ())]
+        return [*less, self._budget(members, schedule, at_most=1)]
+
+    def _budget(self, members: Sequence[np.ndarray], schedule: Schedule, *, at_most: int | None = None) -> MemoryBudget:
         return MemoryBudget(
             self._cluster,
             self._costs,
@@ -372,7 +379,7 @@ class _Planning:
             self._num_microbatches,
             schedule,
             self._options.followers,
-            short=short,
+            at_most=at_most,
         )
 
     def _whole(self, members: Sequence[np.ndarray], budget: MemoryBudget) -> tuple[Cut, ...]:

@@ -8,17 +8,21 @@ layers (`widen_cuts`), so that a worker with one micro-batch more can run fewer 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 Cut = Mapping[int, int]
+Fits = Callable[[int, int, int, int, int], bool]
+"""Whether a stage, by index, may hold layers [start, stop) (memory), of which it shares so many with the stage before
+and so many with the stage behind."""
 
 
 def share_layers(
     prefix: np.ndarray,
     capacities: np.ndarray,
     num_microbatches: int,
-    fits: Callable[[int, int, int], bool] | None = None,
+    fits: Fits | None = None,
 ) -> tuple[dict[int, int], ...] | None:
     """Cuts that give each stage work in proportion to the speed of its workers, neighbours sharing a boundary layer.
 
@@ -26,7 +30,7 @@ def share_layers(
         prefix: seconds of the layers before each one, and of all of them, float64.
         capacities: summed speed of each stage's workers, above 0.
         num_microbatches: of the step.
-        fits: whether a stage, by index, may hold layers [start, stop) (memory); None means that all fit.
+        fits: what stages may hold; None means anything.
     Returns:
         For each boundary between stages: first layer of the later stage -> micro-batches, or None if nothing fits.
     """
@@ -40,10 +44,10 @@ def share_layers(
         return cuts
     # Memory binds somewhere: stages are filled from the first to the last, to a pace as small as possible.
     low, high, best = total / float(capacities.sum()), total / float(capacities.min()), None
-    seconds, last_that_fits = prefix.tolist(), _last_that_fits(fits)
+    seconds, last_that_fits = prefix.tolist(), _last_that_fits(fits, num_stages)
     for _ in range(30):
         middle = (low + high) / 2
-        marks_or_none = _fill(seconds, (capacities * middle).tolist(), last_that_fits)
+        marks_or_none = _fill(seconds, (capacities * middle).tolist(), num_microbatches, last_that_fits)
         found = None if marks_or_none is None else _cuts_at(prefix, marks_or_none, num_microbatches)
         if found is not None and _all_fit(found, num_layers, fits):
             best, high = found, middle
@@ -64,7 +68,7 @@ def widen_cuts(
     cuts: Sequence[Cut],
     counts: Sequence[np.ndarray],
     speeds: Sequence[np.ndarray],
-    fits: Callable[[int, int, int], bool] | None = None,
+    fits: Fits | None = None,
 ) -> tuple[dict[int, int], ...]:
     """Spreads cuts over more layers where a worker could otherwise not be done with the others of its stage.
 
@@ -75,7 +79,7 @@ def widen_cuts(
         cuts: of all boundaries.
         counts: micro-batches of the workers of each stage.
         speeds: of the same workers.
-        fits: whether a stage, by index, may hold layers [start, stop); None means that all fit.
+        fits: what stages may hold; None means anything.
     """
     num_layers = len(prefix) - 1
     spread = [dict(cut) for cut in cuts]
@@ -154,37 +158,58 @@ def _cuts_at(prefix: np.ndarray, marks: np.ndarray, num_microbatches: int) -> tu
     )
 
 
-def _all_fit(cuts: Sequence[Cut], num_layers: int, fits: Callable[[int, int, int], bool]) -> bool:
-    return all(fits(stage, start, stop) for stage, (start, stop) in enumerate(held_ranges(cuts, num_layers)))
+def _all_fit(cuts: Sequence[Cut], num_layers: int, fits: Fits) -> bool:
+    held = held_ranges(cuts, num_layers)
+    before = [0, *(max(0, held[stage][1] - held[stage + 1][0]) for stage in range(len(cuts)))]
+    behind = [*before[1:], 0]
+    return all(fits(stage, *own, before[stage], behind[stage]) for stage, own in enumerate(held))
 
 
-def _last_that_fits(fits: Callable[[int, int, int], bool]) -> Callable[[int, int, int], int]:
-    """Where a stage that begins at a layer ends at the latest, up to another, if it may; it has at least one layer."""
+class _Stop(NamedTuple):
+    """Where a stage ends."""
+
+    layer: int
+    """One past its last layer."""
+    is_shared: bool
+    """Whether the next stage has its last layer, too."""
+
+
+LastThatFits = Callable[[int, int, bool, _Stop], _Stop]
+"""Where a stage, by index, ends at the latest that begins at a layer, which it may share: at a stop, or before."""
+
+
+def _last_that_fits(fits: Fits, num_stages: int) -> LastThatFits:
+    """Stages end as late as they may; each has at least one layer. State of a shared layer takes less memory."""
 
     @cache
-    def last_that_fits(stage: int, first: int, last: int) -> int:
-        while last > first + 1 and not fits(stage, first, last):
-            last -= 1
-        return last
+    def last_that_fits(stage: int, first: int, is_first_shared: bool, stop: _Stop) -> _Stop:
+        while stop.layer > first + 1 and not fits(stage, first, stop.layer, is_first_shared, stop.is_shared):
+            may_share = not stop.is_shared and stage < num_stages - 1
+            stop = _Stop(stop.layer, True) if may_share else _Stop(stop.layer - 1, False)
+        return stop
 
     return last_that_fits
 
 
 def _fill(
-    prefix: Sequence[float], seconds: Sequence[float], last_that_fits: Callable[[int, int, int], int]
+    prefix: Sequence[float], seconds: Sequence[float], num_microbatches: int, last_that_fits: LastThatFits
 ) -> np.ndarray | None:
     """Boundaries if stages take so many seconds of layers, or as many layers as they can hold; None if some remain."""
-    num_layers, at, marks, last = len(prefix) - 1, 0.0, [], 0
+    num_layers, at, marks = len(prefix) - 1, 0.0, []
+    stop = _Stop(0, False)
     for stage, room in enumerate(seconds):
         end = min(at + room, prefix[-1])
         first = bisect_right(prefix, at * (1 + 1e-12)) - 1
         wanted = bisect_left(prefix, end * (1 - 1e-12))
-        last = last_that_fits(stage, first, wanted)
-        if last < wanted:
-            end = prefix[last]
+        is_inside = stage < len(seconds) - 1 and end < prefix[wanted] * (1 - 1e-12)
+        stop = last_that_fits(stage, first, at > prefix[first] * (1 + 1e-12), _Stop(wanted, is_inside))
+        if stop != (wanted, is_inside):
+            # Of a layer that has to be shared the next stage has one micro-batch.
+            rest = (prefix[stop.layer] - prefix[stop.layer - 1]) / num_microbatches if stop.is_shared else 0.0
+            end = prefix[stop.layer] - rest
         at = end
         marks.append(at)
-    return np.array(marks[:-1]) if at >= prefix[-1] * (1 - 1e-9) and last == num_layers else None
+    return np.array(marks[:-1]) if at >= prefix[-1] * (1 - 1e-9) and stop.layer == num_layers else None
 
 
 def cuts_of(bounds: Sequence[int], num_microbatches: int) -> tuple[dict[int, int], ...]:

@@ -25,7 +25,7 @@ from elaswave.planning.frequency import check_power, choose_levels, common_level
 from elaswave.planning.memory_limits import MemoryBudget, check_memory, layout_limits
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.partition import choose_widths, split_layers
-from elaswave.planning.plan import Plan, StateTransfer, levels_of, num_actions
+from elaswave.planning.plan import Plan, StageShare, StateTransfer, levels_of, num_actions
 from elaswave.planning.prediction import estimate, stages_of, time_as_it_is, time_within_memory
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
@@ -82,9 +82,25 @@ def test_a_boundary_is_shared_in_proportion_to_the_workers():
 
 def test_memory_moves_shared_boundaries():
     """The first of two equal stages may hold three layers only, the second takes the rest."""
-    cuts = share_layers(np.arange(9.0), np.array([1.0, 1.0]), 6, lambda stage, start, stop: stage or stop - start <= 3)
+
+    def fits(stage, start, stop, *_):
+        return stage or stop - start <= 3
+
+    cuts = share_layers(np.arange(9.0), np.array([1.0, 1.0]), 6, fits)
     assert cuts == ({3: 6},)
-    assert share_layers(np.arange(9.0), np.array([1.0, 1.0]), 6, lambda stage, start, stop: False) is None
+    assert share_layers(np.arange(9.0), np.array([1.0, 1.0]), 6, lambda *_: False) is None
+
+
+def test_a_stage_without_room_for_a_whole_layer_shares_it():
+    """The first of three stages may hold five layers only if the next one has the fifth as well: one micro-batch of
+    it, since the first is the fastest."""
+
+    def fits(stage, start, stop, shared_before=0, shared_behind=0):
+        return stage or stop - start < 5 + shared_behind
+
+    cuts = share_layers(np.arange(10.0), np.array([8.0, 2.0, 2.0]), 6, fits)
+    assert cuts[0] == {4: 1, 5: 5}
+    assert sum(cuts[1].values()) == 6
 
 
 def test_cuts_are_spread_where_workers_have_unequal_numbers():
@@ -96,7 +112,7 @@ def test_cuts_are_spread_where_workers_have_unequal_numbers():
     assert len(wider[0]) > len(cuts[0])
     assert sum(wider[0].values()) == 5
     assert sum(layer * n for layer, n in wider[0].items()) == sum(layer * n for layer, n in cuts[0].items())
-    assert widen_cuts(prefix, cuts, counts, speeds, lambda stage, start, stop: False) == cuts
+    assert widen_cuts(prefix, cuts, counts, speeds, lambda *_: False) == cuts
 
 
 def test_few_workers_move_and_free_ones_first():
@@ -314,6 +330,22 @@ def test_memory_splits_layers_unevenly():
     room = MemoryBudget(tight, costs, members, 4, "1f1b", followers=0)
     assert whole_layers(tight, costs, members, 4, room) == ({2: 4},)
     assert room.was_short
+
+
+def test_state_of_a_shared_layer_is_sliced_over_the_workers_of_both_stages():
+    costs = make_costs([1.0] * 6, parameter_bytes=3.0)
+    members = (np.array([0, 1]), np.array([2]))
+    stages = [
+        StageShare(start=start, stop=stop, workers=own, num_microbatches=own, levels=own)
+        for (start, stop), own in zip(((0, 4), (3, 6)), members, strict=True)
+    ]
+    exact = MemoryModel.of_stages(costs, stages, 1).total_bytes(np.array([0, 3]), np.array([4, 6]), 1)
+    for stage, (start, stop, before, behind) in enumerate(((0, 4, 0, 1), (3, 6, 1, 0))):
+        for factor, fits in ((1 + 1e-9, True), (1 - 1e-9, False)):
+            cluster = make_cluster([1.0] * 3, memory_bytes=float(exact[stage]) * factor)
+            budget = MemoryBudget(cluster, costs, members, 4, "1f1b", at_most=1)
+            assert budget.fits(stage, start, stop, before, behind) is fits
+            assert not budget.fits(stage, start, stop)
 
 
 def test_what_is_handed_on_takes_memory_where_a_stage_begins_and_ends():
