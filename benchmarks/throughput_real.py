@@ -6,9 +6,10 @@
 Each job is one run of the product: a process per worker, the real protocol, links and numbers, on a tiny model that is
 as deep as the described one. Workers are killed in one step; what a step takes afterwards, under the last layout, is
 compared with what the coordinator predicted for it, and with the fault-free step of the same run. Policies that keep
-the batch must end with the bits of an undisturbed run. What this engine cannot run, ReCycle with its staggered
-optimizer and Oobleck's templates where stages enclose one another, is predicted beside them, with what a step of the
-undisturbed run has taken beside its actions.
+the batch must end with the bits of an undisturbed run. A job with spares begins with fewer pipelines, and its spares
+join before the loss and stand by: as many processes as in the others. What this engine cannot run, ReCycle with its
+staggered optimizer and Oobleck's templates where stages enclose one another, is predicted beside them, with what a step
+of the undisturbed run has taken beside its actions.
 
 The processor must keep the pace: a step's real computation is some seconds of a core (see ``load_cores``), so described
 seconds are stretched by ``--time-scale`` until that stays below 1.2 cores. See README.md beside this file.
@@ -37,7 +38,8 @@ from elaswave.costs.machines import ClusterEvent
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EpochRecord, RunResult
-from elaswave.planning.policies import PREDICTED_ONLY
+from elaswave.planning.baselines.full_restart import num_pipelines
+from elaswave.planning.policies import PREDICTED_ONLY, SPARES
 from elaswave.planning.prediction import time_as_it_is
 from elaswave.planning.routes import allocation_of
 
@@ -49,10 +51,13 @@ POLICIES = (
     "torchft",
     "oobleck_aligned",
     "full_restart",
+    "full_restart_spares",
 )
 UNDISTURBED = "none"
 BATCH_SHRINKS = ("torchft",)
 LOST_IN_STEP = 5
+LOST_WITH_SPARES = 9
+"""Spares are forked in the first step, and have to be members before the loss."""
 NOISE = 0.02
 """ElasWave is not below any baseline that keeps the batch by more than that."""
 ERROR_MAX = 0.05
@@ -75,8 +80,17 @@ class Setting(NamedTuple):
         """Replicas x stages, pattern, losses."""
         return f"{self.replicas}x{self.stages}-{self.pattern}-{self.lose}"
 
+    @property
+    def num_workers(self) -> int:
+        """Of the job, spares among them."""
+        return self.replicas * self.stages
+
+    def replicas_under(self, policy: str) -> int:
+        """Pipelines at the beginning: fewer where a policy keeps spares."""
+        return num_pipelines(self.num_workers, self.stages, SPARES[policy]) if policy in SPARES else self.replicas
+
     def lost(self) -> list[int]:
-        """Ids of the workers that are killed; ids are given stage by stage."""
+        """Ids of the workers that are killed; ids are given stage by stage. None of them is a spare."""
         if self.pattern == "clustered":
             first = self.stages // 2 * self.replicas
             return list(range(first, first + self.lose))
@@ -144,17 +158,16 @@ def _rows(setting: Setting, arguments: argparse.Namespace) -> tuple[list[dict[st
     rows = []
     for policy in arguments.policies:
         result, load_cores = jobs[policy]
-        fault_free, last = result.epochs[0], result.epochs[-1]
-        assert fault_free.measured_step_s is not None
+        fault_free, last = _before_the_loss(result, setting), result.epochs[-1]
         throughput, error = _throughput(last), _error(last)
-        left = 1 - setting.lose / (setting.replicas * setting.stages)
+        left = 1 - setting.lose / setting.num_workers
         same_bits = (result.losses, result.state_digest) == (reference.losses, reference.state_digest)
         row = {
             "setting": setting.name,
             "model": setting.model,
             "policy": policy,
             "fault_free_step_s": fault_free.measured_step_s,
-            "fault_free_error": _error(fault_free),
+            "fault_free_error": None if fault_free.predicted_step_s is None else _error(fault_free),
             "step_s": last.measured_step_s,
             "predicted_step_s": last.predicted_step_s,
             "error": error,
@@ -178,6 +191,18 @@ def _rows(setting: Setting, arguments: argparse.Namespace) -> tuple[list[dict[st
             theirs = by_policy.get(baseline)
             row[f"against_{baseline}"] = None if theirs is None else row["microbatches_per_s"] / theirs
     return rows, _predicted_only(setting, arguments, reference.epochs[0], by_policy.get("elaswave"))
+
+
+def _before_the_loss(result: RunResult, setting: Setting) -> EpochRecord:
+    """The newest layout of all workers of a setting, spares among them, under which steps were measured."""
+    for record in reversed(result.epochs):
+        if len(record.layout.workers) == setting.num_workers and record.measured_step_s is not None:
+            return record
+    most = max(len(record.layout.workers) for record in result.epochs)
+    raise SystemExit(
+        f"{setting.name}: no step was measured with all {setting.num_workers} workers, {most} at most were members; "
+        "spares had not joined in time: give --time-scale a larger number"
+    )
 
 
 def _predicted_only(
@@ -240,7 +265,7 @@ def _config(setting: Setting, policy: str, arguments: argparse.Namespace) -> Con
         f"batch.num_microbatches={setting.replicas * setting.microbatches_per_replica}",
         f"layout.schedule={arguments.schedule}",
         f"layout.stages={setting.stages}",
-        f"layout.replicas={setting.replicas}",
+        f"layout.replicas={setting.replicas_under(policy)}",
         f"run.steps={arguments.steps}",
         "run.checkpoint_every=2",
         "elastic.restart_s=5",
@@ -252,7 +277,9 @@ def _config(setting: Setting, policy: str, arguments: argparse.Namespace) -> Con
 def _run(setting: Setting, policy: str, arguments: argparse.Namespace) -> Job:
     config = _config(setting, policy, arguments)
     lost: Sequence[int] = () if policy == UNDISTURBED else setting.lost()
-    specs = [f"kill:{worker}@{LOST_IN_STEP}:backward" for worker in lost]
+    num_spares = setting.num_workers - setting.stages * setting.replicas_under(policy)
+    lost_in = LOST_WITH_SPARES if num_spares else LOST_IN_STEP
+    specs = ["join@1"] * num_spares + [f"kill:{worker}@{lost_in}:backward" for worker in lost]
     faults = parse_faults(specs, seed=1, workers=range(sum(config.widths)), num_steps=arguments.steps)
     reporter = make_reporter(json_mode=True, stream=io.StringIO())
     with tempfile.TemporaryDirectory() as folder:

@@ -76,6 +76,19 @@ def test_a_full_restart_without_a_checkpoint_begins_again(tmp_path: Path, refere
     assert [record.first_step for record in job.result.epochs] == [1, 1]
 
 
+@SLOW
+def test_spares_take_the_places_of_lost_workers_in_a_full_restart(tmp_path: Path, reference: Job) -> None:
+    settings = EMULATED | {"elastic.policy": '"full_restart_spares"', "run.checkpoint_every": 2, "run.steps": 40}
+    job = run_job(tmp_path / "run", settings, faults=["join@1", "join@1", "kill:1@32:backward"])
+    whole = run_job(tmp_path / "whole", EMULATED | {"run.steps": 40})
+    assert job.computation == whole.computation
+    *_, before, after = (record.layout for record in job.result.epochs)
+    assert before.idle == (6, 7), "workers that have joined stand by"
+    busy = {hop.worker for route in after.routes for hop in route}
+    assert len(busy) == 6 and 1 not in busy and busy & {6, 7}, "and are used when all begin again"
+    assert after.num_microbatches == 6
+
+
 def test_torchfts_batch_shrinks(tmp_path: Path, reference: Job) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"elastic.policy": '"torchft"'}, faults=["kill:1@5:backward"])
     before, after = (record.layout for record in job.result.epochs)

@@ -37,6 +37,7 @@ BUILT_IN_POLICIES = (
     "torchft_batch_kept",
     "oobleck_aligned",
     "full_restart",
+    "full_restart_spares",
 )
 """Recovery policies that have a name, and can run here: elaswave.planning.policies has more."""
 Policy = Annotated[
@@ -269,7 +270,8 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How a run goes on after a loss. ``elaswave`` also plans for workers that join, leave or become slower, and so
     does a function of your own (docs/policies.md); the others are baselines, for comparison; those of ReCycle and
     Oobleck lack what cannot run here (docs/simulation.md). With ``torchft`` the batch shrinks, so losses and state are
-    others; with ``full_restart`` all workers go back to the last durable checkpoint, or to the start."""
+    others; with ``full_restart`` all workers go back to the last durable checkpoint, or to the start; with
+    ``full_restart_spares`` also, and workers that join stand by until then."""
     rebalance: bool = True
     """elaswave: after a loss, or when workers have become slower or faster, plan a better layout while training goes
     on, and change to it between two steps. A function of your own: ask it when workers join, leave or change speed."""
@@ -282,7 +284,7 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     horizon_s: Annotated[float, Meta(gt=0)] | None = None
     """Expected seconds until the next event, in which a change of layout must repay itself; unset: by public rates."""
     restart_s: NonNegative = 30.0
-    """full_restart: seconds that stopping and starting the job takes."""
+    """full_restart, full_restart_spares: seconds that stopping and starting the job takes."""
     min_workers: Count = 1
     """The run ends with an error rather than go on with fewer workers."""
     max_failures_per_hour: Count = 100

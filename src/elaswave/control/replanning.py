@@ -34,7 +34,7 @@ from elaswave.planning.execution import compiled_by, programs_of
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.planner import plan as elaswave_plan
-from elaswave.planning.policies import CANDIDATES, ROLL_BACK, make_policies
+from elaswave.planning.policies import CANDIDATES, ROLL_BACK, SPARES, make_policies
 from elaswave.planning.recovery import put_to_work, set_idle, survivor_layout
 from elaswave.planning.routes import allocation_of
 from elaswave.planning.shapes import Shape, build
@@ -292,7 +292,8 @@ class Replanner:
     ) -> Replanned:
         """A layout in which members that are to leave are idle, or else one in which idle members work.
 
-        Where the policy's planner has none, others take over what leaving workers do, and idle ones widen stages.
+        Where the policy's planner has none, others take over what leaving workers do, and idle ones widen stages, or
+        stand by where the policy keeps spares.
 
         Args:
             present: the layout in force.
@@ -302,6 +303,9 @@ class Replanner:
         """
         going = tuple(sorted(set(leaving) & set(present.active)))
         new = tuple(worker for worker in present.idle if worker not in leaving)
+        if self.policy in SPARES and not going:
+            reason = f"workers {_named(new)} stand by until a loss"
+            return Replanned(present, execution, reason, self.predict(present, execution, costs))
         interim = set_idle(present, going) if going else reduce(put_to_work, new, present)
         staying = survivor_layout(interim if going else present, leaving) if leaving else present
         event = ClusterEvent(kind="drained", workers=going) if going else ClusterEvent(kind="joined", workers=new)

@@ -107,7 +107,26 @@ def test_a_baseline_that_fails_does_not_end_the_job(monkeypatch, caplog):
 
 def test_only_a_full_restart_restarts():
     assert Replanner(config("full_restart")).restarts
+    assert Replanner(config("full_restart_spares")).restarts
     assert not Replanner(config("recycle_rerouting")).restarts
+
+
+@pytest.mark.parametrize(("policy", "waits"), [("full_restart", False), ("full_restart_spares", True)])
+def test_workers_that_join_stand_by_until_a_loss_only_where_a_policy_keeps_spares(policy, waits):
+    given = config(policy)
+    layout, execution, costs = start(given)
+    joined = msgspec.structs.replace(layout, idle=(6, 7))
+    replanner = Replanner(given)
+    found = replanner.for_members(joined, execution, (), costs)
+    assert (found.layout == joined) is waits and found.layout.workers == tuple(range(8))
+    assert ("6, 7 stand by until a loss" in found.reason) is waits
+    # Three pipelines of two stages as before, though two workers of one stage are lost.
+    after = replanner.baseline(joined, execution, [0, 1], costs)
+    validate_layout(after.layout)
+    assert busy(after.layout) == {2, 3, 4, 5, 6, 7} and "3 pipelines of 2 stages" in after.reason
+    # One that leaves is relieved, and spares stand by all the same.
+    left = replanner.for_members(joined, execution, (2,), costs)
+    assert set(left.layout.idle) >= {2, *((6, 7) if waits else ())} and "2 are to leave" in left.reason
 
 
 def test_elaswave_finds_a_better_layout_than_the_interim_one():
