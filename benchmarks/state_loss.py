@@ -5,11 +5,11 @@
     python benchmarks/state_loss.py --trace spot-p3-trace.csv [--stages 4] [--model llama-2-7b] [--device a100]
 
 Without a trace: the expected number of losses of state in a year, and their probability, at the rates of Llama 3 for
-single workers, for whole hosts and for racks, under placements of several scatter widths. Fatal sets are counted as the
-simulator counts them; independent losses then lose state where they fall into one refill window, which is worked out:
-N pairs of workers of rate r are lost within a window of w seconds 2 N r^2 w T times, triples 3 N r^3 w^2 T times.
-Nothing is drawn. With a trace: the whole simulation, under plans that are made once, for one and two followers and
-three intervals of checkpoints.
+single workers, for whole hosts and for racks, under placements of several scatter widths, which know hosts alone or
+racks too. Fatal sets are counted as the simulator counts them; independent losses then lose state where they fall into
+one refill window, which is worked out: N pairs of workers of rate r are lost within a window of w seconds 2 N r^2 w T
+times, triples 3 N r^3 w^2 T times. Nothing is drawn. With a trace: the whole simulation, under plans that are made
+once, for one and two followers and three intervals of checkpoints.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from elaswave.planning.baselines.common import rectangle
 from elaswave.planning.placed_blocks import PlacedBlocks, Placing
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.policies import make_policies
-from elaswave.sim.cluster.failures import DAY_S, RACK_LOSSES_PER_DAY, rates_named
+from elaswave.sim.cluster.failures import DAY_S, RACK_LOSSES_PER_DAY, racks_of, rates_named
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.traces.formats import read_trace
 
@@ -79,7 +79,13 @@ def of_rates(options: argparse.Namespace) -> list[dict[str, Any]]:
     cluster = preset_cluster(options.workers, device)
     microbatches = options.workers // stages * 8
     job = rectangle(cluster, costs, num_stages=stages, num_microbatches=microbatches, schedule="zero-bubble")
-    placings = [Placing(scatter_width=width, followers=k) for k in (1, 2) for width in options.widths]
+    in_racks = racks_of(int(cluster.node.max()) + 1, options.racks)
+    placings = [
+        Placing(scatter_width=width, followers=k, racks=racks)
+        for k in (1, 2)
+        for width in options.widths
+        for racks in ((), in_racks)
+    ]
     return [of_everybody(k, cluster, costs, job, options) for k in (1, 2)] + [
         of_placing(placing, cluster, costs, job, options) for placing in placings
     ]
@@ -96,7 +102,7 @@ def of_placing(
     fatal_hosts = sum(placed.lost_with(members) for members in hosts) / len(hosts)
     fatal_racks = sum(placed.lost_with(members) for members in racks) / len(racks)
     senders = placed.num_senders(0)
-    name = f"partners, {placing.scatter_width}"
+    name = f"partners, {placing.scatter_width}{', in other racks' if placing.racks else ''}"
     return row_of(name, placing.followers, sets, senders, fatal_hosts, fatal_racks, cluster, costs, options)
 
 

@@ -40,16 +40,21 @@ def by_blocks(layout: Layout, hosts: dict[int, str] | None, placing: Placing) ->
 
 
 @settings(max_examples=60, deadline=None)
-@given(regular_layouts(), st.integers(0, 2), st.sampled_from([1, 2, 3, EVERYBODY]), st.integers(1, 5), st.data())
+@given(
+    regular_layouts(), st.integers(0, 2), st.sampled_from([1, 2, 3, EVERYBODY]), st.integers(1, 5), st.integers(0, 3),
+    st.data(),
+)  # fmt: skip
 def test_losses_are_fatal_exactly_if_some_block_loses_all_of_its_holders(
-    layout, num_followers, scatter_width, per_host, data
+    layout, num_followers, scatter_width, per_host, per_rack, data
 ):
-    """For hosts that are known and for workers on one host."""
+    """For hosts that are known, in racks or not, and for workers on one host."""
     if num_followers > 1:  # the order in which blocks of many owners meet decides then
         assume(scatter_width != EVERYBODY)
-    placing = Placing(followers=num_followers, scatter_width=scatter_width, knows_hosts=per_host < 5)
     hosts = {worker: worker // per_host for worker in layout.active}
-    names = {worker: str(host) for worker, host in hosts.items()} if placing.knows_hosts else None
+    racks = tuple(host // per_rack for host in range(max(hosts.values()) + 1)) if per_rack else ()
+    placing = Placing(followers=num_followers, scatter_width=scatter_width, knows_hosts=per_host < 5, racks=racks)
+    labels = {worker: f"{racks[host]}/{host}" if racks else str(host) for worker, host in hosts.items()}
+    names = labels if placing.knows_hosts else None
     holders = by_blocks(layout, names, placing)
     copies = placed(layout, hosts, placing)
     size = len(next(iter(holders)))

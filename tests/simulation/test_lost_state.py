@@ -1,5 +1,6 @@
 """Simulated state that can be lost: by hand, and against blocks that are placed one by one."""
 
+import msgspec
 import pytest
 from tests.simulation.test_cluster import COSTS, HOUR_S, joined, lost, scenario
 from tests.unit.planning_cases import machines
@@ -61,6 +62,17 @@ def test_without_partners_every_pair_of_a_stage_is_fatal():
     everybody = Placing(scatter_width=None, knows_hosts=False)
     assert run(lost(4500.0, 0, 3), placing=everybody).num_rollbacks == 1
     assert run(lost(4500.0, 0, 7), placing=everybody).num_rollbacks == 0
+
+
+def test_a_whole_rack_takes_no_state_with_it_where_racks_are_known():
+    """Hosts of 4 workers are linked with their neighbours, which share a rack, unless racks are known."""
+    for racks, rollbacks in (((0, 0, 1, 1, 2, 2, 3, 3), 0), ((), 1)):
+        life = msgspec.structs.replace(scenario(lost(4500.0, *range(8)), num_workers=32), racks=racks)
+        outcome = simulate(
+            life, machines(1), COSTS, "elaswave", num_stages=2, num_microbatches=32, schedule="zero-bubble",
+            pauses=PAUSES, placing=PAIRS,
+        )  # fmt: skip
+        assert outcome.num_rollbacks == rollbacks, racks
 
 
 def test_without_followers_every_loss_goes_back_and_two_survive_any_pair():

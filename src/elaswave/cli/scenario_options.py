@@ -83,7 +83,9 @@ def scenario_options(command: Any) -> Any:
                 help="Workers that come and go with a machine.  [default: the device's, with --trace 1]",
             ),
             click.option(
-                "--nodes-per-rack", type=click.IntRange(min=1), help="Machines that share a rack.  [default: 1]"
+                "--nodes-per-rack",
+                type=click.IntRange(min=1),
+                help="Machines that share a rack; elaswave keeps copies apart over racks then.  [default: 1]",
             ),
         )
     ):

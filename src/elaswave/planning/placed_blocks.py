@@ -52,6 +52,8 @@ class Placing:
     """Partners of a worker; None means all other workers that run the same, as before there were partners."""
     knows_hosts: bool = True
     """Whether followers are put on other hosts."""
+    racks: tuple[int, ...] = ()
+    """Rack of host 0, 1, ..., where followers are put into other racks; empty: hosts are all that is known."""
 
 
 class PlacedBlocks:
@@ -108,8 +110,8 @@ class PlacedBlocks:
             return False
         if not self._num_followers:
             return True
-        if self._spreads and len({self._host_of(worker) for worker in gone}) == 1:
-            return False  # the first follower is on another host
+        if self._spreads and len(set(self._levels[0][np.searchsorted(self._members, list(gone))].tolist())) == 1:
+            return False  # the first follower is in another domain
         return any(self._is_fatal(layers, (owner,), gone) for owner in gone for layers, _ in self.shares(owner))
 
     def fatal_sets(self, size: int) -> Iterator[tuple[int, ...]]:
@@ -156,11 +158,7 @@ class PlacedBlocks:
             return partners
         if len(partners) and len(self._members) <= CHOSEN_MAX:
             return np.array(sorted(self._chosen[layers.start, holders]), dtype=np.int64)
-        free = self._members[~np.isin(self._members, holders)]
-        if self._keeps_apart:
-            used = [self._host_of(holder) for holder in holders]
-            elsewhere = free[~np.isin(self._nodes[np.searchsorted(self._hosts[0], free)], used)]
-            free = elsewhere if len(elsewhere) else free
+        free = self._apart(self._members[~np.isin(self._members, holders)], holders)
         inside = np.isin(free, layers.members)
         wants_inside = not any(has(layers.members, other) for other in holders[1:])
         fitting = free[inside == wants_inside]
@@ -191,9 +189,7 @@ class PlacedBlocks:
         """
         assert self._placing.scatter_width is not None
         workers = self._members.tolist()
-        names = self._host_names
-        domains = () if names is None else (names,)
-        chooser = FollowerChooser(workers, self._partners, self._placing.scatter_width, domains)
+        chooser = FollowerChooser(workers, self._partners, self._placing.scatter_width, self._domains)
         found: dict[tuple[int, tuple[int, ...]], set[int]] = {}
         turns = [
             (layers.start, tuple(layers.members.tolist()), owner)
@@ -212,23 +208,12 @@ class PlacedBlocks:
                 chosen += (follower,)
         return found
 
-    @property
-    def _host_names(self) -> dict[int, str] | None:
-        if not self._keeps_apart:
-            return None
-        nodes = self._nodes[np.searchsorted(self._hosts[0], self._members)].tolist()
-        return {worker: str(node) for worker, node in zip(self._members.tolist(), nodes, strict=True)}
-
     # -------------------------------------------------------------------------------------------------------- derived
 
     @cached_property
     def _members(self) -> np.ndarray:
         """All that hold blocks, ascending."""
         return np.unique(np.concatenate([layers.members for layers in self._ranges]))
-
-    @property
-    def _nodes(self) -> np.ndarray:
-        return self._hosts[1]
 
     @property
     def _num_followers(self) -> int:
@@ -238,21 +223,37 @@ class PlacedBlocks:
 
     @cached_property
     def _spreads(self) -> bool:
-        """Whether each first follower is on another host than its owner."""
-        return self._placing.scatter_width is not None and self._keeps_apart
+        """Whether each first follower is in another domain than its owner."""
+        return self._placing.scatter_width is not None and bool(self._domains)
 
     @cached_property
-    def _keeps_apart(self) -> bool:
-        """Whether hosts count: not where all workers are on one, nor where each has its own."""
-        if not self._placing.knows_hosts:
-            return False
-        nodes = self._nodes[np.searchsorted(self._hosts[0], self._members)]
-        return 1 < len(np.unique(nodes)) < len(nodes)
+    def _domains(self) -> tuple[dict[int, str], ...]:
+        """By what copies are kept apart, coarse to fine, as `elaswave.state.domains.domains_of` has it."""
+        members = self._members.tolist()
+        return tuple(dict(zip(members, map(str, level.tolist()), strict=True)) for level in self._levels)
 
-    def _host_of(self, worker: int) -> int:
-        where = place_of(self._hosts[0], worker)
-        assert where is not None, worker
-        return int(self._nodes[where])
+    @cached_property
+    def _levels(self) -> tuple[np.ndarray, ...]:
+        """The domain of each member, level by level, from the coarsest on of which there are several; empty where all
+        workers share one, and where each has its own."""
+        if not self._placing.knows_hosts:
+            return ()
+        hosts = self._hosts[1][np.searchsorted(self._hosts[0], self._members)]
+        racks = self._placing.racks
+        levels = (np.array(racks)[hosts], hosts) if racks else (hosts,)
+        for depth, level in enumerate(levels):
+            if (number := len(np.unique(level))) > 1:
+                return () if number == len(level) else levels[depth:]
+        return ()
+
+    def _apart(self, workers: np.ndarray, holders: tuple[int, ...]) -> np.ndarray:
+        """Those in domains without a copy, by the coarsest level at which there are any; all if there are none."""
+        for level in self._levels:
+            used = level[np.searchsorted(self._members, holders)]
+            elsewhere = workers[~np.isin(level[np.searchsorted(self._members, workers)], used)]
+            if len(elsewhere):
+                return elsewhere
+        return workers
 
     @cached_property
     def _partners(self) -> Partners:
@@ -260,7 +261,7 @@ class PlacedBlocks:
         return choose_partners(
             [layers.members.tolist() for layers in self._ranges],
             self._placing.scatter_width,
-            hosts=self._host_names,
+            hosts=self._domains[0] if self._domains else None,
             kept=self._kept,
         )
 

@@ -82,7 +82,8 @@ def simulate(
         pauses: times of standing still; None means `RecoveryTimes`' defaults.
         planner: use this one under the policy's name.
         replication: what of the state the policy holds more than once; None means as `replication_of` says.
-        placing: followers of blocks, where the policy has blocks; None means `Placing`'s defaults.
+        placing: followers of blocks, where the policy has blocks; None means `Placing`'s defaults. The scenario's racks
+            are known to it, unless it knows no hosts.
         refill_bytes_per_step: the most that a worker sends in a step to make lost copies again
             (`elastic.refill_bytes_per_step`); None means what its link carries.
         healthy_step_s: of the fault-free job that goodput is measured by, where it is shorter than of the job at the
@@ -94,7 +95,7 @@ def simulate(
         InfeasiblePlan: not even all workers that are ever there at once can train this model.
     """
     pauses = pauses or RecoveryTimes()
-    placing = placing or Placing()
+    placing = replace(placing or Placing(), racks=scenario.racks)
     chosen = planner or policy_named(policy, make_policies(pauses, followers=placing.followers))
     job = _SimulatedJob(
         scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, healthy_step_s,
