@@ -42,8 +42,8 @@ class NumpyMiddle:
 class Fault:
     """What goes wrong in one server, once: the first that takes the file ``WHAT-METHOD`` out of a folder.
 
-    ``die`` ends the process, ``hang`` stops answering, ``flip`` changes one bit of what is returned, ``raise`` (which
-    stays, as an error in code does) raises.
+    ``die`` ends the process, ``hang`` stops answering, ``flip`` changes one bit of what is returned, ``nan``
+    makes one value of it no number, ``raise`` (which stays, as an error in code does) raises.
 
     Args:
         folder: of the files.
@@ -73,6 +73,9 @@ class Fault:
         if self._takes(f"flip-{method}"):
             values = values.copy()
             values.reshape(-1).view("uint32")[0] ^= 1 << 22  # that no rounding hides
+        if self._takes(f"nan-{method}"):
+            values = values.copy()
+            values.reshape(-1)[0] = float("nan")
         return values
 
 

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.jobs import QuietReporter, run_job, small_config
@@ -12,6 +13,7 @@ from elaswave.control.recorder import RunRecorder
 from elaswave.errors import CheckpointError
 from elaswave.state.checkpoint_format import WrittenItem
 from elaswave.worker import shard_writer
+from elaswave.worker.messages import ShardFailed, ShardWritten
 
 SETTINGS = {"run.steps": 4, "run.checkpoint_every": 2}
 
@@ -46,8 +48,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(
 def test_a_loss_after_the_part_was_written_keeps_the_checkpoint(
     also_coordinator: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other parts are written a step later, in the next epoch."""
-    write = shard_writer.write_shard
+    """The other parts are written a step later, in the next epoch; worker 3 lives until its own is known."""
+    write, take = shard_writer.write_shard, checkpoints.Checkpoints.part
 
     def write_late(folder: Path, shard: str, pieces: object) -> list[WrittenItem]:
         # The parts of the workers that survive wait until the epoch has risen, which worker 3's end brings about.
@@ -55,11 +57,17 @@ def test_a_loss_after_the_part_was_written_keeps_the_checkpoint(
             time.sleep(0.01)
         return write(folder, shard, pieces)  # type: ignore[arg-type]
 
+    def take_and_mark(self: checkpoints.Checkpoints, message: ShardWritten | ShardFailed) -> None:
+        take(self, message)
+        if message.worker == 3:
+            (tmp_path / "told").touch()
+
     monkeypatch.setattr(shard_writer, "write_shard", write_late)
+    monkeypatch.setattr(checkpoints.Checkpoints, "part", take_and_mark)
     faults = ["kill:3@5:backward"] + (["kill:coordinator@5"] if also_coordinator else [])
     settings = {"run.steps": 6, "run.checkpoint_every": 3}
     reporter = QuietReporter()
-    job = run_job(tmp_path / "run", settings, faults=faults, probe=Marks(tmp_path / "gone"), reporter=reporter)
+    job = run_job(tmp_path / "run", settings, faults=faults, probe=Marks(tmp_path), reporter=reporter)
     steps = [record.step for record in job.result.checkpoints]
     # A part of which only the coordinator has heard that is lost with its writer is missing: it is given up by name.
     given_up = [line for line in reporter.errors if line.startswith("the checkpoint of step 3 could not be written")]
@@ -77,11 +85,15 @@ def test_checkpoints_that_cannot_be_listed_do_not_hide_why_a_job_has_ended(tmp_p
 
 
 class Marks:
-    """Leaves a file when step 6 begins."""
+    """Worker 3 waits in step 5 for the file ``told``; the first worker in step 6 leaves the file ``gone``."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
-    def reached(self, phase: str, index: int, engine: object) -> None:
-        if engine.step == 6:  # type: ignore[attr-defined]
-            self._path.touch()
+    def reached(self, phase: str, index: int, engine: Any) -> None:
+        deadline_s = time.monotonic() + 60.0
+        while engine.worker == 3 and engine.step == 5 and not (self._folder / "told").exists():
+            assert time.monotonic() < deadline_s, "the coordinator was never told of worker 3's part"
+            time.sleep(0.01)
+        if engine.step == 6:
+            (self._folder / "gone").touch()

@@ -1,6 +1,7 @@
 """Foreign layers in whole jobs: the same bits under any layout and through losses; every failure of a server is its
 worker's, and no server is left."""
 
+import math
 import os
 import select
 import shutil
@@ -145,6 +146,29 @@ def test_what_the_part_raises_ends_the_job_with_it(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"ForeignPartError.*this part cannot go backward") as got:
         train(tmp_path / "run", FOUR, model=model(faults), callbacks=[strike])
     assert "layer 2 (2)" in str(got.value) and "micro-batch" in str(got.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_what_is_no_number_ends_the_job_or_skips_the_step_as_with_any_layer(method: str, tmp_path: Path) -> None:
+    for skips in (False, True):
+        faults = tmp_path / f"faults-{skips}"
+        faults.mkdir()
+
+        def strike(step: int, loss: float, metrics: Any, faults: Path = faults) -> None:
+            if step == 3:
+                (faults / f"nan-{method}").touch()
+
+        folder = tmp_path / f"run-{skips}"
+        settings = {**FOUR, "run.skip_nonfinite": skips}
+        if not skips:
+            with pytest.raises(WorkerError, match=r"NonFiniteError.*step [4-9], micro-batch") as got:
+                train(folder, settings, model=model(faults), callbacks=[strike])
+            assert "micro-batch" in str(got.value) and "layer" in str(got.value)
+            continue
+        result = train(folder, settings, model=model(faults), callbacks=[strike])
+        assert sum(map(math.isnan, result.losses)) == 1 and math.isfinite(result.losses[-1])
+        assert not result.recoveries, "no worker is lost for it"
 
 
 @pytest.mark.slow
