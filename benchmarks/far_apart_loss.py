@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from harness import machine, print_header
+from harness import exit_on_sigterm, machine, print_header
 
 from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.load import load_config
@@ -162,6 +162,7 @@ def main() -> int:
     parser.add_argument("--size", action="append", default=[], help="section.key=value of the trainings")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    exit_on_sigterm()
     rows = measure(options)
     if options.json:
         print(json.dumps({"machine": machine(), "emulated": True, "rows": rows}))

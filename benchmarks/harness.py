@@ -379,6 +379,11 @@ def fork_workers(num_workers: int, body: Callable[[int], None]) -> None:
             raise RuntimeError(f"worker {worker} ended with status {os.waitstatus_to_exitcode(status)}")
 
 
+def exit_on_sigterm() -> None:
+    """SIGTERM ends this process as an exception does, so that its children are ended and its folders removed."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def end_with_parent() -> None:
     """Has this process killed when the one that has forked it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

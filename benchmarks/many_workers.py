@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # hosts are those of the tests
 
-from harness import machine, print_header
+from harness import exit_on_sigterm, machine, print_header
 from tests import agents as hosts_of_tests
 from tests.agents import Agents, free_port
 
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="over which messages are counted")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no agent is left behind
+    exit_on_sigterm()
     where = machine()
     found = measure(options.agents, options.workers, options.steps)
     if options.json:

@@ -38,8 +38,8 @@ def best_cuts(model: Model, groups: list[Group], schedule: Schedule) -> tuple[li
     if not smallest < np.inf:
         return None
     best: tuple[list[int], StepParts] | None = None
-    for cuts in _shortest_ways(busy, way, links, boundaries, smallest * CAPS * (1 + 1e-12)):
-        parts = model.evaluate(groups, cuts, schedule)
+    choices = _shortest_ways(busy, way, links, boundaries, smallest * CAPS * (1 + 1e-12))
+    for cuts, parts in zip(choices, model.evaluate_all(groups, choices, schedule), strict=True):
         if parts is not None and (best is None or parts.step_s < best[1].step_s):
             best = cuts, parts
     return best

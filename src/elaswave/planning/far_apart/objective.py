@@ -258,24 +258,26 @@ class Model:
         Returns:
             None: it does not fit into memory.
         """
-        ends = [0, *cuts, self.job.num_layers]
-        ranges = list(zip(ends, ends[1:]))
-        wanted = self.held(groups, schedule)
-        held = []
-        for group, (start, stop), most in zip(groups, ranges, wanted.tolist()):
-            room = float(group.holds[start, stop])
-            if room < (most if schedule == "gpipe" else 1):
-                return None
-            held.append(min(most, room))
-        links = [self.boundary(*pair).at(cut) for pair, cut in zip(zip(groups, groups[1:]), cuts)]
-        run_s, bound = _run(groups, ranges, links, held, schedule)
-        return StepParts(
-            run_s=run_s,
-            bound=bound,
-            reduce_s=max(float(group.reduce_s[each]) for group, each in zip(groups, ranges)),
-            vote_s=self.vote_s([device for group in groups for device in group.devices]),
-            gather_s=max(float(group.gather_s[each]) for group, each in zip(groups, ranges)),
-        )
+        return self.evaluate_all(groups, [cuts], schedule)[0]
+
+    def evaluate_all(self, groups: list[Group], choices: list[list[int]], schedule: Schedule) -> list[StepParts | None]:
+        """The objective of several cuts of the same stages; as `evaluate`."""
+        wanted = self.held(groups, schedule).tolist()
+        vote_s = self.vote_s([device for group in groups for device in group.devices])
+        found: list[StepParts | None] = []
+        for cuts in choices:
+            ends = [0, *cuts, self.job.num_layers]
+            ranges = list(zip(ends, ends[1:]))
+            rooms = [float(group.holds[each]) for group, each in zip(groups, ranges)]
+            if any(room < (most if schedule == "gpipe" else 1) for room, most in zip(rooms, wanted)):
+                found.append(None)
+                continue
+            links = [self.boundary(*pair).at(cut) for pair, cut in zip(zip(groups, groups[1:]), cuts)]
+            run_s, bound = _run(groups, ranges, links, list(map(min, wanted, rooms)), schedule)
+            reduce_s = max(float(group.reduce_s[each]) for group, each in zip(groups, ranges))
+            gather_s = max(float(group.gather_s[each]) for group, each in zip(groups, ranges))
+            found.append(StepParts(run_s=run_s, bound=bound, reduce_s=reduce_s, vote_s=vote_s, gather_s=gather_s))
+        return found
 
     def plan(self, planner: str, groups: list[Group], cuts: list[int], schedule: Schedule, parts: StepParts) -> FarPlan:
         """The plan of what has been evaluated."""

@@ -7,13 +7,14 @@ abstract (arXiv 2410.12707), of which no more could be read; how it is done here
 2. For several depths each cluster is given stages by its speed, its devices dealt over them, like beside like.
 3. For each such chain of stages the cuts are found by dynamic programmes (`elaswave.planning.far_apart.cuts`).
 4. The best chains are improved step by step: a device goes to another stage of its cluster, a stage is parted, two are
-   joined, two change places, one is left out or taken in. What the objective likes is kept.
+   joined, two change places, one is left out or taken in, both ends are made narrow. What the objective likes is kept.
 
 A number of evaluations bounds the search, not a clock: equal jobs have equal plans.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain as chained
 from itertools import combinations, product
 
 import numpy as np
@@ -28,11 +29,15 @@ from elaswave.planning.far_apart.objective import FAR_SCHEDULES, Model
 MAX_ORDERS = 4
 SMALL = 8
 """Devices up to which clusters are given every number of stages, in more orders."""
-STARTS = 6
-"""Chains that are improved step by step, as long as the budget lasts."""
+STARTS = 14
+"""Chains that are improved step by step, as long as the budget lasts, fewer and fewer of them."""
 ALL_CHOICES = 4
 """Clusters up to which every choice of them is looked at."""
-BUDGET = 2_500
+NARROWED = 12
+"""Chains of which the ends are made narrow before the best ones are improved."""
+SHALLOW = 4
+"""Numbers of stages near this one are looked at first, since the budget may end."""
+BUDGET = 5_000
 """Stages that the search may look at, over all chains: what its time depends on."""
 
 Chain = tuple[tuple[int, ...], ...]
@@ -122,17 +127,40 @@ def op_fence(
             "stages that was tried; add devices, or take those with more memory"
         )
     search.budget += budget * 0.4
-    best = found[0]
-    starts = _different(found)
-    for number, start in enumerate(starts):
-        left = search.budget / (len(starts) - number)
-        before, search.budget = search.budget, left
-        improved = _improved(search, start, use_all=use_all)
-        search.budget += before - left
-        if improved.parts.step_s < best.parts.step_s:
-            best = improved
+    narrower = [_narrowed(search, start) for start in found[:NARROWED]]
+    found = sorted([*found, *chained.from_iterable(narrower)], key=lambda each: each.parts.step_s)
+    best = _best_improved(search, _different(found), use_all=use_all)
     groups = [model.group(stage) for stage in best.chain]
     return model.plan("op_fence", groups, best.cuts, best.schedule, best.parts)
+
+
+def _best_improved(search: _Search, starts: list[_Found], *, use_all: bool) -> _Found:
+    """The best chain that is found from these: all of them are improved for a while, the better half goes on."""
+    while True:
+        rounds = len(starts).bit_length()
+        for index, start in enumerate(starts):
+            turns = len(starts) * (rounds - 1) + len(starts) - index
+            later, search.budget = search.budget * (1 - 1 / turns), search.budget / turns
+            starts[index] = _improved(search, start, use_all=use_all)
+            search.budget += later
+        starts.sort(key=lambda each: each.parts.step_s)
+        if len(starts) == 1:
+            return starts[0]
+        del starts[len(starts) // 2 :]
+
+
+def _narrowed(search: _Search, start: _Found) -> list[_Found]:
+    """The chain with narrow ends, where that fits."""
+    of_device = _cluster_of_device(start)
+    cluster_of = [of_device[stage[0]] for stage in start.chain]
+    chains = _narrow_ends(search.model, start.chain, cluster_of)
+    found = (search.evaluate(each, start.clusters) for each in chains)
+    return [each for each in found if each is not None]
+
+
+def _cluster_of_device(found: _Found) -> dict[int, int]:
+    """The number of each device's cluster."""
+    return {device: number for number, cluster in enumerate(found.clusters) for device in cluster}
 
 
 def _different(found: list[_Found]) -> list[_Found]:
@@ -184,10 +212,10 @@ def _some_of(model: Model, clusters: tuple[Cluster, ...]) -> list[tuple[Cluster,
 
 
 def _depths(most: int) -> list[int]:
-    """Numbers of stages: all small ones, some large ones; middle ones first, since the budget may end."""
+    """Numbers of stages: all small ones, some large ones."""
     known = sorted({*range(1, min(most, 12) + 1), *(round(12 * 1.3**power) for power in range(1, 8)), most})
     depths = [depth for depth in known if depth <= most]
-    return sorted(depths, key=lambda depth: (abs(depth - min(8, most)), depth))
+    return sorted(depths, key=lambda depth: (abs(depth - SHALLOW), depth))
 
 
 def _stages_of_each(model: Model, order: Sequence[Cluster], depth: int) -> list[int]:
@@ -245,10 +273,11 @@ def _improved(search: _Search, start: _Found, *, use_all: bool) -> _Found:
 def _neighbours(search: _Search, found: _Found, *, use_all: bool) -> Iterator[Chain]:
     """Chains that differ by one step."""
     chain = found.chain
-    of_device = {device: number for number, cluster in enumerate(found.clusters) for device in cluster}
+    of_device = _cluster_of_device(found)
     cluster_of = [of_device[stage[0]] for stage in chain]
     used = {device for stage in chain for device in stage}
     yield from _other_depths(chain, cluster_of)
+    yield from _narrow_ends(search.model, chain, cluster_of)
     yield from _moved_devices(search, chain, cluster_of)
     yield from _other_places(chain, cluster_of)
     if use_all:
@@ -291,6 +320,34 @@ def _other_depths(chain: Chain, cluster_of: list[int]) -> Iterator[Chain]:
                 yield (*chain[:index], first, second, *chain[index + 1 :])
                 if first != second:
                     yield (*chain[:index], second, first, *chain[index + 1 :])
+
+
+def _narrow_ends(model: Model, chain: Chain, cluster_of: list[int]) -> Iterator[Chain]:
+    """The first stage, the last one, or both at once with one device: the others form a stage beside it, or join it.
+
+    Embedding and head have the most parameters and end the step. A stage of one device reduces nothing; but while the
+    other end is wide nothing is gained by it, so both steps are one.
+    """
+    if len(chain) < 2:
+        return
+    for ends in ((True, True), (True, False), (False, True)):
+        for joins in (False, True):
+            stages, clusters = list(chain), list(cluster_of)
+            # The last one first: positions before it stay.
+            for is_wanted, at, beside in ((ends[1], len(chain) - 1, len(chain) - 2), (ends[0], 0, 1)):
+                stage = stages[at]
+                if not is_wanted or len(stage) < 2:
+                    continue
+                alone = max(stage, key=lambda device: (float(model.rate[device]), -device))
+                others = tuple(device for device in stage if device != alone)
+                stages[at] = (alone,)
+                if joins and 0 <= beside < len(stages) and clusters[beside] == clusters[at]:
+                    stages[beside] = tuple(sorted((*stages[beside], *others)))
+                else:
+                    place = max(at, 1)
+                    stages.insert(place, others)
+                    clusters.insert(place, clusters[at])
+            yield tuple(stages)
 
 
 def _moved_devices(search: _Search, chain: Chain, cluster_of: list[int]) -> Iterator[Chain]:

@@ -1,6 +1,7 @@
 """OP-Fence and its rivals: what their plans keep, and what they make of networks that are easy to see through."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_48_devices_are_all_used_and_replicas_share_a_site(ten_regions):
     allocation_of_plan(ten_regions, plan).check()
     for name in ("equal_number", "equal_compute"):
         assert plan.step_s < FAR_PLANNERS[name](ten_regions).step_s
+
+
+def test_embedding_and_head_are_alone_where_they_end_the_step(ten_regions, monkeypatch):
+    """With links this fast a step ends with what they send within their regions, and either alone changes nothing."""
+    job = replace(ten_regions, cluster=scaled(ten_regions.cluster, 10_000))
+    plan = op_fence(job, use_all=True)
+    assert len(plan.stages[0].devices) == len(plan.stages[-1].devices) == 1
+    assert plan.parts.reduce_s + plan.parts.gather_s < 1.0
+    monkeypatch.setattr("elaswave.planning.far_apart.op_fence._narrow_ends", lambda *args: iter(()))
+    assert plan.step_s < 0.96 * op_fence(job, use_all=True).step_s
 
 
 def test_equal_jobs_have_equal_plans(ten_regions):
