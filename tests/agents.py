@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elaswave.observability.processes import facts_of
+
 OF_TORCH = ("torchinductor_", "torchelastic_")
 """Folders that torch's compiler, and torchrun, leave."""
 WAIT_S = 200.0
@@ -182,8 +184,10 @@ def free_port() -> int:
 
 
 def _session_of(pid: int) -> int:
+    """The session of a process; -1 if it has ended. On a host of tests nobody reaps an orphan."""
+    facts = facts_of(pid)
     try:
-        return os.getsid(pid)
+        return -1 if facts is None or facts.state == "Z" else os.getsid(pid)
     except OSError:
         return -1
 

@@ -25,15 +25,22 @@ class Member:
         self.endpoint = endpoint
         self.folder = folder / name
         """Of its data."""
-        self._is_elsewhere = bool(before)
-        self._command = [*before, str(ETCD), "--name", name, "--data-dir", str(folder / name), *options]
+        self.before = before
+        """Counts from its next start on."""
+        self._command = [str(ETCD), "--name", name, "--data-dir", str(folder / name), *options]
         self._log = folder / f"{name}.log"
         self.start()
 
     def start(self) -> None:
         """Starts it, with the data that it has."""
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            command = [*self.before, *self._command]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    @property
+    def log_bytes(self) -> bytes:
+        """What it has said since it was first started."""
+        return self._log.read_bytes()
 
     def kill(self) -> None:
         self.process.kill()
@@ -46,7 +53,7 @@ class Member:
         self.process.send_signal(signal.SIGCONT)
 
     def is_ready(self) -> bool:
-        if self._is_elsewhere:
+        if self.before:
             return "ready to serve client requests" in self._log.read_text(errors="replace")
         host, port = self.endpoint.rsplit(":", 1)
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1.0):

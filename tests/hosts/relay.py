@@ -81,7 +81,9 @@ class Relay:
         self._devices: dict[int, int] = {}
         """Host -> descriptor."""
         self._hosts: dict[int, int] = {}
-        """Descriptor -> host."""
+        """Descriptor that is looked at -> host."""
+        self._fds: list[int] = []
+        """All that are to be closed."""
         self._host_at: dict[bytes, int] = {}
         self._wires: dict[tuple[int, int], Wire] = {}
         self._waiting: list[tuple[float, int, int, bytes]] = []
@@ -93,13 +95,15 @@ class Relay:
         self._thread.start()
 
     def attach(self, host: int, fd: int) -> None:
-        """A host is on the network from now on.
+        """A host is on the network from now on, with this device instead of the one that it may have had.
 
         Args:
             fd: of its device; closed by this class.
         """
+        self._fds.append(fd)
+        others = {each: at for each, at in self._hosts.items() if at != host}
+        self._hosts = {**others, fd: host}  # the thread may be looking at it
         self._devices[host] = fd
-        self._hosts = {**self._hosts, fd: host}  # the thread may be looking at it
         self._wake()
 
     def give(self, host: int, *addresses: str) -> None:
@@ -116,7 +120,7 @@ class Relay:
         self._is_over = True
         self._wake()
         self._thread.join()
-        for fd in [*self._hosts, self._wake_fd]:
+        for fd in [*self._fds, self._wake_fd]:
             os.close(fd)
 
     def _wake(self) -> None:
@@ -140,7 +144,9 @@ class Relay:
                     self._read(fd)
 
     def _read(self, fd: int) -> None:
-        source = self._hosts[fd]
+        source = self._hosts.get(fd)
+        if source is None:  # it has another device by now
+            return
         for _ in range(_PACKETS_AT_ONCE):
             try:
                 packet = os.read(fd, 1 << 16)

@@ -6,6 +6,7 @@ another time than every other host's. Ending its first process ends all of them 
 of it outlives the processes that hold it.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -56,6 +57,11 @@ class _Namespaces:
         """Words before a command that is to run inside."""
         return ["nsenter", "-t", str(self.first), *kinds, "--"]
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._holder.poll() is None
+
     def end(self) -> None:
         """Kills all processes inside."""
         if self._holder.poll() is None:
@@ -101,6 +107,22 @@ class Host:
         """Words before a command that is to run on the host."""
         return self._namespaces.enter("-n", "-m", "-p", "-T")
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not been killed."""
+        return self._namespaces.is_alive
+
+    def processes(self) -> dict[int, int]:
+        """Its processes but the first one: their ids on the host -> their ids here."""
+        namespace, found = os.readlink(f"/proc/{self.pid}/ns/pid"), {}
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if int(name) != self.pid and os.readlink(f"/proc/{name}/ns/pid") == namespace:
+                    status = Path(f"/proc/{name}/status").read_text()
+                    ids = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+                    found[int(ids.split()[-1])] = int(name)
+        return found
+
     def mount(self, folder: Path, seen_as: Path) -> None:
         """On this host a path shows another folder; both are there."""
         _run(*self._namespaces.enter("-m"), "mount", "--bind", str(folder), str(seen_as))
@@ -133,12 +155,19 @@ class World:
             raise
         for wire in self.wires(self.hosts, self.hosts):
             wire.delay_s = delay_s
+        self._mtu_bytes = mtu_bytes
 
     def __enter__(self) -> "World":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._end()
+
+    def boot(self, host: Host) -> Host:
+        """Starts a host again that was killed: it has its address, another first process, and nothing runs on it."""
+        again = Host(host.number, self._relay, self._mtu_bytes)
+        self.hosts[self.hosts.index(host)] = again
+        return again
 
     def wires(self, sources: Iterable[Host], targets: Collection[Host]) -> list[Wire]:
         """All wires from some hosts to some others."""
