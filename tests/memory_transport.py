@@ -133,6 +133,10 @@ class MemoryTransport:
         """The last thing seen of a wanted peer; see ``Transport.trouble``."""
         return "no sign of it" if peer in self._wanted - self._links else ""
 
+    def unreached(self, peer: int) -> str:
+        """See ``Transport.unreached``."""
+        return self.trouble(peer)
+
     def _link_wanted(self) -> float:
         """Links that can be made now; a transport that is made later wakes this one."""
         with self._network.lock:

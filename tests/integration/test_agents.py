@@ -108,6 +108,29 @@ def test_hosts_that_are_lost_come_and_leave_change_no_bit(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("comes", ["at the beginning", "later"])
+def test_a_host_whose_address_does_not_answer_is_refused_with_words_on_both_sides(tmp_path: Path, comes: str) -> None:
+    """As behind a NAT that changes addresses or ports: its agent and workers dial others, and nobody can dial them."""
+    hosts = 2 if comes == "at the beginning" else 1
+    settings = {**FOUR, "layout.widths": "[2]", "elastic.num_followers": 1, "run.steps": 100_000}
+    with Agents(tmp_path, {**settings, "control.hosts": hosts}, f"127.0.0.1:{free_port()}") as agents:
+        founder = agents.start("a", founds=True)
+        if comes == "later":
+            agents.wait_for_step(3)
+        # A worker takes connections at 127.0.0.1, and says 127.0.0.9, where nobody listens.
+        stranger = agents.start("b", "--set", "net.bind=127.0.0.1", "--set", "net.advertise=127.0.0.9")
+        words = "does not answer at tcp:127.0.0.9:"
+        agents.wait_for(lambda: words in founder.text, "the refusal")
+        agents.wait_for(lambda: words in stranger.text, "the refusal on the other side")
+        agents.wait_for_step(max((event["step"] for event in agents.events("step")), default=0) + 3)
+        founder.signal(signal.SIGTERM)
+        assert founder.end() == 143, founder.text
+        stranger.end()
+    assert "net.advertise" in founder.text
+    assert recoveries(agents, "joined") == []
+
+
+@pytest.mark.slow
 def test_hosts_share_only_checkpoints_and_one_folder_tells_of_all_workers(tmp_path: Path) -> None:
     settings = {**FOUR, "run.steps": 100_000, "optimizer.schedule": "constant", "control.hosts": 2}
     shared = ("--checkpoints", str(tmp_path / "shared"))

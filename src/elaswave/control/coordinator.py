@@ -37,7 +37,7 @@ from elaswave.errors import ElaswaveError, StoreError, StoreGoneError, Supersede
 from elaswave.observability.worker_logs import add_to_copy
 from elaswave.protocol import events
 from elaswave.protocol.coordinator_table import State
-from elaswave.protocol.detection import Position
+from elaswave.protocol.detection import Position, Suspicion
 from elaswave.protocol.heads import Head
 from elaswave.protocol.messages import (
     Evidence,
@@ -56,6 +56,7 @@ from elaswave.worker.messages import (
     LinkLost,
     StepReport,
     Timings,
+    Unreached,
 )
 
 LINGER_S = 5.0
@@ -190,6 +191,9 @@ class CoordinatorProcess(JobDriver):
         elif isinstance(message, Joining):
             if not self._end.is_there:
                 self._on_joining(message, now_s)
+        elif isinstance(message, Unreached):
+            if not self._end.is_there:
+                self._on_unreached(message, now_s)
         elif isinstance(message, StepReport) and not self._end.is_there:
             self._on_step(message, now_s)
         elif (
@@ -237,6 +241,19 @@ class CoordinatorProcess(JobDriver):
             if isinstance(message, Finished):
                 self._joiners.stop()
             self._publishing.publish(message, now_s)
+
+    def _on_unreached(self, message: Unreached, now_s: float) -> None:
+        """A worker cannot reach others: at the beginning, when somebody joins, or after a recovery (J3)."""
+        here = {*self.core.members, *self._membership.joining}
+        if message.worker not in here:
+            return
+        peers = {peer: text for peer, text in message.peers.items() if peer in here}
+        found = self._unreachable.heard(message.worker, peers, now_s)
+        for worker, reason in found.items():
+            self._membership.unreachable(worker, reason)
+        self._take_suspicions(
+            [Suspicion(worker, "link", reason) for worker, reason in found.items() if worker in self.core.members]
+        )
 
     def _on_leaving(self, message: Leaving, now_s: float) -> None:
         """A worker has had a notice. A job that is stopping, or over, lets it go anyway."""

@@ -50,6 +50,7 @@ from elaswave.control.store import Owner
 from elaswave.control.stragglers import TRIALS_MAX
 from elaswave.control.template_messages import StartingPoint
 from elaswave.control.terminal import Terminal
+from elaswave.control.unreachable import Unreachable
 from elaswave.observability.clock import clock_here
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE
@@ -207,6 +208,7 @@ class JobDriver(CoordinatorDriver):
             held_up_s=self._held_up_s(),
             awake=self._awake,
         )
+        self._unreachable = Unreachable()
         self._recovery_planning = RecoveryPlanning(
             self._planner, self._background, pause=self._detector.pause, answer=self.answer_plan
         )

@@ -321,6 +321,11 @@ class Membership:
             if awake_s - heard_at_s > JOINER_SILENT_S:
                 self._give_up(worker, f"nothing has been heard of it for {awake_s - heard_at_s:.0f} s")
 
+    def unreachable(self, worker: int, reason: str) -> None:
+        """Others cannot make links to a worker. A joiner does not come in then; any other one is left to others."""
+        if worker in self._joining_since_s:
+            self._give_up(worker, reason)
+
     def _give_up(self, worker: int, problem: str) -> None:
         """A joiner does not get on: it may hang."""
         if self._joining_since_s.pop(worker, None) is not None:

@@ -67,6 +67,7 @@ class _Visit:
         self.received = b""
         self.greeting = b""
         self.side: _Side | None = None
+        self.is_connected = peer is None
 
     def begin(self, key: bytes) -> None:
         """The connection is as secure as it is to be: the handshake begins."""
@@ -173,7 +174,7 @@ class Acceptor:
         self._lookups.pop(peer, None)
         for visit in list(self._visits.values()):
             if visit.peer == peer:
-                self._turn_away(visit, ConnectionError("this worker has stopped dialling"))
+                self._end(visit)
 
     def expire(self) -> float:
         """Turn away the connections that took too long; returns the seconds until the next one will have."""
@@ -182,7 +183,9 @@ class Acceptor:
             return nearest
         now = time.monotonic()
         for visit in list(self._visits.values()):
-            if visit.deadline <= now:
+            if visit.deadline <= now and not visit.is_connected:
+                self._turn_away(visit, ConnectionError(f"nothing there has answered within {self._timeout_s:g} s"))
+            elif visit.deadline <= now:
                 self._turn_away(visit, TimeoutError("it did not finish the handshake in time"))
             else:
                 nearest = min(nearest, visit.deadline - now)
@@ -227,6 +230,7 @@ class Acceptor:
         return visit
 
     def _on_event(self, visit: _Visit) -> None:
+        visit.is_connected = True
         try:
             if visit.side is None and not self._secure(visit):
                 return
@@ -285,11 +289,14 @@ class Acceptor:
             _send(sock, reply)
         return side.done
 
-    def _turn_away(self, visit: _Visit, error: Exception) -> None:
+    def _end(self, visit: _Visit) -> None:
         del self._visits[visit.fd]
         self._unauthenticated.remove(visit)
         self._waiter.unregister(visit.fd)
         visit.sock.close()
+
+    def _turn_away(self, visit: _Visit, error: Exception) -> None:
+        self._end(visit)
         if visit.peer is not None:
             self.trouble[visit.peer] = error
         else:

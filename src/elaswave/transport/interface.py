@@ -128,6 +128,10 @@ class Transport(Protocol):
         """The last thing seen of a peer whose link is wanted and not there; empty if nothing was seen yet."""
         ...
 
+    def unreached(self, peer: int) -> str:
+        """As `trouble`, but only if it shows that nobody answers at the address as that peer, who may be slow to."""
+        ...
+
     def send(self, dst: int, tag: Tag, tensors: Tensor | Sequence[Tensor]) -> Handle:
         """Start sending. The memory must stay unchanged until the handle is done.
 

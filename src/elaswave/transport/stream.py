@@ -291,6 +291,10 @@ class StreamTransport:
         trouble = self._acceptor.trouble.get(peer)
         return "" if trouble is None or peer in self._links else str(trouble)
 
+    def unreached(self, peer: int) -> str:
+        """What shows that nobody answers as a peer; see ``Transport.unreached``."""
+        return "" if isinstance(self._acceptor.trouble.get(peer), TimeoutError) else self.trouble(peer)
+
     def _dial_wanted(self) -> float:
         """Dials the wanted peers that this side dials and whose time has come; returns the seconds until the next."""
         nearest_s = math.inf

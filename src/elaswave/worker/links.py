@@ -1,7 +1,7 @@
 """The machine's links over a transport: keys become tags and handles, waits move bytes and say for whom is waited."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ WAIT_TIMEOUT_S = 600.0
 alive and silent."""
 LINK_TURN_S = 10.0
 """How long links are waited for before it is checked whether the coordinator is still there."""
+UNREACHED_TURN_S = 5.0
+"""Between two times that it is said which wanted peers do not answer."""
 FULL_MESH_WORKERS = 128
 """Up to this many members, each is linked to every other from the start, so that no recovery has to dial."""
 
@@ -43,6 +45,7 @@ class TransportLinks:
         check: at a moment: moves bytes, and raises InterruptedWaitError if the epoch is over.
         check_coordinator: called with what is waited for when links do not come; raises if there is no coordinator that
             could end the wait.
+        say_unreached: told now and then of peers that do not answer at their addresses, see `unreached`.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class TransportLinks:
         activity: Activity,
         check: Callable[[], None],
         check_coordinator: Callable[[str], None] = lambda waited_for: None,
+        say_unreached: Callable[[Mapping[int, str]], object] = lambda peers: None,
     ) -> None:
         self.worker = worker
         self.transport = transport
@@ -70,6 +74,9 @@ class TransportLinks:
         self._activity = activity
         self.check = check
         self._check_coordinator = check_coordinator
+        self._say_unreached = say_unreached
+        self._unreached_at_s = 0.0
+        """When it was told of them, or looked whether there were any."""
         self._receives: dict[Key, Handle] = {}
         self._sends: list[Handle] = []
 
@@ -91,6 +98,8 @@ class TransportLinks:
             try:
                 self.transport.connect({peer: self.addresses[peer] for peer in missing}, LINK_TURN_S)
             except WaitTimeoutError as error:
+                if unreached := self._unreached(missing):
+                    self._say_unreached(unreached)
                 self._check_coordinator(str(error))
             missing = peers - self.transport.peers
         self.is_linked = True
@@ -128,11 +137,18 @@ class TransportLinks:
         """Whether a link that is wanted is not there."""
         return not self._wanted <= self.transport.peers
 
-    @property
-    def trouble(self) -> str:
-        """What stands in the way of links that are wanted: one line, empty if nothing was seen."""
-        seen = [(peer, self.transport.trouble(peer)) for peer in sorted(self._wanted - self.transport.peers)]
-        return "; ".join(f"worker {peer} at {self.addresses[peer]}: {text}" for peer, text in seen if text)
+    def look_at_unreached(self) -> None:
+        """Says now and then which peers that are wanted do not answer."""
+        now_s = time.monotonic()
+        if now_s - self._unreached_at_s >= UNREACHED_TURN_S:
+            self._unreached_at_s = now_s
+            if unreached := self._unreached(self._wanted - self.transport.peers):
+                self._say_unreached(unreached)
+
+    def _unreached(self, peers: Iterable[int]) -> dict[int, str]:
+        """Peers that this worker dials and that do not answer -> where it dials, and what it sees there."""
+        seen = {peer: self.transport.unreached(peer) for peer in sorted(peers) if peer > self.worker}
+        return {peer: f"at {self.addresses[peer]}: {text}" for peer, text in seen.items() if text}
 
     def edit(self, epoch: int, members: tuple[int, ...]) -> None:
         """Moves the data plane to a newer epoch."""

@@ -69,6 +69,15 @@ class LinkLost(Message, frozen=True, kw_only=True):
     detail: str
 
 
+class Unreached(Message, frozen=True, kw_only=True):
+    """A worker dials others, and nobody answers at their addresses as they. Said again while it lasts; the newest one
+    counts."""
+
+    worker: int
+    peers: dict[int, str]
+    """Those -> where it dials, and what it sees there."""
+
+
 class StepReport(Message, frozen=True, kw_only=True):
     """A committed step. Sent by the member with the lowest id; after a loss the next one sends what may be missing."""
 
@@ -241,6 +250,7 @@ FromWorker = (
     | Ready
     | Heartbeat
     | LinkLost
+    | Unreached
     | Leaving
     | Linked
     | Paused

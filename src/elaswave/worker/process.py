@@ -47,7 +47,7 @@ from elaswave.worker.loader import loader_log
 from elaswave.worker.loading import LoaderSupply
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.materialise import materialise, updater_after
-from elaswave.worker.messages import Exit, Failed, ShardFailed, ShardWritten, Start, ToWorker
+from elaswave.worker.messages import Exit, Failed, ShardFailed, ShardWritten, Start, ToWorker, Unreached
 from elaswave.worker.outbox import ControlOutbox, WorkerClient
 from elaswave.worker.pacing import ActionTimer, Pace
 from elaswave.worker.probe import Probe
@@ -167,6 +167,7 @@ class Worker:
             mailbox.activity,
             self._check,
             lambda waited_for: _check_coordinator(client, waited_for),
+            lambda peers: client.send(Unreached(worker=setup.worker, peers=dict(peers))),
         )
         self._outbox = ControlOutbox(blueprint, client, mailbox, self._links, self._watch, self._timer)
         self._disk = ShardDisk(
@@ -282,6 +283,7 @@ class Worker:
                 self._wait_for_message()
             if self.machine.wants_links:
                 self.machine.look_at_links()
+                self._links.look_at_unreached()
             # Not between waits that do not block: what a worker can still finish with what it has, it finishes.
             while (wait is None or wait is Pause.MOMENT) and not self._mailbox.is_empty:
                 self._hand_over(self._mailbox.next(0.0))

@@ -67,6 +67,10 @@ class TracedTransport:
         """See `Transport.trouble`."""
         return self._inner.trouble(peer)
 
+    def unreached(self, peer: int) -> str:
+        """See `Transport.unreached`."""
+        return self._inner.unreached(peer)
+
     def send(self, dst: int, tag: Tag, tensors: Tensor | Sequence[Tensor]) -> Handle:
         """See `Transport.send`."""
         start_ns = time.monotonic_ns()

@@ -220,6 +220,18 @@ def test_a_joiner_to_which_no_links_are_made_is_ended_too(world: World) -> None:
     assert world.fed[-1] == JoinerGone(3) and world.ended == [3]
 
 
+def test_a_joiner_that_members_cannot_reach_is_told_why_and_ended(world: World) -> None:
+    world.membership.join(1, 0.0)
+    world.membership.unreachable(3, "worker 3 does not answer")
+    assert world.refused == [], "it has not come"
+    world.membership.heard(joining(3), 1.0)
+    world.membership.unreachable(3, "worker 3 does not answer")
+    assert world.fed[-1] == JoinerGone(3) and world.ended == [3]
+    assert world.refused == [(3, "worker 3 does not answer")] and world.membership.joining == ()
+    world.membership.unreachable(0, "worker 0 does not answer")
+    assert world.ended == [3], "a member is the detector's"
+
+
 @pytest.mark.parametrize("is_connected", [True, False])
 def test_a_joiner_that_falls_silent_before_it_is_a_member_is_given_up(world: World, is_connected: bool) -> None:
     world.membership.join(2, 0.0)

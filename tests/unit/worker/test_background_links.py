@@ -16,22 +16,54 @@ from elaswave.worker.links import TransportLinks
 from elaswave.worker.messages import Exit
 
 
-def links_of(worker, network, blocks=()):
-    links = TransportLinks(worker, blocks, network.transport(worker), mailbox().activity, lambda: None)
+def links_of(worker, network, blocks=(), unreached=lambda peers: None):
+    links = TransportLinks(
+        worker, blocks, network.transport(worker), mailbox().activity, lambda: None, say_unreached=unreached
+    )
     links.addresses = {peer: f"memory:{peer}" for peer in range(6)}
     return links
 
 
 def test_a_link_that_is_wanted_is_there_once_it_stands():
     network = MemoryNetwork()
-    a = links_of(0, network)
+    told = []
+    a = links_of(0, network, unreached=told.append)
     a.want({0: "memory:0", 5: "memory:5"})
     assert a.is_dialling and not a.has(5)
-    assert a.trouble == "worker 5 at memory:5: no sign of it"
+    a.look_at_unreached()
+    a.look_at_unreached()
+    assert told == [{5: "at memory:5: no sign of it"}], "once in a while"
     joiner = links_of(5, network)
     joiner.want({0: "memory:0"})
     a.transport.poll()
-    assert a.has(5) and joiner.has(0) and not a.is_dialling and a.trouble == ""
+    assert a.has(5) and joiner.has(0) and not a.is_dialling
+    a.look_at_unreached()
+    assert len(told) == 1
+
+
+def test_who_is_dialled_by_the_other_side_is_not_said_to_be_unreached():
+    told = []
+    b = links_of(5, MemoryNetwork(), unreached=told.append)
+    b.want({0: "memory:0"})
+    b.look_at_unreached()
+    assert told == []
+
+
+def test_who_does_not_answer_when_the_first_links_are_made_is_said(monkeypatch):
+    monkeypatch.setattr(links_module, "LINK_TURN_S", 0.01)
+    told = []
+
+    def look(peers):
+        told.append(peers)
+        if len(told) == 2:
+            raise StopIteration
+
+    a = links_of(0, MemoryNetwork(), unreached=look)
+    monkeypatch.setattr(a.transport, "unreached", lambda peer: "refused" if peer == 1 else "", raising=False)
+    layout = make_layout(widths=[1] * 3, layers_per_stage=[1] * 3, num_microbatches=1)
+    with pytest.raises(StopIteration):
+        a.connect(layout, place_blocks(layout, make_blocks([1] * 3, 1), num_followers=0, scatter_width=EVERYBODY))
+    assert told == [{1: "at memory:1: refused"}] * 2
 
 
 def test_the_address_of_a_wanted_peer_is_kept_for_the_time_when_it_is_a_member():

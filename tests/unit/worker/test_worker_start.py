@@ -199,6 +199,10 @@ class Slow:
         if len(addresses) > 1:
             raise WaitTimeoutError("worker 0 has no link yet")
 
+    def unreached(self, peer: int) -> str:
+        """Nothing shows that they do not answer."""
+        return ""
+
 
 @pytest.mark.parametrize("disconnected_s", [0.0, 121.0])
 def test_links_are_waited_for_as_long_as_there_is_a_coordinator(disconnected_s):
