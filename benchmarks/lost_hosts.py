@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import machine, print_header
+from harness import exit_on_sigterm, machine, print_header
 from tests.agents import Agents
 from tests.hosts.world import World, lacking
 
@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one job of each fault, to see that all runs")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     options = parser.parse_args()
+    exit_on_sigterm()
     if reason := lacking():
         print(reason, file=sys.stderr)
         return 1

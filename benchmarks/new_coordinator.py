@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import machine, print_header
+from harness import exit_on_sigterm, machine, print_header
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # hosts and members are those of the tests
 
@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=TARGETS_S, default=list(TARGETS_S))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    exit_on_sigterm()
     if ETCD is None:
         parser.error("no etcd here: install a server that is called etcd (Debian: etcd-server)")
     where = machine()

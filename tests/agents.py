@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.children import with_parent
+
 from elaswave.observability.processes import facts_of
 
 OF_TORCH = ("torchinductor_", "torchelastic_")
@@ -36,7 +38,7 @@ class AgentProcess:
         self._output = folder / "output.txt"
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                command,
+                with_parent(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -114,6 +116,7 @@ class Agents:
     def __exit__(self, *exception: object) -> None:
         for agent in self._started:
             agent.signal(signal.SIGKILL)
+            agent.process.send_signal(signal.SIGCONT)  # nsenter stops itself with its child
             agent.process.wait()
         deadline_s = time.monotonic() + 20.0
         while (left := [agent.left() for agent in self._started if agent.left()]) and time.monotonic() < deadline_s:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.children import with_parent
 
 ETCD = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(
@@ -34,7 +35,7 @@ class Member:
     def start(self) -> None:
         """Starts it, with the data that it has."""
         with self._log.open("ab") as log:
-            command = [*self.before, *self._command]
+            command = with_parent([*self.before, *self._command])
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
     @property

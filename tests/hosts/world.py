@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from tests.children import with_parent
 from tests.hosts.relay import MTU_BYTES, Relay, Wire, open_tun
 
 CLOCK_STEP_S = 100_000
@@ -43,9 +44,8 @@ class _Namespaces:
     """A process that holds namespaces, as the first of its process table."""
 
     def __init__(self, *kinds: str) -> None:
-        command = ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds]  # it ends with this process, however that ends
-        command += ["--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"]
-        self._holder = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        command = ["unshare", *kinds, "--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"]
+        self._holder = subprocess.Popen(with_parent(command), stdin=subprocess.DEVNULL, start_new_session=True)
         deadline_s = time.monotonic() + _START_S
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
         while not (found := children.read_text().split()) or not _is_sleep(int(found[0])):
