@@ -73,14 +73,8 @@ class Judge:
         self._most_done = 0.0
         """By any candidate so far, until the horizon."""
 
-    def of_shape(self, shape: Shape, schedule: Schedule, *, relief: float = 1.0) -> Candidate | None:
-        """A shape as a candidate; None if it does not keep to the limits of memory and power.
-
-        Args:
-            shape: of the job.
-            schedule: of the job.
-            relief: of slow workers, as of `build`.
-        """
+    def of_shape(self, shape: Shape, schedule: Schedule) -> Candidate | None:
+        """A shape as a candidate; None if it does not keep to the limits of memory and power."""
         try:
             allocation = build(
                 self._cluster,
@@ -90,7 +84,6 @@ class Judge:
                 self._levels,
                 by_speed="dataflow" in self._options.axes,
                 followers=self._options.followers,
-                relief=relief,
             )
             return self.of_allocation(allocation, shape.origin, np.concatenate(shape.members))
         except InfeasiblePlan as failure:

@@ -26,7 +26,7 @@ from elaswave.costs.step_time.bound import StageTable
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
 from elaswave.planning.candidates import SLACK, Candidate, Judge
-from elaswave.planning.exhaustive import FEW, WORKERS_MAX, all_shapes
+from elaswave.planning.exhaustive import WORKERS_MAX, all_shapes
 from elaswave.planning.explanation import contributions_of, reason_of
 from elaswave.planning.frequency import choose_levels
 from elaswave.planning.memory_limits import MemoryBudget
@@ -64,9 +64,6 @@ WHOLE = 16
 under others."""
 WHOLE_ALIKE = 4
 """The same where all workers are alike: there the closed form is nearer to exact times."""
-RELIEF = 0.8
-"""Where micro-batches are few, slower workers of a stage are also given what they would have at this share of their
-speed: the busiest worker may end later, and yet the step sooner."""
 HOLDING_LESS: Mapping[Schedule, tuple[Schedule, ...]] = {
     "zero-bubble-h2": ("zero-bubble", "1f1b"),
     "zero-bubble": ("1f1b",),
@@ -292,8 +289,6 @@ class _Planning:
                 followers=options.followers, most=most, stages=stages,
             )  # fmt: skip
             found += [self._judge.of_shape(each.shape, schedule) for each in ranked]
-            if not alike and self._num_microbatches <= FEW * len(everybody):
-                found += [self._judge.of_shape(each.shape, schedule, relief=RELIEF) for each in ranked]
         return [each for each in found if each is not None]
 
     def _only_workers(self, stay: Shape | None, team: Team) -> list[Shape]:

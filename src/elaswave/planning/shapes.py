@@ -180,7 +180,6 @@ def build(
     *,
     by_speed: bool = True,
     followers: int = DEFAULT_FOLLOWERS,
-    relief: float = 1.0,
 ) -> Allocation:
     """The allocation of a shape: micro-batches are split over the workers of each stage.
 
@@ -192,7 +191,6 @@ def build(
         levels: frequency level of every worker of the cluster.
         by_speed: split so that workers end together, and no worker is given more than its memory holds; else evenly.
         followers: live copies of every block, for memory.
-        relief: workers that are slower than others of their stage get what they would at this share of their speed.
     Raises:
         InfeasiblePlan: the workers of a stage cannot hold its micro-batches.
     """
@@ -205,7 +203,6 @@ def build(
     for stage, ((start, stop), own) in enumerate(zip(held, shape.members, strict=True)):
         if by_speed:
             speeds = worker_speeds(cluster, own, levels[own])
-            speeds = np.where(speeds < speeds.max(), relief * speeds, speeds)
             caps = None if limits is None else limits[stage]
             counts = apportion(shape.num_microbatches, 1.0 / speeds, caps)
         else:
