@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.integration.jobs import Job, run_job
+from tests.integration.waits import HeldUntil
 
 from elaswave.config.devices import cpu_under_quota
 from elaswave.errors import FrequencyError
@@ -102,7 +103,8 @@ def test_steps_that_are_repeated_with_a_smaller_batch_have_other_losses(tmp_path
     """Without copies a loss leads back to the checkpoint of step 4, and step 5 is repeated by the groups that are left:
     in the log and in the result stands what it has come to the second time."""
     settings = EMULATED | {"elastic.policy": '"torchft"', "elastic.num_followers": 0, "run.checkpoint_every": 2}
-    job = run_job(tmp_path / "run", settings, faults=["kill:1@6:backward"])
+    is_durable = (tmp_path / "run" / "checkpoints" / "step-00000004").exists
+    job = run_job(tmp_path / "run", settings, faults=["kill:1@6:backward"], probe=HeldUntil(1, 6, is_durable))
     assert [record.first_step for record in job.result.epochs] == [1, 5]
     assert job.result.losses[:4] == reference.result.losses[:4]
     assert job.result.losses[4] != reference.result.losses[4]

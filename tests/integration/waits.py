@@ -1,4 +1,4 @@
-"""A probe that lets a job go on slowly until something has happened beside it."""
+"""Probes that let a job, or one worker, wait until something has happened beside it."""
 
 import time
 from collections.abc import Callable
@@ -48,3 +48,23 @@ class WaitsFor:
         deadline_s = time.monotonic() + self.patience_s
         while not (self.path.exists() and self.text in self.path.read_text()) and time.monotonic() < deadline_s:
             time.sleep(0.01)  # a turn of the wait, which has a bound
+
+
+class HeldUntil:
+    """A probe: a worker, before it makes a step, waits until something has happened.
+
+    Args:
+        worker: its id.
+        step: the step.
+        has_happened: looked at again and again.
+        patience_s: the job fails after so long.
+    """
+
+    def __init__(self, worker: int, step: int, has_happened: Callable[[], bool], *, patience_s: float = 60.0) -> None:
+        self.worker, self.step, self.has_happened, self.patience_s = worker, step, has_happened, patience_s
+
+    def reached(self, phase: str, index: int, machine: Any) -> None:
+        deadline_s = time.monotonic() + self.patience_s
+        while (machine.worker, machine.step) == (self.worker, self.step) and not self.has_happened():
+            assert time.monotonic() < deadline_s, f"worker {self.worker} has waited in step {self.step} in vain"
+            time.sleep(0.01)
