@@ -30,6 +30,7 @@ from elaswave.planning.plan import Allocation, Planner
 from elaswave.planning.policies import POLICIES, replication_of
 from elaswave.planning.prediction import time_as_it_is
 from elaswave.planning.survival import Survival, survival_of
+from elaswave.sim.cluster.failures import racks_of
 
 DEFAULT_MODEL = "llama-2-13b"
 DEFAULT_DEVICE = "ascend-910b"
@@ -167,6 +168,11 @@ def loss_options(command: Command) -> Command:
                 metavar="WORKER=F",
                 help="A worker that computes at F times the others' speed; may be given several times.",
             ),
+            click.option(
+                "--nodes-per-rack",
+                type=click.IntRange(min=1),
+                help="Machines that share a rack; elaswave keeps copies apart over racks then.  [default: 1]",
+            ),
         )
     ):
         command = option(command)
@@ -199,6 +205,8 @@ class Setting:
     """Of throughput."""
     followers: int = DEFAULT_FOLLOWERS
     """Live copies of every block."""
+    racks: tuple[int, ...] = ()
+    """Rack of machine 0, 1, ...; empty: racks are not known."""
     planners: Mapping[str, Planner] = field(default_factory=lambda: POLICIES)
     """Policies that are known, by name."""
     schedules: tuple[Schedule, ...] = SCHEDULES
@@ -227,7 +235,8 @@ class Setting:
 
     def survival(self, policy: str, planner: Planner, allocation: Allocation) -> Survival:
         """Which losses at one instant leave a copy of all state, under a policy's layout of all workers."""
-        return survival_of(replication_of(policy, planner), allocation, self.cluster, Placing(followers=self.followers))
+        placing = Placing(followers=self.followers, racks=self.racks)
+        return survival_of(replication_of(policy, planner), allocation, self.cluster, placing)
 
     def capacity_left(self, left: Cluster) -> float:
         """Tokens per second of the capacity that is left: the best that any policy makes of all workers, times the
@@ -306,13 +315,20 @@ def with_speeds(cluster: Cluster, speeds: Sequence[str]) -> Cluster:
     return replace(cluster, speed=found)
 
 
-def describe_setting(options: ClusterOptions, *, num_workers: int | None = None, speeds: Sequence[str] = ()) -> Setting:
+def describe_setting(
+    options: ClusterOptions,
+    *,
+    num_workers: int | None = None,
+    speeds: Sequence[str] = (),
+    nodes_per_rack: int | None = None,
+) -> Setting:
     """The job that options describe, undisturbed.
 
     Args:
         options: as given.
         num_workers: instead of the one in the options, where something else decides it (a trace).
         speeds: of single workers, as `with_speeds` takes them.
+        nodes_per_rack: neighbouring machines that share a rack; None: racks are not known.
     Raises:
         UsageError: options that contradict each other, or a job that does not fit.
     """
@@ -353,6 +369,7 @@ def describe_setting(options: ClusterOptions, *, num_workers: int | None = None,
         allocation=allocation,
         tokens_per_microbatch=microbatch_size * shape.context_length,
         schedules=SCHEDULES if options.schedule is None else (options.schedule,),
+        racks=racks_of(int(cluster.node.max()) + 1, nodes_per_rack or 1),
     )
 
 
@@ -373,6 +390,20 @@ def check_some_are_left(num_lost: int, num_workers: int) -> None:
     """
     if num_lost >= num_workers:
         raise UsageError(f"{num_lost} of {num_workers} workers would be lost: --lose must leave at least one")
+
+
+def check_racks_are_of_machines(nodes_per_rack: int | None, other: object, of: str) -> None:
+    """Refuses racks where machines are not those of a described cluster.
+
+    Args:
+        nodes_per_rack: as given.
+        other: the option that describes something else; none if there is no such option.
+        of: what it describes.
+    Raises:
+        UsageError: both were given.
+    """
+    if nodes_per_rack is not None and other:
+        raise UsageError(f"--nodes-per-rack is of a described cluster, but {other} has {of}; leave it out")
 
 
 def choose_lost(allocation: Allocation, num_lost: int, pattern: str, seed: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from elaswave.cli.cluster_options import (
     DEFAULT_WORKERS,
     ClusterOptions,
     Setting,
+    check_racks_are_of_machines,
     check_some_are_left,
     choose_lost,
     cluster_options,
@@ -58,6 +59,7 @@ def compare_command(
     pattern: str,
     seed: int,
     speeds: tuple[str, ...],
+    nodes_per_rack: int | None,
     policies: str,
     added: tuple[str, ...],
     plot: Path | None,
@@ -82,6 +84,7 @@ def compare_command(
     elaswave compare --network examples/far_apart/four_regions.toml --codec int4
     """
     check_far(far)
+    check_racks_are_of_machines(nodes_per_rack, far.network and "--network", "sites")
     if far.network is not None:
         if added or plot is not None:
             raise UsageError("--network goes with neither --policy nor --plot; leave them out")
@@ -111,7 +114,9 @@ def compare_command(
         check_plot_path(plot)
     check_some_are_left(lose, options.workers or DEFAULT_WORKERS)
     # One healthy time for all, whoever is asked for.
-    setting = replace(describe_setting(options, speeds=speeds), planners={**POLICIES, **planners})
+    setting = replace(
+        describe_setting(options, speeds=speeds, nodes_per_rack=nodes_per_rack), planners={**POLICIES, **planners}
+    )
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     left = setting.cluster.without(lost)
     event = ClusterEvent(kind="lost", workers=lost)

@@ -11,6 +11,7 @@ from elaswave.cli.cluster_options import (
     DEFAULT_WORKERS,
     ClusterOptions,
     Setting,
+    check_racks_are_of_machines,
     check_some_are_left,
     choose_lost,
     cluster_options,
@@ -56,6 +57,7 @@ def plan_command(
     pattern: str,
     seed: int,
     speeds: tuple[str, ...],
+    nodes_per_rack: int | None,
     policy: str,
     trace: Path | None,
     json_mode: bool,
@@ -77,6 +79,8 @@ def plan_command(
     from elaswave.config.policy_code import find_policy
 
     check_far(far)
+    check_racks_are_of_machines(nodes_per_rack, far.network and "--network", "sites")
+    check_racks_are_of_machines(nodes_per_rack, run and "RUN", "hosts whose labels name racks")
     if far.network is not None:
         if run is not None or trace is not None or policy != "elaswave":
             raise UsageError("--network goes with neither RUN, --trace nor --policy: OP-Fence plans; leave them out")
@@ -86,7 +90,7 @@ def plan_command(
     notes: dict[str, Any] = {}
     if run is None:
         check_some_are_left(lose, options.workers or DEFAULT_WORKERS)
-        setting = describe_setting(options, speeds=speeds)
+        setting = describe_setting(options, speeds=speeds, nodes_per_rack=nodes_per_rack)
     else:
         if options.given:
             raise UsageError(f"{', '.join(options.given)} describe a cluster, but RUN names a run; give one of the two")

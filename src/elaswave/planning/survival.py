@@ -1,6 +1,7 @@
 """Which losses at one instant a job survives without going back to a checkpoint, as shares and as a line of text. Pure.
 
-Single workers, pairs, triples and whole hosts are counted, not drawn, unless there are too many fatal sets to list.
+Single workers, pairs, triples, whole hosts and whole racks are counted, not drawn, unless there are too many fatal sets
+to list.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,10 @@ class Survival(msgspec.Struct, frozen=True, kw_only=True):
     hosts: int
     """Whole hosts whose loss is survived."""
     num_hosts: int
+    racks: int = 0
+    """Whole racks whose loss is survived."""
+    num_racks: int = 0
+    """0 where racks are not known."""
 
     def describe(self) -> str:
         """As a line: survives any one worker; 96 % of pairs; no whole host."""
@@ -44,20 +49,26 @@ class Survival(msgspec.Struct, frozen=True, kw_only=True):
         if survived < size:
             share, name = self.workers[-1], _NAMES[size][1]
             parts.append(f"no loss of {name}" if share == 0 else f"{'about ' * self.drawn}{percent(share)} of {name}")
-        if self.hosts == self.num_hosts:
-            parts.append("any whole host")
-        else:
-            parts.append(f"{self.hosts} of {self.num_hosts} whole hosts" if self.hosts else "no whole host")
+        parts.append(_of_domains("host", self.hosts, self.num_hosts))
+        if self.num_racks:
+            parts.append(_of_domains("rack", self.racks, self.num_racks))
         return "survives " + "; ".join(parts)
 
 
-def survival(copies: Copies, workers: np.ndarray, nodes: np.ndarray) -> Survival:
+def _of_domains(name: str, survived: int, number: int) -> str:
+    if survived == number:
+        return f"any whole {name}"
+    return f"{survived} of {number} whole {name}s" if survived else f"no whole {name}"
+
+
+def survival(copies: Copies, workers: np.ndarray, nodes: np.ndarray, racks: np.ndarray | None = None) -> Survival:
     """Counts what a job survives.
 
     Args:
         copies: who holds what.
         workers: that compute, ascending ids: of them losses are.
         nodes: the host of each.
+        racks: the rack of each, where racks are known.
     """
     shares: list[float] = []
     drawn = False
@@ -68,9 +79,16 @@ def survival(copies: Copies, workers: np.ndarray, nodes: np.ndarray) -> Survival
         shares.append(share)
         if share < 1:
             break
-    hosts = list(_by_host(workers, nodes))
-    survived = sum(not copies.lost_with(members) for members in hosts)
-    return Survival(workers=tuple(shares), drawn=drawn, hosts=survived, num_hosts=len(hosts))
+    hosts, num_hosts = _survived(copies, workers, nodes)
+    of_racks = (0, 0) if racks is None else _survived(copies, workers, racks)
+    return Survival(
+        workers=tuple(shares),
+        drawn=drawn,
+        hosts=hosts,
+        num_hosts=num_hosts,
+        racks=of_racks[0],
+        num_racks=of_racks[1],
+    )
 
 
 def survival_of(replication: Replication, allocation: Allocation, there: Cluster, placing: Placing) -> Survival:
@@ -80,7 +98,7 @@ def survival_of(replication: Replication, allocation: Allocation, there: Cluster
         replication: what the policy holds more than once.
         allocation: of the job.
         there: with all of its workers.
-        placing: how blocks are copied, if the policy has blocks.
+        placing: how blocks are copied, if the policy has blocks; which racks there are.
     """
     copies: Copies
     if replication.unit == "blocks":
@@ -88,7 +106,8 @@ def survival_of(replication: Replication, allocation: Allocation, there: Cluster
     else:
         copies = WHOLE[replication.unit](allocation, ())
     workers = allocation.workers
-    return survival(copies, workers, there.node[there.index_of(workers)])
+    nodes = there.node[there.index_of(workers)]
+    return survival(copies, workers, nodes, np.array(placing.racks)[nodes] if placing.racks else None)
 
 
 def percent(share: float) -> str:
@@ -119,8 +138,14 @@ def _draw(workers: np.ndarray, size: int, number: int) -> set[int]:
     return found
 
 
-def _by_host(workers: np.ndarray, nodes: np.ndarray) -> Iterator[list[int]]:
-    order = np.argsort(nodes, kind="stable")
-    cuts = np.flatnonzero(np.diff(nodes[order])) + 1
+def _survived(copies: Copies, workers: np.ndarray, domains: np.ndarray) -> tuple[int, int]:
+    """How many domains (hosts, or racks) may be lost whole, and how many there are."""
+    groups = list(_by_domain(workers, domains))
+    return sum(not copies.lost_with(members) for members in groups), len(groups)
+
+
+def _by_domain(workers: np.ndarray, domains: np.ndarray) -> Iterator[list[int]]:
+    order = np.argsort(domains, kind="stable")
+    cuts = np.flatnonzero(np.diff(domains[order])) + 1
     groups: Iterable[np.ndarray] = np.split(workers[order], cuts)
     yield from (group.tolist() for group in groups)

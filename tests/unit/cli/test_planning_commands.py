@@ -535,3 +535,30 @@ def test_a_speed_that_cannot_be_is_refused(speed: str, message: str, capsys: Any
 def test_a_run_has_measured_speeds(capsys: Any, tmp_path: Path) -> None:
     assert main(["plan", str(tmp_path), "--speed", "1=0.5"]) == 2
     assert "whose speeds are measured" in " ".join(capsys.readouterr().err.split())
+
+
+# ---------------------------------------------------------------------------------------------------------------- racks
+
+
+def test_racks_are_survived_whole_where_they_are_known(capsys: Any) -> None:
+    hosts_only = document(capsys, "plan", *SMALL, "--workers", "48", "--lose", "0")["before"]
+    assert hosts_only["survival"]["num_racks"] == 0 and "rack" not in hosts_only["survives"]
+    racks = document(capsys, "plan", *SMALL, "--workers", "48", "--lose", "0", "--nodes-per-rack", "3")["before"]
+    assert (racks["survival"]["racks"], racks["survival"]["num_racks"]) == (2, 2)
+    assert racks["survives"].endswith("; any whole host; any whole rack")
+    compared = document(capsys, "compare", *SMALL, "--workers", "48", "--lose", "1", "--nodes-per-rack", "3",
+                        "--policies", "elaswave,torchft")["policies"]  # fmt: skip
+    assert compared[0]["start"]["survival"]["racks"] == 2
+    assert "whole rack" in compared[1]["start"]["survives"]
+
+
+@pytest.mark.parametrize("command", ["plan", "compare"])
+def test_racks_beside_sites_are_refused(capsys: Any, command: str) -> None:
+    network = str(Path(__file__).parents[3] / "examples/far_apart/four_regions.toml")
+    assert main([command, "--network", network, "--nodes-per-rack", "2"]) == 2
+    assert "--nodes-per-rack is of a described cluster, but --network has sites" in capsys.readouterr().err
+
+
+def test_racks_of_a_run_are_refused(capsys: Any, tmp_path: Path) -> None:
+    assert main(["plan", str(tmp_path), "--nodes-per-rack", "2"]) == 2
+    assert "but RUN has hosts whose labels name racks" in capsys.readouterr().err

@@ -98,3 +98,12 @@ def test_hosts_are_counted_each_once():
     nodes = np.array([3, 1, 3, 1])
     found = survival(WholeStages(job(4)), np.arange(4), nodes)  # stages 0, 1 and 2, 3
     assert (found.hosts, found.num_hosts) == (2, 2)
+
+
+def test_what_a_job_survives_of_racks():
+    allocation, racks = job(4), np.array([0, 0, 1, 1])  # stages 0, 1 and 2, 3
+    found = survival(WholeStages(allocation), allocation.workers, allocation.workers, racks)
+    assert (found.racks, found.num_racks) == (0, 2)
+    assert found.describe().endswith("any whole host; no whole rack")
+    by_stage = survival(WholeStages(allocation), allocation.workers, allocation.workers, np.array([0, 1, 0, 1]))
+    assert by_stage.describe().endswith("any whole host; any whole rack")
