@@ -46,6 +46,8 @@ SETTINGS: dict[str, Any] = {
     **SMALL,
     "layout.widths": "[4, 4]",
     "elastic.num_followers": NUM_HOSTS * WORKERS_OF_A_HOST - 1,
+    "elastic.respawn": True,
+    "elastic.max_failures_per_hour": 1000,
     "optimizer.schedule": "constant",
     "run.steps": 1_000_000,
     "run.checkpoint_every": 200,
