@@ -291,6 +291,32 @@ def test_a_host_is_lost_while_etcd_has_no_quorum_for_ten_seconds(tmp_path: Path,
 
 
 @needs_etcd
+def test_a_host_that_is_cut_off_at_the_end_learns_from_the_store_how_the_job_has_ended(
+    tmp_path: Path, reference: Any
+) -> None:
+    """Its run folder is its own, and it is no candidate: nothing but the store can tell it."""
+    with World(3) as world:
+        places = [(host.address, ["nsenter", f"--net=/proc/{host.pid}/ns/net", "--"]) for host in world.hosts]
+        with cluster(3, places=places) as members:
+            store = "etcd://" + ",".join(member.endpoint for member in members)
+            settings = {**SIX, "control.hosts": 3, "control.store": store, "control.store_patience_s": 300.0}
+            candidates = ",".join(f"{host.address}:7077" for host in world.hosts[:2])
+            with Agents(tmp_path, settings, candidates) as agents:
+                first, second = [start(agents, host) for host in world.hosts[:2]]
+                folders = ["--run-dir", str(tmp_path / "own"), "--checkpoints", str(agents.run_dir / "checkpoints")]
+                options = [*folders, "--set", "net.trusted=true"]
+                third = agents.start("h9", *options, before=world.hosts[2].enter())
+                agents.wait_for_step(3)
+                world.cut(world.hosts[2])
+                assert (first.end(), second.end()) == (0, 0), (first.text, second.text)
+                world.heal()
+                assert third.end() == 0, third.text
+            assert "its result is in the run folder of the coordinator's host" in third.text
+            assert one_event(lost(agents), 2), lost(agents)
+            assert computation(agents.run_dir) == reference
+
+
+@needs_etcd
 @pytest.mark.parametrize("loses", ["a host", "the coordinator's host"])
 def test_an_older_copy_of_etcd_is_put_back_on_all_hosts_and_ends_the_job(tmp_path: Path, loses: str) -> None:
     """What the copy lacks is a loss of a host. The coordinator that wrote it finds out with the next loss; another

@@ -22,7 +22,7 @@ from elaswave.sim.protocol.checkers import (
     Violation,
     all_checkers,
 )
-from elaswave.sim.protocol.host_checker import HostsApart, OneProcess
+from elaswave.sim.protocol.host_checker import HostsApart, OneProcess, Orphans
 from elaswave.sim.protocol.job import Job, model_of, other_layout, parameter, undisturbed
 from elaswave.sim.protocol.observer import Observer, together
 from elaswave.sim.protocol.one_coordinator import OneCoordinator, OneHistory
@@ -199,6 +199,18 @@ def test_enough_copies():
     with pytest.raises(Violation, match="block 0 is left with holders"):
         twice = tuple((owner, other[0]) for owner, other in zip(P.owner, holders))
         checker.switched(0, 1, 2, layout, Placement(P.owner, twice))
+
+
+def test_orphans():
+    checker = Orphans(100)
+    checker.waits(1, 500, 90)
+    checker.waits(1, 90, 500)
+    checker.orphaned(1, 100, 100)
+    for alone, idle in ((99, 500), (500, 99)):
+        with pytest.raises(Violation, match=f"agent 1 ends after {alone} without a coordinator, {idle} without a"):
+            checker.orphaned(1, alone, idle)
+    with pytest.raises(Violation, match="agent 2 goes on after 130 without a coordinator, 120 without a commit"):
+        checker.waits(2, 130, 120)
 
 
 def test_hosts_apart():
@@ -379,7 +391,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 36
+    assert len(calls) == 38
     seen = []
 
     class Listens(Observer):

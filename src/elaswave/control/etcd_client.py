@@ -152,6 +152,12 @@ class EtcdClient:
         """Removes all keys of the prefix."""
         return {"request_delete_range": {"key": self._key(""), "range_end": _encoded(_after(self.prefix))}}
 
+    def delete_all_but(self, key: str) -> list[dict[str, Any]]:
+        """Removes all keys of the prefix but one, which the same transaction may then write."""
+        before = {"key": self._key(""), "range_end": self._key(key)}
+        behind = {"key": self._key(key + "\0"), "range_end": _encoded(_after(self.prefix))}
+        return [{"request_delete_range": before}, {"request_delete_range": behind}]
+
     def _key(self, key: str) -> str:
         return _encoded(self.prefix + key)
 

@@ -45,6 +45,7 @@ from elaswave.control.store import Owner, WriterFence
 from elaswave.errors import StoreError, StoreGoneError, SupersededError
 from elaswave.protocol.heads import Head, Heard, judge
 from elaswave.protocol.store_writes import (
+    OUTCOME,
     SPEC,
     TERM,
     Claim,
@@ -602,20 +603,20 @@ def found(client: EtcdClient, spec: bytes, patience_s: float) -> None:
         StoreError: the job is there already, or etcd does not answer or refuses.
     """
     founding = Patience(client.name, patience_s, _sleep)
-    made = founding.ask(
-        lambda: client.transact([client.unwritten_since(SPEC, 0)], [client.put(SPEC, spec)], [client.get(SPEC)])
-    )
+    change = [client.put(SPEC, spec), client.delete(OUTCOME)]
+    made = founding.ask(lambda: client.transact([client.unwritten_since(SPEC, 0)], change, [client.get(SPEC)]))
     if not made.succeeded and made.ranges[0][0].value != spec:
         raise StoreError(f"{client.name} holds another job: remove its keys, or give this one another name")
 
 
-def remove(client: EtcdClient, patience_s: float, name: str = "") -> None:
+def remove(client: EtcdClient, patience_s: float, name: str = "", outcome: bytes | None = None) -> None:
     """Removes a job's keys; no coordinator can write to it from then on.
 
     Args:
         client: of the job.
         patience_s: how long to wait for an answer.
         name: of who asks, where several may claim the job: the keys stay if another one holds it.
+        outcome: how the job has ended: stays for agents that are cut off until a job of this name is founded (H13).
     Raises:
         StoreError: etcd does not answer or refuses.
     """
@@ -626,4 +627,7 @@ def remove(client: EtcdClient, patience_s: float, name: str = "") -> None:
         if holder.term and holder.name != name:
             return
         compared = [client.unwritten_since(TERM, holder.revision)]
-    waiting.ask(lambda: client.transact(compared, [client.delete_all()]))
+    change = [client.delete_all()]
+    if outcome is not None:
+        change = [*client.delete_all_but(OUTCOME), client.put(OUTCOME, outcome)]
+    waiting.ask(lambda: client.transact(compared, change))

@@ -46,7 +46,7 @@ def pickled_setup(setup: TemplateSetup) -> bytes:
     """
     import cloudpickle  # late: a launcher that forks its template needs none of it
 
-    sent = _Handed(setup._replace(deaths=None), _torch_settings(), _named_tuples_of_script())
+    sent = _Handed(setup._replace(deaths=None, commits=None), _torch_settings(), _named_tuples_of_script())
     try:
         return framed(cloudpickle.dumps(sent))
     except Exception as error:

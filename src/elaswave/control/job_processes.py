@@ -209,9 +209,9 @@ class JobProcesses:
     # ------------------------------------------------------------------------------------------------------------- all
 
     @property
-    def has_workers(self) -> bool:
-        """Whether a worker lives, as far as the template has told."""
-        return any(not isinstance(name, Loader) and name >= 0 for name in self._pids)
+    def workers(self) -> list[int]:
+        """Workers that live, as far as the template has told."""
+        return sorted(name for name in self._pids if not isinstance(name, Loader) and name >= 0)
 
     def pids_of(self, workers: Iterable[int]) -> dict[int, int]:
         """The processes of those workers that live."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.config.schema import Config
 from elaswave.control import template_messages
@@ -44,6 +46,7 @@ from elaswave.control.agent_messages import (
 )
 from elaswave.control.candidate import Progress, Stage, progress_of
 from elaswave.control.client import ControlClient
+from elaswave.control.commit_count import CommitCount
 from elaswave.control.control_file import remove_control_file, write_control_file
 from elaswave.control.coordinator import STORE_GONE, SUPERSEDED, run_candidate, run_coordinator
 from elaswave.control.coordinator_setup import CoordinatorSetup
@@ -54,9 +57,10 @@ from elaswave.control.job_network import open_network
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
 from elaswave.control.job_spec import mark_of, write_marks
 from elaswave.control.key_files import JOB_KEY_FILE, JobKey
+from elaswave.control.late_outcome import LateOutcome
 from elaswave.control.launcher_waits import LauncherWaits, how_it_stands_still
 from elaswave.control.log_sending import LogSending
-from elaswave.control.open_store import JobStore
+from elaswave.control.open_store import FILE, JobStore
 from elaswave.control.post import Post, own_post
 from elaswave.control.script import Script
 from elaswave.control.standstill import Standstill
@@ -95,7 +99,6 @@ from elaswave.errors import (
 from elaswave.faults.injection import Fault
 from elaswave.observability.processor_waits import ProcessorWaits
 from elaswave.observability.progress import Reporter
-from elaswave.observability.result import RESULT_FILE
 from elaswave.observability.run_folder import CHECKPOINTS_DIR
 from elaswave.protocol.agent import (
     Agent,
@@ -110,6 +113,7 @@ from elaswave.protocol.agent import (
 )
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.protocol.template import COORDINATOR
+from elaswave.protocol.vigil import ORPHAN_S, Due, Vigil
 from elaswave.state.shapes import StateShapes
 from elaswave.worker.probe import Probe
 from elaswave.worker.run_plan import RunPlan
@@ -122,14 +126,10 @@ LAST_WORDS_S = 1.0
 """After the template's end, how long the coordinator may take to say whether the job was over before."""
 STARTING_S = 10.0
 """Between two lines about a start that lasts."""
-OUTCOME_S = 1.5
-"""After this long without a coordinator an agent looks in the run's folder whether the job is over."""
 STAND_BY_AGAIN_S = 1.0
 STAND_BY_AGAIN_S_MAX = 60.0
 """After the end of a candidate that never had the job, or of a coordinator that another host's has replaced, the next
 one is started so much later."""
-ORPHAN_S = 60.0
-"""An agent that starts no coordinators ends when it has had none for so long."""
 STOP_GRACE_S = 300.0
 """After the first signal, how long the step in hand and its checkpoint may take."""
 CANDIDATE = "candidate"
@@ -235,6 +235,9 @@ class LocalJob:
         self._folder = self._job_folder.path
         self._kept_port: socket.socket | None = None
         self._store: JobStore | None = None
+        control = config.control
+        self._vigil = Vigil(ORPHAN_S if control.store == FILE else max(ORPHAN_S, control.store_patience_s))
+        self._late_outcome = LateOutcome(control, post.job, run_dir)
         try:
             if post.network is None:
                 self._network, self._kept_port = open_network(config.net, self._folder)
@@ -246,6 +249,7 @@ class LocalJob:
             self._close_folder()
             raise
         self._deaths = DeathWatch()
+        self._commits = CommitCount() if post.job else None
         setup = TemplateSetup(
             config=config,
             run_dir=run_dir,
@@ -253,6 +257,7 @@ class LocalJob:
             network=self._network,
             key=self._key,
             deaths=self._deaths,
+            commits=self._commits,
             faults=faults,
             probe=probe,
             profile=profile,
@@ -428,14 +433,10 @@ class LocalJob:
             self._look_at_silent()
             for part in self._logs.turn(time.monotonic()):
                 self._client.send(part)
-            disconnected_s = self._client.disconnected_s
             if self._leads:
                 assert self._store is not None
-                self._look_at_coordinator(disconnected_s, self._store.patience_s)
-            elif disconnected_s > OUTCOME_S and (self._run_dir / RESULT_FILE).exists():
-                self._ended = Ended(outcome="finished")  # it was told to others while this agent was not there (H13)
-            elif disconnected_s > ORPHAN_S:
-                raise RetryError(self._orphaned(disconnected_s))
+                self._look_at_coordinator(self._client.disconnected_s, self._store.patience_s)
+            self._keep_vigil()
             self._reporter.refresh()
             self._say_starting()
             if self.stop_signal is not None or self._calls.error is not None:
@@ -447,7 +448,7 @@ class LocalJob:
                     self._calls.raise_error()
                     assert self.stop_signal is not None
                     raise StoppedBySignalError(self.stop_signal, "killed: it did not end in time after the signal")
-                if self._is_leaving and not self._processes.has_workers:
+                if self._is_leaving and not self._processes.workers:
                     self._client.close(1.0)
                     raise RetryError("this host's workers have left, as the notice asked for; the job goes on without")
 
@@ -490,11 +491,26 @@ class LocalJob:
             os.close(self._reports)
             self._reports = None
 
-    def _orphaned(self, disconnected_s: float) -> str:
+    def _keep_vigil(self) -> None:
+        """Where another host has the coordinator: does what is due while it cannot be reached.
+
+        Raises:
+            RetryError: it could not be for too long, and this host's workers have not committed a step either.
+        """
         assert self._client is not None
-        trouble = self._client.trouble or "nobody answers"
-        where = self._network.launcher_dials
-        return f"no coordinator for {disconnected_s:.0f} s at {where} ({trouble}); {self._way_on()}"
+        has_coordinator = self._leads or self._client.connected
+        num_commits = 0 if self._commits is None else self._commits.value
+        due = self._vigil.look(time.monotonic(), has_coordinator=has_coordinator, num_commits=num_commits)
+        if due is Due.SEEK:
+            found = self._late_outcome.seek()
+            if found is not None:  # its workers wait for a coordinator, which does not come any more
+                self._ended = msgspec.structs.replace(found, lost=self._processes.workers)
+        elif due is Due.END:
+            trouble = self._client.trouble or "nobody answers"
+            raise RetryError(
+                f"no coordinator for {self._vigil.alone_s:.0f} s at {self._network.launcher_dials} ({trouble}), and no "
+                f"step committed here; {self._way_on()}"
+            )
 
     @property
     def _template_log(self) -> Path:
@@ -832,7 +848,8 @@ class LocalJob:
         # Of a job that may go on others need what is in the store.
         may_go_on = bool(self._post.job) and self._ended is None and self._had_it
         name = self._post.name if self._post.is_candidate else ""
-        trouble = "" if self._store is None or not is_ours or may_go_on else self._store.end(name)
+        outcome = msgspec.json.encode(self._ended) if self._post.job and self._ended is not None else None
+        trouble = "" if self._store is None or not is_ours or may_go_on else self._store.end(name, outcome)
         if trouble:
             self._reporter.message(trouble)
         self._close_folder()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from elaswave.config.schema import ControlConfig
 from elaswave.control.candidate import Beats, Progress, Stage, stand_by
-from elaswave.control.etcd_client import Credentials, EtcdClient
+from elaswave.control.etcd_client import Credentials, EtcdClient, NoAnswerError
 from elaswave.control.etcd_gateway import HttpGateway, endpoints_of, security_of
 from elaswave.control.etcd_store import EtcdStore, Left, found, left, remove, remove_left
 from elaswave.control.file_store import FileStore
@@ -19,7 +19,7 @@ from elaswave.control.journal import JournalRecord
 from elaswave.control.store import Owner, Store
 from elaswave.errors import ConfigError, LaunchError, RecoveryError, StoreError
 from elaswave.protocol.election import Watch
-from elaswave.protocol.store_writes import Holder
+from elaswave.protocol.store_writes import OUTCOME, Holder
 
 JOURNAL_FILE = "journal"
 FILE = "file"
@@ -140,11 +140,12 @@ class JobStore:
                 "ran; keep what cleans temporary folders away from there"
             )
 
-    def end(self, name: str = "") -> str:
+    def end(self, name: str = "", outcome: bytes | None = None) -> str:
         """The job is over: removes its keys. (The launcher removes files.)
 
         Args:
             name: of the agent in a job of several hosts: the keys stay if another one's coordinator has the job.
+            outcome: of a job of several hosts: stays, for `read_outcome`.
         Returns:
             What people should know of it; empty if all went well.
         """
@@ -152,12 +153,31 @@ class JobStore:
             return ""
         client, self._client = self._client, None
         try:
-            remove(client, REMOVE_S, name)
+            remove(client, REMOVE_S, name, outcome)
             return ""
         except StoreError as error:
             return f"the job is over, but its keys below {client.prefix} stay in etcd: {error}"
         finally:
             client.close()
+
+
+def read_outcome(config: ControlConfig, job: str) -> bytes | None:
+    """What `JobStore.end` has left of a job of several hosts; asks one member of etcd once, for a second at most.
+
+    Returns:
+        None: the job goes on, etcd does not answer, or nothing was left.
+    Raises:
+        StoreError: etcd refuses.
+        ConfigError: this host lacks the files that the store needs.
+    """
+    if config.store == FILE:
+        return None
+    with contextlib.closing(_client(config, job)) as client:
+        try:
+            (found,) = client.transact([], [client.get(OUTCOME)]).ranges
+        except NoAnswerError:
+            return None
+        return found[0].value if found else None
 
 
 def find_earlier(config: ControlConfig, job: str) -> Left | None:

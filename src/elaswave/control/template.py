@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from elaswave.config.schema import Config
+from elaswave.control.commit_count import CommitCount
 from elaswave.control.coordinator import run_coordinator
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_survey import survey
@@ -105,6 +106,8 @@ class TemplateSetup(NamedTuple):
     key: bytes
     deaths: DeathWatch | None
     """None only on the way to a fresh interpreter."""
+    commits: CommitCount | None
+    """None where the agent that shares it never waits for another host's coordinator."""
     faults: tuple[Fault, ...]
     """Those of workers are carried out in them."""
     probe: Probe | None

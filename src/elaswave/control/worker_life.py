@@ -117,6 +117,8 @@ def live(
     def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:
         assert setup.deaths is not None
         setup.deaths.live(worker)
+        if setup.commits is not None:
+            mailbox.on_commit = setup.commits.add
         client: ControlClient[ToWorker] = ControlClient(
             setup.network.dial,
             setup.key,

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 SPEC, TERM, BEAT = "spec", "term", "beat"
 """Keys of a job: it exists; who may write; that the writer lives."""
+OUTCOME = "outcome"
+"""The key that stays of a job of several hosts: how it has ended (H13)."""
 
 
 class KeyValue(NamedTuple):

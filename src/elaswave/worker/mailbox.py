@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -100,6 +101,8 @@ class Mailbox:
         self.joining: Joining | None = None
         """What a worker says instead that is no member yet."""
         self.facts = SharedFacts()
+        self.on_commit: Callable[[], None] = lambda: None
+        """Called on the main thread whenever this worker has committed a step."""
         self._gone_at_s = math.inf
         """Monotonic time at which the machine will be taken away, once there was a notice."""
         self.activity = Activity()

@@ -122,6 +122,7 @@ class ControlOutbox:
 
     def committed(self, committed: Committed) -> StepReport:
         """A committed step; now and then also how long actions take."""
+        self._mailbox.on_commit()
         if committed.request in (Request.CHECKPOINT, Request.STOP):
             self._mailbox.asked_for_checkpoint(self.machine.member.epoch, committed.step)
         if committed.was_run:

@@ -1,7 +1,8 @@
-"""Hosts' agents as parties that die, lose their connections and come again: rules H2 and H11.
+"""Hosts' agents as parties that die, lose their connections and come again: rules H2, H11 and H12.
 
-What an agent does when a process ends or is wanted is the product's machine (`elaswave.protocol.agent`), and so is what
-the coordinator makes of hosts (`elaswave.protocol.hosts`). Here is what carries their words, which are lost with the
+What an agent does when a process ends or is wanted is the product's machine (`elaswave.protocol.agent`), and so are
+how long it goes on without a coordinator (`elaswave.protocol.vigil`) and what the coordinator makes of hosts
+(`elaswave.protocol.hosts`). Here is what carries their words, which are lost with the
 connection. With an agent all processes end that it has started.
 """
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from elaswave.protocol.agent import Agent, JoinerWanted, StartJoiner, WorkerEnded
 from elaswave.protocol.events import JoinerGone, Suspected
 from elaswave.protocol.hosts import GONE_AGAIN_S, GONE_S, Came, Host, Hosts, HostState, Turned
+from elaswave.protocol.vigil import Due, Vigil
 from elaswave.sim.protocol.schedule import ScheduledFault
 from elaswave.sim.protocol.store import ActorDead, StaleTermError
 
@@ -22,6 +24,8 @@ UNIT_S = 0.05
 """A unit of virtual time."""
 LOOK = 20
 """Between two looks for hosts that are gone."""
+WATCH = 8
+"""Between two looks of an agent whether it has a coordinator."""
 
 
 class Placed(NamedTuple):
@@ -47,7 +51,15 @@ class SimAgent:
         self.coordinator: SimCoordinator | None = None
         """To which it is connected."""
         self.shut_until = 0
+        self.num_commits = 0
+        """Of all its workers."""
+        self.vigil = Vigil(crew.world.conditions.orphan_delay * UNIT_S)
         self._crew = crew
+
+    def look(self) -> Due:
+        """What is due while it has no coordinator."""
+        now_s, has_coordinator = self._crew.world.now * UNIT_S, self.coordinator is not None
+        return self.vigil.look(now_s, has_coordinator=has_coordinator, num_commits=self.num_commits)
 
     def wanted(self, worker: int) -> None:
         """The coordinator wants a joiner started."""
@@ -82,6 +94,10 @@ class Agents:
         self._agent_class = agent_class
         self._num_incarnations = 0
         self._last: dict[tuple[int, bool], int] = {}
+        self._alone_since: dict[int, int] = {}
+        """Incarnation of an agent without a coordinator -> since when."""
+        self._committed_at: dict[int, int] = {}
+        """Incarnation of an agent -> when one of its workers has committed a step."""
         for node in range(world.conditions.agents):
             agent = self._start(node)
             agent.workers.update(worker for worker, number in enumerate(self.founders) if number == node)
@@ -89,11 +105,37 @@ class Agents:
 
     def _start(self, node: int) -> SimAgent:
         self._num_incarnations += 1
-        return self._agent_class(self, node, self._num_incarnations)
+        agent = self._agent_class(self, node, self._num_incarnations)
+        self.world.after(WATCH, agent, self._watch, agent)
+        return agent
 
     def of(self, worker: int) -> SimAgent | None:
         """The living agent that has started a worker."""
         return next((agent for agent in self.on_nodes if worker in agent.workers and not agent.dead), None)
+
+    def committed(self, worker: int) -> None:
+        """A worker has committed a step."""
+        agent = self.of(worker)
+        if agent is not None:
+            agent.num_commits += 1
+            self._committed_at[agent.incarnation] = self.world.now
+
+    def _watch(self, agent: SimAgent) -> None:
+        """An agent looks after itself. Its watch is judged by times that are taken here."""
+        world, incarnation = self.world, agent.incarnation
+        world.after(WATCH, agent, self._watch, agent)
+        due = agent.look()
+        if agent.coordinator is not None:
+            self._alone_since.pop(incarnation, None)
+            return
+        alone = world.now - self._alone_since.setdefault(incarnation, world.now)
+        idle = world.now - self._committed_at.get(incarnation, 0)
+        if due is Due.END:
+            world.say(f"agent {incarnation} of n{agent.node} ends with its workers: it has no coordinator")
+            world.see.orphaned(incarnation, alone, idle)
+            self.end(agent)
+        else:
+            world.see.waits(incarnation, alone, idle)
 
     # --------------------------------------------------------------------------------------------------- connections
 

@@ -5,6 +5,7 @@
 from collections.abc import Collection, Sequence
 
 from elaswave.protocol.messages import Decision
+from elaswave.sim.protocol.agents import WATCH
 from elaswave.sim.protocol.checkers import Violation
 from elaswave.sim.protocol.job import Job, model_of
 from elaswave.sim.protocol.observer import Observer
@@ -29,6 +30,25 @@ class OneProcess(Observer):
         if worker in self._forked:
             raise Violation(f"worker {worker} is started twice")
         self._forked.add(worker)
+
+
+class Orphans(Observer):
+    """An agent ends its workers when it has had no coordinator and no commit for long enough, and not before (H12).
+
+    Args:
+        patience: how long that is.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+
+    def waits(self, incarnation: int, alone: int, idle: int) -> None:
+        if min(alone, idle) > self._patience + 2 * WATCH:
+            raise Violation(f"agent {incarnation} goes on after {alone} without a coordinator, {idle} without a commit")
+
+    def orphaned(self, incarnation: int, alone: int, idle: int) -> None:
+        if min(alone, idle) < self._patience:
+            raise Violation(f"agent {incarnation} ends after {alone} without a coordinator, {idle} without a commit")
 
 
 class HostsApart(Observer):

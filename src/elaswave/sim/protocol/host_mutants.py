@@ -12,6 +12,7 @@ import msgspec
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, JoinerCame, PlanRecovery, RecoveryPlan
 from elaswave.protocol.hosts import Came
+from elaswave.protocol.vigil import Due
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.agents import HostDesk, Placed, SimAgent
 from elaswave.sim.protocol.coordinator import SimCoordinator
@@ -57,6 +58,22 @@ class ForksAgain(SimAgent):
     def wanted(self, worker: int) -> None:
         self.machine.joiners.discard(worker)
         super().wanted(worker)
+
+
+class OverlooksCommits(SimAgent):
+    """An agent without a coordinator does not see that its workers go on."""
+
+    def look(self) -> Due:
+        self.num_commits = 0
+        return super().look()
+
+
+class WaitsForEver(SimAgent):
+    """An agent without a coordinator, whose workers do nothing, stays."""
+
+    def look(self) -> Due:
+        due = super().look()
+        return Due.NOTHING if due is Due.END else due
 
 
 class _AsksTheNode(HostDesk):
@@ -109,6 +126,18 @@ HOST_MUTANTS = (
         "an agent that is asked again for a joiner starts it again",
         Build(agent=ForksAgain),
         "widths=2,1 steps=9 join_step=1 agents=2 disconnect:a0@38+5",
+    ),
+    Mutant(
+        "overlook-commits",
+        "an agent without a coordinator ends its workers though they commit steps",
+        Build(agent=OverlooksCommits),
+        "widths=2,1 steps=9 agents=2 orphan_delay=60 disconnect:a1@10+150",
+    ),
+    Mutant(
+        "orphan-stays",
+        "an agent without a coordinator stays though its workers commit no step",
+        Build(agent=WaitsForEver),
+        "widths=2,1 steps=9 agents=2 restart_delay=150 orphan_delay=40 kill:1@20 kill:c@22",
     ),
     Mutant(
         "spawn-elsewhere",

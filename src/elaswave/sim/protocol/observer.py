@@ -122,6 +122,18 @@ class Observer:
     def forked(self, worker: int, incarnation: int) -> None:
         """With agents: an agent starts a joiner."""
 
+    def waits(self, incarnation: int, alone: int, idle: int) -> None:
+        """With agents: an agent goes on without a coordinator.
+
+        Args:
+            incarnation: of the agent.
+            alone: how long it has had none.
+            idle: how long none of its workers has committed a step.
+        """
+
+    def orphaned(self, incarnation: int, alone: int, idle: int) -> None:
+        """With agents: an agent ends its workers and itself, since it has no coordinator; as `waits`."""
+
     def gone(self, worker: int) -> None:
         """A worker has ended."""
 

@@ -12,7 +12,7 @@ from elaswave.sim.protocol.candidates import Crew, Seat, SimCandidate
 from elaswave.sim.protocol.checkers import Violation, all_checkers
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.coverage import CoverageCounter
-from elaswave.sim.protocol.host_checker import HostsApart, OneProcess
+from elaswave.sim.protocol.host_checker import HostsApart, OneProcess, Orphans
 from elaswave.sim.protocol.job import asks_checkpoint, model_of, undisturbed
 from elaswave.sim.protocol.one_coordinator import OneCoordinator, OneHistory
 from elaswave.sim.protocol.schedule import Schedule, ScheduledFault
@@ -85,7 +85,7 @@ def run_schedule(
     )
     checkers.append(HostsApart(job))
     if schedule.conditions.agents:
-        checkers.append(OneProcess())
+        checkers += [OneProcess(), Orphans(schedule.conditions.orphan_delay)]
     if schedule.conditions.candidates:
         checkers += [OneCoordinator(), OneHistory()]
     counter = CoverageCounter(job.steps)

@@ -110,6 +110,8 @@ class Conditions(NamedTuple):
     """How much longer a request to that store takes."""
     agents: int = 0
     """Nodes with an agent that starts the workers there; without candidates. 0: a worker's end is seen by itself."""
+    orphan_delay: int = 600
+    """After so long without a coordinator and without a commit an agent ends its workers."""
     replans: bool = False
     """Whether a recovery also moves survivors and micro-batches; else they stay where they are."""
 

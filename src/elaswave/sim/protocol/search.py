@@ -238,6 +238,12 @@ SPACES = {
             (_PROMPT._replace(agents=2), _BY_LINK._replace(agents=2, restart_delay=30)),
             (("kill", "suspect", "disconnect"),),
         ),
+        Space(
+            "3-workers-2-agents-orphans-1-fault",
+            JOB_OF_3._replace(steps=6),
+            tuple(_PROMPT._replace(agents=2, orphan_delay=40, restart_delay=delay) for delay in (10, 36, 60)),
+            (("kill", "suspect", "hang", "disconnect"),),
+        ),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
         Space("4-workers-salvage-1-fault", LONG_JOB, _in_the_midst(range(1, 9)), (("kill", "suspect"),)),
         Space("3-workers-salvage-2-kills", LONG_JOB_OF_3, _in_the_midst((1,)), (("kill",), ("kill", "suspect"))),

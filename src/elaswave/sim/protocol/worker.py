@@ -283,6 +283,8 @@ class _SimOutbox:
         return PeerLost(self._host.id, self._host.machine.member.epoch, peer)
 
     def committed(self, committed: Committed) -> StepDone:
+        if self._host.world.agents is not None:
+            self._host.world.agents.committed(self._host.id)
         return StepDone(self._host.id, self._host.machine.member.epoch, committed.evidence)
 
     def evaluated(self, step: int, loss: float, metrics: Mapping[str, float]) -> object:
