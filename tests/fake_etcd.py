@@ -45,6 +45,9 @@ class FakeEtcd:
         if compare["target"] == "MOD":
             assert compare["result"] == "EQUAL"
             return written.revision == int(compare["mod_revision"])
+        if compare["target"] == "VALUE":
+            assert compare["result"] == "EQUAL"
+            return written.version > 0 and written.value == base64.b64decode(compare["value"])
         assert (compare["target"], compare["result"]) == ("VERSION", "GREATER")
         return written.version > int(compare["version"])
 

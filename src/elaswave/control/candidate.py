@@ -165,7 +165,7 @@ class Beats:
 
     def _beat(self, number: int) -> StoreError | None:
         value = json.dumps({"term": self._term.term, "beat": number}).encode()
-        beat = Transaction(((TERM, self._term.revision),), puts=((BEAT, value),), reads=(TERM,))
+        beat = self._term.still_writes()._replace(puts=((BEAT, value),))
         try:
             outcome = self._client.carry_out(beat)
         except NoAnswerError:

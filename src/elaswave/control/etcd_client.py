@@ -103,6 +103,7 @@ class EtcdClient:
             NoAnswerError, StoreError: see the module's docstring.
         """
         compare = [self.unwritten_since(key, revision) for key, revision in transaction.unwritten_since]
+        compare += [self.has_value(key, value) for key, value in transaction.values]
         compare += [self.exists(key) for key in transaction.exist]
         changes = [self.put(key, value) for key, value in transaction.puts]
         changes += [self.delete(key) for key in transaction.deletes]
@@ -121,6 +122,11 @@ class EtcdClient:
     def unwritten_since(self, key: str, revision: int) -> dict[str, Any]:
         """Compares: a key was last written at a revision; 0: it does not exist."""
         return {"key": self._key(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
+
+    def has_value(self, key: str, value: bytes) -> dict[str, Any]:
+        """Compares: a key exists and has a value."""
+        encoded = base64.b64encode(value).decode()
+        return {"key": self._key(key), "target": "VALUE", "result": "EQUAL", "value": encoded}
 
     def exists(self, key: str) -> dict[str, Any]:
         """Compares: a key exists."""

@@ -55,9 +55,7 @@ from elaswave.protocol.store_writes import (
     Outcome,
     Transaction,
     Written,
-    confirmation,
     holder_of,
-    is_fenced,
 )
 
 BATCH_S = 1.0
@@ -441,23 +439,25 @@ class EtcdStore(Generic[_T]):
 
     def _confirm(self) -> None:
         """Asks whether this coordinator may still write."""
-        answer = self._persist(confirmation(self._term))
+        answer = self._persist(self._term.still_writes())
         if not answer.succeeded:
             raise self._fenced(answer.found[0])
 
     def _write_blobs(self, packed: Packed) -> None:
-        compared = ((TERM, self._term.revision),)
+        asked = self._term.still_writes()
         for blob, content in packed.blobs.items():
             for key, chunk in zip(blob.chunk_keys, chunks_of(content), strict=True):
-                written = self._persist(Transaction(compared, puts=((key, chunk),), reads=(TERM,)))
-                if not written.succeeded and is_fenced(self._term, written.found[0]):
+                written = self._persist(asked._replace(puts=((key, chunk),)))
+                if not written.succeeded and self._term.is_fenced(written.found[0]):
                     raise self._fenced(written.found[0])
 
     def _remove_garbage(self) -> None:
         keys = tuple(sorted(self._garbage)[: _PAGE // 2])
         if keys:
-            compared = ((TERM, self._term.revision), (entry_key(self._head.length), 0))
-            self._client.carry_out(Transaction(compared, deletes=keys))
+            asked = self._term.still_writes()
+            absent = (entry_key(self._head.length), 0)
+            unwritten_since = (*asked.unwritten_since, absent)
+            self._client.carry_out(asked._replace(unwritten_since=unwritten_since, deletes=keys, reads=()))
             self._garbage -= set(keys)
 
     def _fenced(self, standing: KeyValue | None) -> StoreError:

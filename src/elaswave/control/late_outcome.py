@@ -11,8 +11,7 @@ from elaswave.control.agent_messages import Ended
 from elaswave.control.open_store import read_outcome
 from elaswave.errors import ConfigError, StoreError
 from elaswave.observability.events import RunFinished, read_events
-from elaswave.observability.result import RESULT_FILE
-from elaswave.observability.run_folder import EVENTS_FILE
+from elaswave.observability.result import EVENTS_FILE, RESULT_FILE
 
 _log = logging.getLogger("elaswave.control")
 

@@ -36,6 +36,8 @@ class Transaction(NamedTuple):
 
     unwritten_since: tuple[tuple[str, int], ...] = ()
     """Compares: a key was last written at a revision; 0: it does not exist."""
+    values: tuple[tuple[str, bytes], ...] = ()
+    """Compares: a key has a value. A store that somebody has put back may come to a revision twice."""
     exist: tuple[str, ...] = ()
     """Compares: these keys exist."""
     puts: tuple[tuple[str, bytes], ...] = ()
@@ -65,6 +67,20 @@ class Holder(NamedTuple):
     name: str
     revision: int
     """At which it was written."""
+    value: bytes = b""
+    """What stands in `TERM`; has the nonce of the claim."""
+
+    def still_writes(self) -> Transaction:
+        """Compares that nobody else has written `TERM` since, and writes nothing."""
+        return Transaction(((TERM, self.revision),), ((TERM, self.value),) if self.term else (), reads=(TERM,))
+
+    def is_fenced(self, standing: KeyValue | None) -> bool:
+        """Whether it may not write any more.
+
+        Args:
+            standing: what a failed comparison has found in `TERM`.
+        """
+        return standing is None or (standing.revision, standing.value) != (self.revision, self.value)
 
 
 NOBODY = Holder(0, "", 0)
@@ -75,7 +91,7 @@ def holder_of(found: KeyValue | None) -> Holder:
     if found is None:
         return NOBODY
     said = json.loads(found.value)
-    return Holder(said["term"], said["holder"], found.revision)
+    return Holder(said["term"], said["holder"], found.revision, found.value)
 
 
 class Claim:
@@ -94,12 +110,12 @@ class Claim:
 
     def transaction(self) -> Transaction:
         """To be said until there is an answer."""
-        return Transaction(((TERM, self._seen.revision),), puts=((TERM, self._value),), reads=(TERM,))
+        return self._seen.still_writes()._replace(puts=((TERM, self._value),))
 
     def judge(self, outcome: Outcome) -> Holder | None:
         """What the answer means: this claimant, which may write now; None if another one was quicker."""
         if outcome.succeeded:
-            return Holder(self._seen.term + 1, self._name, outcome.revision)
+            return Holder(self._seen.term + 1, self._name, outcome.revision, self._value)
         (standing,) = outcome.found
         if standing is not None and standing.value == self._value:
             return holder_of(standing)  # an earlier request had arrived
@@ -136,32 +152,21 @@ class EntryWrite:
 
     def transaction(self) -> Transaction:
         """To be said until there is an answer; nothing may be sent before (H5)."""
-        compared = ((TERM, self._term.revision), (self._key, 0))
-        puts, reads = ((self._key, self.value),), (TERM, self._key, *self._before)
-        return Transaction(compared, (*self._before, *self._names), puts, reads=reads)
+        asked = self._term.still_writes()
+        return asked._replace(
+            unwritten_since=(*asked.unwritten_since, (self._key, 0)),
+            exist=(*self._before, *self._names),
+            puts=((self._key, self.value),),
+            reads=(TERM, self._key, *self._before),
+        )
 
     def judge(self, outcome: Outcome) -> Written:
         """What the answer means."""
         if outcome.succeeded:
             return Written.YES
         term, standing, *before = outcome.found
-        if is_fenced(self._term, term):
+        if self._term.is_fenced(term):
             return Written.FENCED
         if standing is None:
             return Written.GONE_BACK if None in before else Written.INCOMPLETE
         return Written.YES if standing.value == self.value else Written.TAKEN  # an earlier request had arrived
-
-
-def confirmation(own: Holder) -> Transaction:
-    """Asks whether a coordinator may still write, and writes nothing."""
-    return Transaction(((TERM, own.revision),), reads=(TERM,))
-
-
-def is_fenced(own: Holder, standing: KeyValue | None) -> bool:
-    """Whether a coordinator may not write any more.
-
-    Args:
-        own: its term.
-        standing: what a failed comparison has found in `TERM`.
-    """
-    return standing is None or standing.revision != own.revision

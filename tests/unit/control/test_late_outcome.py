@@ -14,8 +14,7 @@ from elaswave.control.commit_count import CommitCount
 from elaswave.control.late_outcome import LateOutcome
 from elaswave.control.open_store import JobStore
 from elaswave.observability.events import EventLog, RunFinished
-from elaswave.observability.result import RESULT_FILE
-from elaswave.observability.run_folder import EVENTS_FILE
+from elaswave.observability.result import EVENTS_FILE, RESULT_FILE
 
 ETCD = ControlConfig(store="etcd://a:1,b:2")
 

@@ -24,7 +24,6 @@ from elaswave.protocol.store_writes import (
     Outcome,
     Transaction,
     Written,
-    confirmation,
     holder_of,
 )
 from elaswave.sim.protocol.schedule import ScheduledFault
@@ -68,6 +67,7 @@ class RemoteStore:
         """Carries one out, whole or not at all."""
         holds = all(self._revision(key) == revision for key, revision in transaction.unwritten_since)
         holds = holds and all(key in self.keys for key in transaction.exist)
+        holds = holds and all(self._value(key) == value for key, value in transaction.values)
         if holds and transaction.puts:
             self.revision += 1
             for key, value in transaction.puts:
@@ -89,6 +89,10 @@ class RemoteStore:
     def entries(self) -> list[bytes]:
         """All entries, in their order."""
         return [self.keys[key].value for key in sorted(self.keys) if key.startswith(_ENTRIES)]
+
+    def _value(self, key: str) -> bytes:
+        found = self.keys.get(key)
+        return b"" if found is None else found.value
 
     def _revision(self, key: str) -> int:
         found = self.keys.get(key)
@@ -178,7 +182,7 @@ class Seat:
         self._ask_whether_mine(coordinator, heard)
 
     def _ask_whether_mine(self, coordinator: "SimCoordinator", heard: Head) -> None:
-        asked = partial(self._crew.store.transact, confirmation(self.term))
+        asked = partial(self._crew.store.transact, self.term.still_writes())
         self._crew.ask(coordinator, asked, partial(self._on_confirmed, coordinator, heard))
 
     def _on_confirmed(self, coordinator: "SimCoordinator", heard: Head, outcome: Outcome | None) -> None:
@@ -200,8 +204,7 @@ class Seat:
     @property
     def is_taken(self) -> bool:
         """Whether another coordinator has taken over; the coordinator itself may not know it yet."""
-        standing = self._crew.store.keys.get(TERM)
-        return standing is None or standing.revision != self.term.revision
+        return self.term.is_fenced(self._crew.store.keys.get(TERM))
 
 
 class SimCandidate:
@@ -408,7 +411,7 @@ class Crew:
             return
         if not world.is_stopped(coordinator):
             value = f"{seat.term.term}@{world.now}".encode()
-            beat = Transaction(((TERM, seat.term.revision),), puts=((BEAT, value),), reads=(TERM,))
+            beat = seat.term.still_writes()._replace(puts=((BEAT, value),))
             asked = partial(self.store.transact, beat)
             self.ask(coordinator, asked, partial(self._on_beat, coordinator), is_instant=False)
         world.at(_BEAT, self._beat, coordinator, seat)

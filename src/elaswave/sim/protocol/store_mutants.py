@@ -10,8 +10,8 @@ import msgspec
 
 from elaswave.protocol.events import CoordinatorEffect, Persist, Record
 from elaswave.protocol.heads import Head
-from elaswave.protocol.store_writes import Claim, EntryWrite, Outcome, Transaction, Written
-from elaswave.sim.protocol.candidates import Seat, SimCandidate
+from elaswave.protocol.store_writes import Claim, EntryWrite, Holder, KeyValue, Outcome, Transaction, Written
+from elaswave.sim.protocol.candidates import Crew, Seat, SimCandidate
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.mutant import Mutant
 from elaswave.sim.protocol.run import Build
@@ -27,7 +27,7 @@ class SendsBeforeTheAnswer(SimCoordinator):
 
 class _ClaimsBlindly(Claim):
     def transaction(self) -> Transaction:
-        return super().transaction()._replace(unwritten_since=())
+        return super().transaction()._replace(unwritten_since=(), values=())
 
 
 class ElectsWithoutComparison(SimCandidate):
@@ -39,7 +39,7 @@ class ElectsWithoutComparison(SimCandidate):
 class _WritesWithoutTerm(EntryWrite):
     def transaction(self) -> Transaction:
         asked = super().transaction()
-        return asked._replace(unwritten_since=asked.unwritten_since[1:])
+        return asked._replace(unwritten_since=asked.unwritten_since[1:], values=())
 
 
 class AppendsWithoutTerm(Seat):
@@ -53,6 +53,24 @@ class RetriesWithAnotherNonce(Seat):
 
     def not_answered(self, coordinator: SimCoordinator, entry: EntryWrite, record: Record) -> None:
         self.write(coordinator, record)
+
+
+class _KnownByRevision(Holder):
+    __slots__ = ()
+
+    def still_writes(self) -> Transaction:
+        return super().still_writes()._replace(values=())
+
+    def is_fenced(self, standing: KeyValue | None) -> bool:
+        return standing is None or standing.revision != self.revision
+
+
+class KnowsTheTermByItsRevision(Seat):
+    """A coordinator compares at which revision the term was written, and not by whom: a store that was put back comes
+    to a revision twice."""
+
+    def __init__(self, crew: Crew, candidate: SimCandidate, term: Holder, entries: list[bytes]) -> None:
+        super().__init__(crew, candidate, _KnownByRevision(*term), entries)
 
 
 class _TakesRefusalForTaken(EntryWrite):
@@ -119,6 +137,13 @@ STORE_MUTANTS = (
         Build(seat=AppendsWithoutTerm),
         "widths=1,3 num_microbatches=3 heartbeat_bound=25 restart_delay=30 candidates=2 isolate:2@15+40 late:s@20+60 "
         "kill:c@40",
+    ),
+    Mutant(
+        "term-by-revision",
+        "a coordinator takes another one's term of the same revision for its own, in a store that was put back",
+        Build(seat=KnowsTheTermByItsRevision),
+        "widths=1,3 layers_per_stage=2 num_microbatches=3 seed=741717208 restart_delay=30 slow_worker=2 slow_by=5 "
+        "candidates=2 kill:c@68 back:s@118+5",
     ),
     Mutant(
         "retry-without-nonce",
