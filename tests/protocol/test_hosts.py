@@ -223,3 +223,17 @@ def test_a_committed_step_a_notice_and_a_host_without_workers_do_not_count_again
     hosts.committed([0, 50])
     fall(hosts, b)
     assert came(hosts, "b", 40).num_fruitless == 0
+
+
+def test_workers_of_an_agent_are_not_those_of_the_next_one_with_its_number():
+    hosts = Hosts((0, 1), home=99)
+    first = hosts.add(Came(0, "a", 1, 0, 0), 0.0)
+    hosts.connected(first)
+    hosts.placed(5, 0)
+    hosts.disconnected(1, 1.0)
+    came = hosts.hello("a", 3, 0)
+    assert came == Came(0, "a", 3, 0, 1), "the job has not begun: its number is free"
+    next_one = hosts.add(came, 2.0)
+    assert hosts.of(5) is first and first.state is HostState.GONE
+    assert hosts.of(0) is next_one, "who has started nothing yet starts what the job begins with"
+    assert hosts.stranded == {5}

@@ -116,7 +116,9 @@ class Hosts:
         """Hosts with a connected agent."""
         self._gone: set[int] = set()
         """Incarnations that never count again."""
-        self._host_of: dict[int, int] = {}
+        self._number_of: dict[int, int] = {}
+        self._host_of: dict[int, Host] = {}
+        """Worker -> its host: another one that has the number later has not its workers (H2)."""
         self._label_of: dict[str, str] = {}
         """Of every node that there ever was."""
         self._newest: dict[str, Host] = {}
@@ -151,9 +153,9 @@ class Hosts:
 
     def placed(self, worker: int, number: int) -> None:
         """A worker is to be started on a host."""
-        self._host_of[worker] = number
+        self._number_of[worker] = number
         if number in self._hosts:
-            host = self._hosts[number]
+            host = self._host_of[worker] = self._hosts[number]
             if not host.workers and not host.is_fruitless:
                 host.is_fruitless = True
                 self._unproven.add(host)
@@ -273,15 +275,16 @@ class Hosts:
     @property
     def stranded(self) -> set[int]:
         """Workers whose hosts the others go on without, and that nobody has said to have ended: nobody will."""
-        return {worker for host in self._hosts.values() if host.state is HostState.GONE for worker in host.workers}
+        of_gone = ((worker, host) for worker, host in self._host_of.items() if host.state is HostState.GONE)
+        return {worker for worker, host in of_gone if worker in host.workers}
 
     def of(self, worker: int) -> Host | None:
         """The host of a worker that was placed."""
-        return self._hosts.get(self._host_of.get(worker, -1))
+        return self._host_of.get(worker)
 
     def number_of(self, worker: int) -> int | None:
         """The number of the host of a worker that was placed."""
-        return self._host_of.get(worker)
+        return self._number_of.get(worker)
 
     def label_of(self, worker: int) -> str:
         """The failure domain of a worker that was placed; empty if there is only one host."""

@@ -11,7 +11,7 @@ import msgspec
 
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, JoinerCame, PlanRecovery, RecoveryPlan
-from elaswave.protocol.hosts import Came
+from elaswave.protocol.hosts import Came, Host, Hosts
 from elaswave.protocol.vigil import Due
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.agents import HostDesk, Placed, SimAgent
@@ -90,6 +90,21 @@ class AsksAnotherIncarnation(SimCoordinator):
     desk_class = _AsksTheNode
 
 
+class _HostsByNumber(Hosts):
+    def of(self, worker: int) -> Host | None:
+        return self._hosts.get(self._number_of.get(worker, -1))
+
+
+class _KnowsHostsByNumber(HostDesk):
+    hosts_class = _HostsByNumber
+
+
+class TakesTheNextAgentForTheLast(SimCoordinator):
+    """The next agent that has a host's number gets the workers of the last one."""
+
+    desk_class = _KnowsHostsByNumber
+
+
 class _PlacesWithoutARecord(HostDesk):
     def _persist(self, record: Came | Placed) -> None:
         if isinstance(record, Came):
@@ -144,6 +159,14 @@ HOST_MUTANTS = (
         "a joiner is asked for again from another incarnation of its node's agent",
         Build(coordinator=AsksAnotherIncarnation),
         "widths=2,1 steps=9 join_step=1 agents=2 kill:a0@98",
+    ),
+    Mutant(
+        "host-by-number",
+        "workers of a host's last agent count as those of the next one that has its number",
+        Build(coordinator=TakesTheNextAgentForTheLast),
+        "widths=1,1,1 num_microbatches=1 steps=7 checkpoint_every=2 ask_step=2 join_step=1 stop_step=2 seed=33582902 "
+        "exit_delay=1 link_delay=1 heartbeat_bound=80 restart_delay=8 slow_worker=2 slow_by=40 commit_delay=60 "
+        "agents=2 usurp:c@1+150 hang:1@13+20 usurp:c@17+20 disconnect:a1@18+150 kill:a0@70",
     ),
     Mutant(
         "place-unwritten",

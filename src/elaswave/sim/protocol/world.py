@@ -547,8 +547,8 @@ class World:
         self.fired.append(fault)
         self.say(f"*** {fault}")
         if fault.is_of_agent:
-            assert self.agents is not None
-            self.agents.strike(fault)
+            if self.agents is not None:
+                self.agents.strike(fault)
             return
         if not fault.workers:
             self._strike_coordination(fault)
