@@ -364,10 +364,11 @@ class World:
 
     def serve(self, coordinator: CoordinatorActor) -> None:
         """A coordinator begins; workers without a connection find it. Who still has one to a coordinator that was
-        replaced, and does not know it, loses it: the new one's agent says so."""
+        replaced, and does not know it, loses it: the new one's agent says so. One that was slow to read what was
+        decided may begin after its own successor."""
         if self.crew is not None:
             for replaced in self.coordinators:
-                if not replaced.dead:
+                if not replaced.dead and _term(replaced) <= _term(coordinator):
                     self._at(3 * self.delay(), self._abandon, replaced)
         self.coordinators.append(coordinator)
         self.say(f"coordinator of term {coordinator.core.term} starts")
@@ -386,8 +387,12 @@ class World:
 
     @property
     def coordinator(self) -> CoordinatorActor | None:
-        """The one that new connections reach."""
+        """The one that new connections reach: with candidates, of those that live, that which has claimed the job
+        last."""
         newest = self.coordinators[-1] if self.coordinators else None
+        if self.crew is not None:
+            living = [coordinator for coordinator in reversed(self.coordinators) if not coordinator.dead]
+            newest = max(living, key=_term, default=None)
         return None if newest is None or newest.dead else newest
 
     def _connect(self, worker: WorkerActor) -> None:
@@ -673,6 +678,12 @@ class World:
         link = self.links.get(worker.id)
         if link is not None:
             self.close_link(link)
+
+
+def _term(coordinator: CoordinatorActor) -> int:
+    """Of a candidate's claim."""
+    assert coordinator.seat is not None
+    return coordinator.seat.term.term
 
 
 def _pair(a: int, b: int) -> tuple[int, int]:
