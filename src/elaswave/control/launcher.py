@@ -148,7 +148,8 @@ def train(
             remove_groups(job.template_pid, os.getpid())
         if profile:
             merge_traces(run_dir)  # an interrupted run has recorded something too
-        _close_log(run_dir, started_s, reporter)
+        if post is None or not post.is_candidate:  # else the job may go on without this host
+            _close_log(run_dir, started_s, reporter)
     reporter.finished(result, run_dir)
     return result
 

@@ -57,7 +57,7 @@ from elaswave.control.job_network import open_network
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
 from elaswave.control.job_spec import mark_of, write_marks
 from elaswave.control.key_files import JOB_KEY_FILE, JobKey
-from elaswave.control.late_outcome import LateOutcome
+from elaswave.control.late_outcome import late_outcome
 from elaswave.control.launcher_waits import LauncherWaits, how_it_stands_still
 from elaswave.control.log_sending import LogSending
 from elaswave.control.open_store import FILE, JobStore
@@ -237,7 +237,6 @@ class LocalJob:
         self._store: JobStore | None = None
         control = config.control
         self._vigil = Vigil(ORPHAN_S if control.store == FILE else max(ORPHAN_S, control.store_patience_s))
-        self._late_outcome = LateOutcome(control, post.job, run_dir)
         try:
             if post.network is None:
                 self._network, self._kept_port = open_network(config.net, self._folder)
@@ -502,7 +501,7 @@ class LocalJob:
         num_commits = 0 if self._commits is None else self._commits.value
         due = self._vigil.look(time.monotonic(), has_coordinator=has_coordinator, num_commits=num_commits)
         if due is Due.SEEK:
-            found = self._late_outcome.seek()
+            found = late_outcome(self._config.control, self._post.job, self._run_dir)
             if found is not None:  # its workers wait for a coordinator, which does not come any more
                 self._ended = msgspec.structs.replace(found, lost=self._processes.workers)
         elif due is Due.END:
