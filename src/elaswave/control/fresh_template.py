@@ -44,11 +44,11 @@ def pickled_setup(setup: TemplateSetup) -> bytes:
     Raises:
         UsageError: a part of the training cannot be pickled; says which.
     """
-    import cloudpickle  # late: a launcher that forks its template needs none of it
+    from elaswave.control.by_value import dumps  # late: a launcher that forks its template needs no cloudpickle
 
     sent = _Handed(setup._replace(deaths=None, commits=None), _torch_settings(), _named_tuples_of_script())
     try:
-        return framed(cloudpickle.dumps(sent))
+        return framed(dumps(sent))
     except Exception as error:
         raise UsageError(
             f"{_culprit(setup.training)} cannot be sent to the processes of the job: {said(error)}. "
@@ -127,14 +127,14 @@ def _named_tuples_of_script() -> dict[str, Any]:
     """The classes of named tuples at the top of the script or notebook. Its layers bring them by value, but a value
     that travels names them (`elaswave.worker.values`): so the same objects must stand in the other interpreter's
     ``__main__`` as well."""
-    import cloudpickle
+    from elaswave.control.by_value import dumps
 
     found = {}
     for name, kind in vars(sys.modules["__main__"]).items():
         is_named_tuple = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
         if is_named_tuple and (kind.__module__, kind.__qualname__) == ("__main__", name):
             with contextlib.suppress(Exception):  # one that no layer uses does no harm; else the layer is named
-                cloudpickle.dumps(kind)
+                dumps(kind)
                 found[name] = kind
     return found
 
@@ -163,11 +163,11 @@ def _apply_torch_settings(settings: Mapping[str, Any]) -> None:
 
 def _culprit(training: Any) -> str:
     """The part of a training that cannot be pickled, as a person knows it."""
-    import cloudpickle
+    from elaswave.control.by_value import dumps
 
     for name, part in _parts(training):
         try:
-            cloudpickle.dumps(part)
+            dumps(part)
         except Exception:
             return name
     return "what the script trains"
