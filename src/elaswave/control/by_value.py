@@ -38,5 +38,5 @@ _REDUCE = cast(
 )
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):
     dispatch_table: ClassVar[Any] = ChainMap({types.CodeType: _code_reduced}, cloudpickle.Pickler.dispatch_table)
