@@ -39,7 +39,7 @@ from elaswave.costs.presets import DevicePreset  # noqa: E402
 from elaswave.errors import InfeasiblePlan  # noqa: E402
 from elaswave.fences import Codec  # noqa: E402
 from elaswave.planning.far_apart.job import FarJob, FarPlan  # noqa: E402
-from elaswave.planning.far_apart.objective import GRADIENT_BYTES, SUM_BYTES, Model  # noqa: E402
+from elaswave.planning.far_apart.objective import GRADIENT_BYTES, Model  # noqa: E402
 from elaswave.planning.far_apart.op_fence import op_fence  # noqa: E402
 from elaswave.planning.far_apart.operators import (  # noqa: E402
     chain_costs,
@@ -273,7 +273,7 @@ def floor_s(job: FarJob) -> float:
                     ways[key] = min(ways.get(key, np.inf), way_s + float(latency_s[site, other]))
     way_s = min(ways[(1 << count) - 1, site] for site in range(count))
     model = Model(job)
-    sent = job.costs[0].layers[0].accumulator_bytes / SUM_BYTES * GRADIENT_BYTES * job.followers
+    sent = job.costs[0].layers[0].accumulator_bytes / job.sum_bytes * GRADIENT_BYTES * job.followers
     end_s = float(network.latency_s.diagonal().min()) + sent / float(network.bandwidth_bytes_per_s.diagonal().max())
     return model.vote_s(list(range(job.cluster.num_workers))) + way_s + 1 / float(model.rate.max()) + end_s
 

@@ -25,11 +25,14 @@ def retries(job: Job) -> dict[int, list[str]]:
     return {event["step"]: event["retries"] for event in events if event["kind"] == "step" and event["retries"]}
 
 
-def test_a_sum_that_could_overflow_costs_an_attempt_and_no_bit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [64, pytest.param(48, marks=pytest.mark.slow)])
+def test_a_sum_that_could_overflow_costs_an_attempt_and_no_bit(
+    bits: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     make_unlucky(monkeypatch, steep, probability=0.1)
+    settings = {"model.dropout": 0.0, "elastic.accumulator_bits": bits}
     one, other = (
-        run_job(tmp_path / str(len(widths)), {"model.dropout": 0.0, "layout.widths": widths})
-        for widths in ([1], [1, 3])
+        run_job(tmp_path / str(len(widths)), settings | {"layout.widths": widths}) for widths in ([1], [1, 3])
     )
     assert one.computation == other.computation
     assert retries(one) == retries(other)

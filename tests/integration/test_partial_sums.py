@@ -30,17 +30,17 @@ def flip_received(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None
 
 def flip_total(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next total that this worker's thread makes, after all have come, lacks a bit."""
-    add_up, thread = reduction_module._add_up, threading.get_ident()
+    add_up, thread = reduction_module.add_up, threading.get_ident()
 
     def wrong(parts: Any) -> torch.Tensor:
         if threading.get_ident() != thread:
             return add_up(parts)
-        monkeypatch.setattr(reduction_module, "_add_up", add_up)
+        monkeypatch.setattr(reduction_module, "add_up", add_up)
         total = add_up(parts)
         total[0] ^= 1 << 40
         return total
 
-    monkeypatch.setattr(reduction_module, "_add_up", wrong)
+    monkeypatch.setattr(reduction_module, "add_up", wrong)
 
 
 Spoil = Callable[[Reduction, pytest.MonkeyPatch], None]

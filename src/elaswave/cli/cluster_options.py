@@ -16,7 +16,7 @@ import click
 from elaswave.cli.option_groups import Command, add_group, given_in
 from elaswave.config.own import TOKENS_PER_S
 from elaswave.config.presets import catalog, device_preset, link_preset, model_shape
-from elaswave.costs.analytic import analytic_costs, preset_cluster
+from elaswave.costs.analytic import ACCUMULATOR_BITS, analytic_costs, preset_cluster
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
@@ -92,6 +92,11 @@ _OPTIONS = (
     ),
     click.option("--recompute", is_flag=True, default=None, help="Run blocks again in the backward: less memory."),
     click.option(
+        "--accumulator-bits",
+        type=click.Choice([str(bits) for bits in ACCUMULATOR_BITS]),
+        help="Width of exact sums: 8 or 6 bytes per parameter.  [default: 64]",
+    ),
+    click.option(
         "--fence",
         multiple=True,
         metavar="LAYER:CODEC",
@@ -122,11 +127,17 @@ class ClusterOptions:
     schedule: Schedule | None = None
     tensor_parallel: int | None = None
     recompute: bool | None = None
+    accumulator_bits: str | None = None
     fence: tuple[str, ...] | None = None
     efficiency: float | None = None
     within_node: str | None = None
     between_nodes: str | None = None
     power_limit_kw: float | None = None
+
+    @property
+    def sum_bits(self) -> int:
+        """Width of exact sums."""
+        return int(self.accumulator_bits or ACCUMULATOR_BITS[0])
 
     @property
     def given(self) -> list[str]:
@@ -277,6 +288,7 @@ def describe_machines(options: ClusterOptions, *, num_workers: int) -> tuple[Clu
             preset,
             microbatch_size=options.microbatch_size or 1,
             recompute=bool(options.recompute),
+            accumulator_bits=options.sum_bits,
             tensor_parallel=tensor_parallel,
             efficiency=options.efficiency,
             within_node=within_node,

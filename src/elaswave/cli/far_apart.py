@@ -142,6 +142,7 @@ def _setting(options: ClusterOptions, far: FarOptions, speeds: Sequence[str]) ->
             preset,
             microbatch_size=size,
             recompute=bool(options.recompute),
+            accumulator_bits=options.sum_bits,
             efficiency=options.efficiency,
         )
         for preset in file.presets
@@ -154,6 +155,7 @@ def _setting(options: ClusterOptions, far: FarOptions, speeds: Sequence[str]) ->
         codec=far.codec or "none",
         memory_bandwidth_bytes_per_s=min(preset.memory_bandwidth_bytes_per_s for preset in file.presets),
         copies=far.copies or "inside",
+        sum_bytes=options.sum_bits // 8,
     )
     assert job.cluster.network is not None
     return _Setting(

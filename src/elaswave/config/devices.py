@@ -78,6 +78,7 @@ def emulated_costs(config: Config) -> Costs:
         model_shape(device.model),
         device_preset(device.name),
         consistency=config.elastic.consistency,
+        accumulator_bits=config.elastic.accumulator_bits,
         recompute=config.model.recompute,
         fences=config.model.fences,
     )
@@ -110,6 +111,7 @@ def own_bytes(config: Config) -> Costs:
         shape_of(config),
         microbatch_size=config.batch.microbatch_size,
         consistency=config.elastic.consistency,
+        accumulator_bits=config.elastic.accumulator_bits,
         recompute=config.model.recompute,
         parameter_bytes=element_bytes(config),
         optimizer_bytes=state_bytes(config),

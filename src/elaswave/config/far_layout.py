@@ -11,7 +11,7 @@ from elaswave.config.own import OWN
 from elaswave.config.presets import device_preset
 from elaswave.config.schema import Config
 from elaswave.config.sites import network_file, run_network
-from elaswave.costs.analytic import multiplications
+from elaswave.costs.analytic import multiplications, sum_bytes
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.presets import DevicePreset
@@ -86,6 +86,7 @@ def far_job(config: Config, codec: str) -> FarJob:
         element_bytes=element_bytes(config),
         codec=codec,
         followers=config.elastic.num_followers,
+        sum_bytes=sum_bytes(config.elastic.consistency, config.elastic.accumulator_bits),
         copies=sites.copies,
     )
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from elaswave.config.devices import element_bytes, shape_of, state_bytes
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
-from elaswave.costs.analytic import ACCUMULATOR_BYTES
+from elaswave.costs.analytic import sum_bytes
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.memory import MemoryModel, num_copies
 
@@ -81,13 +81,13 @@ def _own_costs(config: Config, layer_parameters: Sequence[int]) -> Costs:
 
 def _layer(config: Config, num_parameters: int, num_kept: int) -> LayerCosts:
     """Bytes of a layer with these parameters, and kept elements of activations of a micro-batch."""
-    size = element_bytes(config)
+    size, elastic = element_bytes(config), config.elastic
     return LayerCosts(
         forward_s=0.0,
         input_gradient_s=0.0,
         weight_gradient_s=0.0,
         parameter_bytes=float(num_parameters * size),
-        accumulator_bytes=float(num_parameters * ACCUMULATOR_BYTES[config.elastic.consistency]),
+        accumulator_bytes=float(num_parameters * sum_bytes(elastic.consistency, elastic.accumulator_bits)),
         optimizer_bytes=float(num_parameters * state_bytes(config)),
         activation_bytes=float(num_kept * size),
         boundary_bytes=0.0,

@@ -240,6 +240,10 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     consistency: Literal["bitwise", "scaled"] = "bitwise"
     """``bitwise``: exact sums, the layout does not show in the result. ``scaled``: float32 sums; same batch and
     gradient scale, the rounding may differ."""
+    accumulator_bits: Literal[64, 48] = 64
+    """Width of an exact sum, and of what workers send of it: 8 bytes per parameter, or 6. With 48 a sum has 33 bits
+    below its tensor's largest gradient instead of 43, gradients may grow 2**10-fold between two steps instead of
+    2**16-fold before a step is tried again, and the bits of the result are others. Not used by ``scaled``."""
     num_followers: CountOrZero = 1
     """Live copies of every block of state beside its owner's; at most the number of workers - 1 are made."""
     scatter_width: Count | None = None

@@ -25,8 +25,28 @@ PARAMETER_BYTES = 2
 """bfloat16."""
 OPTIMIZER_BYTES = 12
 """float32 master, first and second moment (AdamW)."""
-ACCUMULATOR_BYTES = {"bitwise": 8, "scaled": 4}
-"""Per parameter: 64-bit fixed point, or float32."""
+CONSISTENCIES = ("bitwise", "scaled")
+ACCUMULATOR_BITS = (64, 48)
+"""Widths that an exact sum of gradients may have."""
+
+
+def sum_bytes(consistency: str, accumulator_bits: int) -> int:
+    """Of the sum of gradients of one parameter, in memory and on its way.
+
+    Args:
+        consistency: ``bitwise`` (exact sums) or ``scaled`` (float32).
+        accumulator_bits: width of an exact sum.
+    Raises:
+        ValueError: there is no such sum.
+    """
+    if consistency not in CONSISTENCIES:
+        raise ValueError(f"consistency is {consistency!r}, needed: one of {', '.join(CONSISTENCIES)}")
+    if accumulator_bits not in ACCUMULATOR_BITS:
+        widths = ", ".join(map(str, ACCUMULATOR_BITS))
+        raise ValueError(f"accumulator_bits is {accumulator_bits}, needed: one of {widths}")
+    return accumulator_bits // 8 if consistency == "bitwise" else 4
+
+
 LOGIT_BYTES = 6
 """Kept per logit: the bfloat16 logit and the float32 logarithm of its probability."""
 USABLE_MEMORY = 0.9
@@ -130,6 +150,7 @@ def analytic_costs(
     *,
     microbatch_size: int = 1,
     consistency: str = "bitwise",
+    accumulator_bits: int = 64,
     recompute: bool = False,
     tensor_parallel: int = 1,
     efficiency: float | None = None,
@@ -143,7 +164,8 @@ def analytic_costs(
         shape: sizes of the model.
         preset: the device.
         microbatch_size: samples of a micro-batch.
-        consistency: ``bitwise`` (exact sums, 8 bytes per parameter) or ``scaled`` (float32).
+        consistency: ``bitwise`` (exact sums) or ``scaled`` (float32).
+        accumulator_bits: width of an exact sum.
         recompute: run a block's forward again before its backward instead of keeping its activations.
         tensor_parallel: devices that make up a worker; they share every layer and exchange activations twice per
             block and direction (Shoeybi et al. 2019, Megatron-LM, section 3), and keep
@@ -154,8 +176,7 @@ def analytic_costs(
     Raises:
         ValueError: an impossible argument.
     """
-    if consistency not in ACCUMULATOR_BYTES:
-        raise ValueError(f"consistency is {consistency!r}, needed: one of {', '.join(ACCUMULATOR_BYTES)}")
+    bytes_of_sum = sum_bytes(consistency, accumulator_bits)
     if tensor_parallel < 1:
         raise ValueError(f"tensor_parallel is {tensor_parallel}, needed: at least 1")
     efficiency = preset.efficiency if efficiency is None else efficiency
@@ -177,7 +198,7 @@ def analytic_costs(
             input_gradient_s=layer.input_gradient_flops / flops_per_s + sharing_s * (2 if recompute else 1),
             weight_gradient_s=layer.weight_gradient_flops / flops_per_s + moving_s,
             parameter_bytes=float(layer.num_parameters * PARAMETER_BYTES),
-            accumulator_bytes=float(layer.num_parameters * ACCUMULATOR_BYTES[consistency]),
+            accumulator_bytes=float(layer.num_parameters * bytes_of_sum),
             optimizer_bytes=float(layer.num_parameters * OPTIMIZER_BYTES),
             activation_bytes=layer.activation_bytes,
             boundary_bytes=layer.boundary_bytes,
@@ -202,6 +223,7 @@ def analytic_shares(
     *,
     microbatch_size: int,
     consistency: str = "bitwise",
+    accumulator_bits: int = 64,
     recompute: bool = False,
     parameter_bytes: int = 4,
     optimizer_bytes: int = OPTIMIZER_BYTES,
@@ -214,14 +236,14 @@ def analytic_shares(
         shape: sizes of the model.
         microbatch_size: samples of a micro-batch.
         consistency: ``bitwise`` or ``scaled``.
+        accumulator_bits: width of an exact sum.
         recompute: blocks are run again before their backward.
         parameter_bytes: of an element of parameters and activations: 4 for float32.
         optimizer_bytes: of the masters and the optimizer's slots, per parameter.
     Raises:
         ValueError: an impossible argument.
     """
-    if consistency not in ACCUMULATOR_BYTES:
-        raise ValueError(f"consistency is {consistency!r}, needed: one of {', '.join(ACCUMULATOR_BYTES)}")
+    bytes_of_sum = sum_bytes(consistency, accumulator_bits)
     work = layer_work(shape, microbatch_size=microbatch_size, recompute=recompute, parameter_bytes=parameter_bytes)
     return Costs(
         layers=tuple(
@@ -231,7 +253,7 @@ def analytic_shares(
                 input_gradient_s=layer.input_gradient_flops * 1e-12,
                 weight_gradient_s=(layer.weight_gradient_flops + layer.moved_bytes) * 1e-12,
                 parameter_bytes=float(layer.num_parameters * parameter_bytes),
-                accumulator_bytes=float(layer.num_parameters * ACCUMULATOR_BYTES[consistency]),
+                accumulator_bytes=float(layer.num_parameters * bytes_of_sum),
                 optimizer_bytes=float(layer.num_parameters * optimizer_bytes),
                 activation_bytes=layer.activation_bytes,
                 boundary_bytes=layer.boundary_bytes,

@@ -25,7 +25,7 @@ from elaswave.config.devices import (
 )
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
-from elaswave.costs.analytic import ACCUMULATOR_BYTES
+from elaswave.costs.analytic import sum_bytes
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.profiled import CostMeter, prediction_error
@@ -186,7 +186,7 @@ def _analytic_of_run(config: Config, chosen: LayoutChosen) -> Costs:
         msgspec.structs.replace(
             layer,
             parameter_bytes=float(number * size),
-            accumulator_bytes=float(number * ACCUMULATOR_BYTES[config.elastic.consistency]),
+            accumulator_bytes=float(number * sum_bytes(config.elastic.consistency, config.elastic.accumulator_bits)),
             optimizer_bytes=float(number * state_bytes(config)),
         )
         for layer, number in zip(costs.layers, counted, strict=True)

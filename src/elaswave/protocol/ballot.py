@@ -35,6 +35,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import repeat
 from typing import NamedTuple
 
 from elaswave.hashing import MASK64, key64, mix64
@@ -44,6 +45,7 @@ from elaswave.protocol.scores import Means, Scores, bits_float, float_bits, mean
 from elaswave.state.grids import (
     FEWEST_BITS,
     NORM_LIMBS,
+    WIDE_BITS,
     could_overflow,
     is_too_coarse,
     next_exponent,
@@ -216,6 +218,7 @@ class VoteShape:
         num_canaries: places for them.
         uses: tensor -> how often each micro-batch adds to it, where that is not once.
         buffers: tensors that are buffers.
+        accumulator_bits: width of a sum of gradients.
     """
 
     REQUEST = 3
@@ -233,7 +236,9 @@ class VoteShape:
         *,
         uses: Mapping[int, int] = {},
         buffers: Sequence[BufferTensor] = (),
+        accumulator_bits: int = WIDE_BITS,
     ) -> None:
+        self.accumulator_bits = accumulator_bits
         self.num_microbatches = num_microbatches
         self.num_tensors = num_tensors
         self.num_metrics = num_metrics
@@ -378,14 +383,15 @@ def judge(
         return verdict(VoteOutcome.UNEQUAL, "micro-batches have left different whole numbers", grids.exponents)
     if not grids.exact:
         return verdict(VoteOutcome.COMMIT, "the certificate holds", grids.exponents)
+    width = shape.accumulator_bits
     after = tuple(
-        next_exponent(maximum, exponent, num_terms)
+        next_exponent(maximum, exponent, num_terms, width)
         for maximum, exponent, num_terms in zip(maxima, grids.exponents, shape.num_terms, strict=True)
     )
     if not grids.calibrated:
         return verdict(VoteOutcome.RETRY, "the first gradients have been measured", after)
     tensors = list(zip(maxima, grids.exponents, after, strict=True))
-    overflows = sum(map(could_overflow, maxima, grids.exponents, shape.num_terms))
+    overflows = sum(map(could_overflow, maxima, grids.exponents, shape.num_terms, repeat(width)))
     # Once per step: the same gradients have all the bits that there are on the grids which they ask for.
     coarse = sum(is_too_coarse(maximum, grid) and finer > grid for maximum, grid, finer in tensors)
     reasons = [f"sums of {overflows} tensors could overflow"] if overflows else []

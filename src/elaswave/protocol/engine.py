@@ -23,6 +23,7 @@ from elaswave.protocol.environment import Environment
 from elaswave.protocol.messages import Decision, Evidence
 from elaswave.protocol.salvage import Flight, Keep, Rows
 from elaswave.protocol.scores import Scores
+from elaswave.state.grids import WIDE_BITS
 from elaswave.state.placement import Block, Placement, Role
 from elaswave.types import Action, ExecutionParameters, Layout, Program
 
@@ -572,6 +573,8 @@ class JobTerms(NamedTuple):
     buffers: tuple[BufferTensor, ...] = ()
     """The tensors that are no parameters, but buffers which a forward may write."""
     tensor_name: Callable[[int], str] = str
+    accumulator_bits: int = WIDE_BITS
+    """Width of an exact sum of gradients (``elastic.accumulator_bits``)."""
 
 
 class Compile(Protocol):

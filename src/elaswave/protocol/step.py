@@ -119,6 +119,7 @@ class StepLoop(Execution[C]):
             1 + terms.num_layers,
             tuple(sorted(terms.uses.items())),
             terms.buffers,
+            terms.accumulator_bits,
         )
         self.canaries: dict[int, int] = {}
         """That all workers have agreed on in votes, by place."""
@@ -616,8 +617,17 @@ def _shape(
     num_canaries: int,
     uses: tuple[tuple[int, int], ...],
     buffers: tuple[BufferTensor, ...],
+    accumulator_bits: int,
 ) -> VoteShape:
-    return VoteShape(num_microbatches, num_tensors, num_metrics, num_canaries, uses=dict(uses), buffers=buffers)
+    return VoteShape(
+        num_microbatches,
+        num_tensors,
+        num_metrics,
+        num_canaries,
+        uses=dict(uses),
+        buffers=buffers,
+        accumulator_bits=accumulator_bits,
+    )
 
 
 @functools.lru_cache(maxsize=64)

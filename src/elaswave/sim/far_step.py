@@ -17,8 +17,6 @@ from elaswave.protocol.traffic import Shipment, doubling, traffic_of
 from elaswave.state.placement import Block, Placement
 from elaswave.types import Layout, Program
 
-SUM_BYTES = 8
-"""Of an element of a partial sum."""
 GRADIENT_BYTES = 4
 """Of an element of a mean gradient."""
 
@@ -67,6 +65,7 @@ def far_step(
     *,
     vote_bytes: float = 0.0,
     parameter_bytes: int = 4,
+    sum_bytes: int = 8,
 ) -> FarStep:
     """Runs a step.
 
@@ -78,6 +77,7 @@ def far_step(
         cluster: of the layout's workers, with a network.
         vote_bytes: of a ballot.
         parameter_bytes: of an element of the parameters that workers compute with.
+        sum_bytes: of an element of a partial sum.
     """
     timeline = simulate_step(layout, programs, costs, cluster).timeline
     workers = layout.workers
@@ -93,7 +93,7 @@ def far_step(
     for worker in sorted(workers, key=lambda each: end_s[each]):
         for layer in sorted(traffic[worker].partials_out, reverse=True):
             for shipment in traffic[worker].partials_out[layer]:
-                at_s = wires.send(worker, shipment.peer, bytes_of(shipment, SUM_BYTES), end_s[worker])
+                at_s = wires.send(worker, shipment.peer, bytes_of(shipment, sum_bytes), end_s[worker])
                 owned = (shipment.peer, layer)
                 summed_s[owned] = max(summed_s.get(owned, 0.0), at_s)
     prepared_s = dict(end_s)

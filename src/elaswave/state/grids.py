@@ -7,11 +7,25 @@ exact sum of the squares of all owners, is decided in the vote and stands here. 
 import math
 import struct
 from collections.abc import Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
-HEADROOM_BITS = 16
-"""The largest gradient may grow by this factor (as a power of two) from one step to the next before a retry."""
-BITS_BELOW_MAXIMUM = 43
-"""Bits of resolution below a tensor's largest gradient."""
+
+class GridRule(NamedTuple):
+    """How the bits of a sum are used."""
+
+    sum_bits: int
+    """Of the magnitude of a sum that fits: one of the word's bits is the sign, and one is spare."""
+    headroom_bits: int
+    """The largest gradient may grow by this factor (as a power of two) from one step to the next before a retry."""
+    bits_below_maximum: int
+    """The most bits of resolution below a tensor's largest gradient."""
+
+
+WIDE_BITS = 64
+"""Width of a sum, if nothing else is said."""
+GRID_RULES = MappingProxyType({WIDE_BITS: GridRule(62, 16, 43), 48: GridRule(46, 10, 33)})
+"""By the width of a sum in bits (``elastic.accumulator_bits``)."""
 MIN_EXPONENT, MAX_EXPONENT = -90, 200
 """Grids are clamped to these; float32 reaches from 2**-149 to 2**128."""
 FEWEST_BITS = 24
@@ -25,17 +39,19 @@ def magnitude_bits(maximum: float) -> int:
     return math.frexp(maximum)[1]
 
 
-def next_exponent(maximum: float, exponent: int, num_microbatches: int) -> int:
+def next_exponent(maximum: float, exponent: int, num_microbatches: int, width: int = WIDE_BITS) -> int:
     """The grid exponent of the next step.
 
     Args:
         maximum: largest absolute gradient of the tensor in any micro-batch of this step, finite.
         exponent: this step's exponent, kept where the maximum is 0.
         num_microbatches: terms of each sum, at least 1.
+        width: of a sum, in bits.
     """
     if maximum == 0.0:
         return exponent
-    bits = min(BITS_BELOW_MAXIMUM, 62 - HEADROOM_BITS - count_bits(num_microbatches))
+    rule = GRID_RULES[width]
+    bits = min(rule.bits_below_maximum, rule.sum_bits - rule.headroom_bits - count_bits(num_microbatches))
     return max(MIN_EXPONENT, min(MAX_EXPONENT, bits - magnitude_bits(maximum)))
 
 
@@ -44,9 +60,10 @@ def count_bits(count: int) -> int:
     return (count - 1).bit_length()
 
 
-def could_overflow(maximum: float, exponent: int, num_microbatches: int) -> bool:
-    """Whether the sum of num_microbatches values up to maximum could leave the signed 64-bit range."""
-    return maximum > 0.0 and magnitude_bits(maximum) + exponent + count_bits(num_microbatches) > 62
+def could_overflow(maximum: float, exponent: int, num_microbatches: int, width: int = WIDE_BITS) -> bool:
+    """Whether the sum of num_microbatches values up to maximum could leave the range of signed words of that width."""
+    num_bits = magnitude_bits(maximum) + exponent + count_bits(num_microbatches)
+    return maximum > 0.0 and num_bits > GRID_RULES[width].sum_bits
 
 
 def is_too_coarse(maximum: float, exponent: int) -> bool:

@@ -1,20 +1,21 @@
-"""Exact gradient sums: 64-bit fixed point on one power-of-two grid per tensor, and the exact squared norm.
+"""Exact gradient sums: fixed point of 64 or 48 bits on one power-of-two grid per tensor, and the exact squared norm.
 
 Adding integers is associative, so the reduced gradient does not depend on which worker ran which micro-batch, nor on
 the order in which partial sums met. A tensor whose grid exponent is e is summed in units of ``2**-e``:
 
 1. ``n(g) = round_half_even(g * 2**e)`` for every element of every micro-batch's gradient (float32 or bfloat16);
-2. ``S = sum of n(g)`` over all N micro-batches, modulo 2**64;
+2. ``S = sum of n(g)`` over all N micro-batches, modulo 2**64, or 2**48;
 3. the reduced gradient is ``float32(float64(S) * (2**-e / N))``: the mean over micro-batches. This is the one formula.
    Of a tensor that layers share, each of whose u uses is added by itself, S has N * u terms.
 
 The next step's exponent follows from the largest absolute gradient M of this step (a maximum, so free of order):
-M * 2**e has `BITS_BELOW_MAXIMUM` bits, which leaves `HEADROOM_BITS` and the bits of N below 2**62. Whether a sum
-could overflow is judged from the largest single gradient, never from a partial sum; wrapping partial sums are harmless.
+M * 2**e has 43 bits, which leaves 16 of headroom and the bits of N below 2**62; with sums of 48 bits it has 33, which
+leaves 10 below 2**46 (`elaswave.state.grids.GRID_RULES`). Whether a sum could overflow is judged from the largest
+single gradient, never from a partial sum; wrapping partial sums are harmless.
 
 Rounding uses the addition of ``1.5 * 2**(52 - e)`` in float64, whose bits then hold ``n(g)`` plus a constant; the
-constants of all N additions are subtracted once, by the owner. Gradients too large for that (2**51 units and more)
-take a slower path to the same integers.
+constants of all N additions are subtracted once, by the owner; modulo 2**48 they are 0. Gradients too large for that
+(2**51 units and more) take a slower path to the same integers.
 
 Each addition also adds the plain sum of all words that it adds to one number, the accumulator's `checksum`. That is
 linear, so the checksums of all contributors add up to the `checksum` of the owners' totals, modulo 2**64, unless a bit
@@ -24,14 +25,16 @@ it does not.
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from elaswave.hashing import MASK64, signed64
-from elaswave.state.grids import INITIAL_EXPONENT
+from elaswave.state.grids import INITIAL_EXPONENT, WIDE_BITS
 from elaswave.state.shapes import LayerShape, TensorSlot, segments
+from elaswave.state.words import NarrowTerm, Planes, WideTerm, add_up, cut, plane_dtypes, unused_bits
 
 _FAST_LIMIT_BITS = 51
 
@@ -50,6 +53,11 @@ class Scratch:
 
     def __init__(self) -> None:
         self.values = torch.empty(_PIECE_ELEMENTS, dtype=torch.float64)
+
+    @cached_property
+    def wide(self) -> np.ndarray:
+        """Where sums of 48 bits become int64."""
+        return np.empty(_PIECE_ELEMENTS, dtype=np.int64)
 
 
 class _Part(NamedTuple):
@@ -114,15 +122,23 @@ class ExactAccumulator:
         shape: the layer's tensors.
         scratch: None for memory of its own.
         checked: keep the checksum; else it stays 0.
+        width: bits of a sum.
     """
 
-    def __init__(self, shape: LayerShape, scratch: Scratch | None = None, *, checked: bool = True) -> None:
+    def __init__(
+        self, shape: LayerShape, scratch: Scratch | None = None, *, checked: bool = True, width: int = WIDE_BITS
+    ) -> None:
         self.shape = shape
         self._checked = checked
-        self._sum = torch.zeros(shape.size, dtype=torch.int64)
-        self._pieces = _pieces(shape, scratch or Scratch())
-        self._terms = [(piece, self._sum.numpy()[piece.start : piece.stop]) for piece in self._pieces]
+        self._unused_bits = unused_bits(width)
+        self._planes = tuple(torch.zeros(shape.size, dtype=dtype) for dtype in plane_dtypes(width))
+        scratch = scratch or Scratch()
+        self._terms = [(piece, self._term(piece, scratch)) for piece in _pieces(shape, scratch)]
         self.reset([INITIAL_EXPONENT] * len(shape.tensors))
+
+    def _term(self, piece: _Piece, scratch: Scratch) -> WideTerm | NarrowTerm:
+        planes = cut(self._planes, piece.start, piece.stop)
+        return NarrowTerm(planes, piece.words, scratch.wide) if self._unused_bits else WideTerm(planes, piece.words)
 
     def reset(self, exponents: Sequence[int]) -> None:
         """Empties the sum for a new attempt on the given grids, one exponent per tensor of the layer."""
@@ -141,12 +157,18 @@ class ExactAccumulator:
         self._slow_from = [2.0 ** (_FAST_LIMIT_BITS - exponent) for exponent in exponents]
 
     @property
-    def sum(self) -> torch.Tensor:
-        """Partial sum in grid units plus `offset` per addition, wrapping, int64 [shape.size]."""
+    def planes(self) -> Planes:
+        """The partial sum in grid units plus `offset` per addition, wrapping, as it lies in memory: [shape.size]."""
         if self._is_empty:
-            self._sum.zero_()
+            for plane in self._planes:
+                plane.zero_()
             self._is_empty = False
-        return self._sum
+        return self._planes
+
+    @property
+    def sum(self) -> torch.Tensor:
+        """The same as words, int64 [shape.size]: the sum's own memory where it has 64 bits."""
+        return add_up([self.planes])
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Adds one micro-batch's gradients, all of them or (where one is not finite) none.
@@ -158,17 +180,18 @@ class ExactAccumulator:
         """
         present = [_present(gradient, slot) for gradient, slot in zip(gradients, self.shape.tensors, strict=True)]
         maxima, checksum = [0.0] * len(present), self.checksum
-        for number, (piece, total) in enumerate(self._terms):
+        for number, (piece, term) in enumerate(self._terms):
             if not self._make_words(piece, present, maxima):
                 self._take_back(number, present)
                 self.checksum = checksum
                 return False
             if self._checked:
-                self.checksum = (self.checksum + int(piece.words.sum())) & MASK64  # while the piece is in the cache
+                words = int(piece.words.sum())  # while the piece is in the cache
+                self.checksum = (self.checksum + (words << self._unused_bits)) & MASK64
             if self._is_empty:
-                np.copyto(total, piece.words.numpy())
+                term.put()
             else:
-                np.add(total, piece.words.numpy(), out=total)
+                term.add()
         self.maxima = list(map(max, self.maxima, maxima))
         self._is_empty = False
         return True
@@ -197,9 +220,9 @@ class ExactAccumulator:
 
     def _take_back(self, num_pieces: int, gradients: Sequence[torch.Tensor]) -> None:
         """Subtracts the first pieces again; in an empty sum nothing counts that has been written."""
-        for piece, total in [] if self._is_empty else self._terms[:num_pieces]:
+        for piece, term in [] if self._is_empty else self._terms[:num_pieces]:
             self._make_words(piece, gradients, [0.0] * len(gradients))
-            np.subtract(total, piece.words.numpy(), out=total)
+            term.subtract()
 
 
 def _present(gradient: torch.Tensor | None, slot: TensorSlot) -> torch.Tensor:
@@ -233,6 +256,8 @@ class FloatAccumulator:
         """As an `ExactAccumulator`'s."""
         self.checksum = 0
         """Always 0: rounding is not linear, so sums of float32 have no checksum."""
+        self.planes = (self.sum,)
+        """As an `ExactAccumulator`'s."""
         self._views = [self.sum[slot.offset : slot.stop].view(slot.added_shape) for slot in shape.tensors]
 
     def reset(self, exponents: Sequence[int]) -> None:
@@ -256,7 +281,7 @@ def checksum(total: torch.Tensor, shape: LayerShape, start: int) -> int:
     """Sum of the words of a run of a layer modulo 2**64, padding left out; 0 for sums of float32.
 
     Args:
-        total: int64 (exact) or float32 (scaled) sum of the run [start, start + len(total)).
+        total: words (exact) or float32 (scaled) sum of the run [start, start + len(total)).
         shape: the layer.
         start: first element of the run.
     """
@@ -273,16 +298,18 @@ def reduced_gradient(
     exponents: Sequence[int],
     num_microbatches: int,
     num_uses: int = 1,
+    width: int = WIDE_BITS,
 ) -> torch.Tensor:
     """The mean gradient of a run of a unit, from its total over all workers.
 
     Args:
-        total: int64 (exact) or float32 (scaled) sum of the run [start, start + len(total)).
+        total: words (exact) or float32 (scaled) sum of the run [start, start + len(total)).
         shape: the layer.
         start: first element of the run.
         exponents: one grid exponent per tensor of the layer.
         num_microbatches: that the mean is over, N.
         num_uses: additions of each micro-batch, u; the total holds N x u.
+        width: bits of a sum.
     Returns:
         float32, shape of total; zero in the padding.
     """
@@ -295,11 +322,12 @@ def reduced_gradient(
         values[done : segment.start] = 0.0
         done = segment.stop
         exponent = exponents[segment.slot.id - first_index]
-        constant = signed64(offset(exponent) * num_microbatches * num_uses)
+        constant = signed64((offset(exponent) * num_microbatches * num_uses) << unused_bits(width))
+        unit = 2.0 ** -(exponent + unused_bits(width))
         for first in range(segment.start, done, _REDUCED_ELEMENTS):
             part = slice(first, min(first + _REDUCED_ELEMENTS, done))
             units = words[part] - constant
-            np.multiply(units, 2.0**-exponent / num_microbatches, out=values[part], casting="same_kind")  # in float64
+            np.multiply(units, unit / num_microbatches, out=values[part], casting="same_kind")  # in float64
     values[done:] = 0.0
     return reduced
 

@@ -5,17 +5,19 @@ Who sends what to whom is `elaswave.protocol.traffic`'s, and when is the machine
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from elaswave.hashing import MASK64, signed64
 from elaswave.protocol.engine import Imbalance
+from elaswave.state.grids import WIDE_BITS
 from elaswave.state.placement import Block
 from elaswave.state.shapes import LayerShape
 from elaswave.state.store import HeldBlock
 from elaswave.state.sums import Accumulator, ExactAccumulator, FloatAccumulator, Scratch, checksum, reduced_gradient
+from elaswave.state.words import Planes, add_up, cut, plane_dtypes
 
 _RUN_ELEMENTS = 1 << 17
 """Most elements of a run: a mebibyte of sums, which a core's own cache holds."""
@@ -50,10 +52,18 @@ class Reduction:
         blocks, shapes: of the model.
         exact: add on grids, as integers; else in float32.
         checked: keep checksums.
+        width: bits of an exact sum.
     """
 
     def __init__(
-        self, worker: int, blocks: Sequence[Block], shapes: Sequence[LayerShape], *, exact: bool, checked: bool = True
+        self,
+        worker: int,
+        blocks: Sequence[Block],
+        shapes: Sequence[LayerShape],
+        *,
+        exact: bool,
+        checked: bool = True,
+        width: int = WIDE_BITS,
     ) -> None:
         self.balance = 0
         """Coverage words that were sent less those that have come, less the checksums of the totals, modulo 2**64; with
@@ -64,6 +74,9 @@ class Reduction:
         self._shapes = shapes
         self.exact = exact
         """Whether sums are free of order."""
+        self._width = width
+        self._dtypes = plane_dtypes(width) if exact else (torch.float32,)
+        """Of the planes of a partial sum."""
         self._scratch = Scratch() if exact else None
         self._accumulators: dict[int, Accumulator] = {}
         self._prepared: dict[int, Accumulator] = {}
@@ -71,7 +84,7 @@ class Reduction:
         self._exponents: Sequence[Sequence[int]] = ()
         self._num_microbatches = 1
         self._slots: dict[tuple[int, int], list[torch.Tensor]] = {}
-        """(layer, peer) -> one tensor per run of the layer's owned blocks, and last the coverage."""
+        """(layer, peer) -> the planes of each run of the layer's owned blocks, and last the coverage."""
         self._former_slots: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Those of the attempt before: fresh memory costs page faults."""
         self._owned: dict[int, list[_BlockRun]] = {}
@@ -82,10 +95,6 @@ class Reduction:
     def accumulators(self) -> Mapping[int, Accumulator]:
         """The own partial sums by layer. One mapping for the whole life of this object, changed only by `hold`."""
         return self._accumulators
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.int64 if self.exact else torch.float32
 
     def hold(self, layers: Sequence[int]) -> None:
         """Has sums for exactly these layers."""
@@ -106,7 +115,7 @@ class Reduction:
     def _accumulator(self, layer: int) -> Accumulator:
         shape = self._shapes[layer]
         if self.exact:
-            return ExactAccumulator(shape, self._scratch, checked=self.checked)
+            return ExactAccumulator(shape, self._scratch, checked=self.checked, width=self._width)
         return FloatAccumulator(shape)
 
     def begin(self, exponents: Sequence[Sequence[int]], num_microbatches: int) -> None:
@@ -125,21 +134,29 @@ class Reduction:
     def frame(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
         """The own partial sums of blocks of a layer, to be sent."""
         accumulator = self._accumulators[layer]
-        total, coverage = accumulator.sum, accumulator.coverage
+        planes, coverage = accumulator.planes, accumulator.coverage
         self.balance = (self.balance + coverage) & MASK64
         self._sent.append((layer, tuple(blocks)))
-        word = torch.tensor([signed64(coverage)]).view(total.dtype)
-        return [*(total[run.start : run.stop] for run in self.runs(blocks)), word]
+        word = torch.tensor([signed64(coverage)]).view(planes[0].dtype)
+        return [*(plane for run in self.runs(blocks) for plane in cut(planes, run.start, run.stop)), word]
 
     def slot(self, layer: int, peer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
-        """Where a peer's partial sums arrive: views into one allocation, never shared with what they will be added to,
-        so that an owner can leave out a dead peer's part."""
-        sizes = [*(run.stop - run.start for run in self.runs(blocks)), _WORD_BYTES // self._dtype.itemsize]
+        """Where a peer's partial sums arrive: views into one allocation per plane, never shared with what they will be
+        added to, so that an owner can leave out a dead peer's part."""
+        sizes = [run.stop - run.start for run in self.runs(blocks)]
+        word = _WORD_BYTES // self._dtypes[0].itemsize
         slot = self._former_slots.get((layer, peer))
-        if slot is None or [len(part) for part in slot] != sizes:
-            slot = list(torch.empty(sum(sizes), dtype=self._dtype).split(sizes))
+        if slot is None or [len(part) for part in slot] != [*(size for size in sizes for _ in self._dtypes), word]:
+            *first, coverage = torch.empty(sum(sizes) + word, dtype=self._dtypes[0]).split([*sizes, word])
+            others = [torch.empty(sum(sizes), dtype=dtype).split(sizes) for dtype in self._dtypes[1:]]
+            slot = [*chain.from_iterable(zip(first, *others, strict=True)), coverage]
         self._slots[layer, peer] = slot
         return slot
+
+    def _run_planes(self, slot: Sequence[torch.Tensor]) -> list[Planes]:
+        """The planes of each run in a slot."""
+        number = len(self._dtypes)
+        return [tuple(slot[first : first + number]) for first in range(0, len(slot) - 1, number)]
 
     def reduce(self, layer: int, copies: Sequence[HeldBlock], peers: Sequence[int]) -> None:
         """Makes the mean gradients of owned copies of a layer; the peers' partial sums are in their slots."""
@@ -147,9 +164,10 @@ class Reduction:
         self._owned[layer] = self.runs(list(held))
         self.balance -= sum(_coverage(self._slots[layer, peer]) for peer in peers)
         for run, parts in self._parts(layer):
-            total = _add_up(list(parts.values()))
+            total = add_up(list(parts.values()))
+            exponents, start = self._exponents[layer], run.start
             gradient = reduced_gradient(
-                total, shape, run.start, self._exponents[layer], self._num_microbatches, shape.num_uses
+                total, shape, start, exponents, self._num_microbatches, shape.num_uses, self._width
             )
             if self.checked:
                 # After its use, so that whatever had changed before it shows.
@@ -178,7 +196,7 @@ class Reduction:
         totals = 0
         for layer in self._owned:
             for run, parts in self._parts(layer):
-                totals += sum(checksum(part, self._shapes[layer], run.start) for part in parts.values())
+                totals += sum(checksum(add_up([part]), self._shapes[layer], run.start) for part in parts.values())
         return (sent - come - totals) & MASK64
 
     def in_transit(self) -> dict[int, int]:
@@ -193,24 +211,26 @@ class Reduction:
             accumulator, shape = self._accumulators[layer], self._shapes[layer]
             for index in blocks:
                 block = self._blocks[index]
-                note(index, checksum(accumulator.sum[block.start : block.stop], shape, block.start))
+                words = add_up([cut(accumulator.planes, block.start, block.stop)])
+                note(index, checksum(words, shape, block.start))
             note(blocks[0], accumulator.coverage)
         for (layer, _), slot in self._slots.items():
             runs = self._owned.get(layer, [])
-            for run, part in zip(runs, slot, strict=False):
-                for block, piece in zip(run.blocks, part.split(run.sizes), strict=True):
+            for run, planes in zip(runs, self._run_planes(slot), strict=False):
+                for block, piece in zip(run.blocks, add_up([planes]).split(run.sizes), strict=True):
                     note(block.id, -checksum(piece, self._shapes[layer], block.start))
             if runs:
                 note(runs[0].blocks[0].id, -_coverage(slot))
         return found
 
-    def _parts(self, layer: int) -> Iterator[tuple[_BlockRun, dict[int, torch.Tensor]]]:
+    def _parts(self, layer: int) -> Iterator[tuple[_BlockRun, dict[int, Planes]]]:
         """The runs that this worker owns of a layer, and of each the partial sums by the worker that has added them."""
         peers = sorted(peer for of, peer in self._slots if of == layer)
         own = self._accumulators.get(layer)
+        come = {peer: self._run_planes(self._slots[layer, peer]) for peer in peers}
         for index, run in enumerate(self._owned[layer]):
-            parts = {} if own is None else {self._worker: own.sum[run.start : run.stop]}
-            yield run, parts | {peer: self._slots[layer, peer][index] for peer in peers}
+            parts = {} if own is None else {self._worker: cut(own.planes, run.start, run.stop)}
+            yield run, parts | {peer: planes[index] for peer, planes in come.items()}
 
     def runs(self, blocks: Sequence[int]) -> list[_BlockRun]:
         """Ascending blocks of one layer as runs of adjacent ones."""
@@ -229,13 +249,3 @@ class Reduction:
 def _coverage(parts: Sequence[torch.Tensor]) -> int:
     """The last word of a frame of partial sums."""
     return int(parts[-1].clone().view(torch.int64))
-
-
-def _add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of partial sums; a single one is returned itself. By numpy, which adds int64 faster than torch."""
-    if len(parts) == 1:
-        return parts[0]
-    total = np.add(parts[0].numpy(), parts[1].numpy())
-    for part in parts[2:]:
-        np.add(total, part.numpy(), out=total)
-    return torch.from_numpy(total)

@@ -96,6 +96,7 @@ class TorchEngine:
             blueprint.shapes,
             exact=elastic.consistency == "bitwise",
             checked=elastic.verify,
+            width=elastic.accumulator_bits,
         )
         self.reduction.hold(list(self.layers))
         self._microbatches = Microbatches(context.batches, context.evaluation_batches)

@@ -7,7 +7,6 @@ import pytest
 
 from elaswave.config.presets import catalog
 from elaswave.costs.analytic import (
-    ACCUMULATOR_BYTES,
     LayerWork,
     analytic_costs,
     analytic_shares,
@@ -125,8 +124,8 @@ def test_costs_scale_as_they_should() -> None:
 
 
 def test_bytes_of_a_parameter() -> None:
-    for consistency, accumulator_bytes in ACCUMULATOR_BYTES.items():
-        costs = analytic_costs(SEVEN, A100, consistency=consistency)
+    for consistency, bits, accumulator_bytes in (("bitwise", 64, 8), ("bitwise", 48, 6), ("scaled", 64, 4)):
+        costs = analytic_costs(SEVEN, A100, consistency=consistency, accumulator_bits=bits)
         assert costs.between("parameter_bytes", 0, 34) == 2 * SEVEN.num_parameters
         assert costs.between("optimizer_bytes", 0, 34) == 12 * SEVEN.num_parameters
         assert costs.between("accumulator_bytes", 0, 34) == accumulator_bytes * SEVEN.num_parameters
@@ -182,6 +181,7 @@ def test_a_described_cluster() -> None:
     ("arguments", "message"),
     [
         ({"consistency": "loose"}, "consistency is 'loose'"),
+        ({"accumulator_bits": 32}, "accumulator_bits is 32, needed: one of 64, 48"),
         ({"tensor_parallel": 0}, "tensor_parallel is 0"),
         ({"efficiency": 1.5}, "efficiency is 1.5"),
         ({"microbatch_size": 0}, "microbatch_size is 0"),

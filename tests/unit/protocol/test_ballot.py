@@ -211,6 +211,26 @@ def test_gradients_that_have_shrunk_are_tried_again_on_a_finer_grid_and_only_onc
     assert again.grids == verdict.grids
 
 
+def test_sums_of_48_bits_have_their_own_headroom_and_resolution():
+    narrow = VoteShape(NUM_MICROBATCHES, NUM_TENSORS, accumulator_bits=48)
+    finest = tuple(next_exponent(maximum, 0, NUM_MICROBATCHES, 48) for maximum in MAXIMA)
+    assert [wide - each for wide, each in zip(GRIDS.exponents, finest, strict=True)] == [10] * NUM_TENSORS
+    grids = GRIDS._replace(exponents=finest)
+
+    def outcome(scale):
+        votes = [vote._replace(maxima={0: MAXIMA[0] * scale, 1: MAXIMA[1]}) for vote in certificates()]
+        return verdict_of(votes, shape=narrow, grids=grids)
+
+    spare = 46 - 33 - (NUM_MICROBATCHES - 1).bit_length()
+    assert outcome(2.0**spare).outcome is VoteOutcome.COMMIT
+    grown = outcome(2.0 ** (spare + 1))
+    assert grown.outcome is VoteOutcome.RETRY
+    assert grown.reason == "sums of 1 tensors could overflow"
+    assert grown.grids == (finest[0] - spare - 1, finest[1])
+    assert outcome(2.0**-9).outcome is VoteOutcome.COMMIT
+    assert outcome(2.0**-10).reason == "gradients of 1 tensors have fewer than 24 bits on their grids"
+
+
 @pytest.mark.parametrize(("shrunk", "outcome"), [(19, VoteOutcome.COMMIT), (20, VoteOutcome.RETRY)])
 def test_a_step_is_tried_again_where_the_largest_gradient_has_fewer_than_24_bits(shrunk, outcome):
     assert next_exponent(0.5, 0, NUM_MICROBATCHES) == 43  # 0.5 has 43 bits and is below 2**0

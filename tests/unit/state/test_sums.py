@@ -7,9 +7,8 @@ import torch
 from tests.unit.shapes import make_shape
 
 from elaswave.state.grids import (
-    BITS_BELOW_MAXIMUM,
     FEWEST_BITS,
-    HEADROOM_BITS,
+    GRID_RULES,
     INITIAL_EXPONENT,
     MAX_EXPONENT,
     MIN_EXPONENT,
@@ -42,6 +41,9 @@ def test_magnitude_bits(maximum, bits):
     assert maximum < 2.0**bits <= 2 * maximum
 
 
+RULE = GRID_RULES[64]
+
+
 @pytest.mark.parametrize(("count", "bits"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (65536, 16)])
 def test_count_bits(count, bits):
     assert count_bits(count) == bits
@@ -49,9 +51,9 @@ def test_count_bits(count, bits):
 
 def test_the_next_grid_leaves_headroom_above_and_resolution_below_the_maximum():
     exponent = next_exponent(1.5, 0, 8)
-    assert 2.0**BITS_BELOW_MAXIMUM / 2 <= 1.5 * 2.0**exponent < 2.0**BITS_BELOW_MAXIMUM
-    assert not could_overflow(1.5 * 2.0**HEADROOM_BITS, exponent, 8)
-    assert could_overflow(4.0 * 2.0**HEADROOM_BITS, exponent, 8)
+    assert 2.0**RULE.bits_below_maximum / 2 <= 1.5 * 2.0**exponent < 2.0**RULE.bits_below_maximum
+    assert not could_overflow(1.5 * 2.0**RULE.headroom_bits, exponent, 8)
+    assert could_overflow(4.0 * 2.0**RULE.headroom_bits, exponent, 8)
 
 
 @pytest.mark.parametrize(("maximum", "exponent", "count"), [(1.5, 61, 1), (1.5, 60, 2), (1.5, 59, 3), (1.5, 45, 65536)])
@@ -86,7 +88,7 @@ def test_a_grid_is_too_coarse_below_the_bits_of_float32(maximum):
 def test_many_microbatches_take_resolution_and_not_headroom():
     exponent = next_exponent(1.5, 0, 65536)
     assert exponent < next_exponent(1.5, 0, 8)
-    assert not could_overflow(1.5 * 2.0**HEADROOM_BITS, exponent, 65536)
+    assert not could_overflow(1.5 * 2.0**RULE.headroom_bits, exponent, 65536)
 
 
 def test_a_maximum_of_zero_keeps_the_grid_and_cannot_overflow():

@@ -20,12 +20,12 @@ EXPONENTS = [40, 30]
 WORKERS = range(3)
 
 
-def make_crew(*, exact=True, checked=True):
+def make_crew(*, exact=True, checked=True, width=64):
     """Three workers of one stage, each of which owns a block of its one layer; worker 2 has run nothing."""
     generator = torch.Generator().manual_seed(1)
     crew = []
     for worker in WORKERS:
-        reduction = Reduction(worker, BLOCKS, (SHAPE,), exact=exact, checked=checked)
+        reduction = Reduction(worker, BLOCKS, (SHAPE,), exact=exact, checked=checked, width=width)
         reduction.hold([0])
         reduction.begin([EXPONENTS], 4)
         sums = reduction.accumulators[0]
@@ -66,9 +66,9 @@ def in_transit(crew):
     return [block.id for block in BLOCKS if sum(each.reduction.in_transit().get(block.id, 0) for each in crew) % 2**64]
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_an_undisturbed_reduce_balances(exact):
-    crew = make_crew(exact=exact)
+@pytest.mark.parametrize(("exact", "width"), [(True, 64), (True, 48), (False, 64)])
+def test_an_undisturbed_reduce_balances(exact, width):
+    crew = make_crew(exact=exact, width=width)
     send(crew)
     assert balance_after_reduce(crew) == 0
     assert in_transit(crew) == []
@@ -87,6 +87,47 @@ def test_any_bit_that_flips_in_a_sum_before_it_leaves_shows(seed):
     assert balance_after_reduce(crew) != 0
     assert in_transit(crew) == []  # it came as it was sent
     assert all(each.reduction.balance == each.reduction.recount() for each in crew)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_bit_that_flips_in_a_sum_of_48_bits_shows(seed):
+    draw = random.Random(seed)
+    crew = make_crew(width=48)
+    elements = [element for slot in SHAPE.tensors for element in range(slot.offset, slot.stop)]
+    plane = draw.choice(crew[draw.choice(WORKERS)].sums.planes).numpy()
+    bits = plane.view(f"uint{8 * plane.itemsize}")
+    bits[draw.choice(elements)] ^= 1 << draw.randrange(8 * plane.itemsize)
+    send(crew)
+    assert balance_after_reduce(crew) != 0
+    assert in_transit(crew) == []
+    assert all(each.reduction.balance == each.reduction.recount() for each in crew)
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+def test_a_bit_of_48_that_flips_on_its_way_shows_and_its_block_is_known(plane):
+    crew = make_crew(width=48)
+    send(crew)
+    crew[2].slots[1][plane][4] ^= 1 << 9
+    assert balance_after_reduce(crew) != 0
+    assert in_transit(crew) == [2]
+    assert all(each.reduction.balance == each.reduction.recount() for each in crew)
+
+
+def test_48_bits_take_6_bytes_in_memory_and_on_the_way_and_give_the_same_means():
+    found = {}
+    for width in (64, 48):
+        crew = make_crew(width=width)
+        each = crew[0].reduction
+        held = sum(plane.nbytes for plane in each.accumulators[0].planes)
+        come, gone = each.slot(0, 1, owned_by(0)), each.frame(0, owned_by(1))
+        assert [part.dtype for part in come] == [part.dtype for part in gone]
+        send(crew)
+        copies = [HeldBlock(BLOCKS[block], Role.OWNER, SHAPE, {}, version=0) for block in owned_by(0)]
+        each.reduce(0, copies, [1, 2])
+        found[width] = held / SHAPE.size, (sum(part.nbytes for part in gone) - 8) / 32, copies[0].gradient
+    assert found[64][:2] == (8, 8)
+    assert found[48][:2] == (6, 6)
+    assert found[64][2].equal(found[48][2])  # the grids are the same here
 
 
 def test_a_bit_that_flips_in_padding_costs_nothing():
@@ -116,13 +157,13 @@ def test_a_bit_that_flips_on_its_way_shows_and_its_block_is_known():
 
 
 def test_sums_that_are_added_up_wrongly_show_and_who_did_it(monkeypatch):
-    add_up, calls = reduction_module._add_up, []
+    add_up, calls = reduction_module.add_up, []
 
     def wrong(parts):
         calls.append(len(parts))
         return add_up(parts[:2]) if len(calls) == 2 else add_up(parts)  # worker 1 leaves out the last one, worker 2's
 
-    monkeypatch.setattr(reduction_module, "_add_up", wrong)
+    monkeypatch.setattr(reduction_module, "add_up", wrong)
     crew = make_crew()
     crew[2].sums.add([torch.ones(slot.shape) for slot in SHAPE.tensors])
     send(crew)

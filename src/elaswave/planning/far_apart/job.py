@@ -41,6 +41,8 @@ class FarJob:
     """Of the slowest kind of device: what coding takes. None: coding takes no time."""
     copies: Copies = "inside"
     followers: int = 1
+    sum_bytes: int = 8
+    """Of a parameter's sum of gradients, as the costs count it."""
     ratios: Mapping[int, int] = field(default_factory=dict)
     """Of an adaptive codec, by position of the layer before the boundary; the largest for those that are not in it."""
 

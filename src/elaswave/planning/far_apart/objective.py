@@ -10,7 +10,7 @@ beyond that way:
 
 Under ``gpipe`` forwards and backwards are two such phases, and nothing is held back. Behind it come
 
-- REDUCE: of w workers of a stage each sends the others' (w - 1) / w of the sums of its layers, 8 bytes a parameter.
+- REDUCE: of w workers of a stage each sends the others' (w - 1) / w of its layers' sums, 8 or 6 bytes a parameter.
   Sums travel while earlier layers compute: the last backward hides some, but never those of the first layer;
 - REDUCED: owners send the mean gradients of their blocks, 4 bytes a parameter, to each follower;
 - VOTE: recursive doubling, so as many latencies as log2 of the workers, of the longest link between them; its bytes
@@ -35,8 +35,6 @@ from elaswave.costs.schedules import Schedule, in_flight
 from elaswave.planning.apportionment import apportion
 from elaswave.planning.far_apart.job import FarJob, FarPlan, FarStage, StepParts, fences_of
 
-SUM_BYTES = 8
-"""Of a parameter's exact sum: 64-bit fixed point."""
 GRADIENT_BYTES = 4
 """Of a mean gradient: float32."""
 FAR_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
@@ -96,7 +94,7 @@ class Group:
             reduced_s = 0.0 * sums
         else:
             self.copies_inside_stage = follow[2]
-            reduced_s = follow[0] + followers * sums / SUM_BYTES * GRADIENT_BYTES / width / follow[1]
+            reduced_s = follow[0] + followers * sums / model.job.sum_bytes * GRADIENT_BYTES / width / follow[1]
         self.reduce_s = np.where(model.is_range, reduce_s + reduced_s, 0.0)
         lacking = width - 1 - (min(followers, width - 1) if self.copies_inside_stage else 0)
         self.gather_s = latency + parameters * lacking / width / bandwidth if lacking > 0 else 0.0 * sums

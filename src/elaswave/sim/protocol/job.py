@@ -21,6 +21,7 @@ from elaswave.protocol.ballot import GridState, Request, VoteShape, decode_certi
 from elaswave.protocol.engine import JobTerms, TrainingProgress
 from elaswave.protocol.scores import float_bits
 from elaswave.state.grids import (
+    WIDE_BITS,
     could_overflow,
     count_bits,
     is_too_coarse,
@@ -82,6 +83,8 @@ class Job(NamedTuple):
     tied: bool = False
     """Whether the first and the last layer share a unit of state, and also the second one where stages have several
     layers: so uses share a stage or not, and there are stages without one."""
+    accumulator_bits: int = WIDE_BITS
+    """Width of a sum of gradients, which decides its grids: a key of `elaswave.state.grids.GRID_RULES`."""
 
     @property
     def num_workers(self) -> int:
@@ -153,6 +156,7 @@ _OF_THE_MODEL = (
     "num_followers",
     "scatter_width",
     "tied",
+    "accumulator_bits",
 )
 
 
@@ -194,9 +198,13 @@ def _model_of(job: Job) -> Model:
         move_bounds=(1, 4 * job.blocks_per_round),
         compile=_compile,
         checkpoint_every=job.checkpoint_every,
+        accumulator_bits=job.accumulator_bits,
     )
     maximum = maximum_of(1 << (GRADIENT_BITS - 1))
-    exponents = [next_exponent(maximum, 0, job.num_microbatches * layout.num_uses(unit)) for unit in range(num_units)]
+    width = job.accumulator_bits
+    exponents = [
+        next_exponent(maximum, 0, job.num_microbatches * layout.num_uses(unit), width) for unit in range(num_units)
+    ]
     grids = GridState(tuple(exponents), calibrated=True, exact=True)
     return Model(layout, blocks, placement, of_layer, uses, used, terms, TrainingProgress(0, grids))
 
@@ -341,6 +349,7 @@ def undisturbed(job: Job) -> Truth:
         num_microbatches=job.num_microbatches,
         retry_step=job.retry_step,
         tied=job.tied,
+        accumulator_bits=job.accumulator_bits,
     )
     states, losses, grids = _course(plain)
     _train_until(plain, job.steps)
@@ -362,9 +371,12 @@ def _train_until(job: Job, last: int) -> None:
         grid, fits = grids[-1], False
         while not fits:
             step_losses, gradients, maxima = _one_attempt(job, model, step, states[-1], grid)
-            after = tuple(next_exponent(maximum, 0, model.num_terms(unit)) for unit, maximum in enumerate(maxima))
+            width = job.accumulator_bits
+            after = tuple(
+                next_exponent(maximum, 0, model.num_terms(unit), width) for unit, maximum in enumerate(maxima)
+            )
             fits = not any(
-                could_overflow(maximum, exponent, model.num_terms(unit))
+                could_overflow(maximum, exponent, model.num_terms(unit), width)
                 or (is_too_coarse(maximum, exponent) and finer > exponent)
                 for unit, (maximum, exponent, finer) in enumerate(zip(maxima, grid, after, strict=True))
             )
@@ -405,12 +417,12 @@ def _one_attempt(
 
 def _vote_shape(job: Job) -> VoteShape:
     terms = model_of(job).terms
-    return _shape(job.num_microbatches, terms.num_tensors, terms.num_layers)
+    return _shape(job.num_microbatches, terms.num_tensors, terms.num_layers, job.accumulator_bits)
 
 
 @cache
-def _shape(num_microbatches: int, num_tensors: int, num_layers: int) -> VoteShape:
-    return VoteShape(num_microbatches, num_tensors, num_canaries=1 + num_layers)
+def _shape(num_microbatches: int, num_tensors: int, num_layers: int, width: int) -> VoteShape:
+    return VoteShape(num_microbatches, num_tensors, num_canaries=1 + num_layers, accumulator_bits=width)
 
 
 def losses_of(job: Job, vector: bytes) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from elaswave.sim.protocol.job import Job
 from elaswave.state.domains import deal_over_hosts
+from elaswave.state.grids import GRID_RULES
 
 AGENT = "a"
 """First letter of an agent as a target: ``a1``, that of the second node."""
@@ -164,6 +165,8 @@ def parse_schedule(text: str) -> Schedule:
     widest = max(schedule.job.widths)
     if min(schedule.job.widths) < 1 or schedule.job.num_microbatches < widest:
         raise ValueError(f"every stage needs a worker, and num_microbatches must be at least {widest}: {text!r}")
+    if schedule.job.accumulator_bits not in GRID_RULES:
+        raise ValueError(f"accumulator_bits must be one of {', '.join(map(str, GRID_RULES))}: {text!r}")
     last = schedule.job.num_ever - 1
     for fault in faults:
         if any(worker > last for worker in fault.workers):
@@ -208,6 +211,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         ask_step=_drawn_for(f"request of {seed}").choice((0, 0, 1, 2)),
         stop_step=_drawn_for(f"stop of {seed}").choice((0, 0, 0, 0, 0, 1, 2)),
         tied=_drawn_for(f"tie of {seed}").random() < 0.5,
+        accumulator_bits=_drawn_for(f"width of {seed}").choice(tuple(GRID_RULES)),
     )
     if drawn.change_step:  # blocks move for some steps before it is in force
         drawn = drawn._replace(steps=drawn.steps + _drawn_for(f"moves of {seed}").choice((1, 2, 3)))
