@@ -48,6 +48,12 @@ class MemoryParts(NamedTuple):
         """All together."""
         return sum(self)
 
+    @property
+    def by_name(self) -> dict[str, float]:
+        """The same with the names that a person reads."""
+        names = ("parameters", "sums of gradients", "optimizer state and copies", "activations", "kept for interrupts")
+        return dict(zip(names, self, strict=True))
+
 
 class MemoryModel:
     """Bytes of a worker by the layers that it holds.

@@ -12,7 +12,7 @@ import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
-from elaswave.costs.memory import DEFAULT_FOLLOWERS, MemoryModel, fitting, num_copies
+from elaswave.costs.memory import DEFAULT_FOLLOWERS, MemoryModel, MemoryParts, fitting, num_copies
 from elaswave.costs.schedules import Schedule, in_flight, in_flight_bounds
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.plan import Allocation
@@ -106,11 +106,13 @@ class MemoryBudget:
             found.append(np.searchsorted(least, most - limit * (1 + 1e-12), side="left").tolist())
         return found
 
-    def lacking(self, bounds: Sequence[int]) -> tuple[int, float, float]:
-        """The stage that lacks most, what it needs and what it has, in bytes."""
+    def lacking(self, bounds: Sequence[int]) -> tuple[int, MemoryParts, float]:
+        """The stage that lacks most, what one of its workers needs, and the bytes that it has."""
         needed = [self.needed_bytes(stage, bounds[stage], bounds[stage + 1]) for stage in range(len(self._limits))]
         worst = max(range(len(needed)), key=lambda stage: needed[stage] - self._limits[stage])
-        return worst, needed[worst], self._limits[worst]
+        model = MemoryModel.of_width(self._costs, int(self._widths[worst]), self._copies)
+        parts = model.parts(bounds[worst], bounds[worst + 1], int(self._in_flight[worst]))
+        return worst, parts, self._limits[worst]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

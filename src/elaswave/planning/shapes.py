@@ -77,11 +77,13 @@ def whole_layers(
         return cuts_of(bounds, num_microbatches)
     limited = split_layers(prefix, [1.0 / rate for rate in rates], budget.earliest_starts())
     if limited is None:
-        stage, needed, has = budget.lacking(bounds)
+        stage, parts, has = budget.lacking(bounds)
+        needed = parts.total
+        listed = ", ".join(f"{what} {size / 1e9:.2f} GB" for what, size in parts.by_name.items())
         raise InfeasiblePlan(
             f"memory: no split of {costs.num_layers} layers over {len(members)} stages fits; stage {stage} of the "
             f"fastest one needs {needed / 1e9:.2f} GB per worker and has {has / 1e9:.2f} GB: "
-            f"{(needed - has) / 1e9:.2f} GB too little; use more stages or workers, or smaller micro-batches"
+            f"{(needed - has) / 1e9:.2f} GB too little ({listed}); use more stages or workers, or smaller micro-batches"
         )
     return cuts_of(limited, num_microbatches)
 

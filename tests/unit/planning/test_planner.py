@@ -286,6 +286,23 @@ def test_an_undisturbed_job_that_cannot_be_is_refused():
     assert shared.chains[0].cuts == ({4: 16, 5: 16},)
 
 
+def test_what_does_not_fit_is_refused_with_the_parts_of_its_memory_and_sums_of_48_bits_are_smaller():
+    """Llama-2 34B on 96 devices of 64 GiB: as 4 stages with neither width, as 6 stages with 48 bits."""
+    shape, preset = model_shape("llama-2-34b"), device_preset("ascend-910b")
+    cluster = preset_cluster(96, preset)
+    wide, narrow = (analytic_costs(shape, preset, accumulator_bits=bits, recompute=True) for bits in (64, 48))
+    for costs, sums in ((wide, "68.54"), (narrow, "51.40")):
+        parts = (
+            f"parameters 17.13 GB, sums of gradients {sums} GB, optimizer state and copies 8.57 GB, "
+            "activations 1.73 GB, kept for interrupts 0.13 GB"
+        )
+        with pytest.raises(InfeasiblePlan, match=re.escape(f"GB too little ({parts})")):
+            fault_free(cluster, costs, 4, 24, 384)
+    with pytest.raises(InfeasiblePlan, match="sums of gradients 46.39 GB"):
+        fault_free(cluster, wide, 6, 16, 384)
+    assert fault_free(cluster, narrow, 6, 16, 384).num_microbatches == 384
+
+
 def test_an_undisturbed_job_holds_fewer_micro_batches_where_memory_is_short():
     """Of four micro-batches that the first stage should hold there is room for two; gpipe has to hold all."""
     costs = make_costs([3.0] * 4, parameter_bytes=0.0, activation_bytes=10.0)
