@@ -107,6 +107,19 @@ def test_gradients_that_alternate_cost_a_try_of_every_step() -> None:
 
 
 @pytest.mark.slow
+def test_sums_of_both_widths_on_real_gradients_are_within_their_bounds() -> None:
+    document = run(
+        "accumulator.py", "--steps", "5", "--set", "model.num_layers=2", "--set", "model.hidden_size=64",
+        "--config", str(BENCHMARKS.parent / "examples" / "gpt-10m.toml"),
+    )  # fmt: skip
+    assert document["within bound"]
+    wide, narrow, plain = (document["errors"][name] for name in ("64 bits", "48 bits", "float32"))
+    assert wide["tensors"] == narrow["tensors"] == plain["tensors"] > 20
+    assert narrow["median of tensors"] < plain["median of tensors"]
+    assert narrow["elements off by 2**-20"] > wide["elements off by 2**-20"]
+
+
+@pytest.mark.slow
 def test_a_slow_worker_with_the_reaction_and_without() -> None:
     document = run("straggler.py", "--quick")
     (row,) = document["rows"]
