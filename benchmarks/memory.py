@@ -1,6 +1,6 @@
 """What training costs in memory: bytes per parameter of a worker, by part, beside DDP and ZeRO-1.
 
-    python benchmarks/memory.py [--hidden-size 640] [--layers 10] [--workers 1 2 4] [--json]
+    python benchmarks/memory.py [--hidden-size 640] [--layers 10] [--workers 1 2 4] [--accumulator-bits 64] [--json]
 
 One stage, float32, AdamW. elaswave as users run it, a checkpoint at the end included; plain PyTorch as
 DistributedDataParallel, and the same with ZeroRedundancyOptimizer, on gloo. See README.md beside this file.
@@ -29,6 +29,7 @@ from elaswave.config.schema import Config
 from elaswave.control.launcher import train
 from elaswave.models.layers import build_layer
 from elaswave.observability.progress import make_reporter
+from elaswave.state.grids import GRID_RULES
 from elaswave.state.placement import Role
 from elaswave.state.store import BlockStore
 from elaswave.worker.blueprint import Blueprint
@@ -43,7 +44,7 @@ COLUMNS = {
     "weights": "masters, with which a float32 layer computes",
     "optimizer": "of owned blocks, or of all parameters",
     "followed": "optimizer state of followed blocks",
-    "sums": "accumulators of 8 bytes; of the plain programs, gradients",
+    "sums": "accumulators; of the plain programs, gradients",
     "receive": "buffers for peers' sums",
     "reduced": "mean gradients of held blocks, for one step",
     "rest": "peak of the steps less all of these",
@@ -61,6 +62,7 @@ def main() -> int:
     parser.add_argument("--hidden-size", type=int, default=640)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--accumulator-bits", type=int, choices=tuple(GRID_RULES), default=64)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     options = parser.parse_args()
     if options.hidden_size <= SMALL_HIDDEN_SIZE:
@@ -72,7 +74,7 @@ def main() -> int:
         for name, run in PROGRAMS.items():
             print(f"measuring {name}, {num_workers} workers", file=sys.stderr)
             rows.append({"program": name, "workers": num_workers, **_per_parameter(run, options, num_workers)})
-    num_parameters = _num_parameters(_configuration(options.hidden_size, options.layers, 1))
+    num_parameters = _num_parameters(_configuration(options.hidden_size, options, 1))
     if options.json:
         print(json.dumps({"machine": where, "parameters": num_parameters, "rows": rows}, indent=2))
     else:
@@ -85,11 +87,11 @@ def _per_parameter(
 ) -> dict[str, float]:
     """Bytes per parameter, the largest of all workers, each less what it is with a small model."""
     small, large = (
-        _measured(run, _configuration(hidden_size, options.layers, num_workers), num_workers)
+        _measured(run, _configuration(hidden_size, options, num_workers), num_workers)
         for hidden_size in (SMALL_HIDDEN_SIZE, options.hidden_size)
     )
-    added = _num_parameters(_configuration(options.hidden_size, options.layers, 1)) - _num_parameters(
-        _configuration(SMALL_HIDDEN_SIZE, options.layers, 1)
+    added = _num_parameters(_configuration(options.hidden_size, options, 1)) - _num_parameters(
+        _configuration(SMALL_HIDDEN_SIZE, options, 1)
     )
     found = {name: (large[name] - small[name]) / added for name in large}
     parts = sum(value for name, value in found.items() if name not in ("steps", "peak"))
@@ -106,10 +108,11 @@ def _measured(run: Callable[[Config, int, Path], list[Marks]], config: Config, n
     return max(marks, key=lambda mark: mark["peak"])
 
 
-def _configuration(hidden_size: int, num_layers: int, num_workers: int) -> Config:
+def _configuration(hidden_size: int, options: argparse.Namespace, num_workers: int) -> Config:
     return configuration(
         f"model.hidden_size={hidden_size}",
-        f"model.num_layers={num_layers}",
+        f"model.num_layers={options.layers}",
+        f"elastic.accumulator_bits={options.accumulator_bits}",
         f"model.context_length={CONTEXT_LENGTH}",
         "batch.microbatch_size=1",
         f"batch.num_microbatches={max(NUM_MICROBATCHES, num_workers)}",
@@ -158,7 +161,9 @@ class _Marker:
             ),
             "optimizer": _num_bytes(optimizer_of(Role.OWNER)),
             "followed": _num_bytes(optimizer_of(Role.FOLLOWER)),
-            "sums": _num_bytes(accumulator.sum for accumulator in machine.engine.reduction.accumulators.values()),
+            "sums": _num_bytes(
+                plane for accumulator in machine.engine.reduction.accumulators.values() for plane in accumulator.planes
+            ),
             "receive": _num_bytes(buffer for slot in machine.engine.reduction._slots.values() for buffer in slot),
             "reduced": _num_bytes(held.gradient for held in store if held.gradient is not None),
             "steps": _peak_bytes(),
