@@ -12,6 +12,11 @@ from typing import Any, NamedTuple
 _SPAWN = multiprocessing.get_context("spawn")
 
 
+def pipe() -> tuple[Connection, Connection]:
+    """A reading and a writing end that can be given to two members."""
+    return _SPAWN.Pipe(duplex=False)
+
+
 class Report(NamedTuple):
     """What a member says."""
 

@@ -39,7 +39,11 @@ def device(bench: Bench) -> Iterator[Row]:
 def host(bench: Bench) -> Iterator[Row]:
     """Shared memory, its size and speed, and packages."""
     usage = shutil.disk_usage("/dev/shm")
-    row: Row = {"shm_total": usage.total, "shm_free": usage.free, "huge_pages": _read_line("/proc/meminfo", "HugePages_")}
+    row: Row = {
+        "shm_total": usage.total,
+        "shm_free": usage.free,
+        "huge_pages": _read_line("/proc/meminfo", "HugePages_"),
+    }
     row["overcommit"] = Path("/proc/sys/vm/overcommit_memory").read_text().strip()
     row["ptrace_scope"] = _read_line("/proc/sys/kernel/yama/ptrace_scope", "")
     yield row

@@ -37,7 +37,9 @@ class _Forked:
                 code = 0
             except BaseException as error:
                 with contextlib.suppress(OSError):
-                    theirs.send({"error": f"{type(error).__name__}: {error}"[:600], "at": traceback.format_exc()[-400:]})
+                    theirs.send(
+                        {"error": f"{type(error).__name__}: {error}"[:600], "at": traceback.format_exc()[-400:]}
+                    )
             finally:
                 os._exit(code)
         theirs.close()
