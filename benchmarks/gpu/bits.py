@@ -19,6 +19,7 @@ FAR = 1024
 def make_bits_repeat() -> None:
     """The settings under which a device should give the same bits again."""
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time, and the layers leave none unwritten
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -128,11 +129,11 @@ def bits_of(case: Case, device: torch.device, *, parameters_at: int = 0, values_
     """
     torch.manual_seed(5)
     with device:
-        module = case.module().to(case.dtype)
+        module = case.module()
     parameters = list(module.parameters())
     place = Place(Place.needed(parameters), parameters_at, device)
     for parameter in parameters:
-        parameter.data = place.put(parameter.data)
+        parameter.data = place.put(parameter.data.to(case.dtype))
     given = case.input(device)
     values = Place(Place.needed([given]), values_at, device)
     x = values.put(given)

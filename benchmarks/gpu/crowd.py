@@ -128,7 +128,7 @@ class Crowd:
         if left:
             for report in self.reports(seconds):
                 is_wanted = isinstance(report.message, wanted) if isinstance(wanted, type) else report.message == wanted
-                if report.member in left and isinstance(report.message, Ended) and not is_wanted:
+                if report.member in left and isinstance(report.message, Ended):
                     raise RuntimeError(f"process {report.member} ended with {report.message.exit_code}")
                 if report.member in left and is_wanted:
                     found[report.member] = report

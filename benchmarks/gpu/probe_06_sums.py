@@ -71,7 +71,7 @@ def _need_kernel(bench: Bench) -> None:
             raise SkipPart("without a GPU the kernel needs Triton's interpreter: set TRITON_INTERPRET=1")
 
 
-@PROBE.part(10)
+@PROBE.part(15)
 def bits(bench: Bench) -> Iterator[Row]:
     """The kernel's, the operators' and the CPU's."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -105,13 +105,13 @@ def _row(bench: Bench, rate: float, call: Callable[[], object], num_bytes: int, 
     return {**about, "bytes": num_bytes, "median_s": taken.median_s, "over_copy": taken.median_s * rate / num_bytes}
 
 
-@PROBE.part(20)
+@PROBE.part(40)
 def in_one_launch(bench: Bench) -> Iterator[Row]:
     """All parameters of a layer, by width, type, chunk and warps; the operators beside it."""
     rate, c = _copy_rate(bench), 64 if bench.small else 4096
     yield {"copy_bytes_per_s": rate}
     sizes = [4 * c * c, c, 4 * c * c, c]
-    seconds = bench.seconds / 60
+    seconds = bench.seconds / 100
     eager = Layer(bench, sizes, torch.bfloat16, 64)
     yield _row(bench, rate, eager.add_eagerly, 18 * eager.numel, seconds, by="operators", width=64)
     del eager
@@ -125,9 +125,11 @@ def in_one_launch(bench: Bench) -> Iterator[Row]:
                 about["bytes_per_parameter"] = moved
                 call = lambda layer=layer, first=is_first: layer.add(is_first=first)  # noqa: E731
                 yield _row(bench, rate, call, moved * layer.numel, seconds, **about)
-    for chunk in (1024, 2048, 4096, 8192, 16384):
-        for warps in (4, 8, 16):
+    for chunk in (2048, 4096, 8192):
+        for warps in (4, 8):
             for width in _WIDTHS:
+                if bench.left_s < 0:
+                    return
                 layer = Layer(bench, sizes, torch.bfloat16, width, chunk)
                 call = lambda layer=layer, warps=warps: layer.add(warps=warps)  # noqa: E731
                 moved = (2 + width // 4) * layer.numel
@@ -146,7 +148,7 @@ def float32_sums(bench: Bench) -> Iterator[Row]:
 
 @PROBE.part(14)
 def launches(bench: Bench) -> Iterator[Row]:
-    """124 M parameters in one launch per tensor, per layer, or in all; the host's time to launch and to tell addresses."""
+    """124 M parameters in a launch per tensor, per layer, or in one; the host's time to launch and tell addresses."""
     _need_kernel(bench)
     rate, layers = _copy_rate(bench), _sizes(bench)
     groups = {

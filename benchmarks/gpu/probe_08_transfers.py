@@ -85,7 +85,7 @@ def pinning(bench: Bench) -> Iterator[Row]:
             code = runtime.cudaHostRegister(values.data_ptr(), num_bytes, 0)
             row |= {"code": int(code), "seconds": time.perf_counter() - start_s, "is_pinned": values.is_pinned()}
             there = torch.empty(num_bytes, dtype=torch.uint8, device=bench.device)
-            taken = time_on_host(bench, lambda: there.copy_(values, non_blocking=True), bench.seconds / 8)
+            taken = time_on_host(bench, lambda values=values: there.copy_(values, non_blocking=True), bench.seconds / 8)
             row["bytes_per_s"] = num_bytes / taken.median_s
             start_s = time.perf_counter()
             row["code_of_unregistering"] = int(runtime.cudaHostUnregister(values.data_ptr()))

@@ -1,0 +1,147 @@
+"""The probes for a GPU run on a CPU at tiny sizes; what runs them loses no part to another that fails, dies or hangs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
+UNRULY = '''
+import os, signal, sys, time
+from parts import Probe, SkipPart
+PROBE = Probe(99, __file__)
+
+@PROBE.part(0.5)
+def good(bench):
+    yield {"value": 1}
+
+@PROBE.part(0.5)
+def raises(bench):
+    yield {"value": 2}
+    raise ValueError("on purpose")
+
+@PROBE.part(0.5)
+def dies(bench):
+    yield {"value": 3}
+    print("last words", flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+@PROBE.part(0.5)
+def after(bench):
+    raise SkipPart("there is nothing to see")
+    yield
+
+@PROBE.part(0.5, needs_cuda="there is no device")
+def device(bench):
+    yield {"value": 4}
+
+@PROBE.part(0.5, alone=True)
+def alone(bench):
+    yield {"pid": os.getpid()}
+
+@PROBE.part(0.5)
+def late(bench):
+    yield {"value": 5}
+
+sys.exit(PROBE.main())
+'''
+HANGING = '''
+import os, sys, time
+from parts import Probe
+PROBE = Probe(98, __file__)
+
+@PROBE.part(0.5, alone=True)
+def hangs(bench):
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    yield {"pids": [os.getpid(), child]}
+    time.sleep(600)
+
+@PROBE.part(0.5)
+def late(bench):
+    yield {"value": 5}
+
+sys.exit(PROBE.main())
+'''
+
+
+def run(script: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(GPU), *sys.path])}
+    command = [sys.executable, str(script), "--device", "cpu", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert "Traceback" not in result.stderr, result.stderr
+    return result.returncode, [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def test_no_part_is_lost_to_another(tmp_path: Path) -> None:
+    script = tmp_path / "unruly.py"
+    script.write_text(UNRULY)
+    code, lines = run(script, "--seconds", "240", "--out", str(tmp_path / "lines"))
+    assert code == 1
+    assert lines[0]["machine"]["torch"]
+    assert [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()] == lines
+    outcomes = {line["part"]: line for line in lines if "outcome" in line}
+    assert {name: line["outcome"] for name, line in outcomes.items()} == {
+        "good": "done",
+        "raises": "failed",
+        "dies": "died",
+        "after": "skipped",
+        "device": "skipped",
+        "alone": "done",
+        "late": "done",
+    }
+    assert outcomes["raises"]["why"] == "ValueError: on purpose"
+    assert outcomes["dies"]["why"] == "exit code -11" and "last words" in outcomes["dies"]["log"]
+    assert outcomes["device"]["why"] == "there is no device"
+    assert [line["value"] for line in lines if "value" in line] == [1, 2, 3, 5]
+
+
+def test_what_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    code, lines = run(script, "--seconds", "10")
+    assert code == 1
+    outcomes = {line["part"]: line["outcome"] for line in lines if "outcome" in line}
+    assert outcomes == {"hangs": "overran", "late": "not begun"}
+    for pid in (pid for line in lines for pid in line.get("pids", ())):
+        assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()
+
+
+def test_parts_are_left_out_when_the_time_is_over(tmp_path: Path) -> None:
+    script = tmp_path / "unruly.py"
+    script.write_text(UNRULY)
+    code, lines = run(script, "--seconds", "1", "--part", "good", "--part", "device")
+    assert code == 0
+    outcomes = {line["part"]: line["outcome"] for line in lines if "outcome" in line}
+    assert outcomes == {"good": "not begun", "device": "skipped"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, 11))
+def test_every_probe_runs_at_tiny_sizes_on_a_cpu(number: int, tmp_path: Path) -> None:
+    (script,) = GPU.glob(f"probe_{number:02}_*.py")
+    code, lines = run(script, "--small", "--seconds", "240")
+    outcomes = {line["part"]: line for line in lines if "outcome" in line}
+    assert code == 0 and outcomes, lines
+    for line in outcomes.values():
+        assert line["outcome"] == "done" or (line["outcome"] == "skipped" and line["why"]), line
+
+
+def test_the_driver_runs_what_tells_most_first_and_within_its_budget(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(GPU / "probes.py"), "--device", "cpu", "--small", "--out", str(tmp_path)]
+    options = ["--only", "8,3", "--skip-part", "pinning", "--budget-s", "100"]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0]["order"] == [3, 8]
+    assert {line["probe"] for line in lines[1:]} == {3, 8}
+    assert "pinning" not in {line.get("part") for line in lines}
+    refused = subprocess.run([*command, "--only", "3,11"], capture_output=True, text=True, timeout=60, env=environment)
+    assert refused.returncode == 2 and "no probes [11]" in refused.stderr
