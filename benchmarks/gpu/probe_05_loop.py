@@ -1,4 +1,4 @@
-"""Probe 5: a plain loop's micro-batch, ours layer by layer, and both as CUDA graphs: seconds, busy seconds, launches.
+"""Probe 5: a plain loop's micro-batch, ours layer by layer, and that as CUDA graphs: seconds, busy seconds, launches.
 
 Parameters and activations in bfloat16, no dropout, no optimizer (it is timed by itself). It decides whether graphs are
 needed and what targets are.
@@ -6,6 +6,7 @@ needed and what targets are.
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from elaswave.models.layers import ModelSpec
 from elaswave.models.llama import llama
 
 PROBE = Probe(5, __file__)
+Piece = Callable[[], AbstractContextManager[Any]]
 TOKENS = (2048, 4096, 8192, 16384)
 """Of a micro-batch."""
 
@@ -50,8 +52,12 @@ class Model:
         self.loss(self.whole(self.tokens), self.tokens).backward()
         return [each.grad for part in self.parameters for each in part if each.grad is not None]
 
-    def by_layers(self) -> list[torch.Tensor]:
-        """As the product does it: each layer forward from a detached input, then backward; gradients are new."""
+    def by_layers(self, piece: Piece = nullcontext) -> list[torch.Tensor]:
+        """As the product does it: each layer forward from a detached input, then backward; gradients are new.
+
+        Args:
+            piece: stands around each layer's forward, the loss, and each layer's backward.
+        """
         inputs: list[torch.Tensor] = []
         outputs: list[torch.Tensor] = []
         value = self.tokens
@@ -60,14 +66,17 @@ class Model:
             if value.is_floating_point():
                 value.requires_grad_(True)
             inputs.append(value)
-            value = layer(value)
+            with piece():
+                value = layer(value)
             outputs.append(value)
         last = value.detach().requires_grad_(True)
-        (reached,) = torch.autograd.grad(self.loss(last, self.tokens), last)
+        with piece():
+            (reached,) = torch.autograd.grad(self.loss(last, self.tokens), last)
         found: list[torch.Tensor] = []
         for given, out, parameters in zip(reversed(inputs), reversed(outputs), reversed(self.parameters)):
             wanted = [given, *parameters] if given.requires_grad else parameters
-            gradients = torch.autograd.grad(out, wanted, reached)
+            with piece():
+                gradients = torch.autograd.grad(out, wanted, reached)
             if given.requires_grad:
                 reached, *gradients = gradients
             found.extend(gradients)
@@ -97,24 +106,42 @@ def _measure(bench: Bench, call: Callable[[], Any], seconds: float) -> Row:
     return {"wall_s": taken.median_s, "low_s": taken.low_s, "high_s": taken.high_s, **launches_of(bench, call)}
 
 
-def _graph_of(bench: Bench, model: Model) -> tuple[Callable[[], None], list[torch.Tensor]]:
-    """A micro-batch by layers as one graph; its replay, and where it leaves gradients."""
+def _graphs_of(model: Model, *, in_one: bool) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    """A micro-batch by layers as CUDA graphs: in one, or a graph for each layer's forward and each backward.
+
+    Returns:
+        Their replay, and where it leaves gradients.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
             model.by_layers()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = model.by_layers()
-    return graph.replay, found
+    graphs: list[torch.cuda.CUDAGraph] = []
+    pool = torch.cuda.graph_pool_handle()
+
+    def captured() -> AbstractContextManager[Any]:
+        graphs.append(torch.cuda.CUDAGraph())
+        return torch.cuda.graph(graphs[-1], pool=pool)
+
+    if in_one:
+        with captured():
+            found = model.by_layers()
+    else:
+        found = model.by_layers(captured)
+
+    def replay() -> None:
+        for graph in graphs:
+            graph.replay()
+
+    return replay, found
 
 
 def _rows(bench: Bench, name: str) -> Iterator[Row]:
     sizes = (32,) if bench.small else TOKENS
     for place, num_tokens in enumerate(sizes):
-        share = bench.left_s / (len(sizes) - place) / 6
+        share = bench.left_s / (len(sizes) - place) / 7
         about: Row = {"model": name, "tokens": num_tokens}
         try:
             torch.use_deterministic_algorithms(False)
@@ -128,14 +155,17 @@ def _rows(bench: Bench, name: str) -> Iterator[Row]:
             yield {**about, "loop": "by layers", **row, "issue_s": time_issue(bench, model.by_layers, 2)}
             if bench.is_cuda:
                 expected = model.by_layers()
-                replay, found = _graph_of(bench, model)
-                replay()
-                bench.sync()
-                same = all(map(torch.equal, found, expected))
+                for in_one in (True, False):
+                    replay, found = _graphs_of(model, in_one=in_one)
+                    replay()
+                    bench.sync()
+                    name_of_loop = "by layers, one graph" if in_one else "by layers, a graph per layer and direction"
+                    row = _measure(bench, replay, share) | {"issue_s": time_issue(bench, replay, 2)}
+                    yield {**about, "loop": name_of_loop, **row, "same_bits": all(map(torch.equal, found, expected))}
+                    del replay, found
+                    bench.free()
                 del expected
-                yield {**about, "loop": "by layers, graph", **_measure(bench, replay, share), "same_bits": same}
                 yield {**about, "memory_peak": torch.cuda.max_memory_allocated()}
-                del replay, found
         except (RuntimeError, torch.OutOfMemoryError) as error:
             yield {**about, "error": f"{type(error).__name__}: {error}"[:400]}
         model = None  # type: ignore[assignment]

@@ -45,7 +45,7 @@ class Layer:
         self.exponents = [45] * len(sizes)
         self.grids = torch.tensor(self.exponents, dtype=torch.int64, device=device)
         self.chunks = Chunks(self.runs, device, chunk)
-        addresses, found, is_aligned = addresses_of(self.gradients)
+        addresses, found, is_aligned = addresses_of(self.gradients, self.runs)
         self.found = Gradients(torch.tensor(addresses, dtype=torch.int64, device=device), found, is_aligned)
         self.numel = sum(sizes)
 

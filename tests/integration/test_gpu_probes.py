@@ -1,4 +1,4 @@
-"""The probes for a GPU run on a CPU at tiny sizes; what runs them loses no part to another that fails, dies or hangs."""
+"""The probes for a GPU run on a CPU at tiny sizes; no part is lost to another that fails, dies or hangs."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
-UNRULY = '''
+UNRULY = """
 import os, signal, sys, time
 from parts import Probe, SkipPart
 PROBE = Probe(99, __file__)
@@ -48,8 +48,8 @@ def late(bench):
     yield {"value": 5}
 
 sys.exit(PROBE.main())
-'''
-HANGING = '''
+"""
+HANGING = """
 import os, sys, time
 from parts import Probe
 PROBE = Probe(98, __file__)
@@ -67,7 +67,7 @@ def late(bench):
     yield {"value": 5}
 
 sys.exit(PROBE.main())
-'''
+"""
 
 
 def run(script: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:

@@ -78,13 +78,16 @@ class Gradients(NamedTuple):
     is_aligned: bool
 
 
-def addresses_of(gradients: Sequence[torch.Tensor | None]) -> tuple[list[int], torch.dtype, bool]:
+def addresses_of(gradients: Sequence[torch.Tensor | None], runs: Sequence[Run]) -> tuple[list[int], torch.dtype, bool]:
     """Address of each gradient (0: there is none), their type, and whether the kernel may load whole vectors.
 
     Args:
         gradients: contiguous, of one type.
+        runs: the tensors that they are of.
     """
     present = [gradient for gradient in gradients if gradient is not None]
+    sizes = [run.numel if gradient is None else gradient.numel() for gradient, run in zip(gradients, runs, strict=True)]
+    assert sizes == [run.numel for run in runs], f"gradients of {sizes} elements for tensors {list(runs)}"
     dtypes = {gradient.dtype for gradient in present}
     assert dtypes <= {torch.float32, torch.bfloat16} and len(dtypes) <= 1, f"gradients of types {dtypes}"
     assert all(gradient.is_contiguous() for gradient in present), "the kernel reads gradients in the order of memory"

@@ -68,7 +68,7 @@ def sums_on_device(
         if by == "operators":
             add_by_operators(there, runs, exponents, planes, maxima[number], checksum, is_first=number == 0)
         else:
-            addresses, dtype, is_aligned = sums_kernel.addresses_of(there)
+            addresses, dtype, is_aligned = sums_kernel.addresses_of(there, runs)
             found = Gradients(torch.tensor(addresses, dtype=torch.int64, device=DEVICE), dtype, is_aligned)
             grids = torch.tensor(exponents, dtype=torch.int64, device=DEVICE)
             add_by_kernel(found, chunks, grids, planes, maxima[number], checksum, is_first=number == 0)
@@ -129,7 +129,21 @@ def test_numbers_beside_the_border_of_the_fast_path(by: str, dtype: torch.dtype,
     """At 2**51 units, and where halves of a unit are rounded to even."""
     exponents = [-60, -10, 0, 12, 60]
     near = torch.tensor(
-        [0.5, 1.5, 2.5, -0.5, -1.5, 0.75, 2.0**51, -(2.0**51), 2.0**50, -(2.0**52), 2.0**62, -(2.0**63)]
+        [
+            0.5,
+            1.5,
+            2.5,
+            -0.5,
+            -1.5,
+            0.75,
+            2.0**51,
+            -(2.0**51),
+            1.5 * 2.0**51,
+            -1.25 * 2.0**51,
+            -(2.0**52),
+            2.0**62,
+            -(2.0**63),
+        ]
     )
     microbatches = []
     for turn in range(3):
@@ -196,7 +210,7 @@ def test_the_checksum_need_not_be_kept(by: str) -> None:
     if by == "operators":
         add_by_operators(there, runs, exponents, [sums], maxima.to(DEVICE))
     else:
-        addresses, dtype, is_aligned = sums_kernel.addresses_of(there)
+        addresses, dtype, is_aligned = sums_kernel.addresses_of(there, runs)
         found = Gradients(torch.tensor(addresses, device=DEVICE), dtype, is_aligned)
         grids = torch.tensor(exponents, device=DEVICE)
         add_by_kernel(found, Chunks(runs, DEVICE), grids, [sums], maxima.to(DEVICE))
@@ -206,9 +220,11 @@ def test_the_checksum_need_not_be_kept(by: str) -> None:
     assert torch.equal(sums.cpu(), expected.sum)
 
 
-def test_gradients_of_two_types_or_with_gaps_are_refused() -> None:
+def test_gradients_of_two_types_with_gaps_or_of_another_size_are_refused() -> None:
     with pytest.raises(AssertionError, match="gradients of types"):
-        sums_kernel.addresses_of([torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)])
+        sums_kernel.addresses_of([torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)], [Run(0, 3), Run(32, 3)])
     with pytest.raises(AssertionError, match="order of memory"):
-        sums_kernel.addresses_of([torch.zeros(3, 4).t()])
-    assert sums_kernel.addresses_of([None]) == ([0], torch.float32, True)
+        sums_kernel.addresses_of([torch.zeros(3, 4).t()], [Run(0, 12)])
+    with pytest.raises(AssertionError, match="gradients of .11. elements"):
+        sums_kernel.addresses_of([torch.zeros(11)], [Run(0, 12)])
+    assert sums_kernel.addresses_of([None], [Run(0, 12)]) == ([0], torch.float32, True)
