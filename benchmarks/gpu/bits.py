@@ -16,14 +16,14 @@ FAR = 1024
 """Bytes: tensors start at a multiple of this, plus the offset that is tried."""
 
 
-def make_bits_repeat() -> None:
-    """The settings under which a device should give the same bits again."""
-    torch.use_deterministic_algorithms(True)
+def make_bits_repeat(*, repeat: bool = True) -> None:
+    """The settings under which a device should give the same bits again; or, undone, those with everything allowed."""
+    torch.use_deterministic_algorithms(repeat)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time, and the layers leave none unwritten
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_tf32 = not repeat
+    torch.backends.cudnn.allow_tf32 = not repeat
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not repeat
+    torch.backends.cuda.enable_cudnn_sdp(not repeat)
 
 
 class Case(NamedTuple):

@@ -144,7 +144,7 @@ def _rows(bench: Bench, name: str) -> Iterator[Row]:
         share = bench.left_s / (len(sizes) - place) / 7
         about: Row = {"model": name, "tokens": num_tokens}
         try:
-            torch.use_deterministic_algorithms(False)
+            make_bits_repeat(repeat=False)
             model = Model(bench, name, num_tokens)
             about["parameters"] = model.num_parameters
             yield {**about, "loop": "plain, anything allowed", **_measure(bench, model.plain, share)}

@@ -104,7 +104,7 @@ def test_no_part_is_lost_to_another(tmp_path: Path) -> None:
 def test_what_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
     script = tmp_path / "hanging.py"
     script.write_text(HANGING)
-    code, lines = run(script, "--seconds", "10")
+    code, lines = run(script, "--seconds", "6")
     assert code == 1
     outcomes = {line["part"]: line["outcome"] for line in lines if "outcome" in line}
     assert outcomes == {"hangs": "overran", "late": "not begun"}
@@ -132,6 +132,7 @@ def test_every_probe_runs_at_tiny_sizes_on_a_cpu(number: int, tmp_path: Path) ->
         assert line["outcome"] == "done" or (line["outcome"] == "skipped" and line["why"]), line
 
 
+@pytest.mark.slow
 def test_the_driver_runs_what_tells_most_first_and_within_its_budget(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(GPU / "probes.py"), "--device", "cpu", "--small", "--out", str(tmp_path)]
