@@ -335,7 +335,8 @@ class _Child:
                 limit_s = min(until_s, self._end_s) - start_s
                 return "overran", took | {"why": f"killed after {limit_s:.0f} s", "log": self.log()}
             if line is None:
-                self._process.wait(timeout=30)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=10)
                 if not has_begun:
                     return None
                 return "died", took | {"why": f"exit code {self._process.returncode}", "log": self.log()}
