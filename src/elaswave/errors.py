@@ -18,6 +18,7 @@ ElaswaveError
 │   └── ProbeError             a link between two sites that cannot be measured
 ├── ForeignError               a foreign part's server that is late, has ended, or answers what it must not
 │   └── ForeignPartError       what the code of a foreign part has raised there
+├── DeviceError                a device that is not there, or cannot be used
 ├── FrequencyError             a device whose speed cannot be set here
 ├── StoreError                 a coordinator's store that is damaged, held by another one, or cannot be written
 │   ├── StoreGoneError         it does not answer: exit code 75
@@ -126,6 +127,10 @@ class ForeignError(ElaswaveError):
 
 class ForeignPartError(ForeignError):
     """The code of a foreign part has raised an exception, in its server."""
+
+
+class DeviceError(ElaswaveError):
+    """The device that a worker is to compute on is not there or cannot be used. The message says what was seen."""
 
 
 class FrequencyError(ElaswaveError):

@@ -311,8 +311,13 @@ class DeviceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     section: ClassVar[str] = "device"
 
-    kind: Literal["cpu", "emulated"] = "cpu"
-    """``cpu``: this machine's processor, one thread per worker. ``emulated``: see above; keys below describe it."""
+    kind: Literal["cpu", "emulated", "cuda", "loopback"] = "cpu"
+    """``cpu``: this machine's processor, one thread per worker. ``emulated``: see above; keys below describe it.
+    ``cuda``: NVIDIA GPUs. ``loopback``: the code of an accelerator with the processor in its place, to test it
+    (docs/devices.md)."""
+    workers_per_device: Annotated[int, Meta(ge=1)] = 1
+    """cuda: workers that share a GPU, so that pipelines and recoveries run on a single one. A host has room for as many
+    workers as GPUs times this."""
     model: Annotated[str, Meta(min_length=1)] = "llama-2-13b"
     """emulated: the described model; micro-batches of one sample."""
     name: Annotated[str, Meta(min_length=1)] = "ascend-910b"

@@ -31,6 +31,7 @@ from elaswave.data.fingerprint import (
     fingerprint_of_all,
 )
 from elaswave.data.sampler import Sampler
+from elaswave.devices.availability import check_device
 from elaswave.errors import (
     CheckpointError,
     RecoveryError,
@@ -104,6 +105,7 @@ def train(
         Exception: what a script's callback has raised.
     """
     started_s = time.monotonic()
+    check_device(config.device.kind)
     check_available(config.device.frequency)
     provide_descriptors(sum(config.widths), 0 if script is None else script.training.loaders)
     sweep_dead()

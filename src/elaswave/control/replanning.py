@@ -44,7 +44,7 @@ from elaswave.planning.validation import validate_programs
 from elaswave.types import ExecutionParameters, Layout, Stage
 
 ELASWAVE = "elaswave"
-GAIN_MIN = {"emulated": 0.005, "cpu": 0.03}
+GAIN_MIN = {"emulated": 0.005, "cpu": 0.03, "loopback": 0.03, "cuda": 0.03}
 """A layout is changed only for a step that is predicted to be shorter by this share: predictions are as exact as costs
 are known."""
 

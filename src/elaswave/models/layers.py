@@ -204,7 +204,9 @@ def _drop_threshold(probability: float) -> int:
     return min(round(probability * _DRAW_VALUES), _DRAW_VALUES - 1)
 
 
-def dropout_noise(shape: torch.Size, probability: float, dtype: torch.dtype) -> torch.Tensor:
+def dropout_noise(
+    shape: torch.Size, probability: float, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
     """What dropout multiplies by: 0 with the given probability, else the reciprocal of the share that is kept.
 
     Four elements share one 64-bit draw of the default generator, 16 bits each. ``bernoulli_`` makes one slow draw per
@@ -215,9 +217,10 @@ def dropout_noise(shape: torch.Size, probability: float, dtype: torch.dtype) -> 
         shape: of the result.
         probability: of a zero, in [0, 1); rounded to a multiple of 2**-16, which the scale takes into account.
         dtype: of the result, a floating-point one.
+        device: of the result, whose default generator draws; None: the CPU.
     """
     num_elements = math.prod(shape)
-    words = torch.empty((num_elements + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    words = torch.empty((num_elements + 3) // 4, dtype=torch.int64, device=device).random_(-(2**63), None)
     threshold = _drop_threshold(probability)
     noise = words.view(torch.int16)[:num_elements].to(torch.float32)
     noise.ge_(threshold - _DRAW_VALUES // 2).mul_(_DRAW_VALUES / (_DRAW_VALUES - threshold))
@@ -243,8 +246,8 @@ class Dropout(nn.Module):
         """Any shape in, the same shape out."""
         if not self.training or _drop_threshold(self.probability) == 0:
             return x
-        # Drawn on the CPU wherever x is: the mask of a micro-batch does not depend on the device that runs it.
-        return x * dropout_noise(x.shape, self.probability, x.dtype).to(x.device)
+        # By the generator of the device that runs it: noise from the host would have to be waited for.
+        return x * dropout_noise(x.shape, self.probability, x.dtype, x.device)
 
 
 class CausalAttention(nn.Module):

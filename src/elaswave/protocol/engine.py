@@ -245,16 +245,16 @@ class Engine(Protocol[C]):
         """What the computation of this attempt brings to the ballot."""
         ...
 
-    def square_sum(self, copy: C) -> float:
-        """Sum of squares of a copy's mean gradient; not finite if it is not."""
+    def square_sums(self, copies: Sequence[C]) -> Sequence[float]:
+        """Sum of squares of each copy's mean gradient; not finite if that is not."""
         ...
 
-    def gradient_hash(self, copy: C) -> int:
-        """Of a copy's mean gradient, 64 bits."""
+    def gradient_hashes(self, copies: Sequence[C]) -> Sequence[int]:
+        """Of each copy's mean gradient, 64 bits."""
         ...
 
-    def state_hashes(self, copy: C) -> Iterable[tuple[str, int]]:
-        """Name and 64-bit hash of each of a copy's states."""
+    def state_hashes(self, copies: Sequence[C]) -> Sequence[Iterable[tuple[str, int]]]:
+        """Of each copy: name and 64-bit hash of each of its states."""
         ...
 
     def counts(self) -> Mapping[tuple[int, int], int]:

@@ -429,15 +429,13 @@ class StepLoop(Execution[C]):
         """What this worker brings to the vote of the present attempt."""
         measured = self.engine.measured()
         nonfinite = measured.nonfinite
-        square_sums = []
         copies = self.voting_copies.values()
-        for copy in copies:
-            if copy.role is Role.OWNER:
-                value = self.engine.square_sum(copy)
-                if value - value != 0.0:
-                    nonfinite = nonfinite or NonFinite(UNKNOWN_MICROBATCH, self._layer_of(copy.block.layer))
-                    value = 0.0
-                square_sums.append(value)
+        owned = [copy for copy in copies if copy.role is Role.OWNER]
+        square_sums = list(self.engine.square_sums(owned))
+        for place, (copy, value) in enumerate(zip(owned, square_sums, strict=True)):
+            if value - value != 0.0:
+                nonfinite = nonfinite or NonFinite(UNKNOWN_MICROBATCH, self._layer_of(copy.block.layer))
+                square_sums[place] = 0.0
         residency = agreement = 0
         if self.terms.verify:
             residency = residency_of(((copy.block.id, copy.role, copy.version) for copy in copies), self.worker)
@@ -470,16 +468,20 @@ class StepLoop(Execution[C]):
 
     def agreement_terms(self) -> list[tuple[int, int, int]]:
         """(block, weight, key) of every copy that this worker compares; weights of equal copies add up to zero."""
+        copies = {block: copy for block, copy in self.voting_copies.items() if self.voting.followers[block]}
+        sampled = [
+            block for block in copies if (block + self.step) % STATE_SAMPLE_PERIOD == 0 or block in self.traffic.changed
+        ]
+        of_states = self.engine.state_hashes([copies[block] for block in sampled])
+        states = dict(zip(sampled, of_states, strict=True))
         terms = []
-        for block, copy in self.voting_copies.items():
-            num_followers = len(self.voting.followers[block])
-            if num_followers == 0:
-                continue
-            weight = num_followers if copy.role is Role.OWNER else -1
-            key = agreement_key("gradient", block, self.step, self.attempt, self.engine.gradient_hash(copy))
-            if (block + self.step) % STATE_SAMPLE_PERIOD == 0 or block in self.traffic.changed:
-                for name, value in self.engine.state_hashes(copy):
-                    key += agreement_key(name, block, self.step, self.attempt, value)
+        for (block, copy), gradient in zip(
+            copies.items(), self.engine.gradient_hashes([*copies.values()]), strict=True
+        ):
+            weight = len(self.voting.followers[block]) if copy.role is Role.OWNER else -1
+            key = agreement_key("gradient", block, self.step, self.attempt, gradient)
+            for name, value in states.get(block, ()):
+                key += agreement_key(name, block, self.step, self.attempt, value)
             terms.append((block, weight, key & MASK64))
         return terms
 

@@ -208,7 +208,7 @@ class LayerBuffers:
 
 
 def _hash62(values: torch.Tensor) -> int:
-    content = values.to(torch.uint8).numpy().tobytes()
+    content = values.to(torch.uint8).cpu().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 2
 
 

@@ -261,11 +261,12 @@ class FlatUnit:
     Args:
         shape: where its tensors lie.
         dtype: that layers compute in; buffers are kept in float32.
+        place: where it is; None: in the host's memory.
     """
 
-    def __init__(self, shape: LayerShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: LayerShape, dtype: torch.dtype, place: torch.device | None = None) -> None:
         self.shape = shape
-        self.flat = torch.zeros(shape.size, dtype=torch.float32 if shape.is_buffers else dtype)
+        self.flat = torch.zeros(shape.size, dtype=torch.float32 if shape.is_buffers else dtype, device=place)
 
 
 class FlatLayer:
@@ -283,6 +284,7 @@ class FlatLayer:
         module: built before, and not to be used again; None: it is built here.
         seed: of the run.
         frozen: values of frozen parameters that are not as built, by full name.
+        place: where it computes; None: in the host's memory. It is built there, and then moved.
     """
 
     def __init__(
@@ -295,13 +297,16 @@ class FlatLayer:
         module: nn.Module | None = None,
         seed: int = 0,
         frozen: Mapping[str, torch.Tensor] = {},
+        place: torch.device | None = None,
     ) -> None:
         self.spec = spec
         self.shape = shape
         self.module = build_layer(spec, seed, shape.layer) if module is None else module
         self.built = built_sum(self.module)
         """Of the values that it was built with, which are the same in every process of a job."""
-        self.flat = torch.zeros(shape.size, dtype=dtype)
+        if place is not None:
+            self.module.to(place)
+        self.flat = torch.zeros(shape.size, dtype=dtype, device=place)
         self.buffer_unit = None if shape.buffers is None else units[shape.buffers]
         self.parameters: list[nn.Parameter] = []
         """Those that are trained: its own in the order of their places, then those that it shares."""
@@ -316,7 +321,8 @@ class FlatLayer:
             self._bind(use.name, unit.flat, unit.shape.tensors[0])
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad and spec.full_name(name) in frozen:
-                parameter.data = frozen[spec.full_name(name)]
+                values = frozen[spec.full_name(name)]
+                parameter.data = values if place is None else values.to(place)
         self.buffers = LayerBuffers(self.module, spec, self.buffer_unit.shape if self.buffer_unit else None)
         self._in_evaluation = [each for each in self.module.modules() if not each.training]
         """Submodules that were built so, such as a frozen batch normalisation: they stay so in training."""

@@ -244,11 +244,12 @@ class FloatAccumulator:
 
     Args:
         shape: the layer's tensors.
+        place: where the sum is; None: in the host's memory.
     """
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: LayerShape, place: torch.device | None = None) -> None:
         self.shape = shape
-        self.sum = torch.zeros(shape.size, dtype=torch.float32)
+        self.sum = torch.zeros(shape.size, dtype=torch.float32, device=place)
         self.maxima = [0.0] * len(shape.tensors)
         self.coverage = 0
         """As an `ExactAccumulator`'s."""
@@ -272,9 +273,6 @@ class FloatAccumulator:
         if pairs:
             torch._foreach_add_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         return True
-
-
-Accumulator = ExactAccumulator | FloatAccumulator
 
 
 def checksum(total: torch.Tensor, shape: LayerShape, start: int) -> int:

@@ -18,7 +18,8 @@ _CHUNK = 1 << 15
 
 
 @functools.lru_cache(maxsize=8)
-def _position_keys(length: int) -> np.ndarray:
+def position_keys(length: int) -> np.ndarray:
+    """What `run_hash` multiplies words by, int64 [length]."""
     positions = np.arange(length, dtype=np.uint64)
     return (_mix(positions + np.uint64(key64("run_hash"))) | np.uint64(1)).view(np.int64)
 
@@ -26,7 +27,7 @@ def _position_keys(length: int) -> np.ndarray:
 def run_hash(run: torch.Tensor) -> int:
     """A 64-bit hash of a float32 tensor's bits, shape [length]; length at most that of a block."""
     words = run.view(torch.int32).numpy()
-    return int(np.einsum("i,i", words, _position_keys(len(words)))) & MASK64
+    return int(np.einsum("i,i", words, position_keys(len(words)))) & MASK64
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -41,7 +42,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def _words(values: torch.Tensor) -> np.ndarray:
     """The bits of a tensor as unsigned integers of up to 32 bits."""
     words = {1: torch.uint8, 2: torch.int16}.get(values.dtype.itemsize, torch.int32)
-    numbers = values.detach().contiguous().view(words).numpy()
+    numbers = values.detach().contiguous().view(words).cpu().numpy()
     return numbers.view(f"u{numbers.itemsize}")
 
 

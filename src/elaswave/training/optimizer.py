@@ -145,7 +145,7 @@ class AdamW:
             [exp_avg],
             [exp_avg_sq],
             [],
-            [torch.tensor(float(num_updates), dtype=torch.float32)],
+            [torch.full((), float(num_updates), dtype=torch.float32, device=master.device)],
             amsgrad=False,
             lr=learning_rate,
             beta1=self._beta1,

@@ -115,7 +115,7 @@ def _state(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = (each.detach().reshape(-1).view(torch.uint8).numpy() for each in (one, other))
+    first, second = (each.detach().reshape(-1).view(torch.uint8).cpu().numpy() for each in (one, other))
     return np.array_equal(first, second)
 
 

@@ -76,13 +76,20 @@ class Blueprint(RunPlan):
         check_kinds(layer.name, module, self.config.model.foreign)
         return module
 
-    def flat_layer(self, index: int, units: Mapping[int, FlatUnit], module: nn.Module | None = None) -> FlatLayer:
+    def flat_layer(
+        self,
+        index: int,
+        units: Mapping[int, FlatUnit],
+        module: nn.Module | None = None,
+        place: torch.device | None = None,
+    ) -> FlatLayer:
         """A layer, as `FlatLayer` makes it.
 
         Args:
             index: its position in the model.
             units: the shared units that are here.
             module: built before; None: it is built.
+            place: where it computes; None: in the host's memory.
         """
         return FlatLayer(
             self.model.layers[index],
@@ -91,6 +98,7 @@ class Blueprint(RunPlan):
             units=units,
             module=self.build(index) if module is None else module,
             frozen=self.frozen,
+            place=place,
         )
 
     def open_samples(self, cache_dir: Path) -> Samples:

@@ -15,16 +15,16 @@ Nothing is left behind: parameters are as before, buffers are put back before ev
 
 import functools
 import hashlib
-import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device
 from elaswave.errors import ForeignError, ForeignPartError, InterruptedWaitError, UsageError
 from elaswave.hashing import key64
 from elaswave.models.kernels import linear
@@ -49,7 +49,7 @@ def hash_of(tensors: Iterable[torch.Tensor | None]) -> int:
             continue
         found.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
         bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else None
-        found.update(b"" if bits is None else bits.numpy().data)
+        found.update(b"" if bits is None else bits.cpu().numpy().data)
     return int.from_bytes(found.digest(), "little") >> (64 - _HASH_BITS)
 
 
@@ -57,19 +57,26 @@ def hash_of(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 class _Source:
-    """Numbers that an operator is tried on, from a generator of their own.
+    """Numbers that an operator is tried on, from a generator of their own on the host.
 
     Args:
         name: of the operator.
+        device: that runs it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: Device) -> None:
+        self.place = device.place
         self.generator = torch.Generator().manual_seed(key64("canary", name) & 0xFFFFFFFF)
+        self.own_generator = self.generator
+        """Of the device."""
+        if device.place.type != "cpu":
+            self.own_generator = torch.Generator(device.place).manual_seed(key64("canary", name) & 0xFFFFFFFF)
         self.drawn: list[torch.Tensor] = []
 
     def __call__(self, *shape: int) -> torch.Tensor:
         """A tensor of a shape, whose gradient is looked at too."""
-        self.drawn.append(torch.randn(shape, generator=self.generator, dtype=torch.float32).requires_grad_(True))
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float32)
+        self.drawn.append(drawn.to(self.place).requires_grad_(True))
         return self.drawn[-1]
 
 
@@ -87,8 +94,8 @@ def _operators() -> dict[str, Callable[[_Source], torch.Tensor]]:
         "layer-norm": lambda draw: F.layer_norm(draw(48, 100), (100,), draw(100), draw(100)),
         "batch-norm": lambda draw: F.batch_norm(draw(8, 6, 9, 9), None, None, draw(6), draw(6), training=True),
         "softmax": lambda draw: draw(48, 100).softmax(-1),
-        "cross-entropy": lambda draw: F.cross_entropy(draw(48, 100), torch.arange(48) % 100),
-        "embedding": lambda draw: F.embedding(torch.arange(400) % 37, draw(37, 24)),
+        "cross-entropy": lambda draw: F.cross_entropy(draw(48, 100), torch.arange(48, device=draw.place) % 100),
+        "embedding": lambda draw: F.embedding(torch.arange(400, device=draw.place) % 37, draw(37, 24)),
         "gelu": lambda draw: F.gelu(draw(1000)),
         "exp": lambda draw: (draw(1000) / 4).exp(),
         "tanh": lambda draw: draw(1000).tanh(),
@@ -103,11 +110,11 @@ def _operators() -> dict[str, Callable[[_Source], torch.Tensor]]:
 
 
 def _random(draw: _Source) -> torch.Tensor:
-    source = draw.generator
-    words = torch.empty(100, dtype=torch.int64).random_(-(2**63), None, generator=source)
+    source, place = draw.own_generator, draw.place
+    words = torch.empty(100, dtype=torch.int64, device=place).random_(-(2**63), None, generator=source)
     drawn = [
-        torch.rand(500, generator=source, dtype=torch.float32),
-        torch.empty(500, dtype=torch.float32).bernoulli_(0.3, generator=source),
+        torch.rand(500, generator=source, dtype=torch.float32, device=place),
+        torch.empty(500, dtype=torch.float32, device=place).bernoulli_(0.3, generator=source),
     ]
     return torch.cat([draw(500), *drawn, words.view(torch.int32).double()])
 
@@ -120,7 +127,7 @@ def _adamw(draw: _Source) -> torch.Tensor:
         [average],
         [square.abs_()],
         [],
-        [torch.tensor(3.0, dtype=torch.float32)],
+        [torch.tensor(3.0, dtype=torch.float32, device=master.device)],
         amsgrad=False,
         lr=1e-3,
         beta1=0.9,
@@ -132,31 +139,23 @@ def _adamw(draw: _Source) -> torch.Tensor:
     return torch.cat([master, average, square])
 
 
-@functools.lru_cache(maxsize=1)
-def environment() -> Environment:
+@functools.lru_cache(maxsize=4)
+def environment(device: Device = HOST) -> Environment:
     """What this process computes with; computed once."""
-    text = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {_processor()}"
-    return Environment(text, {name: _run_operator(name, function) for name, function in _operators().items()})
+    text = f"torch {torch.__version__}, {device.name}"
+    return Environment(text, {name: _run_operator(name, function, device) for name, function in _operators().items()})
 
 
-def _run_operator(name: str, function: Callable[[_Source], torch.Tensor]) -> int:
-    draw = _Source(name)
+def _run_operator(name: str, function: Callable[[_Source], torch.Tensor], device: Device) -> int:
+    draw = _Source(name, device)
     with torch.enable_grad():
         result = function(draw)
         gradients: Sequence[torch.Tensor | None] = ()
         if result.requires_grad:
             inputs = list(draw.drawn)
-            gradient = torch.randn(result.shape, generator=draw.generator, dtype=torch.float32).to(result.dtype)
+            gradient = torch.randn(result.shape, generator=draw.generator, dtype=torch.float32).to(result)
             gradients = torch.autograd.grad(result, inputs, gradient, allow_unused=True)
     return hash_of([result, *gradients])
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 # ------------------------------------------------------------------------------------------------------ twice and probe
@@ -164,10 +163,10 @@ def _processor() -> str:
 
 def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     """A copy at another place within its page, aligned to 64 bytes as every boundary is."""
-    room = torch.empty(tensor.nbytes + _PAGE, dtype=torch.uint8)
+    room = torch.empty(tensor.nbytes + _PAGE, dtype=torch.uint8, device=tensor.device)
     start = (tensor.data_ptr() + _SHIFT - room.data_ptr()) % _PAGE
     start += -(room.data_ptr() + start) % 64
-    copy = torch.empty(0, dtype=tensor.dtype)
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     copy.set_(room.untyped_storage(), start // tensor.dtype.itemsize, tensor.shape)  # type: ignore[call-overload]
     return copy.copy_(tensor.detach())
 
@@ -177,7 +176,7 @@ def made_up(tensor: torch.Tensor, key: int) -> torch.Tensor:
     if not tensor.is_floating_point():
         return torch.ones_like(tensor) if tensor.dtype == torch.bool else torch.zeros_like(tensor)
     source = torch.Generator().manual_seed(key & 0xFFFFFFFF)
-    return torch.randn(tensor.shape, generator=source, dtype=torch.float32).mul_(0.25).to(tensor.dtype)
+    return torch.randn(tensor.shape, generator=source, dtype=torch.float32).mul_(0.25).to(tensor)
 
 
 @contextmanager

@@ -9,15 +9,19 @@ A layer never shares the memory that it is given with another one that could sti
 input gets copies of it. Which layers do is found out at the first micro-batch, by the versions of the tensors.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device
+from elaswave.devices.readings import Reading, Readings
 from elaswave.errors import CommError, UsageError
 from elaswave.fences import Fence, ratios_at
-from elaswave.hashing import MASK64
+from elaswave.hashing import MASK64, key64
 from elaswave.models.admission import check_hooks
 from elaswave.models.calls import Call, inside
 from elaswave.models.instances import CopyOf
@@ -26,7 +30,6 @@ from elaswave.protocol.ballot import LOSS, NonFinite, coverage_key, loss_key
 from elaswave.protocol.engine import Unfinished
 from elaswave.protocol.salvage import Keep, encode_rows, mask_of
 from elaswave.state.flat import FlatLayer
-from elaswave.state.sums import Accumulator
 from elaswave.training.raised import said
 from elaswave.training.random_state import seed_everything
 from elaswave.worker.admission import Unwritten, check_dense, check_graph
@@ -36,6 +39,7 @@ from elaswave.worker.compiled import CompiledLayers
 from elaswave.worker.fences import NO_MASKS, Fences
 from elaswave.worker.flights import Flights, Front
 from elaswave.worker.layer_runs import Given, Reached, Run, Saved, received, to_send, zeros_where_none
+from elaswave.worker.reduction import Accumulator
 from elaswave.worker.scoring import Scored, Scoring
 from elaswave.worker.split import Gradients, WeightHalf, input_half, is_exact
 from elaswave.worker.values import Signatures, at_boundary, flatten, is_differentiable, unflatten
@@ -111,6 +115,8 @@ class Compute:
         has_canary: run each layer's first micro-batch again, and a made-up one (`elaswave.worker.canary`).
         lowest_trained: the first layer with a parameter that is trained; those below run forward only.
         elsewhere: stands around waits for foreign parts.
+        device: where the layers are.
+        move: called while the device is waited for; never raises.
     """
 
     def __init__(
@@ -126,17 +132,24 @@ class Compute:
         has_canary: bool = False,
         lowest_trained: int = 0,
         elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
+        device: Device = HOST,
+        move: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.layers = layers
         self.accumulators = accumulators
-        self.scoring = Scoring(model)
+        self._device = device
+        self.readings = Readings(device, move)
+        """What the device has computed and the host is to know: losses, and whether gradients were finite."""
+        self.scoring = Scoring(model, self.readings)
         """Losses and metrics of the micro-batches whose last layer ran here."""
         self.counts: dict[tuple[int, int], int] = {}
         """How often (unit, micro-batch) was added; names the culprit when coverage fails."""
         self.writes: dict[int, tuple[int, int]] = {}
         """What forwards have left in buffers, by tensor; see `elaswave.protocol.ballot.BufferTensor`."""
-        self.nonfinite: NonFinite | None = None
+        self._nonfinite: NonFinite | None = None
+        self._watched: list[tuple[int, int, Reading]] = []
+        """Micro-batch, layer, and a number that is finite if all was, where that is not known yet."""
         self.canaries: dict[int, int] = {}
         """By layer, what it makes of made-up numbers; of those that have run here."""
         self._has_canary = has_canary
@@ -179,7 +192,17 @@ class Compute:
     def coverage(self) -> int:
         """Sum of `coverage_key` over everything added, and of `loss_key` over all losses, modulo 2**64."""
         added = sum(accumulator.coverage for accumulator in self.accumulators.values())
-        return (added + sum(map(loss_key, self.losses))) & MASK64
+        return (added + sum(map(loss_key, self.scoring.scored))) & MASK64
+
+    @property
+    def nonfinite(self) -> NonFinite | None:
+        """The first thing in the order (micro-batch, loss first, last layer first) that was not finite; waits for the
+        device."""
+        for microbatch, layer, largest in self._watched:
+            if not math.isfinite(largest.value):
+                self._note_nonfinite(microbatch, layer)
+        self._watched.clear()
+        return self._nonfinite
 
     @property
     def num_layers(self) -> int:
@@ -207,7 +230,8 @@ class Compute:
             if unit in kept or (unit == LOSS and keep.losses >> number & 1)
         }
         self.writes = {tensor: pair for tensor, pair in self.writes.items() if tensor in tensors}
-        self.nonfinite = None
+        self._nonfinite = None
+        self._watched.clear()
         self._keep_flights(keep.flights.keys())
         for index, accumulator in self.accumulators.items():
             if index not in kept:
@@ -258,7 +282,7 @@ class Compute:
             for use, mask in accumulator.covered.items()
         }
         flights = self._flights.facts({number for _, number in self._left})
-        return Unfinished(self.nonfinite is None, encode_rows(rows), mask_of(self.losses), flights)
+        return Unfinished(self.nonfinite is None, encode_rows(rows), mask_of(self.scoring.scored), flights)
 
     def front(self, kind: str, microbatch: int) -> Front | None:
         """How far a forward ("F") or backward has come of which something is kept."""
@@ -449,7 +473,7 @@ class Compute:
         layer.set_training(train)
         layer.buffers.restore()
         call = self._call(microbatch, train)
-        seed_everything(self._seed, self._step, microbatch, index, "forward")
+        self._seed_draws(microbatch, index)
         has_graph = train and self._has_backward(index)
         is_first = train and index not in self._admitted
         unwritten = Unwritten(layer.module) if is_first and self._has_canary else None
@@ -463,6 +487,12 @@ class Compute:
             check_hooks(self.layer_name(index), layer.module)
             self._admit(index, [*leaves, *run.aux_losses], [*layer.parameters, *given.leaves])
         return run
+
+    def _seed_draws(self, microbatch: int, index: int) -> None:
+        """Whatever a forward draws is keyed by what it is for."""
+        parts = (self._seed, self._step, microbatch, index, "forward")
+        seed_everything(*parts)
+        self._device.seed(key64(*parts))
 
     def _has_backward(self, index: int) -> bool:
         """Whether anything runs backward in a layer: not below the lowest that is trained."""
@@ -584,8 +614,8 @@ class Compute:
         """Gradients of the layer's parameters, and of its inputs (zeros where none flows)."""
         num_parameters, inputs = len(self.layers[index].parameters), saved.given.inputs
         if run.aux_losses and not self._is_covered(index, microbatch):
-            values = [reached.weight * float(value.detach()) for value in run.aux_losses]
-            self.scoring.note_aux_losses(index, microbatch, values)
+            values = [self.readings.note(value) for value in run.aux_losses]
+            self.scoring.note_aux_losses(index, microbatch, values, reached.weight)
         found = self._gradients(index, microbatch, run, reached, inputs, retain_graph=retain_graph)
         if self.model.layers[index].compile and self._compiled.has_grown():
             self.canaries.pop(index, None)
@@ -672,7 +702,10 @@ class Compute:
     ) -> None:
         """Adds gradients to a unit, all or nothing, and counts them."""
         accumulator = self.accumulators[unit]
-        if not accumulator.add(gradients):
+        added = accumulator.add(gradients)
+        if isinstance(added, torch.Tensor):
+            self._watched.append((microbatch, layer, self.readings.note(added)))
+        elif not added:
             self._note_nonfinite(microbatch, layer)
         accumulator.coverage = (accumulator.coverage + coverage_key(unit, microbatch, use)) & MASK64
         accumulator.covered[use] = accumulator.covered.get(use, 0) | 1 << microbatch
@@ -693,7 +726,7 @@ class Compute:
         index = self.num_layers
         counts = not train or not self._is_covered(index, microbatch)
         with self._at(microbatch, index):
-            seed_everything(self._seed, self._step, microbatch, index, "forward")
+            self._seed_draws(microbatch, index)
             given, call = self._given(index, output, train), self._call(microbatch, train)
             with inside(call), torch.set_grad_enabled(train), self._argument(index, given, train) as argument:
                 scored = self.scoring.loss(microbatch, argument, targets, counts=counts)
@@ -712,9 +745,7 @@ class Compute:
             self._loss_inputs[microbatch] = (given, scored)
         if train and counts:
             self.counts[LOSS, microbatch] = self.counts.get((LOSS, microbatch), 0) + 1
-            value = self.losses[microbatch]
-            if value - value != 0.0:
-                self._note_nonfinite(microbatch, index)
+            self._watched.append((microbatch, index, self.scoring.scored[microbatch]))
 
     def _backward_loss(self, microbatch: int) -> Reached:
         given, (total, count) = self._loss_inputs.pop(microbatch)
@@ -726,11 +757,11 @@ class Compute:
     def _note_nonfinite(self, microbatch: int, layer: int) -> None:
         """Keeps the first in the order (micro-batch, loss first, last layer first)."""
         found = NonFinite(microbatch, layer)
-        if self.nonfinite is None or (found.microbatch, -found.layer) < (
-            self.nonfinite.microbatch,
-            -self.nonfinite.layer,
+        if self._nonfinite is None or (found.microbatch, -found.layer) < (
+            self._nonfinite.microbatch,
+            -self._nonfinite.layer,
         ):
-            self.nonfinite = found
+            self._nonfinite = found
 
     # ------------------------------------------------------------------------------------------------------------ names
 

@@ -62,7 +62,7 @@ def frozen_pieces(layers: Mapping[int, object], layout: Layout, worker: int) -> 
         worker: its id.
     """
     for tensor, values in _of_first_holder(layers, layout, worker):
-        flat = values.reshape(-1)
+        flat = values.reshape(-1).cpu()
         for start in range(0, len(flat), _PIECE_ELEMENTS):
             part = flat[start : start + _PIECE_ELEMENTS]
             yield Piece(stored_name(MASTER, tensor.name), tensor.shape, start, part)

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 from torch import nn
 
 from elaswave.data.fingerprint import fingerprint_of_all
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device
 from elaswave.foreign.layer import kinds_here
 from elaswave.protocol.environment import ENVIRONMENT
 from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
@@ -22,6 +25,7 @@ from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.compute import Compute
 from elaswave.worker.identity import identity_of
 from elaswave.worker.update_canary import environment_of
+from elaswave.worker.values import flatten, unflatten
 
 if TYPE_CHECKING:
     from elaswave.worker.process import WorkerSetup
@@ -44,10 +48,11 @@ def first_words(setup: "WorkerSetup", address: str) -> Joining:
     pinned = setup.config.model.foreign
     foreign = kinds_here(blueprint.model.layers) if pinned else ()
     if setup.config.elastic.verify:
-        own = environment_of(blueprint)
+        own = environment_of(blueprint, setup.device)
         text = own.text
         if foreign == pinned:  # else it is refused for that
-            canaries = {ENVIRONMENT: own.canary, **layer_canaries(blueprint, _first_inputs(setup, blueprint))}
+            inputs = _first_inputs(setup, blueprint)
+            canaries = {ENVIRONMENT: own.canary, **layer_canaries(blueprint, inputs, setup.device)}
     return Joining(
         worker=setup.worker,
         address=address,
@@ -80,13 +85,16 @@ def _first_inputs(setup: "WorkerSetup", blueprint: Blueprint) -> Any:
     return inputs
 
 
-def layer_canaries(blueprint: Blueprint, inputs: Any) -> dict[int, int]:
+def layer_canaries(blueprint: Blueprint, inputs: Any, device: Device = HOST) -> dict[int, int]:
     """Canaries of the first layer of each kind, by place.
 
     Args:
         blueprint: the run.
-        inputs: of a micro-batch.
+        inputs: of a micro-batch, on the host.
+        device: that is to run them.
     """
+    structure, leaves = flatten(inputs)
+    inputs = unflatten(structure, list(map(device.bring, leaves)))
     layers: dict[int, FlatLayer] = {}
     compute = Compute(
         blueprint.model,
@@ -98,13 +106,15 @@ def layer_canaries(blueprint: Blueprint, inputs: Any) -> dict[int, int]:
         inputs=lambda step, microbatch, train: inputs,
         has_canary=True,
         lowest_trained=blueprint.state.lowest_trained,
+        device=device,
     )
+    place = None if device.is_host else device.place
     kinds: set[str] = set()
     value = inputs
     for index in range(blueprint.state.num_layers):
         module = blueprint.build(index)
         kind = _kind(module)
-        layers[index] = _alone(blueprint, index, module)
+        layers[index] = _alone(blueprint, index, module, place)
         value = compute.try_out(index, value, prove=kind not in kinds)
         kinds.add(kind)
         del layers[index], module
@@ -120,13 +130,13 @@ def _kind(module: nn.Module) -> str:
     return f"{module!r} {parameters}"
 
 
-def _alone(blueprint: Blueprint, index: int, module: nn.Module) -> FlatLayer:
+def _alone(blueprint: Blueprint, index: int, module: nn.Module, place: torch.device | None) -> FlatLayer:
     """A layer with what it shares with others, which are not here."""
     first = blueprint.state.num_layers
     shared = range(first, len(blueprint.shapes))
     units = {
-        unit: FlatUnit(blueprint.shapes[unit], blueprint.dtype)
+        unit: FlatUnit(blueprint.shapes[unit], blueprint.dtype, place)
         for unit in shared
         if index in blueprint.shapes[unit].users
     }
-    return blueprint.flat_layer(index, units, module)
+    return blueprint.flat_layer(index, units, module, place)

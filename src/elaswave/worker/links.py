@@ -1,11 +1,14 @@
 """The machine's links over a transport: keys become tags and handles, waits move bytes and say for whom is waited."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device, Mark, wait_for
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
 from elaswave.planning.layout import peers_of
 from elaswave.protocol.engine import FrameKind, Key, Pause, Wait
@@ -17,6 +20,7 @@ from elaswave.transport.interface import Handle, Transport
 from elaswave.types import Layout
 from elaswave.worker.activity import Activity
 from elaswave.worker.payloads import pack, unpack
+from elaswave.worker.values import flatten, unflatten
 
 WAIT_TIMEOUT_S = 600.0
 """Bound of every wait on a peer while no byte moves. A peer's death ends a wait at once; this is for a peer that is
@@ -46,6 +50,8 @@ class TransportLinks:
         check_coordinator: called with what is waited for when links do not come; raises if there is no coordinator that
             could end the wait.
         say_unreached: told now and then of peers that do not answer at their addresses, see `unreached`.
+        device: where frames come from and go to. Of one that is not the host they travel by way of host memory: a
+            frame leaves once its copy is there, and `take` brings one that has come to the device.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class TransportLinks:
         check: Callable[[], None],
         check_coordinator: Callable[[str], None] = lambda waited_for: None,
         say_unreached: Callable[[Mapping[int, str]], object] = lambda peers: None,
+        device: Device = HOST,
     ) -> None:
         self.worker = worker
         self.transport = transport
@@ -79,6 +86,11 @@ class TransportLinks:
         """When it was told of them, or looked whether there were any."""
         self._receives: dict[Key, Handle] = {}
         self._sends: list[Handle] = []
+        self._device = device
+        self._fetching: deque[tuple[Mark, Key, Any]] = deque()
+        """Frames whose bytes are on their way from the device, in the order in which they are to be sent."""
+        self._rooms: dict[Key, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """By frame that is to come: host memory, and where that is to be brought."""
 
     def connect(self, layout: Layout, placement: Placement) -> None:
         """Makes the links that a layout and a placement need (all of them in a small job).
@@ -155,29 +167,65 @@ class TransportLinks:
         begin_s = time.monotonic()
         self._receives.clear()
         self._sends.clear()  # what was pending failed with its epoch
+        self._fetching.clear()
+        self._rooms.clear()
         self.transport.advance_epoch(epoch, members)
         self.edit_s = time.monotonic() - begin_s
 
     def post(self, key: Key, slot: Any) -> None:
         """Names the memory in which a frame arrives."""
+        if not self._device.is_host:
+            slot = [slot] if isinstance(slot, torch.Tensor) else slot
+            self._rooms[key] = [(self._device.room(part), part) for part in slot]
+            slot = [room for room, _ in self._rooms[key]]
         self._receives[key] = self.transport.recv(key.peer, _tag(key), slot)
 
     def send(self, key: Key, payload: Any) -> None:
         """Begins to send a frame."""
         if key.kind in _WORDS:
             payload = torch.tensor(payload, dtype=torch.int64)
-        elif key.kind in _VALUES:
+        elif not self._device.is_host:
+            structure, leaves = flatten(payload)
+            payload = unflatten(structure, list(map(self._device.fetch, leaves)))
+        if key.kind in _VALUES:
             payload = pack(payload)
-        self._sends.append(self.transport.send(key.peer, _tag(key), payload))
+        if self._device.is_host or (key.kind in _WORDS and not self._fetching):
+            self._sends.append(self.transport.send(key.peer, _tag(key), payload))
+        else:
+            self._fetching.append((self._device.mark(), key, payload))
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether frames are on their way from the device."""
+        return bool(self._fetching)
+
+    def hand_over(self) -> None:
+        """Begins to send the frames whose bytes have come from the device. Does not block."""
+        while self._fetching and self._fetching[0][0].has_passed():
+            _, key, payload = self._fetching.popleft()
+            self._sends.append(self.transport.send(key.peer, _tag(key), payload))
 
     def take(self, key: Key) -> Any:
         """A frame that is here."""
         result = self._receives.pop(key).result
+        if rooms := self._rooms.pop(key, None):
+            for room, slot in rooms:
+                self._device.bring_into(room, slot)
+            return None
         if result is None:
             return None
         if key.kind in _VALUES:
-            return unpack(result)
+            return self._brought(unpack(result), has_count=key.kind is FrameKind.GRADIENT)
         return result.tolist() if key.kind in _WORDS else result
+
+    def _brought(self, value: Any, *, has_count: bool) -> Any:
+        """A value that has come, on the device; the count beside gradients, which the host works with, stays here."""
+        if self._device.is_host:
+            return value
+        structure, leaves = flatten(value)
+        stays = [has_count and leaf.dtype == torch.int64 for leaf in leaves]
+        brought = [leaf if here else self._device.bring(leaf) for leaf, here in zip(leaves, stays, strict=True)]
+        return unflatten(structure, brought)
 
     # ------------------------------------------------------------------------------------------------- for the driver
 
@@ -190,6 +238,7 @@ class TransportLinks:
         if wait is Pause.MOMENT:
             self.check()
         elif wait is Pause.SENT:
+            self._fetch_all()
             self._wait(self._sends)
             self._sends.clear()
         elif not isinstance(wait, Pause):
@@ -201,7 +250,14 @@ class TransportLinks:
             handle = self._receives[key] = self.transport.recv(key.peer, _tag(key))
         return handle
 
+    def _fetch_all(self) -> None:
+        """Waits until every frame has come from the device: that depends on nobody else."""
+        while self._fetching:
+            wait_for(self._fetching[0][0], self.check)
+            self.hand_over()
+
     def _wait(self, handles: Sequence[Handle]) -> None:
+        self._fetch_all()  # others may wait for these before they send what is waited for here
         doing = self._activity.doing
         if any(not handle.done for handle in handles):
             self._activity.wait_for(handles)

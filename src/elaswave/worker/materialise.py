@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device
 from elaswave.errors import CheckpointError
 from elaswave.models.layers import Layer
 from elaswave.planning.layout import make_layout
@@ -34,6 +36,7 @@ def materialise(
     layout: Layout,
     placement: Placement,
     checkpoint: tuple[Path, CheckpointMeta] | None,
+    device: Device = HOST,
 ) -> tuple[dict[int, FlatLayer | FlatUnit], BlockStore, TrainingProgress]:
     """What a worker needs before its first step.
 
@@ -42,6 +45,7 @@ def materialise(
         worker: its id.
         layout, placement: who runs and who holds what.
         checkpoint: a verified checkpoint's folder and description, or None to begin from the seed.
+        device: where all of it is to be. Values are made, or read, on the host, so they are the same on every device.
     Returns:
         The layers of the worker's stage and the units that they share, with current parameters; the blocks that it
         holds; and where training stands.
@@ -51,7 +55,7 @@ def materialise(
     progress = initial_progress(blueprint)
     if checkpoint is not None:
         progress = _progress_of(blueprint, checkpoint[1], progress)
-    made = _Made(blueprint, worker, layout, placement, checkpoint, progress.num_updates)
+    made = _Made(blueprint, worker, layout, placement, checkpoint, progress.num_updates, device)
     return made.here, BlockStore(made.held), progress
 
 
@@ -66,8 +70,11 @@ class _Made:
         placement: Placement,
         checkpoint: tuple[Path, CheckpointMeta] | None,
         num_updates: int,
+        device: Device = HOST,
     ) -> None:
         self._blueprint, self._num_updates = blueprint, num_updates
+        self._device = device
+        self._place = None if device.is_host else device.place
         self._reader = None if checkpoint is None else PieceReader(checkpoint[0])
         self._step = 0 if checkpoint is None else checkpoint[1].step
         layers = layout.layers_of(worker)
@@ -76,7 +83,7 @@ class _Made:
         self._blocks: dict[int, list[int]] = {}
         for block in self._roles:
             self._blocks.setdefault(blueprint.blocks[block].layer, []).append(block)
-        self._units = {unit: FlatUnit(shapes[unit], blueprint.dtype) for unit in shared}
+        self._units = {unit: FlatUnit(shapes[unit], blueprint.dtype, self._place) for unit in shared}
         self.here: dict[int, FlatLayer | FlatUnit] = dict(self._units)
         self.held: dict[int, HeldBlock] = {}
         by_source: dict[int, list[int]] = {}
@@ -100,7 +107,7 @@ class _Made:
             for unit in units:
                 masters[unit] = self._from_seed(unit, spec, module, is_here=is_run if unit == source else None)
         if is_run:
-            self.here[source] = blueprint.flat_layer(source, self._units, module)
+            self.here[source] = blueprint.flat_layer(source, self._units, module, self._place)
         del module  # its parameters lie in flat storage now
         for unit in units:
             self._hold(unit, masters[unit] if unit in masters else self._from_checkpoint(unit))
@@ -152,6 +159,8 @@ class _Made:
         shape = blueprint.shapes[unit]
         if masters is None:
             masters = [self.here[unit].flat[start:stop] for start, stop in runs]
+        else:
+            masters = list(map(self._device.bring, masters))
         wanted = blueprint.state.slots_of(shape.tensors, self._num_updates)
         slots = {name: self._state(shape, name, runs, masters) for name in wanted if name != MASTER}
         for position, block in enumerate(self._blocks.get(unit, [])):
@@ -165,12 +174,14 @@ class _Made:
     def _state(
         self, shape: LayerShape, slot: str, runs: Sequence[tuple[int, int]], masters: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """A state of the optimizer: from the checkpoint, or as it begins."""
-        if self._reader is not None:
-            return self._read(shape, slot, runs)
-        if slot == EMA:
+        """A state of the optimizer, on the device: from the checkpoint, or as it begins."""
+        if self._reader is None and slot == EMA:
             return [master.clone() for master in masters]
-        return [_initial_state(self._blueprint.optimizer, shape, slot, *run) for run in runs]
+        if self._reader is not None:
+            found = self._read(shape, slot, runs)
+        else:
+            found = [_initial_state(self._blueprint.optimizer, shape, slot, *run) for run in runs]
+        return list(map(self._device.bring, found))
 
     def _read(self, shape: LayerShape, slot: str, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """Values of a state, each run in a tensor of its own: from the checkpoint, or zeros."""
@@ -257,7 +268,7 @@ def owned_pieces(store: BlockStore, scalars: Scalars = ()) -> Iterable[Piece]:
             for part in held.segments:
                 if part.slot.has(slot):
                     name = stored_name(slot, part.slot.name)
-                    own = decode(values[part.start : part.stop], DTYPES[part.slot.dtype])
+                    own = decode(values[part.start : part.stop].cpu(), DTYPES[part.slot.dtype])
                     yield Piece(name, part.slot.shape, part.first_value, own)
         for name, tensor, value in held.scalar_states(scalars):
-            yield Piece(stored_name(name, tensor.name), (), 0, value.reshape(1).clone())
+            yield Piece(stored_name(name, tensor.name), (), 0, value.reshape(1).cpu().clone())

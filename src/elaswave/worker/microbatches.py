@@ -4,9 +4,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device
 from elaswave.errors import UsageError
 from elaswave.training.random_state import generators_kept
-from elaswave.worker.values import flatten
+from elaswave.worker.values import flatten, unflatten
 
 Fetch = Callable[[int, int], tuple[Any, Any]]
 """(step, micro-batch) -> inputs and targets."""
@@ -17,9 +19,11 @@ class Microbatches:
 
     Args:
         training, evaluation: where micro-batches come from.
+        device: where they are to be.
     """
 
-    def __init__(self, training: Fetch, evaluation: Fetch) -> None:
+    def __init__(self, training: Fetch, evaluation: Fetch, device: Device = HOST) -> None:
+        self._device = device
         self._fetch = {True: training, False: evaluation}
         self._here: dict[tuple[int, int, bool], tuple[Any, Any]] = {}
         self._versions: dict[tuple[int, int, bool], list[int]] = {}
@@ -29,8 +33,15 @@ class Microbatches:
         """Inputs and targets; the same ones again until `release` or `clear`."""
         key = (step, microbatch, train)
         if key not in self._here:
-            self._here[key] = self._fetch[train](step, microbatch)
+            inputs, targets = self._fetch[train](step, microbatch)
+            self._here[key] = (self._brought(inputs), self._brought(targets))
         return self._here[key]
+
+    def _brought(self, value: Any) -> Any:
+        if self._device.is_host:
+            return value
+        structure, leaves = flatten(value)
+        return unflatten(structure, list(map(self._device.bring, leaves)))
 
     def inputs(self, step: int, microbatch: int, *, train: bool) -> Any:
         """The inputs, for a layer that asks for them. It may draw afterwards: a dataset that has to be asked draws

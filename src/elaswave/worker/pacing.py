@@ -135,6 +135,10 @@ class ActionTimer:
         else:
             self._slowness = factor
 
+    def on_measured(self, action: Action, layers: range, seconds: float) -> None:
+        """A device that computes behind the worker's back has taken so long for an action."""
+        self.times.add(action, layers, seconds)
+
     def on_computed(self, action: Action, layers: range, start_ns: int) -> None:
         """An action has been computed; holds it until an emulated device would be done."""
         start_s = start_ns * 1e-9

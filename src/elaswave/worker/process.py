@@ -18,6 +18,9 @@ from msgspec.structs import replace
 
 from elaswave.config.devices import base_level, device_of, emulated_costs, speed_of
 from elaswave.config.schema import Config
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device
+from elaswave.devices.opening import open_device
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.foreign.connection import close_all
 from elaswave.observability.trace import TraceRecorder
@@ -96,6 +99,8 @@ class WorkerSetup(NamedTuple):
     """The transport's links to other sites; None: there is only one."""
     domain: str = ""
     """Where it runs, as a joiner says it, see `elaswave.state.domains`; empty: the coordinator knows, or nobody."""
+    device: Device = HOST
+    """What it computes on; `run_worker` opens the configured one."""
 
 
 class Worker:
@@ -144,7 +149,9 @@ class Worker:
         """Whether the coordinator has said that the job is over."""
         self._watch = StepWatch(setup.probe, mailbox, self._trace)
         self._batches = batches = Batches(self._make_supply(), mailbox.activity, self._watch.waited_for_data)
-        layers, store, progress = materialise(blueprint, setup.worker, layout, placement, setup.checkpoint)
+        layers, store, progress = materialise(
+            blueprint, setup.worker, layout, placement, setup.checkpoint, setup.device
+        )
         context = EngineContext(
             blueprint=blueprint,
             worker=setup.worker,
@@ -159,6 +166,8 @@ class Worker:
             elsewhere=lambda: mailbox.activity.during(FOREIGN),
             slow_down=self._slow_down,
             slow_links=(lambda factor: None) if setup.sites is None else setup.sites.slow_down,
+            device=setup.device,
+            move=self._move,
         )
         self._links = TransportLinks(
             setup.worker,
@@ -168,6 +177,7 @@ class Worker:
             self._check,
             lambda waited_for: _check_coordinator(client, waited_for),
             lambda peers: client.send(Unreached(worker=setup.worker, peers=dict(peers))),
+            setup.device,
         )
         self._outbox = ControlOutbox(blueprint, client, mailbox, self._links, self._watch, self._timer)
         self._disk = ShardDisk(
@@ -304,9 +314,14 @@ class Worker:
 
     def _check(self) -> None:
         """Between layers and blocks: lets bytes move, and leaves the step if a new epoch has begun."""
-        self._transport.poll()
+        self._move()
         if self._mailbox.urgent:
             raise InterruptedWaitError("the coordinator asks for a report")
+
+    def _move(self) -> None:
+        """Lets bytes move: from the device to its links, and over these."""
+        self._links.hand_over()
+        self._transport.poll()
 
     def _hand_over(self, message: ToWorker) -> None:
         """Gives a message to the machine."""
@@ -341,10 +356,11 @@ class Worker:
         if self._must_end and not machine.is_done:
             has_begun = machine.is_started and self._mailbox.joining is None
             raise FencedError("the job has ended" if has_begun else "the job has ended before it began")
-        moves = self._links.is_dialling or (self._setup.sites is not None and self._setup.sites.has_frames)
+        links, sites = self._links, self._setup.sites
+        moves = links.is_dialling or links.is_fetching or (sites is not None and sites.has_frames)
         is_at_rest = machine.is_paused or machine.is_done
         if moves or is_at_rest:
-            self._transport.poll()
+            self._move()
         machine.look_at_sent()
         try:
             self._hand_over(self._mailbox.next(DIAL_TURN_S if moves else REST_TURN_S if is_at_rest else TURN_S))
@@ -426,6 +442,7 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     transport: StreamTransport | None = None
     client: ClosableClient | None = None
     try:
+        setup = setup._replace(device=_open_device(setup))
         transport = StreamTransport(
             setup.worker,
             key=setup.key,
@@ -457,6 +474,11 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
             client.close(FLUSH_TIMEOUT_S)
         if transport is not None:
             transport.close()
+
+
+def _open_device(setup: WorkerSetup) -> Device:
+    device = setup.config.device
+    return open_device(device.kind, setup.run_dir, device.workers_per_device)
 
 
 def _check_coordinator(client: WorkerClient, waited_for: str) -> None:

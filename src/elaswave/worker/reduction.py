@@ -4,23 +4,32 @@ A frame of partial sums ends with one 64-bit word, the coverage of what it holds
 Who sends what to whom is `elaswave.protocol.traffic`'s, and when is the machine's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device, read
 from elaswave.hashing import MASK64, signed64
 from elaswave.protocol.engine import Imbalance
+from elaswave.state import device_sums, sums, words
+from elaswave.state.device_sums import DeviceAccumulator
 from elaswave.state.grids import WIDE_BITS
 from elaswave.state.placement import Block
 from elaswave.state.shapes import LayerShape
 from elaswave.state.store import HeldBlock
-from elaswave.state.sums import Accumulator, ExactAccumulator, FloatAccumulator, Scratch, checksum, reduced_gradient
-from elaswave.state.words import Planes, add_up, cut, plane_dtypes
+from elaswave.state.sums import ExactAccumulator, FloatAccumulator, Scratch
+from elaswave.state.words import Planes, cut, plane_dtypes
+
+Accumulator = ExactAccumulator | DeviceAccumulator | FloatAccumulator
+"""The partial sum of one unit, where its device is, as exact as the job asks for."""
 
 _RUN_ELEMENTS = 1 << 17
 """Most elements of a run: a mebibyte of sums, which a core's own cache holds."""
+_DEVICE_RUN_ELEMENTS = 1 << 26
+"""The same on a device, which is kept busy by few and long operations."""
 
 _WORD_BYTES = 8
 """Of the coverage at the end of a frame of partial sums."""
@@ -53,6 +62,8 @@ class Reduction:
         exact: add on grids, as integers; else in float32.
         checked: keep checksums.
         width: bits of an exact sum.
+        device: where the sums are.
+        check: called while the device is waited for.
     """
 
     def __init__(
@@ -64,11 +75,20 @@ class Reduction:
         exact: bool,
         checked: bool = True,
         width: int = WIDE_BITS,
+        device: Device = HOST,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.balance = 0
-        """Coverage words that were sent less those that have come, less the checksums of the totals, modulo 2**64; with
-        the accumulators' checksums, and added over all workers, it is zero once all have reduced."""
+        self._balance = 0
+        self._totals: list[torch.Tensor] = []
+        """Checksums of totals that are on the device, and not yet part of the balance."""
         self.checked = checked
+        self._device = device
+        self._check = check
+        self._words = words if device.is_host else device_sums
+        """Adds up partial sums."""
+        self._run_elements = _RUN_ELEMENTS if device.is_host else _DEVICE_RUN_ELEMENTS
+        self._arithmetic = sums if device.is_host else device_sums
+        """Makes checksums and means of totals."""
         self._worker = worker
         self._blocks = blocks
         self._shapes = shapes
@@ -77,7 +97,7 @@ class Reduction:
         self._width = width
         self._dtypes = plane_dtypes(width) if exact else (torch.float32,)
         """Of the planes of a partial sum."""
-        self._scratch = Scratch() if exact else None
+        self._scratch = Scratch() if exact and device.is_host else None
         self._accumulators: dict[int, Accumulator] = {}
         self._prepared: dict[int, Accumulator] = {}
         """Of layers that will be held later."""
@@ -114,9 +134,11 @@ class Reduction:
 
     def _accumulator(self, layer: int) -> Accumulator:
         shape = self._shapes[layer]
-        if self.exact:
-            return ExactAccumulator(shape, self._scratch, checked=self.checked, width=self._width)
-        return FloatAccumulator(shape)
+        if not self.exact:
+            return FloatAccumulator(shape, self._device.place)
+        if not self._device.is_host:
+            return DeviceAccumulator(shape, self._device.place, checked=self.checked, width=self._width)
+        return ExactAccumulator(shape, self._scratch, checked=self.checked, width=self._width)
 
     def begin(self, exponents: Sequence[Sequence[int]], num_microbatches: int) -> None:
         """A new attempt; the accumulators are emptied by the `Compute` that adds to them.
@@ -125,17 +147,43 @@ class Reduction:
             exponents: of the grids, per layer of the model and tensor of the layer.
             num_microbatches: that the means are over.
         """
-        self.balance = 0
+        self._balance = 0
+        self._totals.clear()
         self._exponents, self._num_microbatches = exponents, num_microbatches
         self._former_slots, self._slots = self._slots, {}
         self._owned = {}
         self._sent = []
 
+    @property
+    def balance(self) -> int:
+        """Coverage words that were sent less those that have come, less the checksums of the totals, modulo 2**64; with
+        the accumulators' checksums, and added over all workers, it is zero once all have reduced."""
+        self._read([])
+        return self._balance
+
+    def _read(self, accumulators: Sequence[DeviceAccumulator]) -> None:
+        """Has the device's numbers read by one wait: the figures of accumulators, and checksums of totals."""
+        wanted = [each.figures for each in accumulators]
+        if self._totals:
+            wanted.append(torch.stack(self._totals))
+        if not wanted:
+            return
+        found = read(self._device, wanted, self._check)
+        for accumulator, figures in zip(accumulators, found, strict=False):
+            accumulator.learn(figures)
+        if self._totals:
+            self._balance = (self._balance - sum(found[-1].tolist())) & MASK64
+            self._totals.clear()
+
+    def read(self) -> None:
+        """Has all that the vote asks for read by one wait."""
+        self._read([each for each in self._accumulators.values() if isinstance(each, DeviceAccumulator)])
+
     def frame(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
         """The own partial sums of blocks of a layer, to be sent."""
         accumulator = self._accumulators[layer]
         planes, coverage = accumulator.planes, accumulator.coverage
-        self.balance = (self.balance + coverage) & MASK64
+        self._balance = (self._balance + coverage) & MASK64
         self._sent.append((layer, tuple(blocks)))
         word = torch.tensor([signed64(coverage)]).view(planes[0].dtype)
         return [*(plane for run in self.runs(blocks) for plane in cut(planes, run.start, run.stop)), word]
@@ -147,9 +195,10 @@ class Reduction:
         word = _WORD_BYTES // self._dtypes[0].itemsize
         slot = self._former_slots.get((layer, peer))
         if slot is None or [len(part) for part in slot] != [*(size for size in sizes for _ in self._dtypes), word]:
-            *first, coverage = torch.empty(sum(sizes) + word, dtype=self._dtypes[0]).split([*sizes, word])
-            others = [torch.empty(sum(sizes), dtype=dtype).split(sizes) for dtype in self._dtypes[1:]]
-            slot = [*chain.from_iterable(zip(first, *others, strict=True)), coverage]
+            place = self._device.place
+            planes = [torch.empty(sum(sizes), dtype=dtype, device=place).split(sizes) for dtype in self._dtypes]
+            coverage = torch.empty(word, dtype=self._dtypes[0])  # for the host alone
+            slot = [*chain.from_iterable(zip(*planes, strict=True)), coverage]
         self._slots[layer, peer] = slot
         return slot
 
@@ -162,19 +211,23 @@ class Reduction:
         """Makes the mean gradients of owned copies of a layer; the peers' partial sums are in their slots."""
         shape, held = self._shapes[layer], {copy.block.id: copy for copy in copies}
         self._owned[layer] = self.runs(list(held))
-        self.balance -= sum(_coverage(self._slots[layer, peer]) for peer in peers)
+        self._balance -= sum(_coverage(self._slots[layer, peer]) for peer in peers)
         for run, parts in self._parts(layer):
-            total = add_up(list(parts.values()))
+            total = self._words.add_up(list(parts.values()))
             exponents, start = self._exponents[layer], run.start
-            gradient = reduced_gradient(
+            gradient = self._arithmetic.reduced_gradient(
                 total, shape, start, exponents, self._num_microbatches, shape.num_uses, self._width
             )
             if self.checked:
                 # After its use, so that whatever had changed before it shows.
-                self.balance -= checksum(total, shape, run.start)
+                found = self._arithmetic.checksum(total, shape, run.start)
+                if isinstance(found, torch.Tensor):
+                    self._totals.append(found)
+                else:
+                    self._balance -= found
             for block, part in zip(run.blocks, gradient.split(run.sizes), strict=True):
                 held[block.id].gradient = part
-        self.balance &= MASK64
+        self._balance &= MASK64
 
     def partial_sums(self) -> int:
         """What this worker has added and sent, less what has come and what it has made totals of."""
@@ -184,10 +237,14 @@ class Reduction:
     def imbalance(self) -> Imbalance:
         """Where the sums are wrong, as they lie in memory now."""
         changed = {
-            layer: (checksum(accumulator.sum, accumulator.shape, 0) - accumulator.checksum) & MASK64
+            layer: (self._checksum(accumulator.sum, accumulator.shape, 0) - accumulator.checksum) & MASK64
             for layer, accumulator in self._accumulators.items()
         }
         return Imbalance(changed, self.in_transit(), (self.balance - self.recount()) & MASK64)
+
+    def _checksum(self, total: torch.Tensor, shape: LayerShape, start: int) -> int:
+        """For a diagnosis, which may wait for the device."""
+        return int(self._arithmetic.checksum(total, shape, start)) & MASK64
 
     def recount(self) -> int:
         """The balance as it comes from what lies in memory now, adding each partial sum up by itself."""
@@ -196,7 +253,8 @@ class Reduction:
         totals = 0
         for layer in self._owned:
             for run, parts in self._parts(layer):
-                totals += sum(checksum(add_up([part]), self._shapes[layer], run.start) for part in parts.values())
+                shape = self._shapes[layer]
+                totals += sum(self._checksum(self._words.add_up([part]), shape, run.start) for part in parts.values())
         return (sent - come - totals) & MASK64
 
     def in_transit(self) -> dict[int, int]:
@@ -211,14 +269,14 @@ class Reduction:
             accumulator, shape = self._accumulators[layer], self._shapes[layer]
             for index in blocks:
                 block = self._blocks[index]
-                words = add_up([cut(accumulator.planes, block.start, block.stop)])
-                note(index, checksum(words, shape, block.start))
+                total = self._words.add_up([cut(accumulator.planes, block.start, block.stop)])
+                note(index, self._checksum(total, shape, block.start))
             note(blocks[0], accumulator.coverage)
         for (layer, _), slot in self._slots.items():
             runs = self._owned.get(layer, [])
             for run, planes in zip(runs, self._run_planes(slot), strict=False):
-                for block, piece in zip(run.blocks, add_up([planes]).split(run.sizes), strict=True):
-                    note(block.id, -checksum(piece, self._shapes[layer], block.start))
+                for block, piece in zip(run.blocks, self._words.add_up([planes]).split(run.sizes), strict=True):
+                    note(block.id, -self._checksum(piece, self._shapes[layer], block.start))
             if runs:
                 note(runs[0].blocks[0].id, -_coverage(slot))
         return found
@@ -238,7 +296,7 @@ class Reduction:
         for index in blocks:
             block = self._blocks[index]
             size = block.stop - block.start
-            if runs and runs[-1].stop == block.start and block.stop - runs[-1].start <= _RUN_ELEMENTS:
+            if runs and runs[-1].stop == block.start and block.stop - runs[-1].start <= self._run_elements:
                 runs[-1].blocks.append(block)
                 runs[-1].sizes.append(size)
             else:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elaswave.devices.readings import Reading, Readings
 from elaswave.errors import UsageError
 from elaswave.models.calls import describe
 from elaswave.models.layers import ModelSpec
@@ -29,24 +30,31 @@ class Scoring:
 
     Args:
         model: with loss and metrics.
+        readings: of the device that computes them.
     """
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: ModelSpec, readings: Readings) -> None:
         self._model = model
+        self._readings = readings
         self._has_counts: bool | None = None
         """Whether the loss returns counts; its first micro-batch says so."""
-        self.losses: dict[int, float] = {}
+        self.scored: dict[int, Reading] = {}
         """By micro-batch: the mean, or the total where it has a count."""
         self.clear()
 
+    @property
+    def losses(self) -> dict[int, float]:
+        """What `scored` says; waits for the device."""
+        return {microbatch: loss.value for microbatch, loss in self.scored.items()}
+
     def clear(self) -> None:
         """Nothing has been scored."""
-        self.losses.clear()
+        self.scored.clear()
         self._counts: dict[int, int] = {}
         self._metrics: dict[int, list[MetricSum]] = {}
         """By micro-batch, in the order of their names."""
-        self._aux_losses: dict[tuple[int, int], MetricSum] = {}
-        """By layer and micro-batch."""
+        self._aux_losses: dict[tuple[int, int], tuple[list[Reading], int]] = {}
+        """By layer and micro-batch, with the weight of the micro-batch."""
 
     def keep(self, losses: int, aux_losses: Callable[[int, int], bool]) -> None:
         """Forgets all but some.
@@ -55,7 +63,7 @@ class Scoring:
             losses: micro-batches whose loss and metrics stay, one bit each.
             aux_losses: whether those of (layer, micro-batch) stay.
         """
-        for by_microbatch in (self.losses, self._counts, self._metrics):
+        for by_microbatch in (self.scored, self._counts, self._metrics):
             for microbatch in [number for number in by_microbatch if not losses >> number & 1]:
                 del by_microbatch[microbatch]
         self._aux_losses = {place: total for place, total in self._aux_losses.items() if aux_losses(*place)}
@@ -67,9 +75,12 @@ class Scoring:
         for of_one in self._metrics.values():
             metrics = [total.merged(one) for total, one in zip(metrics, of_one, strict=True)]
         aux_loss = MetricSum()
-        for total in self._aux_losses.values():
+        for values, weight in self._aux_losses.values():
+            total = MetricSum()
+            for value in values:
+                total = total.plus(weight * value.value, 1)
             aux_loss = aux_loss.merged(total)
-        return Scores(dict(self.losses), sum(self._counts.values()), len(self._counts), tuple(metrics), aux_loss)
+        return Scores(self.losses, sum(self._counts.values()), len(self._counts), tuple(metrics), aux_loss)
 
     def loss(self, microbatch: int, output: Any, targets: Any, *, counts: bool = True) -> Scored:
         """Runs the loss.
@@ -97,7 +108,7 @@ class Scoring:
         elif self._has_counts is not has_counts:
             raise UsageError(f"{what} a count for some micro-batches and none for others: always return one, or never")
         if counts:
-            self.losses[microbatch] = float(total.detach())
+            self.scored[microbatch] = self._readings.note(total)
             if scored.count is not None:
                 self._counts[microbatch] = scored.count
         return scored
@@ -117,16 +128,14 @@ class Scoring:
                 found.append(MetricSum().plus(*_total_and_count(name, returned)))
         self._metrics[microbatch] = found
 
-    def note_aux_losses(self, layer: int, microbatch: int, values: Iterable[float]) -> None:
+    def note_aux_losses(self, layer: int, microbatch: int, values: Iterable[Reading], weight: int) -> None:
         """Counts the auxiliary losses of a layer and a micro-batch, instead of what was noted of them before.
 
         Args:
-            values: weighted with the count of the micro-batch, if losses have counts.
+            values: as the layer has told them.
+            weight: the count of the micro-batch, if losses have counts, else 1.
         """
-        total = MetricSum()
-        for value in values:
-            total = total.plus(value, 1)
-        self._aux_losses[layer, microbatch] = total
+        self._aux_losses[layer, microbatch] = (list(values), weight)
 
 
 def _refuse_written(before: list[int], now: list[int], what: str) -> None:

@@ -4,6 +4,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device, Mark, read, wait_for
+from elaswave.hashing import MASK64
 from elaswave.protocol.engine import Imbalance, Loaded, Measured, Unfinished
 from elaswave.protocol.environment import ENVIRONMENT, Environment
 from elaswave.protocol.salvage import Keep
 from elaswave.protocol.scores import Scores
 from elaswave.state.checkpoint import read_meta
 from elaswave.state.checkpoint_format import EMA, MASTER
+from elaswave.state.device_verify import run_hashes, square_sums
 from elaswave.state.flat import FlatLayer, FlatUnit
 from elaswave.state.placement import Placement, Role
 from elaswave.state.store import HeldBlock
@@ -31,6 +36,10 @@ from elaswave.worker.microbatches import Microbatches
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.reduction import Reduction
 from elaswave.worker.update_canary import environment_of
+
+RUN_AHEAD_ACTIONS = 2
+"""Actions that may be queued on a device, the one that runs included: what is queued cannot be revoked, so an
+interrupt takes effect after so many at most."""
 
 
 class Batches(Protocol):
@@ -66,6 +75,10 @@ class EngineContext(NamedTuple):
     """Makes the worker compute at a share of its speed (fault injection)."""
     slow_links: Callable[[float], None] = lambda factor: None
     """Leaves its emulated links a share of their bandwidth (fault injection)."""
+    device: Device = HOST
+    """What computes."""
+    move: Callable[[], None] = lambda: None
+    """Called while numbers of the device are waited for: moves bytes, and never raises."""
 
 
 class TorchEngine:
@@ -97,9 +110,17 @@ class TorchEngine:
             exact=elastic.consistency == "bitwise",
             checked=elastic.verify,
             width=elastic.accumulator_bits,
+            device=context.device,
+            check=context.move,
         )
         self.reduction.hold(list(self.layers))
-        self._microbatches = Microbatches(context.batches, context.evaluation_batches)
+        self.device = device = context.device
+        self._place = None if device.is_host else device.place
+        self._running: deque[Mark] = deque()
+        """Ends of actions that are queued on the device."""
+        self._untimed: list[tuple[Action, range, Mark, Mark]] = []
+        """Actions whose beginning and end the device has still to come to."""
+        self._microbatches = Microbatches(context.batches, context.evaluation_batches, device)
         self.compute = Compute(
             blueprint.model,
             self._own,
@@ -111,11 +132,13 @@ class TorchEngine:
             has_canary=elastic.verify,
             lowest_trained=blueprint.state.lowest_trained,
             elsewhere=context.elsewhere,
+            device=device,
+            move=context.move,
         )
         self._num_microbatches = blueprint.layout.num_microbatches
         self._began_ns = time.monotonic_ns()
         self.updater = updater or blueprint.optimizer.updater()
-        self._environment = environment_of(blueprint) if elastic.verify else None
+        self._environment = environment_of(blueprint, device) if elastic.verify else None
         """Found out now, since that takes as long as a small step."""
 
     # ---------------------------------------------------------------------------------------------------- layouts
@@ -137,7 +160,7 @@ class TorchEngine:
         for index in layout.layers_of(self.context.worker):
             is_new = index not in self.layers and index not in self._prepared
             if is_new and not layout.shared_units(range(index, index + 1)):
-                self._prepared[index] = blueprint.flat_layer(index, {})
+                self._prepared[index] = blueprint.flat_layer(index, {}, place=self._place)
                 self.reduction.prepare(index)
                 return
 
@@ -160,10 +183,11 @@ class TorchEngine:
         units = {index: unit for index, unit in self.layers.items() if isinstance(unit, FlatUnit)}
         for index in wanted:  # shared units first: layers lie in them
             if index in new and index >= blueprint.state.num_layers:
-                units[index] = self.layers[index] = FlatUnit(blueprint.shapes[index], blueprint.dtype)
+                units[index] = self.layers[index] = FlatUnit(blueprint.shapes[index], blueprint.dtype, self._place)
             elif index in new:
                 prepared = self._prepared.pop(index, None)
-                self.layers[index] = blueprint.flat_layer(index, units) if prepared is None else prepared
+                layer = blueprint.flat_layer(index, units, place=self._place) if prepared is None else prepared
+                self.layers[index] = layer
         if gone or new:
             self._note_layers()
             self.reduction.hold(list(self.layers))
@@ -180,6 +204,7 @@ class TorchEngine:
         """Empties all sums for a new attempt, but for those that are kept."""
         self._began_ns = time.monotonic_ns()
         self.context.on_begin(step)
+        self._untimed.clear()
         by_layer = [[exponents[slot.id] for slot in shape.tensors] for shape in self.context.blueprint.shapes]
         self._microbatches.clear()
         self.compute.begin(step, by_layer, keep)
@@ -189,12 +214,13 @@ class TorchEngine:
         self, action: Action, layers: range, step: int, value: Any, *, first: bool, last: bool, keeps: bool = True
     ) -> Any:
         """Runs an action, or what is left of it, and makes that last on an emulated device."""
+        self._bound_run_ahead()
         compute, microbatch = self.compute, action.microbatch
         left, targets = self._left_of(action, layers), None
         if action.kind == "F" and (first or last):
             inputs, targets = self._microbatches.get(step, microbatch, train=True)
             value = inputs if first else value
-        start_ns = time.monotonic_ns()
+        start_ns, start = time.monotonic_ns(), self.device.mark()
         output: Any = None
         if action.kind == "F":
             output = compute.forward(layers, microbatch, value, targets if last else None, keeps=keeps)
@@ -205,9 +231,31 @@ class TorchEngine:
         else:
             output = compute.backward(layers, microbatch, value)
         self._microbatches.release(step, microbatch, train=True, is_over=action.kind in ("B", "W") or not keeps)
+        if self.device.is_host:
+            if left:
+                self.context.timer.on_computed(action, left, start_ns)
+            return output
+        end = self.device.mark()
+        self._running.append(end)
         if left:
-            self.context.timer.on_computed(action, left, start_ns)
+            self._untimed.append((action, left, start, end))
         return output
+
+    def _bound_run_ahead(self) -> None:
+        """Waits until few actions are queued on the device.
+
+        Raises:
+            InterruptedWaitError: the epoch is over.
+        """
+        while len(self._running) >= RUN_AHEAD_ACTIONS:
+            wait_for(self._running[0], self.context.check)
+            self._running.popleft()
+
+    def _note_times(self) -> None:
+        """Tells how long the device has taken for the actions of an attempt, all of which it has come to."""
+        for action, left, start, end in self._untimed:
+            self.context.timer.on_measured(action, left, end.seconds_since(start))
+        self._untimed.clear()
 
     def _left_of(self, action: Action, layers: range) -> range:
         """The layers of an action that have not run before an interrupt."""
@@ -269,7 +317,7 @@ class TorchEngine:
     def gradients_slot(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
         """Where those of followed copies arrive."""
         for copy in copies:
-            copy.gradient = torch.empty(copy.num_elements, dtype=torch.float32)
+            copy.gradient = torch.empty(copy.num_elements, dtype=torch.float32, device=self._place)
         return [_gradient(copy) for copy in copies]
 
     # ------------------------------------------------------------------------------------------------------- VOTE
@@ -277,6 +325,9 @@ class TorchEngine:
     def measured(self) -> Measured:
         """What the computation of this attempt brings to the ballot."""
         compute = self.compute
+        self.reduction.read()
+        nonfinite = compute.nonfinite
+        self._note_times()
         maxima = {
             slot.id: maximum
             for accumulator in self.reduction.accumulators.values()
@@ -288,7 +339,7 @@ class TorchEngine:
             partial_sums,
             self.scores(),
             maxima,
-            compute.nonfinite,
+            nonfinite,
             self._canaries(),
             dict(compute.writes),
             (time.monotonic_ns() - self._began_ns) // 1000,
@@ -300,19 +351,41 @@ class TorchEngine:
         layers = {ENVIRONMENT + 1 + layer: canary for layer, canary in self.compute.canaries.items()}
         return {ENVIRONMENT: self.environment().canary, **layers}
 
-    def square_sum(self, copy: HeldBlock) -> float:
-        """Sum of squares of a copy's mean gradient; buffers are no part of the norm."""
-        if copy.is_buffers:
-            return 0.0 if bool(_gradient(copy).isfinite().all()) else math.nan
-        return square_sum(_gradient(copy))
+    def square_sums(self, copies: Sequence[HeldBlock]) -> list[float]:
+        """Sums of squares of copies' mean gradients; buffers are no part of the norm."""
+        if not self.device.is_host:
+            return self._square_sums_there(copies)
+        return [
+            (0.0 if bool(_gradient(copy).isfinite().all()) else math.nan)
+            if copy.is_buffers
+            else square_sum(_gradient(copy))
+            for copy in copies
+        ]
 
-    def gradient_hash(self, copy: HeldBlock) -> int:
-        """Of a copy's mean gradient."""
-        return run_hash(_gradient(copy))
+    def _square_sums_there(self, copies: Sequence[HeldBlock]) -> list[float]:
+        """The same, made on the device and read by one wait."""
+        if not copies:
+            return []
+        (found,) = read(self.device, [square_sums(list(map(_gradient, copies)))], self.context.move)
+        return [
+            0.0 if copy.is_buffers and math.isfinite(value) else value
+            for copy, value in zip(copies, found.tolist(), strict=True)
+        ]
 
-    def state_hashes(self, copy: HeldBlock) -> Iterable[tuple[str, int]]:
-        """Of the master and the optimizer's states."""
-        return ((name, run_hash(values)) for name, values in copy.slots.items())
+    def gradient_hashes(self, copies: Sequence[HeldBlock]) -> list[int]:
+        """Of copies' mean gradients."""
+        return self._hashes(list(map(_gradient, copies)))
+
+    def state_hashes(self, copies: Sequence[HeldBlock]) -> list[list[tuple[str, int]]]:
+        """Of the masters and the optimizer's states."""
+        found = iter(self._hashes([values for copy in copies for values in copy.slots.values()]))
+        return [[(name, next(found)) for name in copy.slots] for copy in copies]
+
+    def _hashes(self, runs: Sequence[torch.Tensor]) -> list[int]:
+        if self.device.is_host or not runs:
+            return list(map(run_hash, runs))
+        (found,) = read(self.device, [run_hashes(runs)], self.context.move)
+        return [value & MASK64 for value in found.tolist()]
 
     def counts(self) -> Mapping[tuple[int, int], int]:
         """How often each (layer, micro-batch) was added."""
@@ -325,7 +398,7 @@ class TorchEngine:
     def environment(self) -> Environment:
         """What this process computes with."""
         if self._environment is None:
-            self._environment = environment_of(self.context.blueprint)
+            self._environment = environment_of(self.context.blueprint, self.device)
         return self._environment
 
     # --------------------------------------------------------------------------------------- APPLY, GATHER, delivery
@@ -395,7 +468,7 @@ class TorchEngine:
         run, state = self.blocks[block], self.context.blueprint.state
         copy = HeldBlock(run, Role.FOLLOWER, state.layers[run.layer], {}, version=-1)
         for name in state.slots_of((segment.slot for segment in copy.segments), num_updates):
-            copy.slots[name] = torch.empty(run.num_elements, dtype=torch.float32)
+            copy.slots[name] = torch.empty(run.num_elements, dtype=torch.float32, device=self._place)
         return copy
 
     def state(self, copy: HeldBlock) -> list[torch.Tensor]:
@@ -423,7 +496,9 @@ class TorchEngine:
             checkpoint = (folder, read_meta(folder))
         context = self.context
         self.layers.clear()
-        layers, store, progress = materialise(context.blueprint, context.worker, layout, placement, checkpoint)
+        layers, store, progress = materialise(
+            context.blueprint, context.worker, layout, placement, checkpoint, self.device
+        )
         self.layers.update(layers)
         self._note_layers()
         self.reduction.hold(list(self.layers))

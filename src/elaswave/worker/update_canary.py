@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device
 from elaswave.hashing import key64
 from elaswave.protocol.environment import Environment
 from elaswave.state.checkpoint_format import MASTER
@@ -20,13 +22,13 @@ UPDATE = "update"
 """Name of the operator."""
 
 
-def environment_of(blueprint: Blueprint) -> Environment:
+def environment_of(blueprint: Blueprint, device: Device = HOST) -> Environment:
     """What this process computes with, the optimizer of a run included."""
-    found = environment()
-    return found._replace(operators={**found.operators, UPDATE: update_hash(blueprint)})
+    found = environment(device)
+    return found._replace(operators={**found.operators, UPDATE: update_hash(blueprint, device)})
 
 
-def update_hash(blueprint: Blueprint) -> int:
+def update_hash(blueprint: Blueprint, device: Device = HOST) -> int:
     """A hash of the first update of the first block of each kind of layer; 0 for an optimizer that does not take
     made-up numbers. Nothing is left behind: the updater is a new one, and so is what is updated."""
     found: list[torch.Tensor] = []
@@ -34,8 +36,10 @@ def update_hash(blueprint: Blueprint) -> int:
         updater = blueprint.optimizer.updater()
         updater.committed(1, 1.0, updates=True)
         for block in _one_of_each_kind(blueprint):
-            copy = _made_up_copy(blueprint, block)
-            gradient = made_up(torch.empty(copy.num_elements), key64(UPDATE, "gradient", block.layer))
+            copy = _made_up_copy(blueprint, block, device)
+            gradient = made_up(
+                torch.empty(copy.num_elements, device=device.place), key64(UPDATE, "gradient", block.layer)
+            )
             updater.update(copy, gradient, 1)
             found += [copy.slots[name] for name in sorted(copy.slots)]
     except Exception:
@@ -53,10 +57,10 @@ def _one_of_each_kind(blueprint: Blueprint) -> Iterator[Block]:
             yield block
 
 
-def _made_up_copy(blueprint: Blueprint, block: Block) -> HeldBlock:
+def _made_up_copy(blueprint: Blueprint, block: Block, device: Device) -> HeldBlock:
     """A block with values that do not depend on the run; states of the optimizer are not negative."""
     copy = HeldBlock(block, Role.OWNER, blueprint.shapes[block.layer], {}, version=0)
     for name in blueprint.state.slots_of((segment.slot for segment in copy.segments), 0):
-        values = made_up(torch.empty(copy.num_elements), key64(UPDATE, name, block.layer))
+        values = made_up(torch.empty(copy.num_elements, device=device.place), key64(UPDATE, name, block.layer))
         copy.slots[name] = values if name == MASTER else values.abs_()
     return copy

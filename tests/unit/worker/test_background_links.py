@@ -102,6 +102,6 @@ def test_links_are_looked_after_while_nothing_is_done_but_wait_for_a_message(mon
 
     worker = worker_with(box, Client(), StartedMachine(is_done=True))
     worker._transport = SimpleNamespace(poll=poll)
-    worker._links = SimpleNamespace(addresses={}, is_dialling=True)
+    worker._links = SimpleNamespace(addresses={}, is_dialling=True, is_fetching=False, hand_over=lambda: None)
     worker.train()
     assert polls[:3] == [0, 1, 2]

@@ -208,7 +208,9 @@ def test_a_worker_reports_what_is_no_exception(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(worker_process, "Worker", start)
     monkeypatch.setattr(worker_process, "StreamTransport", none)
     monkeypatch.setattr(worker_process, "Mailbox", none)
+    monkeypatch.setattr(worker_process, "_open_device", none)
     setup: Any = SimpleNamespace(worker=1, key=b"", listen="", joins=False, sites=None)
+    setup._replace = lambda **changes: setup
     assert worker_process.run_worker(setup, lambda mailbox: client) == 1  # type: ignore[arg-type,return-value]
     assert sent[0].summary == "SystemExit: 4" and "sys.exit(4)" in sent[0].traceback_text
     assert "sys.exit(4)" in capfd.readouterr().err

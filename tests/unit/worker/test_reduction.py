@@ -8,9 +8,9 @@ import torch
 from tests.unit.shapes import make_shape
 
 from elaswave.hashing import key64
+from elaswave.state import words
 from elaswave.state.placement import Role, make_blocks
 from elaswave.state.store import HeldBlock
-from elaswave.worker import reduction as reduction_module
 from elaswave.worker.reduction import Reduction
 
 SHAPE = make_shape([(40,), (3, 5)])
@@ -157,13 +157,13 @@ def test_a_bit_that_flips_on_its_way_shows_and_its_block_is_known():
 
 
 def test_sums_that_are_added_up_wrongly_show_and_who_did_it(monkeypatch):
-    add_up, calls = reduction_module.add_up, []
+    add_up, calls = words.add_up, []
 
     def wrong(parts):
         calls.append(len(parts))
         return add_up(parts[:2]) if len(calls) == 2 else add_up(parts)  # worker 1 leaves out the last one, worker 2's
 
-    monkeypatch.setattr(reduction_module, "add_up", wrong)
+    monkeypatch.setattr(words, "add_up", wrong)
     crew = make_crew()
     crew[2].sums.add([torch.ones(slot.shape) for slot in SHAPE.tensors])
     send(crew)

@@ -45,7 +45,7 @@ def test_frames_and_links_move_while_a_worker_waits(
         machine=SimpleNamespace(**STATES[state], is_started=True, look_at_sent=lambda: called.append("look")),
         _setup=SimpleNamespace(sites=sites),
         _must_end=False,
-        _links=SimpleNamespace(is_dialling=is_dialling),
+        _links=SimpleNamespace(is_dialling=is_dialling, is_fetching=False, hand_over=lambda: None),
         _transport=SimpleNamespace(poll=lambda: called.append("poll")),
         _mailbox=SimpleNamespace(joining=None, next=next_message),
         _client=SimpleNamespace(disconnected_s=0.0),

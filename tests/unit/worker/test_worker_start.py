@@ -74,7 +74,7 @@ def worker_with(box: Mailbox, client: Client, machine: object) -> Worker:
     worker._mailbox, worker._client = box, client  # type: ignore[assignment]
     worker._must_end = False
     worker._config = load_config(None, ["elastic.restart_s=0"])
-    worker._links = SimpleNamespace(addresses={}, is_dialling=False)  # type: ignore[assignment]
+    worker._links = SimpleNamespace(addresses={}, is_dialling=False, is_fetching=False, hand_over=lambda: None)  # type: ignore[assignment]
     worker._transport = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
     worker._trace = SimpleNamespace(dump=lambda folder: None)  # type: ignore[assignment]
     worker._setup = SimpleNamespace(run_dir=None, worker=0, sites=None)  # type: ignore[assignment]

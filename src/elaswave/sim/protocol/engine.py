@@ -251,17 +251,17 @@ class ToyEngine:
         self._ran.update(unit for unit, _ in self.sums.masks)
         return {ENVIRONMENT: 1, **{ENVIRONMENT + 1 + layer: 7 + layer for layer in self._ran}}
 
-    def square_sum(self, copy: ToyCopy) -> float:
-        """Stands for the square: the gradient itself."""
-        return float(_gradient(copy))
+    def square_sums(self, copies: Sequence[ToyCopy]) -> list[float]:
+        """Stand for the squares: the gradients themselves."""
+        return [float(_gradient(copy)) for copy in copies]
 
-    def gradient_hash(self, copy: ToyCopy) -> int:
-        """Of the gradient."""
-        return _gradient(copy) & MASK64
+    def gradient_hashes(self, copies: Sequence[ToyCopy]) -> list[int]:
+        """Of the gradients."""
+        return [_gradient(copy) & MASK64 for copy in copies]
 
-    def state_hashes(self, copy: ToyCopy) -> Iterable[tuple[str, int]]:
-        """Of the state."""
-        return (("state", hash(copy.state) & MASK64),)
+    def state_hashes(self, copies: Sequence[ToyCopy]) -> list[tuple[tuple[str, int], ...]]:
+        """Of the states."""
+        return [(("state", hash(copy.state) & MASK64),) for copy in copies]
 
     def counts(self) -> Mapping[tuple[int, int], int]:
         """How often each (layer, micro-batch) was added."""

@@ -1,0 +1,135 @@
+"""One NVIDIA GPU. A context is made when a `Cuda` is, and never by an import.
+
+Kernels run on the stream that is current where the worker computes; copies to and from the host have one side stream
+each. A copy to the host begins behind all kernels queued so far, and what is computed after a copy to the device
+waits for it there, not here.
+
+Bits: deterministic kernels are asked for, cuBLAS has fixed workspaces, TF32 and reduced-precision sums are off, cuDNN's
+attention is not used.
+"""
+
+import os
+
+import torch
+
+from elaswave.devices.interface import Mark
+from elaswave.errors import DeviceError
+
+CUBLAS_WORKSPACE = ":4096:8"
+"""cuBLAS then computes with fixed workspaces, and torch's deterministic algorithms include its products."""
+
+
+class _CudaMark:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def has_passed(self) -> bool:
+        """Asks the driver, without waiting."""
+        return bool(self.event.query())
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """By the device's clock; to half a microsecond."""
+        assert isinstance(earlier, _CudaMark)
+        return float(earlier.event.elapsed_time(self.event)) * 1e-3
+
+
+class Cuda:
+    """See `Device` for what its methods promise.
+
+    Args:
+        index: of the GPU, among those that this process may see.
+    Raises:
+        DeviceError: there is no such GPU, or it cannot be used.
+    """
+
+    kind = "cuda"
+    is_host = False
+
+    def __init__(self, index: int) -> None:
+        self.place = torch.device("cuda", index)
+        try:
+            torch.cuda.set_device(self.place)
+            use_deterministic_kernels()
+            self._incoming = torch.cuda.Stream(self.place)
+            self._outgoing = torch.cuda.Stream(self.place)
+            torch.empty(1, device=self.place).zero_()
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+            raise DeviceError(f"device {self.place} cannot be used: {error}") from error
+
+    @property
+    def name(self) -> str:
+        """Model, compute capability, and the versions that choose kernels. Not the number of the device."""
+        found = torch.cuda.get_device_properties(self.place)
+        return f"{found.name} sm_{found.major}{found.minor}, CUDA {torch.version.cuda}, cuBLAS and cuDNN of torch"
+
+    def seed(self, key: int) -> None:
+        """Philox takes all 64 bits, and begins at offset 0."""
+        index = self.place.index
+        torch.cuda.default_generators[index].manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies from pinned memory on the side stream; what is computed next waits for it on the device."""
+        out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.place)
+        self.bring_into(tensor, out)
+        return out
+
+    def bring_into(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """The same into memory of the device."""
+        source = tensor.detach()
+        if not source.is_pinned():
+            pinned = self.room(source)
+            source = pinned.copy_(source)
+        # The memory of `out` may still be in use by kernels that are queued.
+        self._incoming.wait_stream(torch.cuda.current_stream(self.place))
+        with torch.cuda.stream(self._incoming):
+            out.copy_(source, non_blocking=True)
+        out.record_stream(self._incoming)
+        torch.cuda.current_stream(self.place).wait_stream(self._incoming)
+        # torch's cache of pinned memory gives it to others only behind the copy.
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """Pinned memory; torch keeps what was given back for the next call."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies on the side stream, behind what is queued now."""
+        source = tensor.detach().contiguous()
+        out = self.room(source)
+        self._outgoing.wait_stream(torch.cuda.current_stream(self.place))
+        with torch.cuda.stream(self._outgoing):
+            out.copy_(source, non_blocking=True)
+        source.record_stream(self._outgoing)
+        return out
+
+    def mark(self) -> Mark:
+        """Behind kernels and fetches."""
+        event = torch.cuda.Event(enable_timing=True)
+        self._outgoing.wait_stream(torch.cuda.current_stream(self.place))
+        event.record(self._outgoing)
+        return _CudaMark(event)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """As the driver says."""
+        free, total = torch.cuda.mem_get_info(self.place)
+        return int(free), int(total)
+
+
+def num_devices() -> int:
+    """GPUs that this process may see; makes no context."""
+    return torch.cuda.device_count()
+
+
+def use_deterministic_kernels() -> None:
+    """Settings of this process under which the same call gives the same bits.
+
+    To be called before the first handle of cuBLAS is made, which reads its setting then.
+    """
+    os.putenv("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.enable_cudnn_sdp(False)

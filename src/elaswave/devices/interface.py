@@ -1,0 +1,121 @@
+"""What the rest of a worker needs of the device that it computes on. One implementation per kind, each in one file.
+
+A device may compute behind the caller's back: a call returns when its kernels are queued. What the host has to know of
+that is a `Mark`, a moment in the device's queue that has passed or not. Nothing here blocks but `wait_for`, which asks
+again and again, so that bytes move and interrupts arrive meanwhile.
+
+No device is touched when this module is imported, nor by the processes that compute nothing (launcher, coordinator,
+template): a worker opens its own (`elaswave.devices.opening`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+WAIT_TURN_S = 50e-6
+"""Between two looks at a mark."""
+
+
+class Mark(Protocol):
+    """A moment in the order of what a device computes."""
+
+    def has_passed(self) -> bool:
+        """Whether the device has come so far.
+
+        Raises:
+            RuntimeError: the device has failed, in its own words.
+        """
+        ...
+
+    def seconds_since(self, earlier: "Mark") -> float:
+        """Seconds of the device from an earlier mark of the same device to this one; both have passed."""
+        ...
+
+
+class Device(Protocol):
+    """One worker's device."""
+
+    kind: str
+    """As ``device.kind`` names it."""
+    place: torch.device
+    """Where its tensors lie."""
+    is_host: bool
+    """Its memory is the host's, and what is called has been computed when the call returns: tensors can be sent and
+    read as they are, and no other method does anything."""
+
+    @property
+    def name(self) -> str:
+        """What computes, for people and for the comparison of workers: model and versions of its software."""
+        ...
+
+    def __hash__(self) -> int:
+        """Of the object: there is one for each worker."""
+        ...
+
+    def seed(self, key: int) -> None:
+        """Seeds the device's own generator; the host's are `elaswave.training.random_state`'s.
+
+        Args:
+            key: in [0, 2**64).
+        """
+        ...
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor on the device. What is computed next sees it; the host's memory may be changed at
+        once."""
+        ...
+
+    def bring_into(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """The same into memory of the device, of the same shape and type."""
+        ...
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """Host memory of a tensor's shape and type that is quick to copy from and to, contiguous; without content."""
+        ...
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Begins to copy a tensor to host memory, behind all that has been queued.
+
+        Returns:
+            The host tensor, contiguous. Its content, and the right to change the source, come with a `mark` that is
+            made later.
+        """
+        ...
+
+    def mark(self) -> Mark:
+        """The present end of the queue, fetches included."""
+        ...
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Free and total memory of the device, all processes counted."""
+        ...
+
+
+def wait_for(mark: Mark, check: Callable[[], None]) -> None:
+    """Waits until the device has come to a mark.
+
+    It has no bound of its own: a device that stands still is seen by who watches the worker's progress, as any
+    computation that does not end.
+
+    Args:
+        check: called now and then; what it raises ends the wait.
+    Raises:
+        RuntimeError: the device has failed, in its own words.
+    """
+    while not mark.has_passed():
+        check()
+        time.sleep(WAIT_TURN_S)
+
+
+def read(device: Device, tensors: Sequence[torch.Tensor], check: Callable[[], None]) -> list[torch.Tensor]:
+    """Tensors of a device in host memory, by one wait.
+
+    Args:
+        tensors: on the device.
+        check: as of `wait_for`.
+    """
+    found = [device.fetch(tensor) for tensor in tensors]
+    wait_for(device.mark(), check)
+    return found

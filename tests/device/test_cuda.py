@@ -1,0 +1,154 @@
+"""Jobs and the device layer on a GPU; skipped where there is none. `scripts/test -m device` runs these alone.
+
+Bits are compared between runs on one device: a GPU does not round as a processor does.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.jobs import Job, run_job
+from tests.unit.shapes import make_shape
+
+from elaswave.devices.interface import read, wait_for
+from elaswave.state.device_sums import DeviceAccumulator
+from elaswave.state.device_verify import run_hashes, square_sums
+from elaswave.state.sums import ExactAccumulator
+from elaswave.state.verify import run_hash
+
+pytestmark = [
+    pytest.mark.device,
+    # The driver is not asked through torch: that would keep the jobs of these tests from forking.
+    pytest.mark.skipif(torch.version.cuda is None, reason=f"torch {torch.__version__} is built without CUDA"),
+    pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no NVIDIA driver (/dev/nvidiactl)"),
+]
+
+SHAPE = make_shape([(7, 9), (40,), (3, 33), (5000,)])
+GPU: dict[str, Any] = {"device.kind": "cuda", "device.workers_per_device": 8, "run.steps": 8}
+ONE = {"layout.stages": 1, "layout.replicas": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "float32": {"model.dropout": 0.1},
+    "bfloat16": {"model.family": "llama", "model.dtype": "bfloat16"},
+}
+
+
+def nothing() -> None:
+    """Moves no bytes."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+    """The training of each model by one worker on the GPU."""
+
+    @functools.cache
+    def job_of(model: str) -> Job:
+        return run_job(tmp_path_factory.mktemp("alone"), MODELS[model] | GPU | ONE)
+
+    return job_of
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "faults"),
+    [
+        ("float32", {"layout.stages": 2, "layout.replicas": 2}, []),
+        ("float32", {"layout.widths": [1, 3]}, []),
+        ("float32", {"layout.widths": [2, 1, 2], "layout.schedule": "zero-bubble-h2"}, []),
+        ("float32", {"layout.stages": 4, "layout.replicas": 1, "layout.schedule": "gpipe"}, []),
+        ("bfloat16", {"layout.stages": 2, "layout.replicas": 2, "elastic.accumulator_bits": 48}, []),
+        ("bfloat16", {"layout.widths": [2, 1, 2], "model.recompute": True}, []),
+        *(
+            ("float32", {"layout.stages": 2, "layout.replicas": 2}, [f"kill:3@4:{phase}"])
+            for phase in ("forward", "backward", "reduce", "vote", "apply", "gather")
+        ),
+        ("float32", {"layout.stages": 2, "layout.replicas": 2}, ["hang:2@4:backward"]),
+        ("float32", {"layout.stages": 2, "layout.replicas": 2}, ["join@3", "drain:0@6"]),
+    ],
+)
+def test_jobs_on_one_gpu_are_the_same_computation(
+    alone: Callable[[str], Job], model: str, settings: dict[str, Any], faults: list[str], tmp_path: Path
+) -> None:
+    job = run_job(tmp_path, MODELS[model] | GPU | settings, faults=faults)
+    assert job.computation == alone(model).computation
+
+
+def test_a_checkpoint_of_a_gpu_goes_on_on_the_processor_and_back(tmp_path: Path) -> None:
+    settings = MODELS["float32"] | GPU | {"run.checkpoint_every": 4, "optimizer.schedule": "constant"}
+    first = run_job(tmp_path, settings)
+    (tmp_path / "result.json").unlink()
+    second = run_job(tmp_path, settings | {"run.steps": 12, "device.kind": "cpu"}, resume=True)
+    (tmp_path / "result.json").unlink()
+    third = run_job(tmp_path, settings | {"run.steps": 16}, resume=True)
+    losses = third.result.losses
+    assert losses[:8] == first.result.losses and losses[:12] == second.result.losses and len(losses) == 16
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Any:
+    """The device in this process; after the jobs of this file, which fork."""
+    from elaswave.devices.cuda import Cuda
+
+    return Cuda(0)
+
+
+def test_tensors_travel_in_the_order_of_the_queue(cuda: Any) -> None:
+    source = torch.arange(1 << 22, dtype=torch.float32)
+    brought = cuda.bring(source)
+    source.zero_()  # its memory is the caller's again
+    brought.mul_(2.0)
+    copy = cuda.fetch(brought)
+    mark = cuda.mark()
+    brought = brought + 1.0
+    wait_for(mark, nothing)
+    assert copy.is_pinned() and torch.equal(copy, torch.arange(1 << 22, dtype=torch.float32) * 2)
+    out = torch.empty_like(brought)
+    cuda.bring_into(copy, out)
+    (again,) = read(cuda, [out], nothing)
+    assert torch.equal(again, copy)
+
+
+def test_marks_tell_seconds_of_the_device(cuda: Any) -> None:
+    begin = cuda.mark()
+    for _ in range(10):
+        torch.ones(4096, 4096, device=cuda.place) @ torch.ones(4096, 4096, device=cuda.place)
+    end = cuda.mark()
+    wait_for(end, nothing)
+    assert 0 < end.seconds_since(begin) < 60
+
+
+def test_a_seed_gives_the_same_draws(cuda: Any) -> None:
+    def drawn(key: int) -> torch.Tensor:
+        cuda.seed(key)
+        return torch.rand(1000, device=cuda.place)
+
+    assert torch.equal(drawn(1 << 63 | 5), drawn(1 << 63 | 5)) and not torch.equal(drawn(5), drawn(6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 48])
+def test_sums_hashes_and_figures_are_the_processors(cuda: Any, width: int, dtype: torch.dtype) -> None:
+    host, device = ExactAccumulator(SHAPE, width=width), DeviceAccumulator(SHAPE, cuda.place, width=width)
+    generator = torch.Generator().manual_seed(width)
+    for number in range(4):
+        found = [torch.randn(slot.shape, generator=generator).mul_(10.0**number).to(dtype) for slot in SHAPE.tensors]
+        given = [None if number == index else gradient for index, gradient in enumerate(found)]
+        host.add(given)
+        assert math.isfinite(device.add([None if each is None else each.to(cuda.place) for each in given]))
+    assert torch.equal(host.sum, device.sum.cpu())
+    assert (host.maxima, host.checksum) == (device.maxima, device.checksum)
+    runs = [torch.randn(300, generator=generator) for _ in range(5)]
+    there = [run.to(cuda.place) for run in runs]
+    assert [each & (1 << 64) - 1 for each in run_hashes(there).tolist()] == list(map(run_hash, runs))
+    assert torch.equal(square_sums(there).cpu(), square_sums(runs))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows(cuda: Any, wrong: float) -> None:
+    device = DeviceAccumulator(SHAPE, cuda.place)
+    found = [torch.ones(slot.shape, device=cuda.place) for slot in SHAPE.tensors]
+    found[3][4321] = wrong
+    assert not math.isfinite(device.add(found))
+    assert device.maxima == [0.0] * 4
