@@ -7,7 +7,8 @@ alibaba/clusterdata, cluster-trace-v2017/trace_201708.md, section Machine events
 - ``softerror``: it became unavailable for a time because of software; nothing new is placed on it, what runs "may still
   function normally": here it is drained, as a machine is that one has been told to leave.
 
-The trace has no event for a repair, so a machine stays away unless it is added again.
+The trace has no event for a repair, so a machine stays away unless it is added again. The published file goes back in
+time seven times, so lines are sorted by time; those of one second stay in order.
 """
 
 from collections.abc import Iterable
@@ -27,9 +28,9 @@ def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
         lines: their numbers and texts, without blank lines and comments.
         layout: of the machines.
     Raises:
-        DataError: a line that is not of the form or goes back in time, or no line. Names the line.
+        DataError: a line that is not of the form, or no line. Names the line.
     """
-    history, now_s = History(layout), -1
+    events: list[tuple[int, str, str]] = []
     for number, text in lines:
         fields = [field.strip() for field in text.split(",")]
         if len(fields) < 3:
@@ -37,18 +38,19 @@ def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
         time, machine, event = fields[:3]
         if not (time.isascii() and time.isdigit() and len(time) <= MOST_DIGITS):
             raise layout.fault(number, f"has the time {time[:40]!r}; needed are seconds, a whole number of at least 0")
-        if int(time) < now_s:
-            raise layout.fault(number, f"goes back in time, from {now_s} to {int(time)} s; sort the trace by time")
-        now_s = int(time)
         if event not in GOES and event != "add":
             raise layout.fault(number, f"says {event[:40]!r}; needed is add, softerror or harderror")
         if not machine:
             raise layout.fault(number, "names no machine")
-        if event == "add" and machine not in history:
-            history.come(float(now_s), machine)
-        elif event != "add" and machine in history:
-            history.go(float(now_s), machine, GOES[event])
-        # A machine that is away may have a further error, and one that is there be added again: nothing changes.
-    if now_s < 0:
+        events.append((int(time), machine, event))
+    if not events:
         raise layout.empty(NEEDED)
-    return history.scenario(float(now_s))
+    events.sort(key=lambda each: each[0])
+    history = History(layout)
+    for at_s, machine, event in events:
+        if event == "add" and machine not in history:
+            history.come(float(at_s), machine)
+        elif event != "add" and machine in history:
+            history.go(float(at_s), machine, GOES[event])
+        # A machine that is away may have a further error, and one that is there be added again: nothing changes.
+    return history.scenario(float(events[-1][0]))

@@ -8,9 +8,10 @@ cluster_cpu_util and cluster_mem_util that the server was offline at the time of
 - ``time,machine_id,cpu_util``;
 - ``time,machine_id,mem_total,mem_free``.
 
-Times are as ``2017-10-03 00:08:00 PDT``. A server's lines are in order of time; servers may follow each other or be
-mixed. A server without a line stays as it was: the log does not say that it is gone. Nor does it say why a server was
-offline: maintenance counts as a loss.
+Times are as ``2017-10-03 00:08:00 PDT``. Servers may follow each other or be mixed, and a server's days stand in any
+order, as they do in the published log. A server without a line stays as it was: the log does not say that it is gone.
+Nor does it say why a server was offline: maintenance counts as a loss. An empty value is ``NA`` too: copies of the log
+that pandas has written have it so.
 """
 
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ from elaswave.sim.cluster.traces.history import History, Layout, seconds_of
 NEEDED = "time,machine,utilization of the CPU (or memory, or of each GPU), NA while it is offline"
 ZONES_S = {"PST": -8 * 3600, "PDT": -7 * 3600, "UTC": 0}
 MOST_GPUS = 8
+STRETCH_S = 600.0
+"""Lines of a server that follow each other by at most so much are one stretch of time: none lies in between."""
 
 
 def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
@@ -30,8 +33,7 @@ def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
         lines: their numbers and texts, without blank lines and comments.
         layout: of the machines; where the log is of GPUs, one worker per machine means one per GPU.
     Raises:
-        DataError: a line that is not of the form or goes back in a server's time, several workers for each GPU, or no
-            line. Names the line.
+        DataError: a line that is not of the form, several workers for each GPU, or no line. Names the line.
     """
     reader = _Reader(layout)
     for number, text in lines:
@@ -41,7 +43,7 @@ def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
 
 
 class _Reader:
-    """A log as far as it was read: what changed, not what was said in every minute."""
+    """A log as far as it was read: stretches of time in which a server stayed as it was, not what every minute said."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -51,8 +53,8 @@ class _Reader:
         self._heard: dict[str, float] = {}
         """When each server last said something."""
         self._online: dict[tuple[str, int], bool] = {}
-        self._changes: list[tuple[float, bool, str, int]] = []
-        """Seconds, whether it came, server, and its GPU or 0."""
+        self._stretches: list[tuple[float, bool, str, int]] = []
+        """When each begins, whether online, server, and its GPU or 0."""
         self._ends = (float("inf"), 0.0)
 
     def take(self, number: int, text: str) -> None:
@@ -63,15 +65,14 @@ class _Reader:
         at_s, server = self._seconds(number, fields[0]), fields[1]
         if not server:
             raise self._layout.fault(number, "names no server")
-        if at_s < self._heard.get(server, at_s):
-            raise self._layout.fault(number, f"goes back in the time of {server}; sort each server's lines by time")
+        goes_on = 0 <= at_s - self._heard.get(server, float("-inf")) <= STRETCH_S
         self._heard[server] = at_s
         self._ends = min(self._ends[0], at_s), max(self._ends[1], at_s)
         per_gpu = len(fields) > 4
         for gpu, value in enumerate(fields[2:] if per_gpu else fields[2:3]):
             online = self._value(number, value)
-            if self._online.get((server, gpu), False) != online:
-                self._changes.append((at_s, online, server, gpu))
+            if not goes_on or self._online[server, gpu] != online:
+                self._stretches.append((at_s, online, server, gpu))
                 self._online[server, gpu] = online
 
     def scenario(self) -> Scenario:
@@ -80,11 +81,11 @@ class _Reader:
         history, per_gpu = History(self._layout), (self._num_fields or 0) > 4
         begin_s, end_s = self._ends
         history.begin(begin_s)
-        for at_s, online, server, gpu in sorted(self._changes):
+        for at_s, online, server, gpu in sorted(self._stretches):
             machine = f"{server} gpu{gpu}" if per_gpu else server
-            if online:
+            if online and machine not in history:
                 history.come(at_s, machine, node=server if per_gpu else None)
-            else:
+            elif not online and machine in history:
                 history.go(at_s, machine)
         return history.scenario(end_s)
 
@@ -108,7 +109,7 @@ class _Reader:
         return self._times[text]
 
     def _value(self, number: int, text: str) -> bool:
-        if text.strip('"') == "NA":
+        if text.strip('"') in ("NA", ""):
             return False
         try:
             float(text)
