@@ -21,17 +21,17 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from remembering import Remembering
 
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.config.schema import ElasticConfig
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.machines import Cluster
 from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines.common import rectangle
 from elaswave.planning.placed_blocks import PlacedBlocks, Placing
-from elaswave.planning.plan import Allocation, Plan, Planner
+from elaswave.planning.plan import Allocation
 from elaswave.planning.policies import make_policies
 from elaswave.sim.cluster.failures import DAY_S, RACK_LOSSES_PER_DAY, racks_of, rates_named
 from elaswave.sim.cluster.job import simulate
@@ -177,31 +177,6 @@ def groups_of(cluster: Cluster, num_hosts: int) -> list[list[int]]:
 # ----------------------------------------------------------------------------------------------------------- of traces
 
 
-class _Remembering:
-    """A planner that is asked once about each change, in order: what is lost does not change what it answers."""
-
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
-        self._answers: list[Plan | InfeasiblePlan] = []
-        self._next = 0
-
-    def again(self) -> "_Remembering":
-        self._next = 0
-        return self
-
-    def __call__(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
-        if self._next == len(self._answers):
-            try:
-                self._answers.append(self._planner(cluster, costs, allocation, event))
-            except InfeasiblePlan as problem:
-                self._answers.append(problem)
-        answer = self._answers[self._next]
-        self._next += 1
-        if isinstance(answer, InfeasiblePlan):
-            raise answer
-        return answer
-
-
 def of_trace(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each placement and number of followers."""
     lines = options.trace.read_text(encoding="utf-8").splitlines()
@@ -213,7 +188,7 @@ def of_trace(options: argparse.Namespace) -> list[dict[str, Any]]:
     pauses = RecoveryTimes().for_mtbf(life.mtbf_s)
     rows = []
     for followers in (1, 2):
-        planner = _Remembering(make_policies(pauses, followers=followers)["elaswave"])
+        planner = Remembering(make_policies(pauses, followers=followers)["elaswave"])
         placings = [Placing(followers=followers, scatter_width=None, knows_hosts=False)]
         placings += [Placing(followers=followers, scatter_width=width) for width in options.widths]
         for placing in placings:

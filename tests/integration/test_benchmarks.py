@@ -275,16 +275,19 @@ def test_traces_are_simulated_with_several_followers_and_intervals(tmp_path: Pat
     trace = tmp_path / "spot.csv"
     came = "".join(f"0,add,n{number}\n" for number in range(12))
     trace.write_text(came + "7000000,remove,n0\n7000000,remove,n1\n7000000,remove,n2\n14400000,add,n12\n")
-    document = run(
-        "simulate.py", "--traces", str(trace), "--stages", "2", "--model", "gpt2-xl", "--device", "a100",
-        "--followers", "1", "2", "--checkpoint-minutes", "5", "60", "--policies", "recycle_rerouting", "full_restart",
-    )  # fmt: skip
+    job = ("simulate.py", "--traces", str(trace), "--stages", "2", "--model", "gpt2-xl", "--device", "a100",
+           "--policies", "recycle_rerouting", "full_restart")  # fmt: skip
+    document = run(*job, "--followers", "1", "2", "--checkpoint-minutes", "5", "60")
     settings = [(row["policy"], row["followers"], row["checkpoint_minutes"]) for row in document["rows"]]
     policies = ("recycle_rerouting", "full_restart")
     assert settings == [(policy, copies, every) for policy in policies for copies in (1, 2) for every in (5.0, 60.0)]
     lost = {setting: row["lost_work_s"]["mean"] for setting, row in zip(settings, document["rows"], strict=True)}
     assert lost["full_restart", 1, 5.0] < lost["full_restart", 1, 60.0]
     assert all(0 < row["goodput"]["mean"] <= row["ettr"]["mean"] <= 1 for row in document["rows"])
+    found = dict(zip(settings, document["rows"], strict=True))
+    for row in run(*job, "--followers", "2", "--checkpoint-minutes", "60")["rows"]:
+        planned_once = found[row["policy"], 2, 60.0]
+        assert {**planned_once, "wall_s": 0, "cpu_s": 0} == {**row, "wall_s": 0, "cpu_s": 0}
 
 
 @pytest.mark.slow
