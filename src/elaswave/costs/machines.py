@@ -7,6 +7,7 @@ Links are of two kinds, within a machine and between machines; where sites are f
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from elaswave.costs.network import Network
 
 EventKind = Literal["lost", "joined", "slowed", "drained"]
+_SPREAD_MAX = 2
+"""Ids of a cluster may span so many times as many numbers for its workers to be looked up in a table."""
 
 
 class FrequencyLevel(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,12 +198,27 @@ class Cluster:
             where = wanted - self.ids[0]
             if where.min() >= 0 and where.max() < len(self.ids):
                 return where
+        if 2 * len(wanted) >= len(self.ids) and self._positions is not None:
+            where = wanted - self.ids[0]
+            if where.min() >= 0 and where.max() < len(self._positions):
+                found = self._positions[where]
+                if found.min() >= 0:
+                    return found
         found = np.searchsorted(self.ids, wanted)
         if len(wanted) and (
             not len(self.ids) or bool(np.any(self.ids[np.minimum(found, len(self.ids) - 1)] != wanted))
         ):
             raise KeyError(f"not all of the workers {wanted[:8].tolist()} ... are in the cluster")
         return found
+
+    @cached_property
+    def _positions(self) -> np.ndarray | None:
+        """Of each id from the first to the last one, -1 where it is nobody's; None where there are many gaps."""
+        if not len(self.ids) or (span := int(self.ids[-1] - self.ids[0]) + 1) > _SPREAD_MAX * len(self.ids):
+            return None
+        table = np.full(span, -1, dtype=np.int64)
+        table[self.ids - self.ids[0]] = np.arange(len(self.ids))
+        return table
 
     def base_level(self, worker: int) -> int:
         """Index of the frequency level of speed 1.0 of a worker's device.

@@ -52,7 +52,10 @@ def layer_ranges(allocation: Allocation) -> tuple[LayerRange, ...]:
     found = []
     for start, stop in zip(bounds, bounds[1:]):
         columns = [stage.workers for stage in stages if stage.start <= start and stop <= stage.stop]
-        members = columns[0] if len(columns) == 1 else np.unique(np.concatenate(columns))
+        members = columns[0]
+        if len(columns) > 1:
+            members = np.sort(np.concatenate(columns), kind="stable")  # of sorted parts: far faster than np.unique
+            members = members[np.concatenate([[True], members[1:] > members[:-1]])]
         found.append(LayerRange(start=start, stop=stop, members=members))
     return tuple(found)
 

@@ -37,7 +37,8 @@ def is_in(workers: np.ndarray, some: np.ndarray) -> np.ndarray:
     if not len(workers) or not len(some):
         return np.zeros(0, dtype=np.int64)
     found = np.searchsorted(workers, some)
-    return np.unique(found[(found < len(workers)) & (workers[np.minimum(found, len(workers) - 1)] == some)])
+    found = found[(found < len(workers)) & (workers[np.minimum(found, len(workers) - 1)] == some)]
+    return found if bool(np.all(found[1:] > found[:-1])) else np.unique(found)
 
 
 def unused(cluster: Cluster, allocation: Allocation) -> np.ndarray:
