@@ -64,3 +64,25 @@ def test_losses_are_fatal_exactly_if_some_block_loses_all_of_its_holders(
     gone = data.draw(st.sets(st.sampled_from(layout.active)))
     assert copies.lost_with(gone) == any(each <= gone for each in sets)
     assert list(copies.fatal_sets(size + 1)) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sets(st.integers(0, 9), min_size=2), min_size=1, max_size=3), st.integers(1, 2),
+    st.sampled_from([1, 2, 3, 4]), st.integers(1, 4), st.data(),
+)  # fmt: skip
+def test_workers_of_several_ranges_have_each_partner_in_each(stages, num_followers, scatter_width, per_host, data):
+    """As where stages share layers or pipelines are cut differently: no set of holders is left out."""
+    ranges = [
+        LayerRange(start=layer, stop=layer + 1, members=np.array(sorted(members)))
+        for layer, members in enumerate(stages)
+    ]
+    ids = np.arange(10)
+    placing = Placing(followers=num_followers, scatter_width=scatter_width)
+    copies = PlacedBlocks(ranges, (ids, ids // per_host), placing, {})
+    sets = [frozenset(each) for size in range(1, num_followers + 2) for each in copies.fatal_sets(size)]
+    everybody = sorted(set().union(*stages))
+    assert {worker for each in sets for worker in each} <= set(everybody)
+    assert all(any(owner in each for each in sets) for owner in everybody)
+    gone = data.draw(st.sets(st.sampled_from(everybody)))
+    assert copies.lost_with(gone) == any(each <= gone for each in sets)

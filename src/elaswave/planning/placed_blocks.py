@@ -199,13 +199,25 @@ class PlacedBlocks:
         ]
         for _, members, owner in turns:
             chooser.count(members, (owner,), 1)
-        for start, members, owner in turns:
-            chosen: tuple[int, ...] = ()
-            for _ in range(self._num_followers):
+
+        def follow(start: int, members: tuple[int, ...], owner: int, chosen: tuple[int, ...]) -> None:
+            while len(chosen) < self._num_followers:
                 follower = chooser.choose(members, owner, chosen, 1)
                 assert follower is not None
                 found.setdefault((start, (owner, *chosen)), set()).add(follower)
                 chosen += (follower,)
+
+        for start, members, owner in turns:
+            follow(start, members, owner, ())
+        # An owner that has blocks in several ranges may have had one partner in the one and another in the other; with
+        # more blocks it has each of them in each.
+        for layers in self._ranges:
+            members = tuple(layers.members.tolist())
+            for owner in members:
+                for first in self._partners_of(layers, owner).tolist():
+                    if self._num_followers > 1 and (layers.start, (owner, first)) not in found:
+                        chooser.note(owner, first, 1, num_firsts=1)
+                        follow(layers.start, members, owner, (first,))
         return found
 
     # -------------------------------------------------------------------------------------------------------- derived
