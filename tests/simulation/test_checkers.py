@@ -432,15 +432,16 @@ def test_one_layout():
 
 def test_a_change_that_has_come_is_held_from_the_next_step_on():
     see = together([ChangesHeld()])
-    see.holds(0, 1, 2, 0)
-    see.offered(0, 1, 2, 1)
-    see.holds(0, 1, 2, 0)  # another attempt of the step in which it came
-    see.holds(0, 1, 3, 1)
-    see.offered(0, 1, 3, 1)  # said again
-    see.holds(0, 2, 4, 0)  # of another epoch
-    see.holds(1, 1, 4, 0)
-    with pytest.raises(Violation, match="change 1 came to worker 0 in step 2, and it begins step 4 without it"):
-        see.holds(0, 1, 4, 0)
+    see.holds(0, 1, 2, 0, 1)
+    see.offered(0, 1, 2, 1, 1)
+    see.holds(0, 1, 2, 0, 1)  # another attempt of the step in which it came
+    see.holds(0, 1, 3, 1, 1)
+    see.holds(0, 1, 3, 0, 2)  # it has heard of the next coordinator, and not yet of the change from it
+    see.offered(0, 1, 3, 1, 2)  # said again
+    see.holds(0, 2, 4, 0, 2)  # of another epoch
+    see.holds(1, 1, 4, 0, 2)
+    with pytest.raises(Violation, match="change 1 came to worker 0 in step 3, and it begins step 4 without it"):
+        see.holds(0, 1, 4, 0, 2)
 
 
 def test_checkpoints_that_a_vote_asked_for_are_kept():

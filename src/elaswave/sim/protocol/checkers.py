@@ -180,20 +180,21 @@ class OneLayout(Observer):
 
 class ChangesHeld(Observer):
     """A planned change that has come to a worker in its epoch is held by it from its next step on: else the change
-    comes into force for no worker, and no other change, join or leave can follow."""
+    comes into force for no worker, and no other change, join or leave can follow. Of a worker that has heard of the next
+    coordinator meanwhile, it is what that one says again."""
 
     def __init__(self) -> None:
-        self._offered: dict[int, tuple[int, int, int]] = {}
+        self._offered: dict[int, tuple[int, int, int, int]] = {}
 
-    def offered(self, worker: int, epoch: int, step: int, number: int) -> None:
+    def offered(self, worker: int, epoch: int, step: int, number: int, term: int) -> None:
         known = self._offered.get(worker)
-        if known is None or known[0] != epoch or known[2] < number:
-            self._offered[worker] = epoch, step, number
+        if known is None or known[0] != epoch or known[2:] < (number, term):
+            self._offered[worker] = epoch, step, number, term
 
-    def holds(self, worker: int, epoch: int, step: int, number: int) -> None:
-        offered_epoch, offered_step, offered = self._offered.get(worker, (-1, 0, 0))
+    def holds(self, worker: int, epoch: int, step: int, number: int, term: int) -> None:
+        offered_epoch, offered_step, offered, said_in = self._offered.get(worker, (-1, 0, 0, 0))
         _require(
-            epoch != offered_epoch or step <= offered_step or number >= offered,
+            epoch != offered_epoch or step <= offered_step or number >= offered or said_in < term,
             f"change {offered} came to worker {worker} in step {offered_step}, and it begins step {step} without it",
         )
 

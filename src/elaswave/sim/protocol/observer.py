@@ -18,11 +18,12 @@ class Observer:
     def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
         """A worker begins an attempt under a placement."""
 
-    def offered(self, worker: int, epoch: int, step: int, number: int) -> None:
-        """A planned change of its epoch has come to a worker, which is at a step."""
+    def offered(self, worker: int, epoch: int, step: int, number: int, term: int) -> None:
+        """A planned change of its epoch has come to a worker, which is at a step, from the coordinator of a term."""
 
-    def holds(self, worker: int, epoch: int, step: int, number: int) -> None:
-        """A worker begins an attempt; the newest planned change that it holds, has adopted or has in force."""
+    def holds(self, worker: int, epoch: int, step: int, number: int, term: int) -> None:
+        """A worker begins an attempt; the newest planned change that it holds, has adopted or has in force, and the
+        newest term of which it has heard."""
 
     def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
         """A worker has added a layer's gradient for a micro-batch to its sums."""

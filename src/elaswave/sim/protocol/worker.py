@@ -160,7 +160,7 @@ class SimWorker:
             self._run_into_it()
         before = self.machine.num_lives
         if isinstance(message, LayoutChange) and message.epoch == self.machine.member.epoch == self.epoch:
-            self.world.see.offered(self.id, message.epoch, self.machine.step, message.number)
+            self.world.see.offered(self.id, message.epoch, self.machine.step, message.number, message.term)
         self.machine.on_message(message)
         if self.machine.num_lives != before:
             self._live()
@@ -345,7 +345,7 @@ class _Watch(StepObserver):
         self._see.began(worker, epoch, machine.step, machine.attempt, machine.placement)
         changes = (machine.held_change, machine.moving, machine.coming)
         newest = max([machine.ledger.change, *(change.number for change in changes if change is not None)])
-        self._see.holds(worker, epoch, machine.step, newest)
+        self._see.holds(worker, epoch, machine.step, newest, machine.member.term)
 
     def point(self, phase: Phase) -> None:
         if phase == "apply":
