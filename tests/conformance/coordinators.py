@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from elaswave.control.client import ControlClient
-from elaswave.control.server import ControlServer
+from elaswave.control.server import ControlServer, TurnedAway
 from elaswave.control.wire import COORDINATOR, Kind, Session, encode
+from elaswave.protocol.heads import Head
 from elaswave.transport import addresses
 from elaswave.transport.tls import Tls
 
@@ -78,6 +79,7 @@ class Coordinator:
         tls: Tls | None = None,
         on_message: Callable[[int, Any], None] = lambda peer, message: None,
         refusal: Callable[[int], str | None] = lambda peer: None,
+        turned_away: Callable[[int, Head], TurnedAway | None] = lambda peer, head: None,
         **options: Any,
     ) -> None:
         self.log: list[tuple[str, int, Any]] = []
@@ -87,6 +89,7 @@ class Coordinator:
         self.failure: BaseException | None = None
         self.server: ControlServer[Any] = ControlServer(**options)
         self._also = on_message
+        self._turned_away = turned_away
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -102,7 +105,7 @@ class Coordinator:
                     tls=tls,
                     on_refused=self.refusals.append,
                     on_stranger=self.strangers.append,
-                    on_head=lambda peer, head: self.heads.append((peer, head)),
+                    on_head=self._on_head,
                     refusal=refusal,
                 )
             )
@@ -117,6 +120,10 @@ class Coordinator:
         self.log.append(("message", peer, message))
         if isinstance(message, Say):
             self.server.send(peer, Tell(message.number))
+
+    def _on_head(self, peer: int, head: Head) -> TurnedAway | None:
+        self.heads.append((peer, head))
+        return self._turned_away(peer, head)
 
     async def _serve(self) -> None:
         try:

@@ -40,10 +40,10 @@ from tests.conformance.coordinators import (
 
 from elaswave.control import client as client_module
 from elaswave.control.client import ControlClient
-from elaswave.control.server import ControlServer
+from elaswave.control.server import ControlServer, TurnedAway
 from elaswave.control.wire import Kind, agent_id
 from elaswave.errors import BacklogError, ConfigError, FrameError
-from elaswave.protocol.heads import Head
+from elaswave.protocol.heads import Head, beginning
 from elaswave.transport import addresses
 from elaswave.transport.tls import Tls
 
@@ -247,6 +247,20 @@ def test_the_newest_head_is_said_to_each_new_coordinator_before_anything_else(on
     idle.works()
     assert sorted(third.heads) == [(2, Head(1, 2, 0, b"")), (3, Head(1, 2, 0, b""))]
     assert [what for what, peer, _ in third.log if peer == 2][:2] == ["connected", "message"]
+
+
+def test_who_is_of_another_founding_of_the_job_is_told_so_and_takes_no_place(one_town):
+    """It has the id of a member, which keeps its connection."""
+    coordinator = one_town.coordinator(
+        turned_away=lambda peer, head: TurnedAway(Tell(404)) if head.founded != 2 else None
+    )
+    member = one_town.participant(2, founded=2)
+    member.works()
+    stranger = one_town.participant(2, founded=1)
+    until(lambda: stranger.heard.count(404) >= 2)
+    member.works()
+    assert coordinator.events(2) == ["connected"] and coordinator.hellos(2) == [1]
+    assert {head for _, head in coordinator.heads} == {beginning(1), beginning(2)}
 
 
 def test_a_killed_coordinator_loses_nothing(town, tmp_path):

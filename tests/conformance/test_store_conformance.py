@@ -11,7 +11,7 @@ import pytest
 from tests.etcd_processes import Member, cluster, needs_etcd
 from tests.fake_etcd import FakeEtcd, FakeGateway
 
-from elaswave.control import etcd_store
+from elaswave.control import etcd_keys
 from elaswave.control.etcd_client import EtcdClient
 from elaswave.control.etcd_gateway import HttpGateway
 from elaswave.control.etcd_store import EtcdStore
@@ -63,7 +63,7 @@ class EtcdPlace:
     def __init__(self, client: Callable[[], EtcdClient]) -> None:
         self.client = client
         with closing(client()) as founder:
-            etcd_store.found(founder, b"a test", 10.0)
+            etcd_keys.found(founder, b"a test", 10.0)
 
     def open(self, record_type: object = Record) -> Store:
         return EtcdStore(self.client(), record_type, OWNER, patience_s=10.0)

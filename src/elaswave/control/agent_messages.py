@@ -39,6 +39,8 @@ class JobSpec(Message, frozen=True, kw_only=True):
     profile: bool
     checkpoint: StartingPoint | None
     """Where the job has begun; None: at the seed."""
+    founded: int
+    """Which founding of the job this is, see `elaswave.protocol.heads.Head`."""
 
 
 class AgentRefused(Message, frozen=True, kw_only=True):

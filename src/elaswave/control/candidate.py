@@ -61,6 +61,7 @@ def stand_by(
     watch: Watch,
     name: str,
     *,
+    founded: int = 0,
     ended_s: float | None = None,
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
@@ -71,11 +72,13 @@ def stand_by(
         client: of its own.
         watch: of the holder.
         name: under which the job is claimed.
+        founded: of the job in which this candidate's agent takes part, see `elaswave.protocol.heads.Head`: nobody
+            else's is claimed. 0: whichever is there.
         ended_s: monotonic time at which the last coordinator of this name has ended; None: there was none.
         now_s: monotonic time.
         wait: for so many seconds.
     Raises:
-        StoreError: the job's keys are gone, or etcd refuses.
+        StoreError: the job's keys are gone, or it was founded again, or etcd refuses.
     """
     client.timeout_s_max = REQUEST_TIMEOUT_S
     looking = Transaction(reads=(SPEC, TERM, BEAT))
@@ -90,6 +93,8 @@ def stand_by(
             continue
         if spec is None:
             raise no_job(client.name)
+        if founded and spec.revision != founded:
+            raise StoreError(f"{client.name}: the job was founded again; who is of the last one does not follow there")
         watch.looked(Seen(holder_of(term), 0 if beat is None else beat.revision), asked_s, now_s())
         if not watch.is_due(now_s()):
             wait(POLL_S)

@@ -30,7 +30,7 @@ import msgspec
 
 from elaswave.control.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, Session, encode, peer_name
 from elaswave.errors import AuthenticationError, BacklogError, CommError, FrameError
-from elaswave.protocol.heads import Head, newest
+from elaswave.protocol.heads import beginning, newest
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
 from elaswave.transport.tls import Tls
@@ -116,6 +116,7 @@ class ControlClient(Generic[_T]):
         silence_timeout_s: a connection on which heartbeats are not answered for this long is made again; None: as
             long as fits the number of candidates.
         dial: begins to connect to an address.
+        founded: of the job that the owner takes part in, see `elaswave.protocol.heads.Head`; 0: it does not yet.
     Raises:
         ValueError: the key is too short, or TLS is asked for on a Unix socket.
         ConfigError: certificate files that cannot be used.
@@ -143,6 +144,7 @@ class ControlClient(Generic[_T]):
         max_unacknowledged_bytes: int = MAX_UNACKNOWLEDGED_BYTES,
         silence_timeout_s: float | None = None,
         dial: Callable[[str], socket.socket] = addresses.dial,
+        founded: int = 0,
     ) -> None:
         if tls is not None and not address.startswith("tcp:"):
             raise ValueError(f"TLS is for tcp: addresses, but {address!r} is none: leave out the certificate")
@@ -187,7 +189,7 @@ class ControlClient(Generic[_T]):
         self._broken: Exception | None = None
         """Set by `send` and `silence`: the connection must be given up."""
         self._silent = False
-        self._head: Head | None = None
+        self._head = beginning(founded) if founded else None
         """The newest that a coordinator has told."""
         self._closing = False
         self._closed = False
@@ -455,9 +457,9 @@ class ControlClient(Generic[_T]):
             self._meanwhile = [sent for sent in self._meanwhile if not sent.number]
         hello = encode(self._hello(), self._max_message_bytes)
         with self._changed:
-            session.write(Kind.OPEN, self._identity)
             if self._head is not None:
                 session.write(Kind.HEAD, 0, encode(self._head))
+            session.write(Kind.OPEN, self._identity)
             session.write(Kind.MESSAGE, 0, hello)
             for sent in [*durable, *facts, *self._meanwhile]:
                 session.write(Kind.MESSAGE, sent.number, sent.payload, time.monotonic() - sent.made_s)

@@ -14,6 +14,7 @@ from typing import Any
 from elaswave.control.agent_messages import (
     AgentHello,
     AgentLeaving,
+    AgentRefused,
     AskJob,
     CheckpointCommitted,
     CpuTimes,
@@ -32,7 +33,8 @@ from elaswave.control.job_driver import JobDriver
 from elaswave.control.job_spec import mark_of
 from elaswave.control.open_store import claim
 from elaswave.control.operator_messages import FromOperator
-from elaswave.control.wire import is_agent, is_operator
+from elaswave.control.server import TurnedAway
+from elaswave.control.wire import is_agent, is_operator, peer_name
 from elaswave.errors import ElaswaveError, StoreError, StoreGoneError, SupersededError
 from elaswave.observability.worker_logs import add_to_copy
 from elaswave.protocol import events
@@ -65,6 +67,7 @@ SUPERSEDED = 3
 """Exit status of a coordinator that another one has replaced."""
 STORE_GONE = 4
 """Of one that cannot read the job's records."""
+FOUNDED_AGAIN = "the job was founded again since this agent has come: what its workers have is of the last one"
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
 
@@ -165,15 +168,19 @@ class CoordinatorProcess(JobDriver):
         else:
             self._detector.disconnected(peer, time.monotonic())
 
-    def _on_head(self, peer: int, head: Head) -> None:
-        """A peer has heard of a history that this coordinator may lack (H9). If so, nothing that it says counts."""
+    def _on_head(self, peer: int, head: Head) -> TurnedAway | None:
+        """A peer has heard of a history that this coordinator may lack (H9), or is of an earlier founding of the job
+        (H1). If so, nothing that it says counts."""
         if self._end.is_there:
-            return
+            return None
         try:
-            self._store.check(head)
+            if self._store.check(head):
+                return None
         except StoreError as error:
             self._background.fail(error)
-            self._server.hang_up(peer)
+            return TurnedAway(None)
+        _log.info("%s is of another founding of the job: it is turned away", peer_name(peer))
+        return TurnedAway(AgentRefused(reason=FOUNDED_AGAIN, verdict="again") if is_agent(peer) else None)
 
     # --------------------------------------------------------------------------------------------------------- messages
 
@@ -407,7 +414,9 @@ def run_candidate(setup: CoordinatorSetup, name: str, founds: bool, report: Call
 
     def take_over() -> CoordinatorSetup:
         control = setup.plan.config.control
-        claimed = claim(control, setup.job, name, founds=founds, ended_s=setup.lost_s, report=report)
+        claimed = claim(
+            control, setup.job, name, founds=founds, founded=setup.founded, ended_s=setup.lost_s, report=report
+        )
         return setup._replace(claimed=claimed, lost_s=claimed.missed_s)
 
     return _live(take_over)

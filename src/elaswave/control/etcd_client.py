@@ -107,6 +107,8 @@ class EtcdClient:
         compare += [self.exists(key) for key in transaction.exist]
         changes = [self.put(key, value) for key, value in transaction.puts]
         changes += [self.delete(key) for key in transaction.deletes]
+        if transaction.clears:
+            changes += self.delete_all_but([key for key, _ in transaction.puts])
         reads = [self.get(key) for key in transaction.reads]
         only_reads = not compare and not changes
         said = self.transact(compare, reads if only_reads else changes, reads)
@@ -154,15 +156,11 @@ class EtcdClient:
         """Removes a key."""
         return {"request_delete_range": {"key": self._key(key)}}
 
-    def delete_all(self) -> dict[str, Any]:
-        """Removes all keys of the prefix."""
-        return {"request_delete_range": {"key": self._key(""), "range_end": _encoded(_after(self.prefix))}}
-
-    def delete_all_but(self, key: str) -> list[dict[str, Any]]:
-        """Removes all keys of the prefix but one, which the same transaction may then write."""
-        before = {"key": self._key(""), "range_end": self._key(key)}
-        behind = {"key": self._key(key + "\0"), "range_end": _encoded(_after(self.prefix))}
-        return [{"request_delete_range": before}, {"request_delete_range": behind}]
+    def delete_all_but(self, kept: Sequence[str]) -> list[dict[str, Any]]:
+        """Removes all keys of the prefix but some, which the same transaction may then write."""
+        begins = [self._key(""), *(self._key(key + "\0") for key in sorted(kept))]
+        ends = [*(self._key(key) for key in sorted(kept)), _encoded(_after(self.prefix))]
+        return [{"request_delete_range": {"key": key, "range_end": end}} for key, end in zip(begins, ends, strict=True)]
 
     def _key(self, key: str) -> str:
         return _encoded(self.prefix + key)

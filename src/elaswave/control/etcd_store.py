@@ -45,7 +45,6 @@ from elaswave.control.store import Owner, WriterFence
 from elaswave.errors import StoreError, StoreGoneError, SupersededError
 from elaswave.protocol.heads import Head, Heard, judge
 from elaswave.protocol.store_writes import (
-    OUTCOME,
     SPEC,
     TERM,
     Claim,
@@ -119,7 +118,8 @@ class Patience:
                 self._between(str(error), passed_s)
 
 
-def _sleep(text: str, passed_s: float) -> None:
+def pause(text: str, passed_s: float) -> None:
+    """Between two requests, where nothing else is to be done."""
     time.sleep(RETRY_S)
 
 
@@ -148,7 +148,7 @@ class EtcdStore(Generic[_T]):
         self._durable: list[_T] = []
         self._blobs: dict[Blob, bytes] = {}
         """Read already."""
-        self._waiting = Patience(client.name, patience_s, _sleep)
+        self._waiting = Patience(client.name, patience_s, pause)
         try:
             self._term = self._elect() if term is None else term
             self._read(record_type)
@@ -216,7 +216,7 @@ class EtcdStore(Generic[_T]):
         return Head(founded, self._term.term, len(digests), digests[-1] if digests else b"")
 
     def _pages(self, folder: str, *, keys_only: bool = False) -> list[KeyValue]:
-        return _pages(self._client, self._waiting, folder, keys_only=keys_only)
+        return pages(self._client, self._waiting, folder, keys_only=keys_only)
 
     def _read_blob(self, blob: Blob) -> bytes:
         client = self._client
@@ -271,14 +271,17 @@ class EtcdStore(Generic[_T]):
         with self._changed:
             return self._head
 
-    def check(self, heard: Head) -> None:
+    def check(self, heard: Head) -> bool:
         """See `Store.check`."""
         with self._changed:
             own, meaning = self._head, judge(heard, self._head, self._digests)
-        if meaning is Heard.NEWER_TERM:
+        if meaning is Heard.NEWER_TERM or heard.founded > own.founded:
             self.append()  # of nothing: shows whether another coordinator has taken over
+        if meaning is Heard.OTHER_JOB:
+            return False
         if meaning is not Heard.FITS:
             raise gone_back(self._client.name, f"a member has heard of {heard}, and there are {own}")
+        return True
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -538,7 +541,12 @@ def fenced(name: str, standing: KeyValue | None, own: Holder) -> StoreError:
     )
 
 
-def _pages(client: EtcdClient, waiting: Patience, folder: str, *, keys_only: bool) -> list[KeyValue]:
+def pages(client: EtcdClient, waiting: Patience, folder: str, *, keys_only: bool) -> list[KeyValue]:
+    """All keys of a folder of a job.
+
+    Raises:
+        StoreError: etcd does not answer or refuses.
+    """
     first, found = folder, list[KeyValue]()
     while True:
         asked = client.get_from(first, folder, _PAGE, keys_only=keys_only)
@@ -547,87 +555,3 @@ def _pages(client: EtcdClient, waiting: Patience, folder: str, *, keys_only: boo
         if len(page) < _PAGE:
             return found
         first = page[-1].key + "\0"
-
-
-# ------------------------------------------------------------------------------------------------------ a job's keys
-
-
-class Left(NamedTuple):
-    """How far a job had come that is in the store. Whatever its coordinators write changes it."""
-
-    spec: int
-    """Revision at which the job was founded."""
-    term: int
-    """Revision at which its last coordinator has opened it; 0: none has."""
-    length: int
-    """Number of its entries."""
-
-
-def left(client: EtcdClient, patience_s: float) -> Left | None:
-    """What the store holds of a job; None: nothing.
-
-    Raises:
-        StoreError: etcd does not answer or refuses.
-    """
-    waiting = Patience(client.name, patience_s, _sleep)
-    spec, terms = waiting.ask(lambda: client.transact([], [client.get(SPEC), client.get(TERM)])).ranges
-    if not spec:
-        return None
-    length = len(_pages(client, waiting, "rec/", keys_only=True))
-    return Left(spec[0].revision, terms[0].revision if terms else 0, length)
-
-
-def remove_left(client: EtcdClient, seen: Left, patience_s: float) -> bool:
-    """Removes a job's keys, unless one of its coordinators has written, or was started, since it was looked at.
-
-    Returns:
-        Whether they are gone.
-    Raises:
-        StoreError: etcd does not answer or refuses.
-    """
-    compare = [client.unwritten_since(SPEC, seen.spec), client.unwritten_since(TERM, seen.term)]
-    compare += [client.unwritten_since(entry_key(seen.length), 0)]
-    removed = Patience(client.name, patience_s, _sleep).ask(
-        lambda: client.transact(compare, [client.delete_all()], [client.get(SPEC)])
-    )
-    return removed.succeeded or not removed.ranges[0]  # an earlier request without an answer had arrived
-
-
-def found(client: EtcdClient, spec: bytes, patience_s: float) -> None:
-    """Makes a job's keys, so that coordinators can open it.
-
-    Args:
-        spec: what the job is, for people and for who looks at the keys.
-        patience_s: how long to wait for an answer.
-    Raises:
-        StoreError: the job is there already, or etcd does not answer or refuses.
-    """
-    founding = Patience(client.name, patience_s, _sleep)
-    change = [client.put(SPEC, spec), client.delete(OUTCOME)]
-    made = founding.ask(lambda: client.transact([client.unwritten_since(SPEC, 0)], change, [client.get(SPEC)]))
-    if not made.succeeded and made.ranges[0][0].value != spec:
-        raise StoreError(f"{client.name} holds another job: remove its keys, or give this one another name")
-
-
-def remove(client: EtcdClient, patience_s: float, name: str = "", outcome: bytes | None = None) -> None:
-    """Removes a job's keys; no coordinator can write to it from then on.
-
-    Args:
-        client: of the job.
-        patience_s: how long to wait for an answer.
-        name: of who asks, where several may claim the job: the keys stay if another one holds it.
-        outcome: how the job has ended: stays for agents that are cut off until a job of this name is founded (H13).
-    Raises:
-        StoreError: etcd does not answer or refuses.
-    """
-    waiting, compared = Patience(client.name, patience_s, _sleep), []
-    if name:
-        (standing,) = waiting.ask(lambda: client.carry_out(Transaction(reads=(TERM,)))).found
-        holder = holder_of(standing)
-        if holder.term and holder.name != name:
-            return
-        compared = [client.unwritten_since(TERM, holder.revision)]
-    change = [client.delete_all()]
-    if outcome is not None:
-        change = [*client.delete_all_but(OUTCOME), client.put(OUTCOME, outcome)]
-    waiting.ask(lambda: client.transact(compared, change))

@@ -183,14 +183,22 @@ class FileStore(Generic[_T]):
         lock_timeout_s: how long another coordinator that still holds the journal is waited for.
         outlives_machine: False: records outlive this process, not a crash of the machine. That is enough, and saves
             the disk's time (2 to 25 ms an append), where no process that acts on a record outlives the machine either.
+        founded: of the job, as in `elaswave.protocol.heads.Head`; drawn by who has founded it.
     Raises:
         StoreError: another coordinator holds the journal, it is damaged, or the system refuses.
     """
 
     def __init__(
-        self, path: Path, record_type: Any, *, lock_timeout_s: float = 0.0, outlives_machine: bool = True
+        self,
+        path: Path,
+        record_type: Any,
+        *,
+        lock_timeout_s: float = 0.0,
+        outlives_machine: bool = True,
+        founded: int = 0,
     ) -> None:
         self.path = path
+        self._founded = founded
         self._outlives_machine = outlives_machine
         self._fd = -1
         self._trouble = "it is closed"
@@ -278,8 +286,9 @@ class FileStore(Generic[_T]):
         """None: its file is private to the job."""
         return None
 
-    def check(self, heard: Head) -> None:
-        """See `Store.check`: nobody has heard of one."""
+    def check(self, heard: Head) -> bool:
+        """See `Store.check`."""
+        return heard.founded == self._founded
 
     def close(self) -> None:
         """See `Store.close`."""

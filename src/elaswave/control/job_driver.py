@@ -99,6 +99,7 @@ class JobDriver(CoordinatorDriver):
             self._store_owner(),
             job=setup.job,
             term=None if claimed is None else claimed.term,
+            founded=setup.founded,
         )
         if claimed is not None:
             claimed.beats.tell(self._call_on_loop(self._background.fail))

@@ -113,6 +113,7 @@ def spec_of(setup: CoordinatorSetup) -> JobSpec | None:
         faults=[str(fault) for fault in setup.faults],
         profile=setup.profile,
         checkpoint=setup.checkpoint and StartingPoint(folder=str(setup.checkpoint[0]), meta=setup.checkpoint[1]),
+        founded=setup.founded,
     )
 
 

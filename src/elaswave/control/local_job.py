@@ -247,6 +247,7 @@ class LocalJob:
         except BaseException:
             self._close_folder()
             raise
+        self._founded = post.founded or (self._store.founded if self._store is not None else 0) or post.incarnation
         self._deaths = DeathWatch()
         self._commits = CommitCount() if post.job else None
         setup = TemplateSetup(
@@ -262,6 +263,7 @@ class LocalJob:
             profile=profile,
             training=None if script is None else script.training,
             before_effect=before_effect,
+            founded=self._founded,
             suffix=post.suffix,
         )
         try:
@@ -376,6 +378,7 @@ class LocalJob:
             tls=self._network.tls,
             host=self._network.host,
             others=self._network.others,
+            founded=self._founded,
         )
         self._selector.register(self._client.fileno(), selectors.EVENT_READ, "control")
         with stop_signals(self._on_signal) as wake_fd:
@@ -707,6 +710,7 @@ class LocalJob:
             before_effect=self._before_effect,
             home=self._post.incarnation,
             job=self._post.job,
+            founded=self._founded,
             lost_s=self._missed_since_s,
             profile=self._profile,
             tls=self._network.tls,
@@ -848,7 +852,9 @@ class LocalJob:
         may_go_on = bool(self._post.job) and self._ended is None and self._had_it
         name = self._post.name if self._post.is_candidate else ""
         outcome = msgspec.json.encode(self._ended) if self._post.job and self._ended is not None else None
-        trouble = "" if self._store is None or not is_ours or may_go_on else self._store.end(name, outcome)
+        trouble = ""
+        if self._store is not None and is_ours and not may_go_on:
+            trouble = self._store.end(name, outcome, self._founded if self._post.job else 0)
         if trouble:
             self._reporter.message(trouble)
         self._close_folder()

@@ -13,13 +13,15 @@ from elaswave.config.schema import ControlConfig
 from elaswave.control.candidate import Beats, Progress, Stage, stand_by
 from elaswave.control.etcd_client import Credentials, EtcdClient, NoAnswerError
 from elaswave.control.etcd_gateway import HttpGateway, endpoints_of, security_of
-from elaswave.control.etcd_store import EtcdStore, Left, found, left, remove, remove_left
+from elaswave.control.etcd_keys import Standing, found, remove, remove_left, standing_of
+from elaswave.control.etcd_store import EtcdStore, new_nonce
 from elaswave.control.file_store import FileStore
 from elaswave.control.journal import JournalRecord
 from elaswave.control.store import Owner, Store
 from elaswave.errors import ConfigError, LaunchError, RecoveryError, StoreError
 from elaswave.protocol.election import Watch
-from elaswave.protocol.store_writes import OUTCOME, Holder
+from elaswave.protocol.founding import Left
+from elaswave.protocol.store_writes import OUTCOME, Holder, Outcome, Transaction
 
 JOURNAL_FILE = "journal"
 FILE = "file"
@@ -41,7 +43,14 @@ class Claimed(NamedTuple):
 
 
 def open_store(
-    config: ControlConfig, run_dir: Path, control_dir: Path, owner: Owner, *, job: str = "", term: Holder | None = None
+    config: ControlConfig,
+    run_dir: Path,
+    control_dir: Path,
+    owner: Owner,
+    *,
+    job: str = "",
+    term: Holder | None = None,
+    founded: int = 0,
 ) -> Store[JournalRecord]:
     """Opens the store of a job for its coordinator.
 
@@ -52,13 +61,15 @@ def open_store(
         owner: how a store that has a thread reaches the coordinator.
         job: the name of a job of several hosts.
         term: what this coordinator has claimed already; None: it claims the job now.
+        founded: of the job that its members take part in, where the store does not know.
     Raises:
         StoreError: it cannot be opened.
     """
     if config.store == FILE:
         # All of a job's processes run on this machine: after its crash no process is left that could act on the
         # journal.
-        return FileStore(control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False)
+        journal = control_dir / JOURNAL_FILE
+        return FileStore(journal, JournalRecord, lock_timeout_s=5.0, outlives_machine=False, founded=founded)
     client = _client(config, job or _own_name(run_dir, control_dir))
     return EtcdStore(client, JournalRecord, owner, patience_s=config.store_patience_s, term=term)
 
@@ -69,6 +80,7 @@ def claim(
     name: str,
     *,
     founds: bool,
+    founded: int,
     ended_s: float | None,
     report: Callable[[Progress], None],
 ) -> Claimed:
@@ -79,14 +91,14 @@ def claim(
         job: its name.
         name: of this host's agent, under which all of its coordinators hold the job.
         founds: whether that agent has founded the job.
-        ended_s: as of `stand_by`.
+        founded, ended_s: as of `stand_by`.
         report: tells the agent how far it is.
     Raises:
         StoreError: the job's keys are gone, or etcd refuses.
         ConfigError: files that cannot be read.
     """
     with contextlib.closing(_client(config, job)) as client:
-        won = stand_by(client, Watch(name, founds=founds), name, ended_s=ended_s)
+        won = stand_by(client, Watch(name, founds=founds), name, founded=founded, ended_s=ended_s)
         report(Progress(Stage.HOLDS, won.term.term))
         return Claimed(won.term, won.missed_s, Beats(_client(config, job), won.term), report)
 
@@ -110,6 +122,8 @@ class JobStore:
         self._config = config
         self._control_dir = control_dir
         self._client: EtcdClient | None = None
+        self.founded = 0
+        """Of the job that was made here, as etcd counts; see `elaswave.protocol.heads.Head`."""
         self.patience_s = 0.0
         """How long a coordinator may take to open it."""
         if config.store == FILE:
@@ -117,11 +131,11 @@ class JobStore:
             (control_dir / JOURNAL_FILE).touch(0o600)
             return
         self.patience_s = config.store_patience_s
-        spec = {"run": str(run_dir), "host": socket.gethostname(), "launcher": os.getpid()}
+        spec = {"run": str(run_dir), "host": socket.gethostname(), "launcher": os.getpid(), "nonce": new_nonce()}
         try:
             self._client = _client(config, job or _own_name(run_dir, control_dir))
             if founds:
-                found(self._client, json.dumps(spec).encode(), FOUND_S)
+                self.founded = found(self._client, json.dumps(spec).encode(), FOUND_S)
             self._client.close()  # the job's processes, which are forked, are not to inherit the connection
         except (StoreError, ConfigError) as error:
             if self._client is not None:
@@ -140,12 +154,13 @@ class JobStore:
                 "ran; keep what cleans temporary folders away from there"
             )
 
-    def end(self, name: str = "", outcome: bytes | None = None) -> str:
+    def end(self, name: str = "", outcome: bytes | None = None, founded: int = 0) -> str:
         """The job is over: removes its keys. (The launcher removes files.)
 
         Args:
             name: of the agent in a job of several hosts: the keys stay if another one's coordinator has the job.
             outcome: of a job of several hosts: stays, for `read_outcome`.
+            founded: which founding of the job is over; 0: there was one only.
         Returns:
             What people should know of it; empty if all went well.
         """
@@ -153,7 +168,7 @@ class JobStore:
             return ""
         client, self._client = self._client, None
         try:
-            remove(client, REMOVE_S, name, outcome)
+            remove(client, REMOVE_S, name, outcome, founded)
             return ""
         except StoreError as error:
             return f"the job is over, but its keys below {client.prefix} stay in etcd: {error}"
@@ -174,29 +189,27 @@ def read_outcome(config: ControlConfig, job: str) -> bytes | None:
         return None
     with contextlib.closing(_client(config, job)) as client:
         try:
-            (found,) = client.transact([], [client.get(OUTCOME)]).ranges
+            (standing,) = client.carry_out(Transaction(reads=(OUTCOME,))).found
         except NoAnswerError:
             return None
-        return found[0].value if found else None
+        return None if standing is None else standing.value
 
 
-def find_earlier(config: ControlConfig, job: str) -> Left | None:
-    """What the store holds of a job of several hosts that runs, or has run; None: nothing.
+def look_for_earlier(config: ControlConfig, job: str) -> Standing:
+    """What the store holds of a job of several hosts that runs, or has run.
 
     Raises:
         LaunchError: etcd does not answer, or refuses.
     """
     if config.store == FILE:
-        return None
+        return Standing(None, None)
     with _asking(config, job) as client:
-        return left(client, FOUND_S)
+        return standing_of(client, FOUND_S)
 
 
-def remove_earlier(config: ControlConfig, job: str, seen: Left) -> bool:
+def remove_earlier(config: ControlConfig, job: str, seen: Left) -> Outcome:
     """Removes what was found, unless a coordinator of that job has written since.
 
-    Returns:
-        Whether the job may be founded.
     Raises:
         LaunchError: etcd does not answer, or refuses.
     """

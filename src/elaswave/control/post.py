@@ -22,6 +22,8 @@ class Post(NamedTuple):
     """Whether it starts the job's coordinators."""
     job: str = ""
     """The job's name; empty: it has no other hosts."""
+    founded: int = 0
+    """Which founding of the job it takes part in, see `elaswave.protocol.heads.Head`; 0: it founds it."""
     network: JobNetwork | None = None
     """Where everybody listens and is dialled; None: as configured for a job of one host."""
     kept_port: socket.socket | None = None

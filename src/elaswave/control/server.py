@@ -71,6 +71,13 @@ OPERATOR_LIMITS = PeerLimits(message_bytes_max=1 << 16, outbox_bytes_max=4 << 20
 BURST_S = 10.0
 
 
+class TurnedAway(NamedTuple):
+    """To a peer that may not connect."""
+
+    word: msgspec.Struct | None
+    """What it is told."""
+
+
 class ControlServer(Generic[_T]):
     """Listens for workers and agents, and exchanges messages with them.
 
@@ -136,7 +143,7 @@ class ControlServer(Generic[_T]):
         tls: Tls | None = None,
         on_refused: Callable[[str], None] = lambda reason: None,
         on_stranger: Callable[[str], None] = lambda reason: None,
-        on_head: Callable[[int, Head], None] = lambda peer, head: None,
+        on_head: Callable[[int, Head], TurnedAway | None] = lambda peer, head: None,
         refusal: Callable[[int], str | None] = lambda peer: None,
     ) -> None:
         """Starts listening. The callbacks must not block for long; what they raise ends `serve`.
@@ -152,7 +159,8 @@ class ControlServer(Generic[_T]):
             on_refused: called with one line about a connection that was turned away or a peer that was cut off.
             on_stranger: called with one line about a peer that speaks as one of the job, and has not proved that it
                 holds the job's key.
-            on_head: called with the newest head that a peer has been told, before its first message.
+            on_head: called with the newest head that a peer has been told, before it counts as connected; returns
+                what it is told if it is turned away.
             refusal: returns why a participant may not connect, or None if it may.
         Raises:
             OSError: the system refuses to listen there.
@@ -327,12 +335,12 @@ class ControlServer(Generic[_T]):
                 if frame.kind is Kind.OPEN:
                     self._opened(connection, peer, frame.number)
                     continue
-                if self._peers.get(peer) is not connection or frame.kind is Kind.ACK:
-                    raise FrameError(f"{frame.kind.name} from {peer_name(peer)}, which may not be sent here")
-                if frame.kind is Kind.HEAD:
-                    if not self._call(self._on_head, peer, frame.message):
+                if frame.kind is Kind.HEAD and connection in self._unauthenticated:
+                    if not self._call(self._heard, connection, peer, frame.message):
                         return
                     continue
+                if self._peers.get(peer) is not connection or frame.kind in (Kind.ACK, Kind.HEAD):
+                    raise FrameError(f"{frame.kind.name} from {peer_name(peer)}, which may not be sent here")
                 answer |= frame.number > 0
                 numbered = frame.kind is Kind.MESSAGE and frame.number > 0
                 client, handled = self._handled[peer]
@@ -385,6 +393,14 @@ class ControlServer(Generic[_T]):
             reason = f"{unsaid} more control connections were turned away within {REFUSAL_PERIOD_S:g} s"
             _log.warning("%s", reason)
             self._call(self._on_refused, reason)
+
+    def _heard(self, connection: "_Connection", peer: int, head: Head) -> None:
+        """Of who is turned away the connection is never opened: it takes the place of no other one of that name."""
+        turned = self._on_head(peer, head)
+        if turned is not None:
+            if turned.word is not None:
+                connection.write(Kind.MESSAGE, 0, encode(turned.word, self.max_message_bytes))
+            connection.hang_up()
 
     def _opened(self, connection: "_Connection", peer: int, client: int) -> None:
         if connection not in self._unauthenticated:

@@ -51,9 +51,11 @@ class Store(Protocol[_T]):
     def head(self) -> Head | None:
         """Where the durable history stands; None: the store cannot go back while a job runs."""
 
-    def check(self, heard: Head) -> None:
+    def check(self, heard: Head) -> bool:
         """Compares what a member has heard of the history with what is there (H9).
 
+        Returns:
+            Whether it is a member of this job, and of no other founding of it.
         Raises:
             SupersededError: another coordinator has taken over.
             StoreError: the store has lost what was durable.

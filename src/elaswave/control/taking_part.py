@@ -25,7 +25,7 @@ from elaswave.control.job_spec import check_data, check_shared, config_digest, l
 from elaswave.control.key_files import JobKey
 from elaswave.control.launcher import open_data, outcome_of
 from elaswave.control.local_job import LocalJob, refusal
-from elaswave.control.open_store import FILE, find_earlier, remove_earlier
+from elaswave.control.open_store import FILE, look_for_earlier, remove_earlier
 from elaswave.control.post import Post, new_incarnation
 from elaswave.control.wire import agent_id
 from elaswave.data.fingerprint import fingerprint_of_all
@@ -36,16 +36,12 @@ from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import RESULT_FILE
 from elaswave.observability.run_folder import TERMINAL_LOG, is_run, saved_config
 from elaswave.observability.worker_logs import LOGS_DIR
+from elaswave.protocol.founding import Due, Founder
 from elaswave.state.checkpoint import newest_committed_step
 from elaswave.worker.run_plan import RunPlan
 
 ASK_S = 0.5
 """Heartbeats of the connection on which an agent asks what is trained; three without an answer end it."""
-RUNS_S = 6.0
-"""How long the agent that founds a job of several candidates looks whether another one has a coordinator already, if
-the store holds nothing of the job."""
-STARTS_S = 20.0
-"""If it holds something: longer than another candidate takes to follow a coordinator that is lost."""
 HOPELESS_S = 5.0
 """A coordinator that has turned the key, or the certificate, away for so long will not have others."""
 _HOPELESS = ("AuthenticationError", "FrameError")
@@ -153,9 +149,7 @@ def _hold_one(seeds: Sequence[Seed], config: Config, can_found: bool) -> tuple[i
 
 
 def _ask_whether_it_runs(host: _Host) -> JobSpec | AgentRefused | Ended | None:
-    """A job that outlives the loss of a host may be there already when the agent that founds it is started again. What
-    the store holds of it is removed only if no candidate has answered for longer than it takes to start a coordinator,
-    and none has written meanwhile: this agent may be the one that is cut off.
+    """A job that outlives the loss of a host may be there already when the agent that founds it is started again (H1).
 
     Returns:
         None: it does not run, and nothing of it is left.
@@ -163,22 +157,28 @@ def _ask_whether_it_runs(host: _Host) -> JobSpec | AgentRefused | Ended | None:
         RetryError: it runs, but no candidate can be reached from here.
     """
     options, control = host.options, host.config.control
-    num_candidates = len(host.seeds)
-    began_s = time.monotonic()
-    while True:
-        seen = find_earlier(control, options.job)
-        if num_candidates > 1:
+    founder = Founder(has_others=len(host.seeds) > 1, patience_s=options.wait_s, now_s=time.monotonic())
+    due = Due.LOOK
+    while due is not Due.FOUND:
+        if due is Due.LOOK:
+            due = founder.looked(*look_for_earlier(control, options.job))
+        elif due is Due.ASK:
             try:
-                return _ask(host, RUNS_S if seen is None else STARTS_S)
+                return _ask(host, founder.ask_s)
             except RetryError:
-                pass
-        if seen is None or remove_earlier(control, options.job, seen):
-            return None
-        if time.monotonic() - began_s > options.wait_s:
+                due = founder.unanswered()
+        elif due is Due.REMOVE:
+            assert founder.left is not None
+            due = founder.removed(remove_earlier(control, options.job, founder.left), time.monotonic())
+        elif due is Due.END:
+            assert founder.outcome is not None
+            return msgspec.json.decode(founder.outcome.value, type=Ended)
+        else:
             raise RetryError(
                 f"job {options.job} runs, for its coordinator writes to {control.store}, but there is none at "
                 f"{options.coordinator} for {options.wait_s:g} s: see whether those hosts can be reached from here"
             )
+    return None
 
 
 def _run_dir(options: AgentOptions) -> Path:
@@ -263,6 +263,7 @@ def _follow(
         incarnation=host.incarnation,
         slots=_slots(options, config),
         job=spec.job,
+        founded=spec.founded,
         founds=False,
         network=network,
         kept_port=None if held is None else held.port,

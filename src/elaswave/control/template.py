@@ -116,6 +116,8 @@ class TemplateSetup(NamedTuple):
     """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
     before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
     """Called in the coordinator before each effect of the protocol's core."""
+    founded: int = 0
+    """Of the job, see `elaswave.protocol.heads.Head`."""
     suffix: str = ""
     """Of the names of files of which every host has its own in the run's folder."""
     frozen: Any = None
@@ -307,6 +309,7 @@ class _Serving:
             coordinator_ends_s=asked.coordinator_ends_s,
             before_effect=setup.before_effect,
             home=asked.home,
+            founded=setup.founded,
             num_loaders=self._num_loaders,
             tls=setup.network.tls,
         )

@@ -132,6 +132,7 @@ def live(
             tls=setup.network.tls,
             others=setup.network.others,
             dial=addresses.dial if slow_control is None else slow_control.dial,
+            founded=setup.founded,
         )
         clients.append(client)
         client.start()

@@ -15,7 +15,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     """The newest entry of a history."""
 
     founded: int
-    """Of the job, as its store counts: a job that was founded again has another history."""
+    """Of the job, as its store counts: a job that was founded again has another history, and other members (H1)."""
     term: int
     """Of the coordinator that has told it."""
     length: int
@@ -30,14 +30,24 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
 class Heard(Enum):
     """What a member's head means to a coordinator."""
 
-    FITS = "it is in the own history, or of another job"
+    FITS = "it is in the own history"
+    OTHER_JOB = "it was told by a coordinator of another founding: one of the two jobs is over"
     NEWER_TERM = "it was told by a coordinator of a later term: either that one is, or the store has gone back"
     GONE_BACK = "the store has lost what was durable"
 
 
+def beginning(founded: int) -> Head:
+    """What a member of a founding says that has heard nothing of its history yet.
+
+    Args:
+        founded: as in `Head`.
+    """
+    return Head(founded, 0, 0, b"")
+
+
 def newest(one: Head | None, other: Head) -> Head:
-    """Which of two heads a member keeps."""
-    if one is None or (other.founded, other.term, other.length) > (one.founded, one.term, one.length):
+    """Which of two heads a member keeps. It stays of the founding that it is of."""
+    if one is None or (one.founded == other.founded and (other.term, other.length) > (one.term, one.length)):
         return other
     return one
 
@@ -51,7 +61,7 @@ def judge(heard: Head, own: Head, digests: Sequence[bytes]) -> Heard:
         digests: of all its entries.
     """
     if heard.founded != own.founded:
-        return Heard.FITS
+        return Heard.OTHER_JOB
     if heard.term > own.term:
         return Heard.NEWER_TERM
     is_there = heard.length == 0 or (heard.length <= len(digests) and digests[heard.length - 1] == heard.digest)

@@ -10,7 +10,7 @@ from elaswave.protocol.salvage import Partial
 from elaswave.state.placement import Placement
 from elaswave.types import ExecutionParameters, Layout
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Both ends of a control connection must have the same."""
 FIRST_EPOCH = 1
 """In which a job begins."""

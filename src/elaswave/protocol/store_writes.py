@@ -44,6 +44,8 @@ class Transaction(NamedTuple):
     """If all comparisons hold."""
     deletes: tuple[str, ...] = ()
     """The same."""
+    clears: bool = False
+    """The same: all keys of the job are removed but those that are put."""
     reads: tuple[str, ...] = ()
     """Else; also where nothing is compared and nothing is written."""
 

@@ -9,7 +9,7 @@ from tests.fake_etcd import FakeEtcd, FakeGateway, Fault, answer_lost, delayed, 
 from elaswave.control import candidate
 from elaswave.control.candidate import Beats, Progress, Stage, Won, progress_of, stand_by
 from elaswave.control.etcd_client import REQUEST_TIMEOUT_S, EtcdClient
-from elaswave.control.etcd_store import found
+from elaswave.control.etcd_keys import found
 from elaswave.errors import StoreError, SupersededError
 from elaswave.protocol.election import BEAT_S, POLL_S, STILL_S, Watch
 from elaswave.protocol.store_writes import BEAT, TERM, Transaction
@@ -23,7 +23,7 @@ class World:
         self.gateway = FakeGateway(self.etcd)
         self.now_s = 1000.0
         self.on_wait: Callable[[], None] = lambda: None
-        found(self.client(FakeGateway(self.etcd)), b"a test", 1.0)
+        self.founded = found(self.client(FakeGateway(self.etcd)), b"a test", 1.0)
 
     def client(self, gateway: FakeGateway) -> EtcdClient:
         return EtcdClient(["a:1", "b:2"], "/elaswave/job/", gateway)
@@ -31,10 +31,13 @@ class World:
     def beat(self) -> None:
         self.client(FakeGateway(self.etcd)).carry_out(Transaction(puts=((BEAT, b"again"),)))
 
-    def stand_by(self, name: str = "a/1", *, founds: bool = False, ended_s: float | None = None) -> Won:
+    def stand_by(
+        self, name: str = "a/1", *, founds: bool = False, ended_s: float | None = None, founded: int = 0
+    ) -> Won:
         watch = Watch(name, founds=founds)
         client = self.client(self.gateway)
-        return stand_by(client, watch, name, ended_s=ended_s, now_s=lambda: self.now_s, wait=self._wait)
+        now_s = lambda: self.now_s  # noqa: E731
+        return stand_by(client, watch, name, founded=founded, ended_s=ended_s, now_s=now_s, wait=self._wait)
 
     def _wait(self, wait_s: float) -> None:
         self.now_s += wait_s
@@ -125,6 +128,12 @@ def test_a_job_whose_keys_are_gone_has_no_candidates(world: World) -> None:
     world.etcd.keys.clear()
     with pytest.raises(StoreError, match="holds no job: its keys were removed"):
         world.stand_by()
+
+
+def test_a_candidate_of_the_last_founding_does_not_take_the_job(world: World) -> None:
+    assert world.stand_by(founds=True, founded=world.founded).term.term == 1
+    with pytest.raises(StoreError, match="the job was founded again; who is of the last one does not follow there"):
+        world.stand_by(founds=True, founded=world.founded - 1)
 
 
 def test_a_beat_goes_on_through_requests_without_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

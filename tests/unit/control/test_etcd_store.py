@@ -13,7 +13,8 @@ from tests.unit.reports import decision_of
 from elaswave.control import etcd_store
 from elaswave.control.etcd_client import EtcdClient
 from elaswave.control.etcd_entries import CHUNK_BYTES, entry_key, pack
-from elaswave.control.etcd_store import EtcdStore, found, remove
+from elaswave.control.etcd_keys import found, remove
+from elaswave.control.etcd_store import EtcdStore
 from elaswave.control.store import Owner
 from elaswave.errors import StoreError, SupersededError
 from elaswave.protocol.messages import Decision

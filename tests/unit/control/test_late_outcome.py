@@ -38,7 +38,7 @@ def test_the_outcome_stays_in_the_store_until_the_next_job_of_this_name(
     assert job.end("", msgspec.json.encode(ended)) == ""
     assert list(etcd.keys) == [b"/elaswave/demo/outcome"]
     assert late_outcome(ETCD, "demo", tmp_path) == ended
-    assert open_store.find_earlier(ETCD, "demo") is None, "it is in nobody's way"
+    assert open_store.look_for_earlier(ETCD, "demo").left is None, "it is in nobody's way"
     JobStore(ETCD, tmp_path, tmp_path, job="demo")
     assert list(etcd.keys) == [b"/elaswave/demo/spec"] and late_outcome(ETCD, "demo", tmp_path) is None
 

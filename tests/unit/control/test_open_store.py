@@ -7,6 +7,7 @@ from tests.fake_etcd import FakeEtcd, FakeGateway, lost
 
 from elaswave.config.schema import ControlConfig
 from elaswave.control import open_store as module
+from elaswave.control.etcd_entries import entry_key
 from elaswave.control.file_store import FileStore
 from elaswave.control.journal import ClockRead
 from elaswave.control.open_store import JobStore, open_store
@@ -84,24 +85,25 @@ def test_a_store_of_another_kind_is_refused(store: str) -> None:
 
 
 def test_a_job_that_writes_is_not_removed_by_who_founds_it_again(tmp_path: Path, etcd: FakeEtcd) -> None:
-    assert module.find_earlier(ControlConfig(), "demo") is None, "a file is no other host's"
-    assert module.find_earlier(ETCD, "demo") is None
+    assert module.look_for_earlier(ControlConfig(), "demo") == (None, None), "a file is no other host's"
+    assert module.look_for_earlier(ETCD, "demo") == (None, None)
     JobStore(ETCD, tmp_path / "run", tmp_path, job="demo")
-    founded = module.find_earlier(ETCD, "demo")
+    founded = module.look_for_earlier(ETCD, "demo").left
     store = open_store(ETCD, tmp_path / "run", tmp_path, OWNER, job="demo")
-    opened = module.find_earlier(ETCD, "demo")
+    opened = module.look_for_earlier(ETCD, "demo").left
     store.append(ClockRead(clock="c", at_s=1.0))
     store.close()
     assert founded is not None and opened is not None
     before = dict(etcd.keys)
     for seen in (founded, opened):
-        assert not module.remove_earlier(ETCD, "demo", seen) and etcd.keys == before
+        assert not module.remove_earlier(ETCD, "demo", seen).succeeded and etcd.keys == before
     with pytest.raises(LaunchError, match="holds another job"):
         JobStore(ETCD, tmp_path / "other", tmp_path, job="demo")
     assert etcd.keys == before
-    written = module.find_earlier(ETCD, "demo")
-    assert written is not None and written.length == opened.length + 1
-    assert module.remove_earlier(ETCD, "demo", written) and not etcd.keys
-    assert module.remove_earlier(ETCD, "demo", written), "an answer that was lost: the request is said again"
+    written = module.look_for_earlier(ETCD, "demo").left
+    assert written is not None and (opened.next_entry, written.next_entry) == (entry_key(0), entry_key(1))
+    assert module.remove_earlier(ETCD, "demo", written).succeeded and not etcd.keys
+    again = module.remove_earlier(ETCD, "demo", written)
+    assert not again.succeeded and again.found == (None,), "an answer that was lost: the request is said again"
     JobStore(ETCD, tmp_path / "run", tmp_path, job="demo")
-    assert not module.remove_earlier(ETCD, "demo", written) and etcd.keys, "a request that comes late"
+    assert not module.remove_earlier(ETCD, "demo", written).succeeded and etcd.keys, "a request that comes late"

@@ -22,6 +22,7 @@ from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
 from elaswave.control.taking_part import AgentOptions
 from elaswave.errors import RetryError, UsageError
+from elaswave.protocol.founding import RUNS_S, STARTS_S
 
 OWNER = Owner(post=lambda call: call(), turn=lambda: None, say=print, broken=print)
 SEEDS = (Seed("10.0.0.1", 7077, "10.0.0.1"), Seed("10.0.0.2", 7077, "10.0.0.2"))
@@ -61,9 +62,9 @@ def test_a_job_is_founded_again_only_once_none_of_its_coordinators_writes(
     assert etcd.keys
     assert taking_part._ask_whether_it_runs(host) is None
     store.close()
-    assert waits == [taking_part.STARTS_S] * 3 and not etcd.keys
+    assert waits == [STARTS_S] * 3 and not etcd.keys
     assert taking_part._ask_whether_it_runs(host) is None
-    assert waits[3:] == [taking_part.RUNS_S], "nothing is left of it"
+    assert waits[3:] == [RUNS_S], "nothing is left of it"
 
 
 def test_the_only_candidate_removes_what_its_earlier_agent_has_left(tmp_path: Path, etcd: FakeEtcd) -> None:

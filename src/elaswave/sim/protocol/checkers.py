@@ -180,8 +180,8 @@ class OneLayout(Observer):
 
 class ChangesHeld(Observer):
     """A planned change that has come to a worker in its epoch is held by it from its next step on: else the change
-    comes into force for no worker, and no other change, join or leave can follow. Of a worker that has heard of the next
-    coordinator meanwhile, it is what that one says again."""
+    comes into force for no worker, and no other change, join or leave can follow. A worker that has heard of the
+    next coordinator meanwhile waits until that one says it again."""
 
     def __init__(self) -> None:
         self._offered: dict[int, tuple[int, int, int, int]] = {}

@@ -1,0 +1,82 @@
+"""The keys of a job in etcd before its first coordinator and after its last one. What is asked, and what the answers
+mean, is `elaswave.protocol.founding`'s."""
+
+from typing import NamedTuple
+
+from elaswave.control.etcd_client import EtcdClient
+from elaswave.control.etcd_entries import entry_key
+from elaswave.control.etcd_store import Patience, pages, pause
+from elaswave.errors import StoreError
+from elaswave.protocol.founding import LOOKING, Founding, Left, Made, ending, left_of
+from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, KeyValue, Outcome, Transaction
+
+
+class Standing(NamedTuple):
+    """What the store holds of a job."""
+
+    left: Left | None
+    """None: there is none."""
+    outcome: KeyValue | None
+    """How the last one has ended, if there is none."""
+
+
+def standing_of(client: EtcdClient, patience_s: float) -> Standing:
+    """Looks what the store holds of a job.
+
+    Raises:
+        StoreError: etcd does not answer or refuses.
+    """
+    waiting = Patience(client.name, patience_s, pause)
+    spec, term, beat, outcome = waiting.ask(lambda: client.carry_out(LOOKING)).found
+    length = 0 if spec is None else len(pages(client, waiting, "rec/", keys_only=True))
+    return Standing(left_of(spec, term, beat, entry_key(length)), outcome)
+
+
+def remove_left(client: EtcdClient, seen: Left, patience_s: float) -> Outcome:
+    """Removes a job's keys, unless one of its coordinators has written, or was started, since it was looked at.
+
+    Raises:
+        StoreError: etcd does not answer or refuses.
+    """
+    return Patience(client.name, patience_s, pause).ask(lambda: client.carry_out(seen.removal()))
+
+
+def found(client: EtcdClient, spec: bytes, patience_s: float) -> int:
+    """Makes a job's keys, so that coordinators can open it.
+
+    Args:
+        spec: what the job is, for people and for who looks at the keys; has a nonce.
+        patience_s: how long to wait for an answer.
+    Returns:
+        The revision at which it was founded.
+    Raises:
+        StoreError: the job is there already, or etcd does not answer or refuses.
+    """
+    waiting = Patience(client.name, patience_s, pause)
+    while True:
+        (outcome,) = waiting.ask(lambda: client.carry_out(Transaction(reads=(OUTCOME,)))).found
+        founding = Founding(spec, outcome)
+        made = founding.judge(waiting.ask(lambda founding=founding: client.carry_out(founding.transaction())))  # type: ignore[misc]
+        if made is Made.HELD:
+            raise StoreError(f"{client.name} holds another job: remove its keys, or give this one another name")
+        if made is Made.YES:
+            return founding.founded
+
+
+def remove(
+    client: EtcdClient, patience_s: float, name: str = "", outcome: bytes | None = None, founded: int = 0
+) -> None:
+    """Removes a job's keys; no coordinator can write to it from then on.
+
+    Args:
+        client: of the job.
+        patience_s: how long to wait for an answer.
+        name, outcome, founded: as of `elaswave.protocol.founding.ending`.
+    Raises:
+        StoreError: etcd does not answer or refuses.
+    """
+    waiting = Patience(client.name, patience_s, pause)
+    spec, term = waiting.ask(lambda: client.carry_out(Transaction(reads=(SPEC, TERM)))).found
+    asked = ending(name, founded, spec, term, outcome)
+    if asked is not None:
+        waiting.ask(lambda: client.carry_out(asked))

@@ -1,0 +1,86 @@
+"""Who founds a job, what becomes of what an earlier one has left, and what its end leaves (H1, H13)."""
+
+import pytest
+
+from elaswave.protocol.founding import RUNS_S, STARTS_S, Due, Founder, Founding, Left, Made, ending, left_of
+from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, Claim, KeyValue, Outcome, holder_of
+
+LEFT = Left(3, 5, 9, "rec/2")
+ENDED = KeyValue(OUTCOME, b"finished", 12)
+DONE, SPEC_STANDS, GONE = Outcome(True, 20), Outcome(False, 20, (KeyValue(SPEC, b"", 3),)), Outcome(False, 20, (None,))
+
+
+def founder(*, has_others: bool = True) -> Founder:
+    return Founder(has_others=has_others, patience_s=60.0, now_s=100.0)
+
+
+def test_what_was_left_is_told_by_its_revisions() -> None:
+    spec, term, beat = KeyValue(SPEC, b"", 3), KeyValue(TERM, b"", 5), KeyValue("beat", b"", 9)
+    assert left_of(spec, term, beat, "rec/2") == LEFT
+    assert left_of(None, term, beat, "rec/2") is None
+    assert left_of(spec, None, None, "rec/0") == Left(3, 0, 0, "rec/0")
+    removal = LEFT.removal()
+    assert set(removal.unwritten_since) == {(SPEC, 3), (TERM, 5), ("beat", 9), ("rec/2", 0)}
+    assert removal.clears and not removal.puts
+
+
+def test_where_nothing_is_left_the_job_is_founded_once_no_coordinator_answers() -> None:
+    agent = founder()
+    assert agent.looked(None, None) is Due.ASK and agent.ask_s == RUNS_S
+    assert agent.unanswered() is Due.FOUND
+    assert founder().looked(None, ENDED) is Due.ASK, "an earlier job's end says nothing of the one that is to begin"
+    assert founder(has_others=False).looked(None, None) is Due.FOUND
+
+
+def test_what_is_left_is_removed_once_nobody_answers_or_writes_and_the_job_is_founded_again() -> None:
+    agent = founder()
+    assert agent.looked(LEFT, None) is Due.ASK and agent.ask_s == STARTS_S
+    assert agent.unanswered() is Due.REMOVE and agent.left == LEFT
+    assert agent.removed(DONE, 120.0) is Due.FOUND
+    assert founder(has_others=False).looked(LEFT, None) is Due.REMOVE
+
+
+def test_a_job_that_lives_is_asked_for_until_patience_ends() -> None:
+    agent = founder()
+    agent.looked(LEFT, None)
+    agent.unanswered()
+    assert agent.removed(SPEC_STANDS, 160.0) is Due.LOOK
+    assert agent.removed(SPEC_STANDS, 160.1) is Due.GIVE_UP
+
+
+def test_a_job_that_ends_while_it_is_asked_for_is_over() -> None:
+    agent = founder()
+    agent.looked(LEFT, None)
+    agent.unanswered()
+    assert agent.removed(GONE, 500.0) is Due.LOOK
+    assert agent.looked(None, ENDED) is Due.END and agent.outcome == ENDED
+    again = founder()
+    again.looked(LEFT, None)
+    assert again.looked(None, None) is Due.ASK, "its own removal had arrived"
+
+
+@pytest.mark.parametrize("seen", [None, ENDED])
+def test_a_founding_is_made_once_however_often_it_is_said(seen: KeyValue | None) -> None:
+    founding = Founding(b"mine", seen)
+    asked = founding.transaction()
+    assert set(asked.unwritten_since) == {(SPEC, 0), (OUTCOME, 0 if seen is None else 12)}
+    assert asked.puts == ((SPEC, b"mine"),) and asked.deletes == (() if seen is None else (OUTCOME,))
+    assert founding.judge(GONE) is Made.CHANGED, "a job has ended since"
+    assert founding.judge(Outcome(True, 21)) is Made.YES and founding.founded == 21
+    assert founding.judge(Outcome(False, 30, (KeyValue(SPEC, b"mine", 22),))) is Made.YES and founding.founded == 22
+    assert founding.judge(Outcome(False, 30, (KeyValue(SPEC, b"other", 22),))) is Made.HELD
+
+
+def test_who_has_the_job_at_its_end_removes_it_and_leaves_the_outcome() -> None:
+    spec = KeyValue(SPEC, b"", 3)
+    claim = Claim("a/1", "nonce", holder_of(None))
+    term = KeyValue(TERM, claim.transaction().puts[0][1], 5)
+    asked = ending("a/1", 3, spec, term, b"finished")
+    assert asked is not None and asked.clears and asked.puts == ((OUTCOME, b"finished"),)
+    assert set(asked.unwritten_since) == {(SPEC, 3), (TERM, 5)}
+    unclaimed = ending("a/1", 0, spec, None, None)
+    assert unclaimed is not None and not unclaimed.puts and set(unclaimed.unwritten_since) == {(SPEC, 3), (TERM, 0)}
+    assert ending("", 3, spec, term, None) is not None, "there is one candidate"
+    assert ending("b/2", 3, spec, term, b"finished") is None, "another one has it"
+    assert ending("a/1", 2, spec, term, b"finished") is None, "it was founded again"
+    assert ending("a/1", 3, None, None, b"finished") is None, "it is gone"
