@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from elaswave.sim.protocol.lifetime_search import LIFETIME_MUTANTS
 from elaswave.sim.protocol.mutants import MUTANTS
 from elaswave.sim.protocol.page import fill
 from elaswave.sim.protocol.schedule import KINDS
@@ -20,7 +21,7 @@ def test_the_page_is_up_to_date():
 
 def test_the_page_names_everything():
     text = PAGE.read_text()
-    for name in (*KINDS, *SPACES, *MUTANTS):
+    for name in (*KINDS, *SPACES, *MUTANTS, *LIFETIME_MUTANTS):
         assert name in text
 
 

@@ -6,6 +6,7 @@ from elaswave.cli.groups import LazyGroup
 
 COMMANDS = {
     "chaos": "elaswave.cli.bench_chaos:chaos_command",
+    "lifetimes": "elaswave.cli.bench_lifetimes:lifetimes_command",
     "protocol": "elaswave.cli.bench_protocol:protocol_command",
 }
 """Where each bench stands; imported when it is asked for."""

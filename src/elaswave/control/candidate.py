@@ -101,7 +101,7 @@ def stand_by(
             continue
         before = watch.holder
         missed_s = ended_s if before.name == name and ended_s is not None else watch.since_s
-        won = _claim(client, Claim(name, new_nonce(), before), wait)
+        won = _claim(client, Claim(name, new_nonce(), before, spec.revision), wait)
         if won is not None:
             client.timeout_s_max = REQUEST_TIMEOUT_S_MAX
             return Won(won, missed_s if before.term else None)

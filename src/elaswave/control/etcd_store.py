@@ -185,7 +185,7 @@ class EtcdStore(Generic[_T]):
         spec, standing = self._waiting.ask(lambda: client.carry_out(Transaction(reads=(SPEC, TERM)))).found
         if spec is None:
             raise no_job(client.name)
-        claim = Claim(f"{socket.gethostname()}:{os.getpid()}", new_nonce(), holder_of(standing))
+        claim = Claim(f"{socket.gethostname()}:{os.getpid()}", new_nonce(), holder_of(standing), spec.revision)
         won = claim.judge(self._waiting.ask(lambda: client.carry_out(claim.transaction())))
         if won is None:
             raise SupersededError(

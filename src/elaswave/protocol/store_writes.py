@@ -103,16 +103,22 @@ class Claim:
         name: of the claimant.
         nonce: that no other claim has.
         seen: who may write, by a linearizable read.
+        founded: revision at which the job was founded that is claimed: a claim that comes late does not claim the next
+            one, nor leave a key where none is.
     """
 
-    def __init__(self, name: str, nonce: str, seen: Holder) -> None:
+    def __init__(self, name: str, nonce: str, seen: Holder, founded: int) -> None:
         self._seen = seen
+        self._founded = founded
         self._name = name
         self._value = json.dumps({"term": seen.term + 1, "holder": name, "nonce": nonce}).encode()
 
     def transaction(self) -> Transaction:
         """To be said until there is an answer."""
-        return self._seen.still_writes()._replace(puts=((TERM, self._value),))
+        asked = self._seen.still_writes()
+        return asked._replace(
+            unwritten_since=(*asked.unwritten_since, (SPEC, self._founded)), puts=((TERM, self._value),)
+        )
 
     def judge(self, outcome: Outcome) -> Holder | None:
         """What the answer means: this claimant, which may write now; None if another one was quicker."""

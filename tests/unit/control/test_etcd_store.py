@@ -421,7 +421,7 @@ def test_a_job_whose_keys_were_removed_is_written_by_nobody(world: World) -> Non
 
 @pytest.mark.parametrize(("name", "is_removed"), [("host", True), ("other", False), ("", True)])
 def test_keys_stay_if_another_candidate_has_the_job(world: World, name: str, is_removed: bool) -> None:
-    term = Claim("host", "nonce", NOBODY).transaction().puts[0][1]
+    term = Claim("host", "nonce", NOBODY, 1).transaction().puts[0][1]
     client = world.client(FakeGateway(world.etcd))
     client.transact([], [client.put("term", term)])
     remove(client, 1.0, name)

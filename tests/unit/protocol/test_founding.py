@@ -73,7 +73,7 @@ def test_a_founding_is_made_once_however_often_it_is_said(seen: KeyValue | None)
 
 def test_who_has_the_job_at_its_end_removes_it_and_leaves_the_outcome() -> None:
     spec = KeyValue(SPEC, b"", 3)
-    claim = Claim("a/1", "nonce", holder_of(None))
+    claim = Claim("a/1", "nonce", holder_of(None), 3)
     term = KeyValue(TERM, claim.transaction().puts[0][1], 5)
     asked = ending("a/1", 3, spec, term, b"finished")
     assert asked is not None and asked.clears and asked.puts == ((OUTCOME, b"finished"),)

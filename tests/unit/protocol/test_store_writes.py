@@ -4,6 +4,7 @@ import json
 
 from elaswave.protocol.store_writes import (
     NOBODY,
+    SPEC,
     TERM,
     Claim,
     EntryWrite,
@@ -24,20 +25,20 @@ def term_of(claim: Claim, revision: int) -> KeyValue:
 
 
 def test_a_claim_compares_with_what_was_seen_and_raises_the_term() -> None:
-    claim = Claim("b/2", "n1", SEEN)
+    claim = Claim("b/2", "n1", SEEN, 1)
     asked = claim.transaction()
-    assert asked.unwritten_since == ((TERM, 17),) and asked.reads == (TERM,)
+    assert asked.unwritten_since == ((TERM, 17), (SPEC, 1)) and asked.reads == (TERM,)
     assert asked.values == ((TERM, b"a's claim"),)
     assert json.loads(asked.puts[0][1]) == {"term": 3, "holder": "b/2", "nonce": "n1"}
     assert claim.judge(Outcome(True, 20)) == MINE
-    first = Claim("b/2", "n1", NOBODY).transaction()
-    assert (first.unwritten_since, first.values) == (((TERM, 0),), ())
+    first = Claim("b/2", "n1", NOBODY, 1).transaction()
+    assert (first.unwritten_since, first.values) == (((TERM, 0), (SPEC, 1)), ())
 
 
 def test_a_claim_knows_itself_by_its_nonce() -> None:
-    claim = Claim("b/2", "n1", SEEN)
+    claim = Claim("b/2", "n1", SEEN, 1)
     assert claim.judge(Outcome(False, 25, (term_of(claim, 20),))) == MINE, "an earlier request had arrived"
-    other = term_of(Claim("b/2", "n2", SEEN), 20)
+    other = term_of(Claim("b/2", "n2", SEEN, 1), 20)
     assert claim.judge(Outcome(False, 25, (other,))) is None
     assert claim.judge(Outcome(False, 25, (None,))) is None
     own = term_of(claim, 20)

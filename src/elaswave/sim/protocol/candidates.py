@@ -8,7 +8,7 @@ meanwhile happens afterwards. Its beat does not wait.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from elaswave.protocol.election import BEAT_S, POLL_S, Seen, Watch
 from elaswave.protocol.events import Record
@@ -68,8 +68,10 @@ class RemoteStore:
         holds = all(self._revision(key) == revision for key, revision in transaction.unwritten_since)
         holds = holds and all(key in self.keys for key in transaction.exist)
         holds = holds and all(self._value(key) == value for key, value in transaction.values)
-        if holds and transaction.puts:
+        if holds and (transaction.puts or transaction.deletes or transaction.clears):
             self.revision += 1
+            for key in [*self.keys] if transaction.clears else transaction.deletes:
+                self.keys.pop(key, None)
             for key, value in transaction.puts:
                 self.keys[key] = KeyValue(key, value, self.revision)
                 self._written.append((self._clock(), self.keys[key]))
@@ -106,6 +108,88 @@ class _Request:
 
     def __init__(self) -> None:
         self.is_over = False
+
+
+class Clock(Protocol):
+    """What the way to a store needs of a simulated world."""
+
+    now: int
+
+    def at(self, delay: int, call: Callable[..., None], *arguments: Any) -> None:
+        """Lets something happen later."""
+
+    def delay(self) -> int:
+        """The next message's time under way."""
+
+    def deliver(self, actor: Any, call: Callable[..., None], *arguments: Any) -> None:
+        """An answer comes to a process, if it is still there."""
+
+
+class WayToStore:
+    """The network between processes and their store.
+
+    Args:
+        world: time and processes.
+        store_delay: how much longer a request takes.
+        late_by: gives how much later than the others a request arrives that is late.
+    """
+
+    def __init__(self, world: Clock, store_delay: int = 0, late_by: Callable[[], int] = lambda: 0) -> None:
+        self._world = world
+        self._store_delay = store_delay
+        self._late_by = late_by
+        self._until = {"lost": 0, "mute": 0, "late": 0}
+        """Kind of fault -> until when it lasts."""
+        self._shut: dict[Any, int] = {}
+        """Place -> until when the store cannot be reached from there."""
+
+    def trouble(self, kind: str, until: int) -> None:
+        """Requests are ``lost``, their answers are (``mute``), or they are ``late``."""
+        self._until[kind] = max(self._until[kind], until)
+
+    def shut(self, place: Any, until: int) -> None:
+        """The store cannot be reached from a place."""
+        self._shut[place] = max(self._shut.get(place, 0), until)
+
+    def is_open(self, place: Any) -> bool:
+        """Whether requests from a place are answered now."""
+        return max(*self._until.values(), self._shut.get(place, 0)) <= self._world.now
+
+    def ask(self, asker: Any, place: Any, do: Callable[[], _T], answered: Callable[[_T | None], None]) -> None:
+        """Asks the store for something.
+
+        Args:
+            asker: the process.
+            place: where it is.
+            do: what the store does when the request arrives.
+            answered: called with the answer; None: there was none in time.
+        """
+        world, now = self._world, self._world.now
+        request = _Request()
+        world.at(TIMEOUT, self._time_out, asker, request, answered)
+        if max(self._until["lost"], self._shut.get(place, 0)) > now:
+            return
+        is_late = self._until["late"] > now
+        arrives = world.delay() + self._store_delay
+        if is_late:
+            arrives = self._until["late"] - now + TIMEOUT + self._late_by()
+        is_heard = not is_late and self._until["mute"] <= now
+        world.at(arrives, self._arrive, asker, do, request, answered, is_heard)
+
+    def _arrive(
+        self, asker: Any, do: Callable[[], _T], request: _Request, answered: Callable[[_T], None], is_heard: bool
+    ) -> None:
+        answer = do()
+        if is_heard:
+            self._world.at(self._world.delay(), self._answer, asker, request, answered, answer)
+
+    def _answer(self, asker: Any, request: _Request, answered: Callable[[_T], None], answer: _T) -> None:
+        if not request.is_over:
+            request.is_over = True
+            self._world.deliver(asker, answered, answer)
+
+    def _time_out(self, asker: Any, request: _Request, answered: Callable[[None], None]) -> None:
+        self._answer(asker, request, answered, None)
 
 
 class Seat:
@@ -269,7 +353,8 @@ class SimCandidate:
             return
         self._num_claims += 1
         self.is_claiming = True
-        self._claim(self.claim_class(self._name, f"{self._process}.{self._num_claims}", watch.holder), process)
+        # The job's founding has no key here; see `elaswave.sim.protocol.lifetimes`.
+        self._claim(self.claim_class(self._name, f"{self._process}.{self._num_claims}", watch.holder, 0), process)
 
     def _claim(self, claim: Claim, process: int) -> None:
         asked = partial(self._crew.store.transact, claim.transaction())
@@ -327,11 +412,8 @@ class Crew:
         """Value of an entry -> number of its writer, which of its writes, and the record."""
         self._seat_class = seat_class
         self._make_coordinator = make_coordinator
-        self._until = {"lost": 0, "mute": 0, "late": 0}
-        """Kind of fault -> until when it lasts."""
+        self._way = WayToStore(world, world.conditions.store_delay)
         self._num_writers = 0
-        self._shut: dict[Any, int] = {}
-        """Process -> until when it cannot reach the store."""
         self.candidates = [candidate_class(self, number) for number in range(world.conditions.candidates)]
 
     def start(self) -> None:
@@ -350,45 +432,17 @@ class Crew:
         if isinstance(record, Decision):
             self.world.see.decided(record)
 
-    # ---------------------------------------------------------------------------------------------------- the network
-
     def ask(
         self, asker: Any, do: Callable[[], _T], answered: Callable[[_T | None], None], *, is_instant: bool = True
     ) -> None:
-        """Asks the store for something.
+        """Asks the store for something; as `WayToStore.ask`.
 
         Args:
-            asker: the process.
-            do: what the store does when the request arrives.
-            answered: called with the answer; None: there was none in time.
             is_instant: whether a fault may strike just before.
         """
-        world, now = self.world, self.world.now
         if is_instant:
-            world.tick(asker)
-        request = _Request()
-        world.at(TIMEOUT, self._time_out, asker, request, answered)
-        if max(self._until["lost"], self._shut.get(asker, 0)) > now:
-            return
-        is_late = self._until["late"] > now
-        arrives = self._until["late"] - now + TIMEOUT if is_late else world.delay() + world.conditions.store_delay
-        is_heard = not is_late and self._until["mute"] <= now
-        world.at(arrives, self._arrive, asker, do, request, answered, is_heard)
-
-    def _arrive(
-        self, asker: Any, do: Callable[[], _T], request: _Request, answered: Callable[[_T], None], is_heard: bool
-    ) -> None:
-        answer = do()
-        if is_heard:
-            self.world.at(self.world.delay(), self._answer, asker, request, answered, answer)
-
-    def _answer(self, asker: Any, request: _Request, answered: Callable[[_T], None], answer: _T) -> None:
-        if not request.is_over:
-            request.is_over = True
-            self.world.deliver(asker, answered, answer)
-
-    def _time_out(self, asker: Any, request: _Request, answered: Callable[[None], None]) -> None:
-        self._answer(asker, request, answered, None)
+            self.world.tick(asker)
+        self._way.ask(asker, asker, do, answered)
 
     # --------------------------------------------------------------------------------------------------- coordinators
 
@@ -454,9 +508,9 @@ class Crew:
         elif fault.kind == "shut":
             coordinator = self.world.coordinator
             if coordinator is not None:
-                self._shut[coordinator] = until
+                self._way.shut(coordinator, until)
         else:
-            self._until[fault.kind] = max(self._until[fault.kind], until)
+            self._way.trouble(fault.kind, until)
 
     def kill_process(self) -> None:
         """The process of a candidate that claims the job ends."""

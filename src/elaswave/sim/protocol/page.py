@@ -7,6 +7,7 @@ import re
 
 from elaswave.protocol import agent, coordinator_table, member
 from elaswave.protocol.table import C, R, S, TransitionTable, markdown_table, mermaid_diagram
+from elaswave.sim.protocol.lifetime_search import LIFETIME_MUTANTS, parse_lifetime, run_lifetime
 from elaswave.sim.protocol.mutants import MUTANTS
 from elaswave.sim.protocol.run import run_schedule
 from elaswave.sim.protocol.schedule import KINDS, parse_schedule
@@ -67,6 +68,16 @@ def _mutants() -> str:
     return "\n".join(lines)
 
 
+def _lifetimes() -> str:
+    lines = ["| bug | what is wrong | what is seen | schedule |", "|---|---|---|---|"]
+    for mutant in LIFETIME_MUTANTS.values():
+        schedule = parse_lifetime(mutant.example)
+        seen = run_lifetime(schedule, mutant.build).violation or "not shown by its example"
+        real = " (the product once had it)" if mutant.real else ""
+        lines.append(f"| `{mutant.name}` | {mutant.what}{real} | {seen} | `{mutant.example or 'seed=0'}` |")
+    return "\n".join(lines)
+
+
 _SECTIONS = {
     "coordinator": _coordinator,
     "member": _member,
@@ -74,4 +85,5 @@ _SECTIONS = {
     "faults": _faults,
     "spaces": _spaces,
     "mutants": _mutants,
+    "lifetimes": _lifetimes,
 }
