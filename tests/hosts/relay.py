@@ -24,6 +24,7 @@ _TUNSETIFF = 0x400454CA
 _IFF_TUN_NO_PI = 0x1001
 _CLONE_NEWNET = 0x40000000
 _PACKETS_AT_ONCE = 64
+_PRIORITY = -15
 
 
 @dataclass
@@ -93,6 +94,8 @@ class Relay:
         self._is_over = False
         self._thread = threading.Thread(target=self._carry, name="relay", daemon=True)
         self._thread.start()
+        with contextlib.suppress(PermissionError):  # a network does not wait for processors that the hosts keep busy
+            os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, _PRIORITY)
 
     def attach(self, host: int, fd: int) -> None:
         """A host is on the network from now on, with this device instead of the one that it may have had.

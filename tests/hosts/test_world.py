@@ -13,7 +13,7 @@ from tests.etcd_processes import cluster, needs_etcd
 from tests.hosts.world import Host, World, lacking
 
 REASON = lacking()
-pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(REASON), reason=REASON or "hosts can be made")]
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "hosts can be made")
 
 LISTEN = (
     "import socket; server = socket.create_server(('0.0.0.0', 5000));"
@@ -52,6 +52,7 @@ def test_a_host_that_was_killed_starts_again_with_its_address_and_nothing_runs_o
 
 
 @needs_etcd
+@pytest.mark.hosts
 def test_a_member_of_etcd_is_lost_with_its_host_and_started_again_with_it() -> None:
     with World(3) as world:
         with cluster(3, places=[(host.address, on(host)) for host in world.hosts]) as members:
