@@ -40,7 +40,7 @@ def lacking() -> str:
     return f"hosts are namespaces, which are refused here: {trial.stderr.strip()}" if trial.returncode else ""
 
 
-class _Namespaces:
+class Namespaces:
     """A process that holds namespaces, as the first of its process table."""
 
     def __init__(self, *kinds: str) -> None:
@@ -84,7 +84,7 @@ class Host:
         self.address6 = f"fd77::{number}"
         self._relay = relay
         clock = ("--time", "--monotonic", str(number * CLOCK_STEP_S))
-        self._namespaces = _Namespaces("--net", "--mount", *clock)
+        self._namespaces = Namespaces("--net", "--mount", *clock)
         relay.attach(number, open_tun(self._namespaces.first, "net0"))
         self._inside("ip", "link", "set", "lo", "up")
         self._inside("ip", "link", "set", "net0", "mtu", str(mtu_bytes), "up")
@@ -125,14 +125,14 @@ class Host:
 
     def mount(self, folder: Path, seen_as: Path) -> None:
         """On this host a path shows another folder; both are there."""
-        _run(*self._namespaces.enter("-m"), "mount", "--bind", str(folder), str(seen_as))
+        run(*self._namespaces.enter("-m"), "mount", "--bind", str(folder), str(seen_as))
 
     def kill(self) -> None:
         """All of its processes, in one instant; its kernel lives, and closes their connections."""
         self._namespaces.end()
 
     def _inside(self, *command: str) -> None:
-        _run(*self._namespaces.enter("-n"), *command)
+        run(*self._namespaces.enter("-n"), *command)
 
 
 class World:
@@ -207,6 +207,7 @@ def _is_sleep(pid: int) -> bool:
     return Path(f"/proc/{pid}/comm").read_text().strip() == "sleep"
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Runs a command that must not fail."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
