@@ -8,12 +8,10 @@ and has checkpoints committed. The processes themselves are `elaswave.control.jo
 import contextlib
 import os
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -28,7 +26,6 @@ from elaswave.control.agent_messages import (
     BreakOffCommit,
     CheckpointCommitted,
     CommitCheckpoint,
-    CpuTimes,
     Ended,
     EndJoiner,
     Exited,
@@ -44,7 +41,9 @@ from elaswave.control.agent_messages import (
     TermTaken,
     ToAgent,
 )
-from elaswave.control.candidate import Progress, Stage, progress_of
+from elaswave.control.asked_stop import AskedStop
+from elaswave.control.candidacy import CANDIDATE, Candidacy
+from elaswave.control.candidate import Progress, Stage
 from elaswave.control.client import ControlClient
 from elaswave.control.commit_count import CommitCount
 from elaswave.control.control_file import remove_control_file, write_control_file
@@ -58,14 +57,13 @@ from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_
 from elaswave.control.job_spec import mark_of, write_marks
 from elaswave.control.key_files import JOB_KEY_FILE, JobKey
 from elaswave.control.late_outcome import late_outcome
-from elaswave.control.launcher_waits import LauncherWaits, how_it_stands_still
+from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.log_sending import LogSending
 from elaswave.control.open_store import FILE, JobStore
 from elaswave.control.post import Post, own_post
 from elaswave.control.script import Script
-from elaswave.control.standstill import Standstill
 from elaswave.control.step_calls import StepCalls
-from elaswave.control.stop_signals import STOP_SIGNALS, stop_signals
+from elaswave.control.stop_signals import stop_signals
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_link import template_log
 from elaswave.control.template_messages import (
@@ -82,9 +80,10 @@ from elaswave.control.template_messages import (
     SpawnRefused,
     SpawnWorkers,
     StartingPoint,
-    Unprepared,
 )
+from elaswave.control.template_start import await_prepared
 from elaswave.control.wire import agent_id
+from elaswave.control.worker_looks import WorkerLooks
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Sampler
 from elaswave.errors import (
@@ -97,7 +96,6 @@ from elaswave.errors import (
     UsageError,
 )
 from elaswave.faults.injection import Fault
-from elaswave.observability.processor_waits import ProcessorWaits
 from elaswave.observability.progress import Reporter
 from elaswave.observability.run_folder import CHECKPOINTS_DIR
 from elaswave.protocol.agent import (
@@ -118,22 +116,10 @@ from elaswave.state.shapes import StateShapes
 from elaswave.worker.probe import Probe
 from elaswave.worker.run_plan import RunPlan
 
-LOOK_S = 1.0
-"""Between two looks at the processes of workers that have not registered."""
-LOOK_AT_SILENT_S = 0.9 * TICK_S
-"""Between two looks at the processes of workers that are silent: every turn of the loop, if nothing wakes it."""
 LAST_WORDS_S = 1.0
 """After the template's end, how long the coordinator may take to say whether the job was over before."""
 STARTING_S = 10.0
 """Between two lines about a start that lasts."""
-STAND_BY_AGAIN_S = 1.0
-STAND_BY_AGAIN_S_MAX = 60.0
-"""After the end of a candidate that never had the job, or of a coordinator that another host's has replaced, the next
-one is started so much later."""
-STOP_GRACE_S = 300.0
-"""After the first signal, how long the step in hand and its checkpoint may take."""
-CANDIDATE = "candidate"
-"""In the selector: what a candidate's process reports."""
 EXIT_GRACE_S = 10.0
 """After the end of the job, how long its processes may take to end."""
 FAILED_GRACE_S = 0.5
@@ -181,9 +167,7 @@ class LocalJob:
         post: Post | None = None,
     ) -> None:
         self._post = post = post or own_post()
-        self.stop_signal: int | None = None
-        self._stop_cause = ""
-        """Why the coordinator wants the end, if it was not a signal."""
+        self._stop = AskedStop(post.leave_s)
         self._prepared: Prepared | None = None
         """What the template has said, once it is there."""
         self._script = script
@@ -199,17 +183,6 @@ class LocalJob:
         self._first_workers: set[int] = set()
         """Workers with which the job begins that the template was asked for."""
         self._refused: AgentRefused | None = None
-        self._leads = post.founds and not post.is_candidate
-        """Whether the coordinator is this agent's."""
-        self._had_it = self._leads
-        """Whether it ever was."""
-        self._reports: int | None = None
-        """Where a candidate's process says how far it is."""
-        self._stand_by_at_s: float | None = None
-        """When the next one is to be started."""
-        self._stand_by_wait_s = STAND_BY_AGAIN_S
-        self._missed_since_s: float | None = None
-        """Since when the last coordinator is missed."""
         self._key_of_job = key
         self._say_at_s = STARTING_S
         """Seconds after the beginning at which the terminal hears again of a start that lasts."""
@@ -217,12 +190,6 @@ class LocalJob:
         self._client: ControlClient[ToAgent] | None = None
         self._ended: Ended | None = None
         self._is_over = False
-        self._awaited: tuple[int, ...] = ()
-        """Workers that the coordinator waits for."""
-        self._looked_s = 0.0
-        self._silent: dict[int, ProcessorWaits] = {}
-        """Workers of which the coordinator hears nothing."""
-        self._looked_at_silent_s = 0.0
         self._coordinator_since_s = 0.0
         self._patience_s = COORDINATOR_HUNG_S
         """With a coordinator that does not accept the agent."""
@@ -275,6 +242,9 @@ class LocalJob:
             raise
         self.template_pid = self._processes.template_pid
         self._selector = self._processes.selector
+        self._looks = WorkerLooks(self._processes)
+        leads = post.founds and not post.is_candidate
+        self._candidacy = Candidacy(leads=leads, is_candidate=post.is_candidate, selector=self._selector)
         if post.founds:
             if post.job:
                 write_marks(run_dir, post.job)
@@ -318,30 +288,8 @@ class LocalJob:
     def _await_prepared(self) -> Prepared:
         if self._prepared is not None:
             return self._prepared
-        standstill = Standstill(time.monotonic())
-        while True:
-            self._selector.select(TICK_S)
-            for message in self._processes.hear_template():
-                if isinstance(message, Prepared):
-                    self._prepared = message
-                    return message
-                assert isinstance(message, Unprepared), message
-                if message.is_usage:
-                    raise UsageError(message.text)
-                raise LaunchError(self._unprepared(message.text))
-            ended = self._processes.template_end()
-            if ended is not None:
-                raise LaunchError(self._unprepared(f"it {ended}"))
-            still = how_it_stands_still(standstill, self._processes.template_facts(), time.monotonic())
-            if still is not None:
-                raise LaunchError(self._unprepared(still))
-            self._say_starting()
-
-    def _unprepared(self, text: str) -> str:
-        log = self._template_log
-        return (
-            f"the template process, from which workers are forked, cannot load torch and the model: {text}; see {log}"
-        )
+        self._prepared = await_prepared(self._processes, self._template_log, self._say_starting)
+        return self._prepared
 
     # --------------------------------------------------------------------------------------------------------- running
 
@@ -381,7 +329,7 @@ class LocalJob:
             founded=self._founded,
         )
         self._selector.register(self._client.fileno(), selectors.EVENT_READ, "control")
-        with stop_signals(self._on_signal) as wake_fd:
+        with stop_signals(self._stop.on_signal) as wake_fd:
             if wake_fd is not None:
                 self._selector.register(wake_fd, selectors.EVENT_READ, "signal")
             try:
@@ -393,8 +341,8 @@ class LocalJob:
         if self._ended.outcome == "failed":
             self._check_template()  # its end may be the reason: then the workers have ended only after it
         self._selector.unregister(self._client.fileno())
-        self._close_reports()
-        if self._post.is_candidate and not self._leads:
+        self._candidacy.close()
+        if self._post.is_candidate and not self._candidacy.leads:
             self._processes.kill_coordinator()  # it waits for nothing any more
         self._client.close(1.0)
         self._client = None
@@ -423,34 +371,33 @@ class LocalJob:
                     self._hear_template()
                 elif key.data == CANDIDATE:
                     self._hear_candidate()
-            if self._stand_by_at_s is not None and time.monotonic() >= self._stand_by_at_s:
-                self._stand_by_at_s = None
+            if self._candidacy.is_due(time.monotonic()):
                 self._start_coordinator()
             wait_s = self._client.turn()
             self._check_refused()
             overdue = self._waits.overdue(self._processes.template_facts, time.monotonic())
             if overdue is not None:
                 raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
-            self._look_at_awaited()
-            self._look_at_silent()
+            for looked in self._looks.turn():
+                self._client.send(looked)
             for part in self._logs.turn(time.monotonic()):
                 self._client.send(part)
-            if self._leads:
+            if self._candidacy.leads:
                 assert self._store is not None
                 self._look_at_coordinator(self._client.disconnected_s, self._store.patience_s)
             self._keep_vigil()
             self._reporter.refresh()
             self._say_starting()
-            if self.stop_signal is not None or self._calls.error is not None:
+            if self._stop.signal is not None or self._calls.error is not None:
                 now_s = time.monotonic()
                 if kill_at_s is None:
-                    kill_at_s = now_s + self._stop_grace_s
+                    kill_at_s = now_s + self._stop.grace_s
                     self._ask_to_stop()
                 elif now_s > kill_at_s:
                     self._calls.raise_error()
-                    assert self.stop_signal is not None
-                    raise StoppedBySignalError(self.stop_signal, "killed: it did not end in time after the signal")
-                if self._is_leaving and not self._processes.workers:
+                    assert self._stop.signal is not None
+                    raise StoppedBySignalError(self._stop.signal, "killed: it did not end in time after the signal")
+                if self._stop.is_leaving and not self._processes.workers:
                     self._client.close(1.0)
                     raise RetryError("this host's workers have left, as the notice asked for; the job goes on without")
 
@@ -465,18 +412,9 @@ class LocalJob:
     def _hear_candidate(self) -> None:
         """A candidate's process has the job, or can be dialled; or its end of the pipe is closed."""
         assert self._client is not None
-        if self._reports is None:
-            return
-        try:
-            said = progress_of(os.read(self._reports, 4096))
-        except BlockingIOError:
-            return  # what was to be read was of the candidate before
-        if not said:
-            self._close_reports()
-        for stage, term in said:
+        for stage, term in self._candidacy.hear():
             if stage is Stage.HOLDS:
-                self._leads = self._had_it = True
-                self._stand_by_wait_s = STAND_BY_AGAIN_S
+                self._candidacy.has_it()
                 self._coordinator_since_s = time.monotonic()
                 self._processes.has_taken_over()
                 if term > 1:
@@ -487,12 +425,6 @@ class LocalJob:
                     self._client.send(TermTaken(term=term))
                 self._client.dial_first()
 
-    def _close_reports(self) -> None:
-        if self._reports is not None:
-            self._selector.unregister(self._reports)
-            os.close(self._reports)
-            self._reports = None
-
     def _keep_vigil(self) -> None:
         """Where another host has the coordinator: does what is due while it cannot be reached.
 
@@ -500,7 +432,7 @@ class LocalJob:
             RetryError: it could not be for too long, and this host's workers have not committed a step either.
         """
         assert self._client is not None
-        has_coordinator = self._leads or self._client.connected
+        has_coordinator = self._candidacy.leads or self._client.connected
         num_commits = 0 if self._commits is None else self._commits.value
         due = self._vigil.look(time.monotonic(), has_coordinator=has_coordinator, num_commits=num_commits)
         if due is Due.SEEK:
@@ -515,39 +447,13 @@ class LocalJob:
             )
 
     @property
+    def stop_signal(self) -> int | None:
+        """The first signal that has asked this agent to stop; None: there was none."""
+        return self._stop.signal
+
+    @property
     def _template_log(self) -> Path:
         return self._run_dir / "logs" / template_log(self._post.suffix)
-
-    @property
-    def _is_leaving(self) -> bool:
-        """Whether this host's workers leave, and the job goes on."""
-        return self.stop_signal is not None and self._post.leave_s is not None and not self._stop_cause
-
-    @property
-    def _stop_grace_s(self) -> float:
-        """How long the end that was asked for may take: a notice's time is this host's, not that of a job's stop."""
-        leave_s = self._post.leave_s
-        return leave_s if leave_s is not None and self._is_leaving else STOP_GRACE_S
-
-    def _look_at_awaited(self) -> None:
-        """Tells the coordinator now and then how the workers get on that it waits for."""
-        now_s = time.monotonic()
-        if not self._awaited or now_s - self._looked_s < LOOK_S:
-            return
-        self._looked_s = now_s
-        assert self._client is not None
-        cpu_s = {worker: facts.cpu_s for worker, facts in self._processes.facts_of(self._awaited).items()}
-        self._client.send(CpuTimes(cpu_s=cpu_s))
-
-    def _look_at_silent(self) -> None:
-        """Tells the coordinator how long those workers have waited for a processor of which it hears nothing."""
-        now_s = time.monotonic()
-        if not self._silent or now_s - self._looked_at_silent_s < LOOK_AT_SILENT_S:
-            return
-        self._looked_at_silent_s = now_s
-        assert self._client is not None
-        waited_s = {worker: waits.look(now_s) for worker, waits in self._silent.items()}
-        self._client.send(CpuTimes(cpu_s={}, waited_s=waited_s))
 
     def _say_starting(self) -> None:
         """Until the first step has been made, says now and then that the job is at it: a large model takes its time."""
@@ -572,9 +478,8 @@ class LocalJob:
     def _ask_to_stop(self) -> None:
         """Passes a signal on; later coordinators are told with the hello."""
         assert self._client is not None
-        name = "a callback has failed" if self.stop_signal is None else STOP_SIGNALS[self.stop_signal]
-        name = self._stop_cause or name
-        if self._is_leaving:
+        name = self._stop.name
+        if self._stop.is_leaving:
             assert self._post.leave_s is not None
             self._reporter.message(f"{name}: this host's workers leave; a second signal ends them at once")
             self._client.send(AgentLeaving(left_s=self._post.leave_s))
@@ -582,22 +487,13 @@ class LocalJob:
         self._reporter.message(f"{name}: ending after this step, with a checkpoint; Ctrl-C ends at once")
         self._client.send(StopJob())
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first signal asks for a clean end; another one ends at once, unless it is SIGHUP, which a terminal that
-        closes may send twice, itself and by its shell."""
-        if self.stop_signal is not None and number == signal.SIGHUP:
-            return
-        if self.stop_signal is not None:
-            raise StoppedBySignalError(number, "stopped at once by a second signal")
-        self.stop_signal = number
-
     # ----------------------------------------------------------------------------------------------------- coordinator
 
     def _hello(self) -> AgentHello:
         exited = [Exited(worker=end.worker, text=end.text) for end in self._agent.worker_ends]
         post = self._post
         self._logs.connected()
-        stop = (self.stop_signal is not None or self._calls.error is not None) and not self._is_leaving
+        stop = (self._stop.signal is not None or self._calls.error is not None) and not self._stop.is_leaving
         return AgentHello(
             node=post.node,
             incarnation=post.incarnation,
@@ -606,7 +502,7 @@ class LocalJob:
             stop=stop,
             called_step=self._calls.last_step,
             folder=mark_of(self._run_dir) if post.job else "",
-            leaving_s=post.leave_s if self._is_leaving else None,
+            leaving_s=post.leave_s if self._stop.is_leaving else None,
         )
 
     def _on_message(self, message: ToAgent) -> None:
@@ -631,11 +527,7 @@ class LocalJob:
         elif isinstance(message, ShowText):
             (self._reporter.error if message.is_error else self._reporter.message)(message.text)
         elif isinstance(message, Awaited):
-            self._awaited = message.workers
-            now_s, pids = time.monotonic(), self._processes.pids_of(message.silent)
-            self._silent = {
-                worker: self._silent.get(worker) or ProcessorWaits(pid, now_s) for worker, pid in pids.items()
-            }
+            self._looks.asked(message)
         elif isinstance(message, SendLogs):
             self._logs.wanted()
         elif isinstance(message, CommitCheckpoint):
@@ -665,8 +557,7 @@ class LocalJob:
             if message.worker in self._agent.joiners:
                 self._processes.ask_template(KillWorkers(workers=(message.worker,)))
         elif isinstance(message, StopAsked):
-            if self.stop_signal is None:
-                self.stop_signal, self._stop_cause = signal.SIGTERM, message.cause
+            self._stop.by_coordinator(message.cause)
         elif isinstance(message, Ended):
             self._ended = message
             self._agent.handle(JobEnded())
@@ -711,17 +602,14 @@ class LocalJob:
             home=self._post.incarnation,
             job=self._post.job,
             founded=self._founded,
-            lost_s=self._missed_since_s,
+            lost_s=self._candidacy.missed_since_s,
             profile=self._profile,
             tls=self._network.tls,
         )
         if not self._post.is_candidate:
             self._processes.start_coordinator(number, lambda: run_coordinator(setup))
             return
-        self._close_reports()
-        self._reports, writes = os.pipe()
-        os.set_blocking(self._reports, False)
-        self._selector.register(self._reports, selectors.EVENT_READ, CANDIDATE)
+        writes = self._candidacy.open()
 
         def stand_by() -> int:
             name, founds = self._post.name, self._post.founds
@@ -736,16 +624,12 @@ class LocalJob:
         assert self._client is not None
         self._waits.coordinator_ended()
         self._client.turn()  # its last words
-        had_it, self._leads = self._leads, self._leads and not self._post.is_candidate
-        if self._post.is_candidate and (not had_it or text.endswith(f"with status {SUPERSEDED}")):
-            self._missed_since_s = None
-            self._stand_by_at_s = at_s + self._stand_by_wait_s
-            self._stand_by_wait_s = min(2 * self._stand_by_wait_s, STAND_BY_AGAIN_S_MAX)
+        if self._candidacy.ended(at_s, was_replaced=text.endswith(f"with status {SUPERSEDED}")):
             return
         if text.endswith(f"with status {STORE_GONE}"):
             log = self._run_dir / "logs" / "coordinator.log"
             raise RetryError(f"the coordinator was lost, and the store does not answer the next one; see {log}")
-        self._missed_since_s = at_s
+        self._candidacy.missed_since_s = at_s
         for effect in self._agent.handle(CoordinatorEnded(text, _gave_up(text), at_s)):
             if not isinstance(effect, StartCoordinator):
                 assert not isinstance(effect, ReportEnd | StartJoiner)
@@ -841,15 +725,15 @@ class LocalJob:
         if self._is_over:
             return
         self._is_over = True
-        is_ours = self._leads or (self._post.founds and not self._had_it)
+        is_ours = self._candidacy.leads or (self._post.founds and not self._candidacy.had_it)
         if is_ours:
             remove_control_file(self._run_dir)
-        self._close_reports()
+        self._candidacy.close()
         self._processes.end()
         if self._client is not None:
             self._client.close(0.0)
         # Of a job that may go on others need what is in the store.
-        may_go_on = bool(self._post.job) and self._ended is None and self._had_it
+        may_go_on = bool(self._post.job) and self._ended is None and self._candidacy.had_it
         name = self._post.name if self._post.is_candidate else ""
         outcome = msgspec.json.encode(self._ended) if self._post.job and self._ended is not None else None
         trouble = ""

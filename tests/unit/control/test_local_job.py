@@ -1,5 +1,6 @@
 """What the launcher does when a commit ends, or the template: without processes."""
 
+import selectors
 import signal
 import time
 from pathlib import Path
@@ -19,14 +20,16 @@ from elaswave.control.agent_messages import (
     SpawnJoiner,
     StopAsked,
 )
+from elaswave.control.asked_stop import STOP_GRACE_S, AskedStop
+from elaswave.control.candidacy import STAND_BY_AGAIN_S, Candidacy
 from elaswave.control.coordinator import STORE_GONE
 from elaswave.control.launcher_waits import LauncherWaits
-from elaswave.control.local_job import STOP_GRACE_S, LocalJob
+from elaswave.control.local_job import LocalJob
 from elaswave.control.log_sending import LogSending
 from elaswave.control.open_store import JobStore
-from elaswave.control.post import own_post
+from elaswave.control.post import Post, own_post
 from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
-from elaswave.errors import LaunchError, RecoveryError, RetryError
+from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError
 from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.agent import Agent
 
@@ -38,10 +41,10 @@ class Launcher(LocalJob):
         self.asked: list[object] = []
         self.sent: list[object] = []
         self.num_started = 0
-        self._leads, self._stand_by_wait_s = True, local_job.STAND_BY_AGAIN_S
+        self._set_post(own_post())
         self._committing, self._waits, self._ended = None, LauncherWaits(), None
         self.last_words: Ended | None = None
-        self._agent, self._run_dir, self._post = Agent(), tmp_path, own_post()
+        self._agent, self._run_dir = Agent(), tmp_path
         self._client = SimpleNamespace(turn=self._turn, send=self.sent.append)  # type: ignore[assignment]
         self._processes = SimpleNamespace(  # type: ignore[assignment]
             ask_template=self.asked.append,
@@ -49,6 +52,11 @@ class Launcher(LocalJob):
         )
         self._logs = LogSending(tmp_path)
         self._way_on = lambda: "so it goes on"
+
+    def _set_post(self, post: Post, *, leads: bool = True) -> None:
+        self._post, self._stop = post, AskedStop(post.leave_s)
+        selector = selectors.DefaultSelector()
+        self._candidacy = Candidacy(leads=leads, is_candidate=post.is_candidate, selector=selector)
 
     def _turn(self, max_wait_s: float = 0.0) -> float:
         self._ended = self.last_words
@@ -64,13 +72,17 @@ def launcher(tmp_path: Any) -> Launcher:
 
 
 def test_only_a_notice_of_its_own_hurries_a_host(launcher: Launcher) -> None:
-    launcher.stop_signal, launcher._stop_cause = None, ""
-    launcher._post = own_post()._replace(leave_s=25.0)
+    launcher._set_post(own_post()._replace(leave_s=25.0))
     launcher._on_message(StopAsked(cause="elaswave ctl stop"))
-    assert launcher._stop_grace_s == STOP_GRACE_S, "the step in hand and its checkpoint may take their time"
-    launcher.stop_signal, launcher._stop_cause = None, ""
-    launcher._on_signal(signal.SIGTERM, None)
-    assert launcher._stop_grace_s == 25.0
+    assert launcher.stop_signal == signal.SIGTERM and launcher._stop.name == "elaswave ctl stop"
+    assert launcher._stop.grace_s == STOP_GRACE_S, "the step in hand and its checkpoint may take their time"
+    launcher._set_post(own_post()._replace(leave_s=25.0))
+    launcher._stop.on_signal(signal.SIGTERM, None)
+    launcher._on_message(StopAsked(cause="elaswave ctl stop"))
+    assert launcher._stop.grace_s == 25.0 and launcher._stop.is_leaving
+    launcher._stop.on_signal(signal.SIGHUP, None)
+    with pytest.raises(StoppedBySignalError, match="stopped at once by a second signal"):
+        launcher._stop.on_signal(signal.SIGINT, None)
 
 
 def test_a_coordinator_is_started_at_once_where_nothing_is_being_committed(launcher: Launcher) -> None:
@@ -82,15 +94,17 @@ def test_a_coordinator_is_started_at_once_where_nothing_is_being_committed(launc
 def test_a_candidate_stands_by_again_after_one_that_never_had_the_job_or_was_replaced(
     launcher: Launcher, had_it: bool, how: str
 ) -> None:
-    launcher._post, launcher._leads = own_post()._replace(is_candidate=True), had_it
+    launcher._set_post(own_post()._replace(is_candidate=True), leads=had_it)
     launcher._on_coordinator_exit(how, 50.0)
-    assert (launcher.num_started, launcher._leads) == (0, False)
-    assert launcher._stand_by_at_s == 50.0 + local_job.STAND_BY_AGAIN_S
+    candidacy = launcher._candidacy
+    assert (launcher.num_started, candidacy.leads) == (0, False)
+    assert candidacy.stand_by_at_s == 50.0 + STAND_BY_AGAIN_S
     launcher._on_coordinator_exit(how, 60.0)
-    assert launcher._stand_by_at_s == 60.0 + 2 * local_job.STAND_BY_AGAIN_S, "no log fills with what it is refused for"
-    launcher._leads = True
+    assert candidacy.stand_by_at_s == 60.0 + 2 * STAND_BY_AGAIN_S, "no log fills with what it is refused for"
+    assert not candidacy.is_due(61.9) and candidacy.is_due(62.0) and not candidacy.is_due(99.0)
+    candidacy.has_it()
     launcher._on_coordinator_exit("was killed by SIGKILL", 51.0)
-    assert (launcher.num_started, launcher._leads) == (1, False), "its own coordinator is followed at once"
+    assert (launcher.num_started, candidacy.leads) == (1, False), "its own coordinator is followed at once"
 
 
 def test_a_store_that_does_not_answer_the_next_coordinator_ends_the_part_and_not_the_job(launcher: Launcher) -> None:
