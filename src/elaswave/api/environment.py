@@ -9,6 +9,8 @@ from pathlib import Path
 from elaswave.control.key_files import JobKey, checked_key, read_key
 from elaswave.errors import UsageError
 
+COORDINATOR_VARIABLE = "ELASWAVE_COORDINATOR"
+"""Where agents dial their coordinator, if their command does not say."""
 KEY_FILE_VARIABLE = "ELASWAVE_KEY_FILE"
 KEY_VARIABLE = "ELASWAVE_KEY"
 

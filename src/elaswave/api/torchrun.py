@@ -2,9 +2,11 @@
 
 torchrun's own rendezvous ends the agents of all nodes when one leaves, and starts all anew when one joins. Here each
 node is a world of its own to torchrun, in which nobody ever waits: who takes part is the job's own business. The entry
-point `torchrun.handlers` names `handler`, for ``--rdzv-backend=elaswave``.
+point `torchrun.handlers` names `handler`, for ``--rdzv-backend=elaswave``. ``--rdzv-endpoint`` is where the agents dial
+their coordinator, if they are not told otherwise.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
+
+from elaswave.api.environment import COORDINATOR_VARIABLE
 
 BACKEND = "elaswave"
 
@@ -66,4 +70,6 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def _one_node(parameters: Any) -> RendezvousHandler:
+    if parameters.endpoint:  # torchrun's children inherit it
+        os.environ.setdefault(COORDINATOR_VARIABLE, parameters.endpoint)
     return OneNode(parameters.run_id)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from elaswave.api.environment import given_key, prepare_to_compute
+from elaswave.api.environment import COORDINATOR_VARIABLE, given_key, prepare_to_compute
 from elaswave.config.load import load_config
 from elaswave.control.key_files import JobKey, own_key
 from elaswave.control.parent_death import end_with_parent
@@ -37,6 +37,8 @@ def _name(context: click.Context, option: click.Parameter, value: str | None) ->
 @click.option(
     "--coordinator",
     required=True,
+    envvar=COORDINATOR_VARIABLE,
+    show_envvar=True,
     metavar="HOST:PORT[,...]",
     help="Where the coordinator is dialled. The agent on that host founds the job. With control.store=etcd://... there "
     "may be several: when a coordinator's host is lost, another of them starts one.",
