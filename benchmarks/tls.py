@@ -1,4 +1,5 @@
-"""What TLS costs: the throughput of a link, and the step of a job, each in pairs with plain TCP over loopback.
+"""What a link reaches of bare sockets, and what TLS costs: its throughput, and the step of a job, in turns over
+loopback.
 
     python benchmarks/tls.py [--pairs 9] [--size default] [--starts 2] [--rounds 5] [--json]
 
@@ -8,6 +9,7 @@ See README.md beside this file.
 import argparse
 import json
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -62,6 +64,9 @@ def main() -> int:
         print(json.dumps({"machine": where, "link": link, "job": job}, indent=2))
     else:
         print_header(where)
+        low, high = link["of_sockets_quartiles"]
+        print(f"bare sockets {link['sockets']:.3g} GB/s, of which a plain link reaches {link['of_sockets']:.3f} "
+              f"({low:.3f} to {high:.3f})")  # fmt: skip
         print(f"{'':6} {'plain':>12} {'TLS':>12}   TLS / plain (quartiles)")
         for name, row, unit in (("link", link, "GB/s"), ("step", job, "ms")):
             low, high = row["quartiles"]
@@ -71,7 +76,8 @@ def main() -> int:
 
 
 def measure_link(keys: Path, times: Path, pairs: int) -> dict[str, Any]:
-    """Bytes per second from one process to another, plain and inside TLS in turns, over two links that both stand."""
+    """Bytes per second from one process to another in turns: by a plain link, inside TLS, and by a bare socket, which
+    all stand from the beginning."""
     places = [Place("tcp:127.0.0.1"), Place("tcp:127.0.0.1", tls=tls_of(keys))]
     key = new_key()
     addresses_of = [os.pipe(), os.pipe()]
@@ -80,28 +86,56 @@ def measure_link(keys: Path, times: Path, pairs: int) -> dict[str, Any]:
         torch.set_num_threads(1)
         transports = [StreamTransport(worker, key=key, listen=place) for place in places]
         ours, theirs = addresses_of[worker][1], addresses_of[1 - worker][0]
-        os.write(ours, " ".join(transport.address for transport in transports).encode() + b"\n")
-        for transport, address in zip(transports, os.read(theirs, 4096).decode().split()):
+        listener = socket.create_server(("127.0.0.1", 0))
+        mine = [*(transport.address for transport in transports), str(listener.getsockname()[1])]
+        os.write(ours, " ".join(mine).encode() + b"\n")
+        *addresses, port = os.read(theirs, 4096).decode().split()
+        for transport, address in zip(transports, addresses, strict=True):
             transport.connect({1 - worker: address}, WAIT_S)
+        bare = socket.create_connection(("127.0.0.1", int(port)), WAIT_S) if worker == 0 else listener.accept()[0]
+        bare.settimeout(WAIT_S)
         tensor = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-        seconds: list[list[float]] = [[], []]
+        seconds: list[list[float]] = [[], [], []]
         for pair in range(-1, pairs):  # the first is not measured
-            for kind in (0, 1) if pair % 2 == 0 else (1, 0):
-                taken_s = _turn(transports[kind], worker, tensor, pair + 1)
+            for kind in (0, 1, 2) if pair % 2 == 0 else (2, 1, 0):
+                if kind < 2:
+                    taken_s = _turn(transports[kind], worker, tensor, pair + 1)
+                else:
+                    taken_s = _bare_turn(bare, worker, tensor)
                 if pair >= 0:
                     seconds[kind].append(taken_s)
         if worker == 0:
             times.write_text(json.dumps(seconds))
-        for transport in transports:
-            transport.close()
+        for end in (*transports, bare, listener):
+            end.close()
 
     fork_workers(2, body)
     for end in (end for pipe in addresses_of for end in pipe):
         os.close(end)
-    plain, secured = (
+    plain, secured, sockets = (
         [FRAMES_PER_TURN * FRAME_BYTES / taken_s / 1e9 for taken_s in kind] for kind in json.loads(times.read_text())
     )
-    return _row(plain, secured, [theirs / ours for ours, theirs in zip(plain, secured)])
+    low, middle, high = quartiles([ours / theirs for ours, theirs in zip(plain, sockets, strict=True)])
+    row = _row(plain, secured, [theirs / ours for ours, theirs in zip(plain, secured, strict=True)])
+    return row | {"sockets": quartiles(sockets)[1], "of_sockets": middle, "of_sockets_quartiles": [low, high]}
+
+
+def _bare_turn(bare: socket.socket, worker: int, tensor: torch.Tensor) -> float:
+    """As `_turn`, without frames: the receiver fills the same memory again and again."""
+    view = tensor.numpy().data
+    begin_s = time.monotonic()
+    for _ in range(FRAMES_PER_TURN):
+        if worker == 0:
+            bare.sendall(view)
+            continue
+        filled = 0
+        while filled < FRAME_BYTES:
+            filled += bare.recv_into(view[filled:])
+    if worker == 0:
+        bare.recv(1)
+    else:
+        bare.sendall(b"x")
+    return time.monotonic() - begin_s
 
 
 def _turn(transport: StreamTransport, worker: int, tensor: torch.Tensor, turn: int) -> float:
