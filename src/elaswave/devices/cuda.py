@@ -76,6 +76,9 @@ class Cuda:
     def bring_into(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """The same into memory of the device."""
         source = tensor.detach()
+        if out.device.type == "cpu":  # what is for the host alone, such as the last word of a frame, has no stream
+            out.copy_(source)
+            return
         if not source.is_pinned():
             pinned = self.room(source)
             source = pinned.copy_(source)
@@ -94,6 +97,8 @@ class Cuda:
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies on the side stream, behind what is queued now."""
         source = tensor.detach().contiguous()
+        if source.device.type == "cpu":  # what the host itself has made, such as the last word of a frame
+            return source.clone()
         out = self.room(source)
         self._outgoing.wait_stream(torch.cuda.current_stream(self.place))
         with torch.cuda.stream(self._outgoing):
@@ -126,6 +131,8 @@ def use_deterministic_kernels() -> None:
     """
     os.putenv("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True)
+    # Else each tensor that is made empty is filled first, what is pinned for a frame by the host, too.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

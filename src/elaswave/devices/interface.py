@@ -68,7 +68,8 @@ class Device(Protocol):
         ...
 
     def bring_into(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """The same into memory of the device, of the same shape and type."""
+        """The same into memory of the device, or what is for the host alone into the host's; of the same shape and
+        type."""
         ...
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,8 @@ class Device(Protocol):
         ...
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begins to copy a tensor to host memory, behind all that has been queued.
+        """Begins to copy a tensor to host memory, behind all that has been queued. One that is there already, such as
+        the word at the end of a frame of sums, is copied as well.
 
         Returns:
             The host tensor, contiguous. Its content, and the right to change the source, come with a `mark` that is
