@@ -207,7 +207,7 @@ class TorchUpdater:
         there = set(copy.slots)
         for name in self._slots:
             if name not in there and any(name in self._states_of(segment) for segment in copy.segments):
-                copy.slots[name] = torch.zeros(copy.num_elements, dtype=torch.float32)
+                copy.slots[name] = torch.zeros(copy.num_elements, dtype=torch.float32, device=master.device)
         parts = []
         parameters: dict[int, list[torch.nn.Parameter]] = {}
         state: dict[torch.Tensor, State] = {}

@@ -317,6 +317,15 @@ def test_a_master_that_moves_is_found(monkeypatch):
     assert_same(crew.values, whole.values)
 
 
+def test_states_lie_where_the_parameters_are():
+    crew = Crew(tried(OPTIMIZERS["AdamW"]))
+    held = crew.blocks[0]
+    held.slots = {MASTER: held.slots[MASTER].to("meta")}  # another device, without content
+    crew.updaters[0].committed(1, 0.0, updates=True)
+    crew.updaters[0].update(held, torch.zeros(held.num_elements, device="meta"), 1)
+    assert len(held.slots) == 3 and {values.device.type for values in held.slots.values()} == {"meta"}
+
+
 def test_an_optimizer_is_tried_once(monkeypatch):
     calls = []
     own = OwnOptimizer(lambda p: (calls.append(1), torch.optim.SGD(p, lr=0.1))[1])
