@@ -46,6 +46,7 @@ class _LoopbackMark:
     def seconds_since(self, earlier: Mark) -> float:
         """By the host's clock, since the host computes."""
         assert isinstance(earlier, _LoopbackMark)
+        assert max(self._number, earlier._number) <= self._device.num_copied, "the device has not come to a mark"
         return self._at_s - earlier._at_s
 
 

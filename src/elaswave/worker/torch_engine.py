@@ -252,7 +252,10 @@ class TorchEngine:
             self._running.popleft()
 
     def _note_times(self) -> None:
-        """Tells how long the device has taken for the actions of an attempt, all of which it has come to."""
+        """Tells how long the device has taken for the actions of an attempt."""
+        if self._untimed:
+            # What was read for the vote need not lie behind them: it may have been nothing.
+            wait_for(self._untimed[-1][-1], self.context.move)
         for action, left, start, end in self._untimed:
             self.context.timer.on_measured(action, left, end.seconds_since(start))
         self._untimed.clear()
@@ -279,12 +282,15 @@ class TorchEngine:
 
     def evaluate(self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool) -> Any:
         """Runs layers forward for a validation micro-batch."""
+        self._bound_run_ahead()
         targets = None
         if first or last:
             inputs, targets = self._microbatches.get(step, microbatch, train=False)
             value = inputs if first else value
         output = self.compute.forward(layers, microbatch, value, targets if last else None, train=False)
         self._microbatches.release(step, microbatch, train=False, is_over=True)
+        if not self.device.is_host:
+            self._running.append(self.device.mark())
         return output
 
     def scores(self) -> Scores:
