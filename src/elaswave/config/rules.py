@@ -247,6 +247,13 @@ def _own_models_run_on_real_devices(family: str, kind: str) -> str | None:
     return None
 
 
+def _codecs_and_servers_are_on_the_host(kind: str, fences: tuple[str, ...], foreign: tuple[str, ...]) -> str | None:
+    what = "fences" if fences else "foreign parts" if foreign else ""
+    if kind == "cuda" and what:
+        return f"device.kind: {what} compute in host memory so far, not on a GPU; leave them out, or use device.kind=cpu"
+    return None
+
+
 def _as_many_blocks_as_described(family: str, kind: str, name: str, num_layers: int) -> str | None:
     described = catalog().models.get(name) if kind == "emulated" and family != OWN else None
     if described is None or described.num_layers == num_layers:
@@ -397,6 +404,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("device.kind", "device.model"), _described_model_is_known),
     Rule(("device.kind", "device.name"), _described_device_is_known),
     Rule(("model.family", "device.kind"), _own_models_run_on_real_devices),
+    Rule(("device.kind", "model.fences", "model.foreign"), _codecs_and_servers_are_on_the_host),
     Rule(("model.family", "device.kind", "device.model", "model.num_layers"), _as_many_blocks_as_described),
     Rule(("device.speeds", "widths"), _a_speed_for_each_worker),
     Rule(("device.kind", "device.frequency"), _emulated_levels_need_an_emulated_device),
