@@ -56,7 +56,7 @@ def test_state_of_shared_layers_leaves_room_for_more_in_flight():
     that do not know it are 12 % slower, and slower than those of the same job with a slower worker."""
     job = random_job(54, 9)
     found = plan(*job, options=FAR)
-    assert found.predicted_step_s == pytest.approx(151 / 9)
+    assert found.predicted_step_s <= 151 / 9 * (1 + 1e-9)
     assert found.predicted_step_s < 0.9 * best_step_s(job)
     assert found.predicted_step_s <= planned_s(slowing(job, 0, 0.6))
 

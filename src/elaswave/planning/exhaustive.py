@@ -14,7 +14,7 @@ import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
-from elaswave.costs.memory import MemoryModel, num_copies
+from elaswave.costs.memory import MemoryModel, fitting, num_copies
 from elaswave.costs.schedules import Schedule, splits_backwards
 from elaswave.planning.apportionment import apportion
 from elaswave.planning.shapes import Shape
@@ -54,6 +54,8 @@ class _Mixes(NamedTuple):
     """Of the worker that has least."""
     is_uniform: np.ndarray
     """Whether all are equally fast."""
+    most: np.ndarray
+    """Micro-batches of the worker that has most."""
 
 
 class Ranked(NamedTuple):
@@ -152,17 +154,17 @@ def _mixes_of(kinds: _Kinds, num_microbatches: int) -> _Mixes:
     """In the order of codes: the number of the first kind's workers counts most."""
     numbers = list(product(*(range(count + 1) for count in kinds.counts)))
     seconds, speed, memory_bytes = np.full(len(numbers), np.inf), np.ones(len(numbers)), np.zeros(len(numbers))
-    is_uniform = np.ones(len(numbers), dtype=bool)
+    is_uniform, most = np.ones(len(numbers), dtype=bool), np.zeros(len(numbers))
     for code, own in enumerate(numbers):
         if sum(own):
             speeds = np.repeat(kinds.speed, own)
             counts = apportion(num_microbatches, 1.0 / speeds)
             seconds[code] = float(np.max(counts / speeds))
-            speed[code] = float(speeds[counts > 0].mean())
+            speed[code], most[code] = float(speeds[counts > 0].mean()), float(counts.max())
             is_uniform[code] = bool(speeds[0] == speeds[-1])
             memory_bytes[code] = float(kinds.memory_bytes[np.array(own) > 0].min())
     width = np.array([sum(own) for own in numbers])
-    return _Mixes(seconds, speed, width, memory_bytes, is_uniform)
+    return _Mixes(seconds, speed, width, memory_bytes, is_uniform, most)
 
 
 def _stages_of(counts: Sequence[int], num_stages: int) -> np.ndarray:
@@ -215,7 +217,8 @@ def _scored(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a step of each layout, [ways to divide workers, ways to divide layers]; infinite where memory lacks.
 
-    The closed form of `elaswave.costs.step_time.bound`, without links; and what a step takes at least: a worker waits
+    The closed form of `elaswave.costs.step_time.bound`, without links, where memory is short not below what waiting for
+    micro-batches takes; and what a step takes at least: a worker waits
     for its first input and does all its work, or all but its weight gradients before the last gradient goes back; and
     a micro-batch goes there and back as far as a stage, whose weight gradient follows.
     """
@@ -253,7 +256,8 @@ def _scored(
     if is_split:
         seconds = np.maximum(seconds, full + latest)
     overheads_s = _overheads_s(costs, mixes.width[stages], bounds)
-    fits = _fits(costs, mixes, stages, bounds, copies)
+    waiting_s = _waiting_s(costs, mixes, stages, bounds, copies)
+    fits, seconds = np.isfinite(waiting_s), np.maximum(seconds, waiting_s)
     least += 1e-6 * together  # of those that take equally long at least, where most stages end early
     return np.where(fits, seconds + overheads_s, np.inf), np.where(fits, least + overheads_s, np.inf)
 
@@ -272,18 +276,23 @@ def _overheads_s(costs: Costs, widths: np.ndarray, bounds: np.ndarray) -> np.nda
     return np.asarray(costs.step_overhead_s + seconds)
 
 
-def _fits(costs: Costs, mixes: _Mixes, stages: np.ndarray, bounds: np.ndarray, copies: int) -> np.ndarray:
-    """Whether all workers of each layout have room for their layers and one micro-batch."""
-    fits = np.ones((len(stages), len(bounds)), dtype=bool)
+def _waiting_s(costs: Costs, mixes: _Mixes, stages: np.ndarray, bounds: np.ndarray, copies: int) -> np.ndarray:
+    """Seconds of each layout by the stage whose workers wait longest for micro-batches to come back, as of
+    `elaswave.costs.step_time.bound.limited_s`; infinite if some worker has no room for its layers and one of them."""
+    waiting_s = np.zeros((len(stages), len(bounds)))
     models = [MemoryModel.of_width(costs, max(1, width), copies) for width in range(int(mixes.width.max()) + 1)]
-    if max(model.most_bytes(1) for model in models) <= float(mixes.memory_bytes[1:].min()):
-        return fits
+    if max(model.most_bytes(int(mixes.most.max())) for model in models) <= float(mixes.memory_bytes[1:].min()):
+        return waiting_s
+    busy = costs.prefix["busy_s"]
     for stage in range(stages.shape[1]):
-        code = stages[:, stage]
-        needed = np.stack([model.total_bytes(bounds[:, stage], bounds[:, stage + 1], 1) for model in models])
-        needed = needed[mixes.width[code]]
-        fits &= needed <= mixes.memory_bytes[code, None] * (1 + 1e-12)
-    return fits
+        code, start, stop = stages[:, stage], bounds[:, stage], bounds[:, stage + 1]
+        room, most, width = mixes.memory_bytes[code, None], mixes.most[code, None], mixes.width[code]
+        fixed = np.stack([model.fixed_bytes(start, stop) for model in models])[width]
+        fits = fitting(room - fixed, models[0].activation_bytes(start, stop)[None])
+        rounds = np.where(fits < most, most / np.maximum(fits, 1), 0.0)
+        rounds = np.where(fits < 1, np.inf, rounds)
+        np.maximum(waiting_s, rounds * (busy[-1] - busy[start]), out=waiting_s)
+    return waiting_s
 
 
 def _members(kinds: _Kinds, codes: Sequence[int], bounds: Sequence[int], held: np.ndarray) -> tuple[np.ndarray, ...]:

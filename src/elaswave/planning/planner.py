@@ -5,8 +5,8 @@ their stage) over moving layers and workers to sharing layers between neighbours
 chosen, of all workers or of all but some (`elaswave.planning.teams`); the same in some stages fewer or more than
 before; in small jobs every layout of whole layers (`elaswave.planning.exhaustive`); pipelines of several depths and
 speeds (`elaswave.planning.pipelines`); and the baselines' plans. All are scored in closed form, the best are built and
-timed exactly where that is quick, and the one is taken that gets most done until the next event is to be expected, the
-time to move state included. Since leaving everything as it is and the baselines are among those timed, a plan is never
+timed exactly where that is quick, a local search makes those of small jobs better (`elaswave.planning.local_search`),
+and the one is taken that gets most done until the next event is to be expected, the time to move state included. Since leaving everything as it is and the baselines are among those timed, a plan is never
 slower than they are.
 
 Source: ElasWave (arXiv 2510.00606). Differs: workers change stage, neighbours share layers, cuts are spread over
@@ -29,7 +29,9 @@ from elaswave.planning.candidates import SLACK, Candidate, Judge
 from elaswave.planning.exhaustive import WORKERS_MAX, all_shapes
 from elaswave.planning.explanation import contributions_of, reason_of
 from elaswave.planning.frequency import choose_levels
+from elaswave.planning.local_search import LocalSearch
 from elaswave.planning.memory_limits import MemoryBudget
+from elaswave.planning.neighbours import Neighbourhood
 from elaswave.planning.options import Options
 from elaswave.planning.partition import choose_widths
 from elaswave.planning.pipelines import LONGER, SHORTER, Crew, mixed_pipelines, ranges_of
@@ -152,6 +154,7 @@ class _Planning:
             candidates += self._finalists(self._shapes(team, own), self._most(team))
         candidates += self._finalists(self._of_other_depths(), FINALISTS_OF_OTHER_DEPTHS)
         candidates += self._whole_shapes(stay) + mixed + self._from_baselines()
+        candidates += self._improved(candidates)
         if not candidates:
             assert self._judge.failure is not None
             raise self._judge.failure
@@ -290,6 +293,38 @@ class _Planning:
             )  # fmt: skip
             found += [self._judge.of_shape(each.shape, schedule) for each in ranked]
         return [each for each in found if each is not None]
+
+    def _improved(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """What a local search makes of the best candidates of a small job: each better than the one before."""
+        cluster, options, judge = self._cluster, self._options, self._judge
+        may_be = self._exact and {"dataflow", "graph"} <= options.axes
+        if not may_be or self._teams[0].num_workers > WORKERS_MAX:
+            return []
+        where = np.arange(cluster.num_workers)
+        where = where[~np.isin(cluster.ids, self._left.gone)]
+        workers = cluster.ids[where].tolist()
+        steps = Neighbourhood(
+            prefix=self._costs.prefix["busy_s"],
+            speeds=dict(zip(workers, worker_speeds(cluster, where, self._levels[where]).tolist(), strict=True)),
+            levels=dict(zip(workers, self._levels[where].tolist(), strict=True)),
+            move_workers=options.move_workers,
+            share_layers=options.share_layers,
+        )
+        search = LocalSearch(cluster, self._costs, steps, followers=options.followers)
+        ranked = sorted(candidates, key=lambda each: (-each.done_until(judge.horizon_s), each.found.step_s))
+        found: list[Candidate] = []
+        for place in search.starts([each.allocation for each in ranked]):
+            start = ranked[place]
+            step_s = start.step_s
+            if step_s == float("inf"):  # it was given up
+                step_s, _ = judge.timed(start.allocation, start.where)
+            allocation, improved_s = search.improved(start.allocation, step_s)
+            if improved_s < min(each.step_s for each in (ranked[0], *found)):
+                try:
+                    found.append(judge.of_allocation(allocation, f"{start.origin}, improved step by step"))
+                except InfeasiblePlan as failure:
+                    judge.failure = judge.failure or failure
+        return found
 
     def _only_workers(self, stay: Shape | None, team: Team) -> list[Shape]:
         """Shapes in which only workers move: where a worker is missed least, and evenly."""
