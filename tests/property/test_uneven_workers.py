@@ -20,6 +20,14 @@ from elaswave.planning.shared_layers import share_layers
 FAR = Options(horizon_s=1e12)
 """Moving state pays."""
 CLOSE = 1.005
+FAR_FROM_BRUTE_FORCE = {126}
+"""2.9 %: memory is short, and only one kind of pipelines may have the stages that suit few micro-batches."""
+FASTER_WITH_A_SLOWER_WORKER = {18}
+"""4.5 %: in the same allocation the programs' list scheduling takes 5.05 s with a worker at 0.7, 4.74 s with it at 0.6;
+see `test_programs_can_take_longer_with_a_faster_worker`."""
+SLOWER_IN_CLOSED_FORM = (394, 554, 614, 636, 666, 674, 683, 735, 782, 791, 1087, 1088, 1125, 1158, 1206, 2017, 2070)
+"""Jobs of up to five workers whose plan in closed form, or by a search from fewer layouts, is slower than that of the
+same job with a slower worker."""
 
 
 def planned_s(job: Job) -> float:
@@ -63,11 +71,11 @@ def test_state_of_shared_layers_leaves_room_for_more_in_flight():
 
 @pytest.mark.slow
 def test_plans_of_nine_workers_are_nearly_the_best_there_are():
-    """The closed form by which layouts are chosen misses a few: where micro-batches come round in an odd rhythm."""
-    found = ratios_to_brute_force(range(100), 9)
+    """Of up to nine workers: 32 of 200 jobs have nine."""
+    found = ratios_to_brute_force(range(200), 9)
     assert statistics.median(found.values()) <= 1 + 1e-9
-    assert sum(ratio > 1.02 for ratio in found.values()) <= 3, found
-    assert max(found.values()) <= 1.06, found
+    assert {seed for seed, ratio in found.items() if ratio > 1.02} <= FAR_FROM_BRUTE_FORCE, found
+    assert max(found.values()) <= 1.035, found
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -104,6 +112,21 @@ def test_more_workers_and_faster_ones_never_make_a_plan_slower(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SLOWER_IN_CLOSED_FORM)
+def test_a_search_mends_plans_that_were_slower_with_more(seed):
+    check_that_more_is_never_slower(random_job(seed, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sorted(set(range(60)) - FASTER_WITH_A_SLOWER_WORKER))
 def test_more_workers_and_faster_ones_never_make_a_larger_plan_slower(seed):
     check_that_more_is_never_slower(random_job(seed, 9))
+
+
+def test_programs_can_take_longer_with_a_faster_worker():
+    """Which no search over allocations mends (Graham's anomaly of list scheduling)."""
+    job = random_job(18, 9)
+    slower = slowing(job, 5, 0.6)
+    allocation = plan(*slower, options=FAR).allocation
+    slower_s = time_within_memory(slower.cluster, slower.costs, allocation).step_s
+    assert time_within_memory(job.cluster, job.costs, allocation).step_s > slower_s * 1.05

@@ -22,7 +22,7 @@ from elaswave.planning.plan import Allocation, Chain, StageShare, num_actions
 from elaswave.planning.prediction import stages_of, step_s
 from elaswave.planning.shared_layers import Cut
 
-STARTS = 12
+STARTS = 30
 """Allocations from which a search starts."""
 ACTIONS_MAX = 25_000
 """Of all steps that a search times together; `ACTIONS_OF_ANY` come on top for each."""

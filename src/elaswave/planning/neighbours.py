@@ -1,12 +1,12 @@
 """Allocations that differ from one in a single step: what `elaswave.planning.local_search` goes through. Pure.
 
-- A micro-batch goes from one worker of a stage to another one; where neighbouring stages share layers, these are also
-  cut anew for it. Or it goes from one pipeline to another.
+- A micro-batch goes from one worker of a stage to another one, or from one pipeline to another.
 - Micro-batches are cut a layer earlier or later: one of them, or all that are cut at a layer, or all.
 - A worker goes to another stage, or comes from outside, or two of different speeds change places; micro-batches of such
   stages are dealt anew, by speed.
 
-Workers of one speed are alike: of steps that differ in nothing else there is one.
+Where neighbouring stages share layers, these are also shared anew, as suits micro-batches and workers. Workers of one
+speed are alike: of steps that differ in nothing else there is one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,6 @@ class Neighbourhood:
 
     def _divided_otherwise(self, chain: Chain) -> Iterator[Chain]:
         """A worker has a micro-batch less and another one of its stage one more."""
-        shares_layers = any(len(cut) > 1 for cut in chain.cuts)
         for index, share in enumerate(chain.stages):
             numbers = share.num_microbatches.tolist()
             kinds = [(self.speeds[worker], number) for worker, number in zip(share.workers.tolist(), numbers)]
@@ -67,20 +66,21 @@ class Neighbourhood:
                 counts[[giver, taker]] += [-1, 1]
                 divided = _with_stages(chain, {index: replace(share, num_microbatches=counts)})
                 yield divided
-                if shares_layers and (anew := self._shared_anew(divided)) is not None:
-                    yield anew
+                yield from self._shared_anew(divided)
 
-    def _shared_anew(self, chain: Chain) -> Chain | None:
-        """The chain with shared layers that suit its workers' micro-batches; None if it has too few layers."""
+    def _shared_anew(self, chain: Chain) -> Iterator[Chain]:
+        """A chain that shares layers, with shared layers that suit its workers' micro-batches."""
+        if all(len(cut) == 1 for cut in chain.cuts):
+            return
         speeds = [np.array([self.speeds[worker] for worker in share.workers.tolist()]) for share in chain.stages]
         cuts = share_layers(self.prefix, np.array([own.sum() for own in speeds]), chain.num_microbatches)
-        if cuts is None:
-            return None
-        cuts = widen_cuts(self.prefix, cuts, [share.num_microbatches for share in chain.stages], speeds)
-        held = zip(chain.stages, held_ranges(cuts, chain.stages[-1].stop), strict=True)
-        return replace(
-            chain, stages=tuple(replace(share, start=start, stop=stop) for share, (start, stop) in held), cuts=cuts
-        )
+        if cuts is None:  # more stages than layers
+            return
+        wider = widen_cuts(self.prefix, cuts, [share.num_microbatches for share in chain.stages], speeds)
+        for each in (cuts,) if wider == cuts else (cuts, wider):
+            held = zip(chain.stages, held_ranges(each, chain.stages[-1].stop), strict=True)
+            stages = tuple(replace(share, start=start, stop=stop) for share, (start, stop) in held)
+            yield replace(chain, stages=stages, cuts=each)
 
     def _cut_elsewhere(self, chain: Chain) -> Iterator[Chain]:
         """Micro-batches are cut a layer earlier or later, or all of a boundary at one layer."""
@@ -116,7 +116,10 @@ class Neighbourhood:
         own = {place: allocation.chains[place[0]].stages[place[1]].workers.tolist() for place in places}
         for one, other in combinations(places, 2):
             for members, others in self._exchanges(own[one], own[other]):
-                yield self._with_workers(allocation, {one: members, other: others})
+                moved = self._with_workers(allocation, {one: members, other: others})
+                yield moved
+                for index in {one[0], other[0]}:
+                    yield from (_with_chains(moved, {index: anew}) for anew in self._shared_anew(moved.chains[index]))
         outside = self._one_of_each(sorted(self.speeds.keys() - set(allocation.workers.tolist())))
         for place in places:
             for speed, worker in outside.items():

@@ -6,8 +6,8 @@ chosen, of all workers or of all but some (`elaswave.planning.teams`); the same 
 before; in small jobs every layout of whole layers (`elaswave.planning.exhaustive`); pipelines of several depths and
 speeds (`elaswave.planning.pipelines`); and the baselines' plans. All are scored in closed form, the best are built and
 timed exactly where that is quick, a local search makes those of small jobs better (`elaswave.planning.local_search`),
-and the one is taken that gets most done until the next event is to be expected, the time to move state included. Since leaving everything as it is and the baselines are among those timed, a plan is never
-slower than they are.
+and the one is taken that gets most done until the next event is to be expected, the time to move state included. Since
+leaving everything as it is and the baselines are among those timed, a plan is never slower than they are.
 
 Source: ElasWave (arXiv 2510.00606). Differs: workers change stage, neighbours share layers, cuts are spread over
 several layers, pipelines of several depths run side by side, workers may be left out, schedules and baselines are
