@@ -135,7 +135,9 @@ def measure(options: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
             if len(options.checkpoint_minutes) > 1:  # else no plan is wanted twice, and they may be large
                 copies = followers if policy == "elaswave" else 0  # the others plan with what is published of them
                 if (policy, copies, index) not in planners:
-                    planners[policy, copies, index] = Remembering(make_policies(pauses, followers=followers)[policy])
+                    planners[policy, copies, index] = Remembering(
+                        make_policies(pauses, followers=followers, local_search=False)[policy]
+                    )
                 planner = planners[policy, copies, index].again()
             outcomes.append(
                 simulate(

@@ -188,7 +188,7 @@ def of_trace(options: argparse.Namespace) -> list[dict[str, Any]]:
     pauses = RecoveryTimes().for_mtbf(life.mtbf_s)
     rows = []
     for followers in (1, 2):
-        planner = Remembering(make_policies(pauses, followers=followers)["elaswave"])
+        planner = Remembering(make_policies(pauses, followers=followers, local_search=False)["elaswave"])
         placings = [Placing(followers=followers, scatter_width=None, knows_hosts=False)]
         placings += [Placing(followers=followers, scatter_width=width) for width in options.widths]
         for placing in placings:

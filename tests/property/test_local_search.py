@@ -74,6 +74,17 @@ def test_a_search_makes_plans_better_and_has_a_bound(monkeypatch):
     assert plan(*job, options=Options(horizon_s=1e12)).predicted_step_s == seconds
 
 
+def test_a_search_stops_at_its_bound(monkeypatch):
+    job = random_job(636, 5)
+    allocation, seconds = planned(job, monkeypatch)
+    monkeypatch.setattr(local_search, "ACTIONS_MAX", 1)
+    timed = []
+    monkeypatch.setattr(local_search, "step_s", lambda *given, **_: timed.append(given) or float("inf"))
+    found = LocalSearch(job.cluster, job.costs, neighbourhood_of(job), followers=1).improved(allocation, seconds)
+    assert found == (allocation, seconds)
+    assert len(timed) == 1
+
+
 def test_what_may_not_be_done_is_no_step(monkeypatch):
     job = random_job(394, 5)
     allocation, _ = planned(job, monkeypatch)

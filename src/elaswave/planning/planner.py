@@ -297,7 +297,7 @@ class _Planning:
     def _improved(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """What a local search makes of the best candidates of a small job: each better than the one before."""
         cluster, options, judge = self._cluster, self._options, self._judge
-        may_be = self._exact and {"dataflow", "graph"} <= options.axes
+        may_be = self._exact and options.local_search and {"dataflow", "graph"} <= options.axes
         if not may_be or self._teams[0].num_workers > WORKERS_MAX:
             return []
         where = np.arange(cluster.num_workers)

@@ -81,12 +81,15 @@ BASELINES_UP_TO = EXACT_WORKERS
 """Workers up to which the baselines' plans are candidates of ElasWave's."""
 
 
-def make_policies(times: RecoveryTimes | None = None, *, followers: int = DEFAULT_FOLLOWERS) -> Mapping[str, Planner]:
+def make_policies(
+    times: RecoveryTimes | None = None, *, followers: int = DEFAULT_FOLLOWERS, local_search: bool = True
+) -> Mapping[str, Planner]:
     """The policies with these times of recovery.
 
     Args:
         times: how long training stands still; None means `RecoveryTimes`' defaults.
         followers: live copies of every block, which take memory from elaswave's plans.
+        local_search: whether elaswave's plans may take the time that is asked of `Options.local_search`.
     Returns:
         Name -> planner; elaswave first.
     """
@@ -112,6 +115,7 @@ def make_policies(times: RecoveryTimes | None = None, *, followers: int = DEFAUL
         move_pause_s=given.move_s,
         horizon_s=given.horizon_s,
         copy_share=given.copy_share,
+        local_search=local_search,
     )
     candidates = tuple(baseline for name, baseline in baselines.items() if name in CANDIDATES)
     return {"elaswave": partial(_elaswave, options=options, baselines=candidates, times=given), **baselines}

@@ -71,3 +71,13 @@ def test_emulated_devices_plan_with_the_smaller_bytes() -> None:
     ratio = fenced.layers[4].boundary_bytes / plain.layers[4].boundary_bytes
     assert ratio == pytest.approx(4.25 / 16, rel=1e-4)
     assert fenced.layers[3] == plain.layers[3]
+
+
+def test_fences_and_foreign_parts_are_refused_on_gpus_and_not_on_the_loopback_device() -> None:
+    for settings, what in (
+        (['model.fences=["block.0:int8"]'], "fences"),
+        (["model.family=own", 'model.foreign=["part: numpy"]'], "foreign parts"),
+    ):
+        with pytest.raises(ConfigError, match=f"device.kind: {what} compute in host memory only, not on a GPU"):
+            load_config(None, [*settings, "device.kind=cuda"])
+    load_config(None, ['model.fences=["block.0:int8"]', "device.kind=loopback"])

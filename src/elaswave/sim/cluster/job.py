@@ -96,7 +96,7 @@ def simulate(
     """
     pauses = pauses or RecoveryTimes()
     placing = replace(placing or Placing(), racks=scenario.racks)
-    chosen = planner or policy_named(policy, make_policies(pauses, followers=placing.followers))
+    chosen = planner or policy_named(policy, make_policies(pauses, followers=placing.followers, local_search=False))
     job = _SimulatedJob(
         scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, healthy_step_s,
         replication or replication_of(policy, chosen), placing, refill_bytes_per_step,
