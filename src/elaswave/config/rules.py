@@ -250,9 +250,7 @@ def _own_models_run_on_real_devices(family: str, kind: str) -> str | None:
 def _codecs_and_servers_are_on_the_host(kind: str, fences: tuple[str, ...], foreign: tuple[str, ...]) -> str | None:
     what = "fences" if fences else "foreign parts" if foreign else ""
     if kind == "cuda" and what:
-        return (
-            f"device.kind: {what} compute in host memory only, not on a GPU; leave them out, or use device.kind=cpu"
-        )
+        return f"device.kind: {what} compute in host memory only, not on a GPU; leave them out, or use device.kind=cpu"
     return None
 
 
