@@ -5,7 +5,7 @@ import pytest
 from tests.property.brute_force import Job, random_job
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning import local_search
+from elaswave.planning import local_search, programs
 from elaswave.planning.local_search import LocalSearch
 from elaswave.planning.neighbours import Neighbourhood
 from elaswave.planning.options import Options
@@ -72,6 +72,16 @@ def test_a_search_makes_plans_better_and_has_a_bound(monkeypatch):
     assert plan(*job, options=Options(horizon_s=1e12)).predicted_step_s < 0.97 * seconds
     monkeypatch.setattr(local_search, "ACTIONS_MAX", 0)
     assert plan(*job, options=Options(horizon_s=1e12)).predicted_step_s == seconds
+
+
+@pytest.mark.parametrize("seed", (107, 151))
+def test_a_plan_does_not_depend_on_what_was_planned_before(seed, monkeypatch):
+    """Times of steps are remembered, and a plan that knows a step's time could go on from it though it is too long."""
+    job, options = random_job(seed, 9), Options(horizon_s=1e12)
+    for name in ("_PROGRAMS", "_TIMES", "_AT_LEAST"):
+        monkeypatch.setattr(programs, name, programs._Memo(8192))
+    first = plan(*job, options=options)
+    assert plan(*job, options=options).to_json() == first.to_json()
 
 
 def test_a_search_stops_at_its_bound(monkeypatch):

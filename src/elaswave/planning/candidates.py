@@ -147,7 +147,7 @@ class Judge:
 
         Args:
             allocation, where: as of `of_allocation`.
-            within_s: steps that are not shorter may be told to take infinitely long.
+            within_s: steps that are not shorter count as infinitely long.
             known: of the same chains, under another schedule.
         Raises:
             InfeasiblePlan: it does not fit into memory.
@@ -162,4 +162,5 @@ class Judge:
             within_s=within_s,
             known=known,
         )
-        return timed.step_s, timed.found
+        # Remembered steps are told though they are longer: what is chosen must not depend on what was asked before.
+        return timed.step_s if timed.step_s < within_s else float("inf"), timed.found

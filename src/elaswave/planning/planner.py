@@ -311,7 +311,9 @@ class _Planning:
             share_layers=options.share_layers,
         )
         search = LocalSearch(cluster, self._costs, steps, followers=options.followers)
-        ranked = sorted(candidates, key=lambda each: (-each.done_until(judge.horizon_s), each.found.step_s))
+        ranked = sorted(
+            candidates, key=lambda each: (-each.done_until(judge.horizon_s), search.least_s(each.allocation))
+        )
         found: list[Candidate] = []
         for place in search.starts([each.allocation for each in ranked]):
             start = ranked[place]
