@@ -10,7 +10,8 @@ from tests.integration.jobs import QuietReporter, nothing_left, run_job
 from tests.integration.unlucky import broken, make_unlucky
 
 from elaswave.cli.main import main
-from elaswave.errors import CheckpointError, RecoveryError
+from elaswave.errors import CheckpointError, DeviceError, RecoveryError, WorkerError
+from elaswave.worker import process as worker_process
 
 LAYOUT: dict[str, Any] = {"layout.stages": 2, "layout.replicas": 2, "run.steps": 6}
 STEP = 3
@@ -96,3 +97,14 @@ def test_a_fault_that_never_struck_is_told_at_the_end(tmp_path: Path) -> None:
     assert [text for text in job.messages if "never struck" in text] == [
         "--fault kill:1@3:vote+3 never struck: its worker was gone, or had no such action in step 3 of this run"
     ]
+
+
+def test_a_device_that_cannot_be_had_ends_the_job_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise DeviceError("device cuda:0 cannot be used: no kernel image is available")
+
+    monkeypatch.setattr(worker_process, "open_device", fails)
+    with pytest.raises(WorkerError, match="device cuda:0 cannot be used: no kernel image is available"):
+        run_job(tmp_path, {"layout.stages": 1, "layout.replicas": 2})

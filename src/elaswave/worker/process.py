@@ -442,7 +442,6 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     transport: StreamTransport | None = None
     client: ClosableClient | None = None
     try:
-        setup = setup._replace(device=_open_device(setup))
         transport = StreamTransport(
             setup.worker,
             key=setup.key,
@@ -452,9 +451,12 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
             paced=None if setup.sites is None else setup.sites.paced,
         )
         mailbox = Mailbox(setup.worker, transport)
-        if setup.joins:
+        if setup.joins:  # what it says of itself needs its device
+            setup = setup._replace(device=_open_device(setup))
             mailbox.joining = first_words(setup, transport.address)
         client = make_client(mailbox)
+        if not setup.joins:  # the coordinator is told if it cannot be had
+            setup = setup._replace(device=_open_device(setup))
         worker = Worker(setup, client, mailbox, transport)
         worker.train()
         return 0
