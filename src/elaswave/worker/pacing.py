@@ -135,6 +135,11 @@ class ActionTimer:
         else:
             self._slowness = factor
 
+    @property
+    def holds(self) -> bool:
+        """Whether actions are made to last longer than they take."""
+        return self.pace is not None or self._slowness < 1.0
+
     def on_measured(self, action: Action, layers: range, seconds: float) -> None:
         """A device that computes behind the worker's back has taken so long for an action."""
         self.times.add(action, layers, seconds)

@@ -231,11 +231,12 @@ class TorchEngine:
         else:
             output = compute.backward(layers, microbatch, value)
         self._microbatches.release(step, microbatch, train=True, is_over=action.kind in ("B", "W") or not keeps)
-        if self.device.is_host:
+        end = self.device.mark()
+        if self.device.is_host or self.context.timer.holds:
+            wait_for(end, self.context.check)
             if left:
                 self.context.timer.on_computed(action, left, start_ns)
             return output
-        end = self.device.mark()
         self._running.append(end)
         if left:
             self._untimed.append((action, left, start, end))

@@ -53,6 +53,27 @@ def test_actions_are_timed_once_the_device_has_come_to_their_ends(engine: TorchE
     engine.measured()
 
 
+def test_a_device_that_is_slowed_down_holds_its_actions(engine: TorchEngine) -> None:
+    rested, timer = [], engine.context.timer
+    timer._rest = rested.append
+    layers = engine.context.blueprint.layout.layers_of(0)
+    engine.begin(1, [0] * len(engine.context.blueprint.tensors))
+    engine.run(Action(0, "F", 0), layers, 1, None, first=True, last=False)
+    assert not rested
+    timer.slow_down(0.5)
+    engine.run(Action(0, "F", 1), layers, 1, None, first=True, last=False)
+    assert len(rested) == 1
+
+
+def test_few_actions_are_queued_and_an_interrupt_comes_before_the_next(engine: TorchEngine) -> None:
+    device, layers = engine.device, engine.context.blueprint.layout.layers_of(0)
+    assert isinstance(device, Loopback)
+    engine.begin(1, [0] * len(engine.context.blueprint.tensors))
+    for microbatch in range(3 * RUN_AHEAD_ACTIONS):
+        device.fetch(engine.run(Action(0, "F", microbatch), layers, 1, None, first=True, last=False))
+        assert microbatch + 1 - device.num_copied <= RUN_AHEAD_ACTIONS + 1
+
+
 def test_evaluation_does_not_run_ahead_of_the_device(engine: TorchEngine) -> None:
     device, layers = engine.device, engine.context.blueprint.layout.layers_of(0)
     assert isinstance(device, Loopback)
