@@ -42,7 +42,6 @@ class Cuda:
         DeviceError: there is no such GPU, or it cannot be used.
     """
 
-    kind = "cuda"
     is_host = False
 
     def __init__(self, index: int) -> None:
@@ -112,11 +111,6 @@ class Cuda:
         self._outgoing.wait_stream(torch.cuda.current_stream(self.place))
         event.record(self._outgoing)
         return _CudaMark(event)
-
-    def memory_bytes(self) -> tuple[int, int]:
-        """As the driver says."""
-        free, total = torch.cuda.mem_get_info(self.place)
-        return int(free), int(total)
 
 
 def num_devices() -> int:

@@ -28,7 +28,6 @@ class _Now:
 class Host:
     """See `Device` for what its methods promise."""
 
-    kind = "cpu"
     place = torch.device("cpu")
     is_host = True
 
@@ -60,14 +59,6 @@ class Host:
     def mark(self) -> Mark:
         """It has passed."""
         return _Now()
-
-    def memory_bytes(self) -> tuple[int, int]:
-        """What the kernel says is available to new programs, and all."""
-        found = {}
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            found[name] = int(rest.split()[0]) << 10
-        return found["MemAvailable"], found["MemTotal"]
 
 
 HOST = Host()

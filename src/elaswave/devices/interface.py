@@ -37,8 +37,6 @@ class Mark(Protocol):
 class Device(Protocol):
     """One worker's device."""
 
-    kind: str
-    """As ``device.kind`` names it."""
     place: torch.device
     """Where its tensors lie."""
     is_host: bool
@@ -88,10 +86,6 @@ class Device(Protocol):
 
     def mark(self) -> Mark:
         """The present end of the queue, fetches included."""
-        ...
-
-    def memory_bytes(self) -> tuple[int, int]:
-        """Free and total memory of the device, all processes counted."""
         ...
 
 

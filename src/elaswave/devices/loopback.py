@@ -53,7 +53,6 @@ class _LoopbackMark:
 class Loopback:
     """See `Device` for what its methods promise."""
 
-    kind = "loopback"
     place = torch.device("cpu")
     is_host = False
 
@@ -105,7 +104,3 @@ class Loopback:
             copy = self._copies.popleft()
             copy.out.copy_(copy.source)
             self.num_copied += 1
-
-    def memory_bytes(self) -> tuple[int, int]:
-        """The host's."""
-        return HOST.memory_bytes()

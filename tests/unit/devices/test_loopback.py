@@ -73,8 +73,7 @@ def test_several_tensors_are_read_by_one_wait():
     assert [each.tolist() for each in found] == [[0, 1, 2], [1.0, 1.0]] and len(looked) == LOOKS
 
 
-def test_every_device_tells_its_memory_and_its_name():
+def test_every_device_tells_its_name_and_has_room_on_the_host():
     for device in (HOST, Loopback()):
-        free, total = device.memory_bytes()
-        assert 0 < free <= total and device.name
+        assert device.name
         assert device.room(torch.ones(2, 3, dtype=torch.int32)).shape == (2, 3)
