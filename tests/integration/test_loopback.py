@@ -50,7 +50,8 @@ def test_a_device_apart_from_the_host_computes_the_same(
 ) -> None:
     job = run_job(tmp_path, MODELS[model] | STEPS | NO_CLIPPING | LOOPBACK | settings, faults=faults)
     assert job.computation == on_the_host(model).computation
-    assert len(job.result.recoveries) == sum(fault.startswith("kill") for fault in faults)
+    lost = [each for each in job.result.recoveries if each.kind == "lost"]  # the others came or left
+    assert len(lost) == sum(fault.startswith("kill") for fault in faults)
 
 
 def test_with_clipping_the_layout_does_not_show_and_a_run_goes_on_on_the_other_device(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.integration.crew import Loop, Training, train
 from elaswave.planning.layout import make_layout
 from elaswave.protocol.engine import Committed
 from elaswave.protocol.execution import Life
-from elaswave.state import words
+from elaswave.state import sums
 from elaswave.worker.reduction import Reduction
 from elaswave.worker.torch_engine import TorchEngine
 
@@ -30,17 +30,17 @@ def flip_received(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None
 
 def flip_total(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next total that this worker's thread makes, after all have come, lacks a bit."""
-    add_up, thread = words.add_up, threading.get_ident()
+    add_up, thread = sums.add_up, threading.get_ident()
 
     def wrong(parts: Any) -> torch.Tensor:
         if threading.get_ident() != thread:
             return add_up(parts)
-        monkeypatch.setattr(words, "add_up", add_up)
+        monkeypatch.setattr(sums, "add_up", add_up)
         total = add_up(parts)
         total[0] ^= 1 << 40
         return total
 
-    monkeypatch.setattr(words, "add_up", wrong)
+    monkeypatch.setattr(sums, "add_up", wrong)
 
 
 Spoil = Callable[[Reduction, pytest.MonkeyPatch], None]

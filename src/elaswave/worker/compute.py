@@ -139,9 +139,9 @@ class Compute:
         self.layers = layers
         self.accumulators = accumulators
         self._device = device
-        self.readings = Readings(device, move)
+        self._readings = Readings(device, move)
         """What the device has computed and the host is to know: losses, and whether gradients were finite."""
-        self.scoring = Scoring(model, self.readings)
+        self.scoring = Scoring(model, self._readings)
         """Losses and metrics of the micro-batches whose last layer ran here."""
         self.counts: dict[tuple[int, int], int] = {}
         """How often (unit, micro-batch) was added; names the culprit when coverage fails."""
@@ -149,7 +149,7 @@ class Compute:
         """What forwards have left in buffers, by tensor; see `elaswave.protocol.ballot.BufferTensor`."""
         self._nonfinite: NonFinite | None = None
         self._watched: list[tuple[int, int, Reading]] = []
-        """Micro-batch, layer, and a number that is finite if all was, where that is not known yet."""
+        """Micro-batch, layer, and a number that is finite if all was, which has not been looked at."""
         self.canaries: dict[int, int] = {}
         """By layer, what it makes of made-up numbers; of those that have run here."""
         self._has_canary = has_canary
@@ -614,7 +614,7 @@ class Compute:
         """Gradients of the layer's parameters, and of its inputs (zeros where none flows)."""
         num_parameters, inputs = len(self.layers[index].parameters), saved.given.inputs
         if run.aux_losses and not self._is_covered(index, microbatch):
-            values = [self.readings.note(value) for value in run.aux_losses]
+            values = [self._readings.note(value) for value in run.aux_losses]
             self.scoring.note_aux_losses(index, microbatch, values, reached.weight)
         found = self._gradients(index, microbatch, run, reached, inputs, retain_graph=retain_graph)
         if self.model.layers[index].compile and self._compiled.has_grown():
@@ -700,11 +700,11 @@ class Compute:
     def _add_to(
         self, unit: int, layer: int, microbatch: int, gradients: Sequence[torch.Tensor | None], use: int = 0
     ) -> None:
-        """Adds gradients to a unit, all or nothing, and counts them."""
+        """Adds gradients to a unit, and counts them."""
         accumulator = self.accumulators[unit]
         added = accumulator.add(gradients)
         if isinstance(added, torch.Tensor):
-            self._watched.append((microbatch, layer, self.readings.note(added)))
+            self._watched.append((microbatch, layer, self._readings.note(added)))
         elif not added:
             self._note_nonfinite(microbatch, layer)
         accumulator.coverage = (accumulator.coverage + coverage_key(unit, microbatch, use)) & MASK64

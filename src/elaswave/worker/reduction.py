@@ -14,7 +14,7 @@ from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device, read
 from elaswave.hashing import MASK64, signed64
 from elaswave.protocol.engine import Imbalance
-from elaswave.state import device_sums, sums, words
+from elaswave.state import device_sums, sums
 from elaswave.state.device_sums import DeviceAccumulator
 from elaswave.state.grids import WIDE_BITS
 from elaswave.state.placement import Block
@@ -84,11 +84,9 @@ class Reduction:
         self.checked = checked
         self._device = device
         self._check = check
-        self._words = words if device.is_host else device_sums
-        """Adds up partial sums."""
         self._run_elements = _RUN_ELEMENTS if device.is_host else _DEVICE_RUN_ELEMENTS
         self._arithmetic = sums if device.is_host else device_sums
-        """Makes checksums and means of totals."""
+        """Makes totals of partial sums, their checksums, and means of them."""
         self._worker = worker
         self._blocks = blocks
         self._shapes = shapes
@@ -213,7 +211,7 @@ class Reduction:
         self._owned[layer] = self.runs(list(held))
         self._balance -= sum(_coverage(self._slots[layer, peer]) for peer in peers)
         for run, parts in self._parts(layer):
-            total = self._words.add_up(list(parts.values()))
+            total = self._arithmetic.add_up(list(parts.values()))
             exponents, start = self._exponents[layer], run.start
             gradient = self._arithmetic.reduced_gradient(
                 total, shape, start, exponents, self._num_microbatches, shape.num_uses, self._width
@@ -254,7 +252,9 @@ class Reduction:
         for layer in self._owned:
             for run, parts in self._parts(layer):
                 shape = self._shapes[layer]
-                totals += sum(self._checksum(self._words.add_up([part]), shape, run.start) for part in parts.values())
+                totals += sum(
+                    self._checksum(self._arithmetic.add_up([part]), shape, run.start) for part in parts.values()
+                )
         return (sent - come - totals) & MASK64
 
     def in_transit(self) -> dict[int, int]:
@@ -269,13 +269,13 @@ class Reduction:
             accumulator, shape = self._accumulators[layer], self._shapes[layer]
             for index in blocks:
                 block = self._blocks[index]
-                total = self._words.add_up([cut(accumulator.planes, block.start, block.stop)])
+                total = self._arithmetic.add_up([cut(accumulator.planes, block.start, block.stop)])
                 note(index, self._checksum(total, shape, block.start))
             note(blocks[0], accumulator.coverage)
         for (layer, _), slot in self._slots.items():
             runs = self._owned.get(layer, [])
             for run, planes in zip(runs, self._run_planes(slot), strict=False):
-                for block, piece in zip(run.blocks, self._words.add_up([planes]).split(run.sizes), strict=True):
+                for block, piece in zip(run.blocks, self._arithmetic.add_up([planes]).split(run.sizes), strict=True):
                     note(block.id, -self._checksum(piece, self._shapes[layer], block.start))
             if runs:
                 note(runs[0].blocks[0].id, -_coverage(slot))

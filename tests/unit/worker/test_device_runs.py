@@ -101,3 +101,18 @@ def test_the_first_thing_that_is_not_finite_is_named(device):
     assert not compute.unfinished().can_be_kept
     compute.begin(STEP + 1, [[40] * len(each.shape.tensors) for each in compute.accumulators.values()])
     assert compute.nonfinite is None
+
+
+@pytest.mark.parametrize("device", [HOST, Loopback()], ids=["host", "loopback"])
+def test_a_gradient_that_is_not_finite_is_named(device):
+    """Though the loss is finite."""
+    compute = make_compute(device)
+    for microbatch in (0, 1):
+        run(compute, microbatch)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 50, (4, 9), generator=generator)
+    compute.forward(range(4), 2, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    compute._loss_inputs[2][1].total.register_hook(lambda gradient: gradient * math.inf)
+    compute.backward(range(4), 2, None)
+    found = compute.nonfinite
+    assert found is not None and found.microbatch == 2 and found.layer < compute.num_layers

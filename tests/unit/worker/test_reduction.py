@@ -1,5 +1,6 @@
 """REDUCE's balance: what was added and sent, less what has come and was added up, is zero unless something changed."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
+from elaswave.devices.host import HOST
+from elaswave.devices.loopback import Loopback
 from elaswave.hashing import key64
-from elaswave.state import words
+from elaswave.state import sums
 from elaswave.state.placement import Role, make_blocks
 from elaswave.state.store import HeldBlock
 from elaswave.worker.reduction import Reduction
@@ -20,18 +23,19 @@ EXPONENTS = [40, 30]
 WORKERS = range(3)
 
 
-def make_crew(*, exact=True, checked=True, width=64):
+def make_crew(*, exact=True, checked=True, width=64, make_device=lambda: HOST):
     """Three workers of one stage, each of which owns a block of its one layer; worker 2 has run nothing."""
     generator = torch.Generator().manual_seed(1)
     crew = []
     for worker in WORKERS:
-        reduction = Reduction(worker, BLOCKS, (SHAPE,), exact=exact, checked=checked, width=width)
+        reduction = Reduction(worker, BLOCKS, (SHAPE,), exact=exact, checked=checked, width=width, device=make_device())
         reduction.hold([0])
         reduction.begin([EXPONENTS], 4)
         sums = reduction.accumulators[0]
         sums.reset(EXPONENTS)
         for microbatch in range(2) if worker < 2 else ():
-            assert sums.add([torch.randn(slot.shape, generator=generator) for slot in SHAPE.tensors])
+            added = sums.add([torch.randn(slot.shape, generator=generator) for slot in SHAPE.tensors])
+            assert math.isfinite(float(added)) and added is not False
             sums.coverage += key64(worker, microbatch)
         crew.append(SimpleNamespace(reduction=reduction, sums=sums, slots={}))
     return crew
@@ -74,6 +78,19 @@ def test_an_undisturbed_reduce_balances(exact, width):
     assert in_transit(crew) == []
     assert all(each.reduction.balance == each.reduction.recount() for each in crew)
     assert sum(each.sums.checksum for each in crew) != 0 or not exact
+
+
+@pytest.mark.parametrize(("exact", "width"), [(True, 64), (True, 48), (False, 64)])
+def test_on_a_device_a_reduce_balances(exact, width):
+    """Also where nothing but the balance is asked for: totals' checksums are on the device until then."""
+    crew, on_the_host = (make_crew(exact=exact, width=width, make_device=make) for make in (Loopback, lambda: HOST))
+    send(crew)
+    send(on_the_host)
+    assert balance_after_reduce(crew) == balance_after_reduce(on_the_host) == 0
+    assert in_transit(crew) == []
+    assert [each.reduction.balance for each in crew] == [each.reduction.balance for each in on_the_host]
+    assert all(each.reduction.balance == each.reduction.recount() for each in crew)
+    assert [each.sums.checksum for each in crew] == [each.sums.checksum for each in on_the_host]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -157,13 +174,13 @@ def test_a_bit_that_flips_on_its_way_shows_and_its_block_is_known():
 
 
 def test_sums_that_are_added_up_wrongly_show_and_who_did_it(monkeypatch):
-    add_up, calls = words.add_up, []
+    add_up, calls = sums.add_up, []
 
     def wrong(parts):
         calls.append(len(parts))
         return add_up(parts[:2]) if len(calls) == 2 else add_up(parts)  # worker 1 leaves out the last one, worker 2's
 
-    monkeypatch.setattr(words, "add_up", wrong)
+    monkeypatch.setattr(sums, "add_up", wrong)
     crew = make_crew()
     crew[2].sums.add([torch.ones(slot.shape) for slot in SHAPE.tensors])
     send(crew)
