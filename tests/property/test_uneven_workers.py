@@ -19,60 +19,72 @@ from elaswave.planning.shared_layers import share_layers
 
 FAR = Options(horizon_s=1e12)
 """Moving state pays."""
+WITHOUT_SEARCH = replace(FAR, local_search=False)
+"""As a running job plans."""
 CLOSE = 1.005
 FAR_FROM_BRUTE_FORCE = {126}
 """2.9 %: memory is short, and only one kind of pipelines may have the stages that suit few micro-batches."""
-FASTER_WITH_A_SLOWER_WORKER = {18}
-"""4.5 %: in the same allocation the programs' list scheduling takes 5.05 s with a worker at 0.7, 4.74 s with it at 0.6;
-see `test_programs_can_take_longer_with_a_faster_worker`."""
+FASTER_WITH_A_SLOWER_WORKER = {8, 18}
+"""A search makes plans better that a slower worker has, and not those that a faster one has. 8: it ends 2.8 % above, at
+layers that are shared in another way. 18, 4.5 %: in the same allocation the programs' list scheduling takes 5.05 s with
+a worker at 0.7, 4.74 s with it at 0.6; see `test_programs_can_take_longer_with_a_faster_worker`."""
 SLOWER_IN_CLOSED_FORM = (394, 554, 614, 636, 666, 674, 683, 735, 782, 791, 1087, 1088, 1125, 1158, 1206, 2017, 2070)
 """Jobs of up to five workers whose plan in closed form, or by a search from fewer layouts, is slower than that of the
 same job with a slower worker."""
 
 
-def planned_s(job: Job) -> float:
+def planned_s(job: Job, options: Options = FAR) -> float:
     try:
-        return plan(*job, options=FAR).predicted_step_s
+        return plan(*job, options=options).predicted_step_s
     except InfeasiblePlan:
         return float("inf")
 
 
-def ratios_to_brute_force(seeds, most):
-    """Seconds of plans over those of brute force; below 1 where layers are shared."""
-    found = {}
+def ratios_to_brute_force(seeds, most, *options):
+    """Seconds of plans over those of brute force, for each of the options; below 1 where layers are shared."""
+    found = [{} for _ in options]
     for seed in seeds:
         job = random_job(seed, most)
-        best, ours = best_step_s(job), planned_s(job)
-        found[seed] = 1.0 if ours == best else ours / best
+        ours = [planned_s(job, each) for each in options]  # first, so that brute force helps no plan by what it times
+        best = best_step_s(job)
+        for ratios, seconds in zip(found, ours):
+            ratios[seed] = 1.0 if seconds == best else seconds / best
     return found
 
 
 def test_plans_are_nearly_the_best_there_are():
-    found = ratios_to_brute_force(range(10), 5)
-    assert statistics.median(found.values()) <= 1 + 1e-9
-    assert max(found.values()) <= 1.02, found
+    for found in ratios_to_brute_force(range(10), 5, WITHOUT_SEARCH, FAR):
+        assert statistics.median(found.values()) <= 1 + 1e-9
+        assert max(found.values()) <= 1.02, found
 
 
 def test_few_micro_batches_do_not_need_even_stages():
     """Two micro-batches per pipeline or fewer, or a slow worker that would end with the others."""
-    found = ratios_to_brute_force((20, 25), 9)
-    assert max(found.values()) <= 1 + 1e-9, found
+    for found in ratios_to_brute_force((20, 25), 9, WITHOUT_SEARCH, FAR):
+        assert max(found.values()) <= 1 + 1e-9, found
 
 
 def test_state_of_shared_layers_leaves_room_for_more_in_flight():
     """Memory is short, and every stage of four shares a layer or has no room for a second micro-batch in flight: cuts
     that do not know it are 12 % slower, and slower than those of the same job with a slower worker."""
     job = random_job(54, 9)
-    found = plan(*job, options=FAR)
-    assert found.predicted_step_s <= 151 / 9 * (1 + 1e-9)
+    found = plan(*job, options=WITHOUT_SEARCH)
+    assert found.predicted_step_s == pytest.approx(151 / 9)
     assert found.predicted_step_s < 0.9 * best_step_s(job)
-    assert found.predicted_step_s <= planned_s(slowing(job, 0, 0.6))
+    assert found.predicted_step_s <= planned_s(slowing(job, 0, 0.6), WITHOUT_SEARCH)
+    assert planned_s(job) <= found.predicted_step_s
+    assert planned_s(job) <= planned_s(slowing(job, 0, 0.6))
 
 
 @pytest.mark.slow
-def test_plans_of_nine_workers_are_nearly_the_best_there_are():
-    """Of up to nine workers: 32 of 200 jobs have nine."""
-    found = ratios_to_brute_force(range(200), 9)
+@pytest.mark.parametrize("first", range(0, 200, 25))
+def test_plans_of_nine_workers_are_nearly_the_best_there_are(first):
+    """Of up to nine workers: 32 of 200 jobs have nine. The closed form by which layouts are chosen misses a few: where
+    micro-batches come round in an odd rhythm."""
+    closed, found = ratios_to_brute_force(range(first, first + 25), 9, WITHOUT_SEARCH, FAR)
+    assert statistics.median(closed.values()) <= 1 + 1e-9
+    assert {seed for seed, ratio in closed.items() if ratio > 1.02} <= {*FAR_FROM_BRUTE_FORCE, 153}, closed
+    assert max(closed.values()) <= 1.06, closed
     assert statistics.median(found.values()) <= 1 + 1e-9
     assert {seed for seed, ratio in found.items() if ratio > 1.02} <= FAR_FROM_BRUTE_FORCE, found
     assert max(found.values()) <= 1.035, found
@@ -98,17 +110,19 @@ def test_no_step_is_shorter_than_what_it_is_known_to_take_at_least(seed):
     assert time_within_memory(roomy, costs, allocation, within_s=seconds / 2).step_s == float("inf")
 
 
-def check_that_more_is_never_slower(job):
-    whole_s = planned_s(job)
+def check_that_more_is_never_slower(job, options=FAR):
+    whole_s = planned_s(job, options)
+    speed_of = job.cluster.speed_of()
     for worker in job.cluster.ids.tolist():
         if job.cluster.num_workers > 1:
-            assert whole_s <= planned_s(losing(job, worker)) * CLOSE, worker
-        assert whole_s <= planned_s(slowing(job, worker, 0.6)) * CLOSE or job.cluster.speed_of()(worker) <= 0.6, worker
+            assert whole_s <= planned_s(losing(job, worker), options) * CLOSE, worker
+        assert whole_s <= planned_s(slowing(job, worker, 0.6), options) * CLOSE or speed_of(worker) <= 0.6, worker
 
 
+@pytest.mark.parametrize("options", [WITHOUT_SEARCH, FAR], ids=["without", "search"])
 @pytest.mark.parametrize("seed", range(3))
-def test_more_workers_and_faster_ones_never_make_a_plan_slower(seed):
-    check_that_more_is_never_slower(random_job(seed + 200, 5))
+def test_more_workers_and_faster_ones_never_make_a_plan_slower(seed, options):
+    check_that_more_is_never_slower(random_job(seed + 200, 5), options)
 
 
 @pytest.mark.slow
@@ -118,8 +132,14 @@ def test_a_search_mends_plans_that_were_slower_with_more(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", sorted(set(range(60)) - FASTER_WITH_A_SLOWER_WORKER))
+@pytest.mark.parametrize("seed", range(60))
 def test_more_workers_and_faster_ones_never_make_a_larger_plan_slower(seed):
+    check_that_more_is_never_slower(random_job(seed, 9), WITHOUT_SEARCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sorted(set(range(60)) - FASTER_WITH_A_SLOWER_WORKER))
+def test_nor_a_larger_plan_by_a_search(seed):
     check_that_more_is_never_slower(random_job(seed, 9))
 
 
