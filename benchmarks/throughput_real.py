@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 from harness import configuration, machine, print_header
 
-from elaswave.config.devices import cluster_of, emulated_costs
+from elaswave.config.devices import base_level, cluster_of, emulated_costs
 from elaswave.config.presets import model_shape
 from elaswave.config.schema import Config
 from elaswave.control.launcher import train
@@ -211,9 +211,11 @@ def _predicted_only(
     """Steps of the policies that this engine cannot run, from the same start, with the overhead that was measured."""
     config = _config(setting, UNDISTURBED, arguments)
     cluster, costs = cluster_of(config), emulated_costs(config)
-    allocation = allocation_of(fault_free.layout, fault_free.schedule)  # type: ignore[arg-type]
+    levels = dict.fromkeys(fault_free.layout.workers, base_level(config))
+    allocation = allocation_of(fault_free.layout, fault_free.schedule, levels)  # type: ignore[arg-type]
     assert fault_free.measured_step_s is not None
-    overhead_s = max(0.0, fault_free.measured_step_s - time_as_it_is(cluster, costs, allocation).step_s)
+    start_step_s = time_as_it_is(cluster, costs, allocation).step_s
+    overhead_s = max(0.0, fault_free.measured_step_s - start_step_s)
     costs = msgspec.structs.replace(costs, step_overhead_s=overhead_s)
     lost = tuple(setting.lost())
     event, policies = ClusterEvent(kind="lost", workers=lost), planners_of(config)
@@ -225,6 +227,7 @@ def _predicted_only(
             {
                 "setting": setting.name,
                 "policy": policy,
+                "start_step_s": start_step_s,
                 "predicted_step_s": plan.predicted_step_s,
                 "step_overhead_s": overhead_s,
                 "elaswave_against_it": None if ours is None else ours / rate,

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tests.etcd_processes import needs_etcd
 
+from elaswave.config.presets import device_preset, model_shape
+from elaswave.costs.analytic import analytic_costs
 from elaswave.planning.policies import POLICIES, PREDICTED_ONLY
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -255,8 +257,13 @@ def test_policies_run_in_real_jobs_beside_their_predictions() -> None:
         assert row["step_s"] > 0 and row["predicted_step_s"] > 0 and row["capacity_fraction"] > 0
     beside = {row["policy"]: row for row in document["predicted_only"]}
     assert set(beside) == PREDICTED_ONLY
+    described = analytic_costs(model_shape("gpt2-small"), device_preset("ascend-910b"))
+    described_s = 3 * sum(each.forward_s + each.input_gradient_s + each.weight_gradient_s for each in described.layers)
     for row in beside.values():
         assert row["predicted_step_s"] > row["step_overhead_s"] >= 0 and row["elaswave_against_it"] is None
+        # At the device's usual clock: two stages of about half of the layers, two micro-batches for each worker, and at
+        # most one more to fill the pipeline. At its lowest clock it would be twice the whole model.
+        assert 1 <= row["start_step_s"] / described_s < 1.5
 
 
 @pytest.mark.slow

@@ -78,17 +78,16 @@ def make_routes(allocation: Allocation, costs: Costs, cluster: Cluster, *, previ
     )
 
 
-def allocation_of(layout: Layout, schedule: Schedule, levels: Mapping[int, int] | None = None) -> Allocation:
+def allocation_of(layout: Layout, schedule: Schedule, levels: Mapping[int, int]) -> Allocation:
     """What `make_routes` has made a layout of.
 
     Args:
         layout: one chain of stages, or several that share no workers (pipelines of different depth).
         schedule: of the job.
-        levels: worker -> index of its frequency level; 0 for those that are not in it.
+        levels: worker -> index of its frequency level; 0, the slowest, for those that are not in it.
     Raises:
         ValueError: routes that are neither.
     """
-    levels = levels or {}
     everywhere = list(range(len(layout.stages)))
     if all([hop.stage for hop in route] == everywhere for route in layout.routes):
         groups = [(everywhere, list(range(layout.num_microbatches)))]

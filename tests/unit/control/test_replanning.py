@@ -369,7 +369,7 @@ def test_programs_hold_no_more_in_flight_than_was_planned():
     roomy = replanner.baseline(layout, execution, [1], costs)
     assert roomy.execution.in_flight == {}
     lowest = estimate(
-        replanner._job.cluster.without([1]), costs, allocation_of(roomy.layout, "gpipe")
+        replanner._job.cluster.without([1]), costs, allocation_of(roomy.layout, "gpipe", {})
     ).memory_bytes.min()
     for share in np.linspace(0.3, 1.0, 50):
         replanner._job = with_memory(replanner._job, np.full(6, lowest * share))
@@ -468,7 +468,7 @@ def test_microbatches_keep_their_workers_only_where_that_is_no_slower():
     lost = [0, 1, 10, 19, 28]
     present = survivor_layout(layout, lost)
     found = replanner.baseline(layout, execution, lost, costs)
-    allocation = allocation_of(found.layout, "zero-bubble")
+    allocation = allocation_of(found.layout, "zero-bubble", {})
     kept = make_routes(allocation, costs, replanner._job.cluster, previous=present)
     anew = make_routes(allocation, costs, replanner._job.cluster)
     seconds = [replanner.predict(each, found.execution, costs) for each in (kept, anew)]

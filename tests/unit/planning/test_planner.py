@@ -415,7 +415,7 @@ def test_an_idle_worker_is_in_one_chain_only():
         (Hop(0, 0, 0, 2), Hop(3, 1, 2, 4), Hop(6, 3, 4, 6)),
         (Hop(1, 0, 0, 2), Hop(4, 1, 2, 4), Hop(5, 2, 4, 5), Hop(7, 4, 5, 6)),
     )
-    found = allocation_of(Layout(stages=stages, routes=routes), "1f1b")
+    found = allocation_of(Layout(stages=stages, routes=routes), "1f1b", {})
     found.check()
     assert found.workers.tolist() == list(range(8))
 
@@ -467,14 +467,14 @@ def test_routes_that_are_no_chain_are_refused():
     stages = tuple(Stage(start=a, stop=b, workers=(w,)) for w, (a, b) in enumerate([(0, 2), (1, 3), (2, 4)]))
     routes = ((Hop(0, 0, 0, 2), Hop(2, 2, 2, 4)), (Hop(0, 0, 0, 1), Hop(1, 1, 1, 3), Hop(2, 2, 3, 4)))
     with pytest.raises(ValueError, match="pass different stages"):
-        allocation_of(Layout(stages=stages, routes=routes), "1f1b")
+        allocation_of(Layout(stages=stages, routes=routes), "1f1b", {})
 
 
 def test_micro_batches_keep_their_workers():
     cluster, costs = make_cluster([1.0] * 6), make_costs([1.0] * 6)
     before = make_routes(fault_free(cluster, costs, 2, 3, 9), costs, cluster)
     left = cluster.without([1])
-    found = plan(left, costs, allocation_of(before, "1f1b"), lost(1), axes={"dataflow"})
+    found = plan(left, costs, allocation_of(before, "1f1b", {}), lost(1), axes={"dataflow"})
     after = make_routes(found.allocation, costs, left, previous=before)
     for old, new in zip(before.routes, after.routes, strict=True):
         assert old[1] == new[1]
