@@ -31,8 +31,16 @@ SIX = {
 
 
 def lost(agents: Agents) -> list[dict[str, Any]]:
+    return recoveries(agents, "lost")
+
+
+def joined(agents: Agents) -> list[dict[str, Any]]:
+    return recoveries(agents, "joined")
+
+
+def recoveries(agents: Agents, kind: str) -> list[dict[str, Any]]:
     found = [event["recovery"] for event in agents.events("recovery")]
-    return [each for each in found if each["kind"] == "lost"]
+    return [each for each in found if each["kind"] == kind]
 
 
 def computation(run_dir: Path) -> tuple[list[Any], str, dict[str, str] | None]:
@@ -133,8 +141,7 @@ def test_a_host_comes_back_with_another_address(tmp_path: Path) -> None:
         world.heal()
         assert second.end() == 75, second.text
         again = start(agents, host)
-        joined = lambda: [each for each in agents.events("recovery") if each["recovery"]["kind"] == "joined"]  # noqa: E731
-        agents.wait_for(lambda: len(joined()) == 2, "its workers")
+        agents.wait_for(lambda: len(joined(agents)) == 2, "its workers")
         first.signal(15)
         assert first.end() == 143, first.text
         assert third.end() == again.end() == 143, (third.text, again.text)
@@ -257,6 +264,39 @@ def job_with_etcd_on_three(
                 started = [start(agents, host) for host in world.hosts]
                 agents.wait_for_step(3)
                 yield world, agents, started, members
+
+
+@needs_etcd
+def test_a_candidate_that_comes_back_with_another_address_is_found_by_its_name(tmp_path: Path) -> None:
+    """One agent is there all the time, and in the end it has nobody but this candidate."""
+    names = tmp_path / "names"
+    names.write_text("10.77.0.1 first\n10.77.0.2 second\n")
+    with World(4) as world:
+        *hosts, keeper = world.hosts
+        for host in hosts:
+            host.mount(names, Path("/etc/hosts"))
+        before = ["nsenter", f"--net=/proc/{keeper.pid}/ns/net", "--"]
+        with cluster(1, places=[(keeper.address, before)]) as (member,):
+            settings = {**SIX, "run.steps": 100_000, "optimizer.schedule": "constant", "control.hosts": 3}
+            settings["control.store"] = f"etcd://{member.endpoint}"
+            with Agents(tmp_path / "job", settings, "first:7077,second:7077") as agents:
+                _, _, third = [start(agents, host) for host in hosts]
+                agents.wait_for_step(3)
+                hosts[0].kill()
+                agents.wait_for(lambda: len(lost(agents)) == 2, "the loss of the first candidate")
+                again = world.boot(hosts[0])
+                again.take_address("10.77.0.99")
+                names.write_text("10.77.0.99 first\n10.77.0.2 second\n")
+                again.mount(names, Path("/etc/hosts"))
+                first = start(agents, again)
+                agents.wait_for(lambda: len(joined(agents)) == 2, "its workers")
+                hosts[1].kill()
+                agents.wait_for(lambda: len(lost(agents)) == 4, "the loss of the second candidate")
+                agents.wait_for_step(max(event["step"] for event in agents.events("step")) + 3)
+                assert "this host has the job's coordinator from now on, its number 3" in first.text
+                for agent in (first, third):
+                    agent.signal(15)
+                assert [agent.end() for agent in (first, third)] == [143, 143], (first.text, third.text)
 
 
 @needs_etcd

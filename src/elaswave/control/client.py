@@ -47,6 +47,8 @@ SILENCE_TIMEOUT_S = 10.0
 """A connection on which no heartbeat has been answered for this long is given up, and made again."""
 SILENCE_AMONG_SEVERAL_S = 3.0
 """The same where another candidate may have a coordinator by then."""
+KNOWN_LOOKUP_S = 1.0
+"""How long the look-up of a name may take that has had an address; then that one is dialled."""
 MAX_UNACKNOWLEDGED_BYTES = 256 << 20
 MAX_UNSENT_BYTES = 256 << 20
 _READ_BYTES = 1 << 18
@@ -95,8 +97,8 @@ class ControlClient(Generic[_T]):
     Must be made by the process that uses it, hence after a fork; in the child of a later fork it is closed.
 
     Args:
-        address: where the coordinator listens, and its successors will; a name, which only an owner with threads may
-            give, is looked up again for every connection.
+        address: where the coordinator listens, and its successors will. A name is looked up again for every dial, in a
+            thread; where that fails, or takes long, what the last look-up has found is dialled.
         key: the job's key.
         peer: own id.
         receives: union of the message types that may arrive.
@@ -205,9 +207,12 @@ class ControlClient(Generic[_T]):
         self._deadline = math.inf
         """Of the handshake."""
         self._next_dial = 0.0
-        self._lookup: addresses.NameLookup | None = None
-        """Of the address's name, while it goes on."""
-        self._num_dials = 0
+        self._lookups: dict[int, addresses.NameLookup] = {}
+        """Of the targets' names, while they go on."""
+        self._found: dict[int, list[str]] = {}
+        """What the last look-up of a target's name has found."""
+        self._num_dials = [0] * len(self._targets)
+        """Of each target."""
         self._num_failed = 0
         """Dials since the last connection."""
         self._is_accepted = False
@@ -385,8 +390,8 @@ class ControlClient(Generic[_T]):
                 self._drop(TimeoutError(f"the coordinator was silent for {self._silence_timeout_s:g} s"))
             if self._silent and self._phase is _Phase.DOWN:
                 return math.inf
-            is_found = self._lookup is not None and self._lookup.is_over
-            if self._phase is _Phase.DOWN and (is_found or now >= self._next_dial):
+            lookup = self._lookups.get(self._target)
+            if self._phase is _Phase.DOWN and (now >= self._next_dial or (lookup is not None and lookup.is_done)):
                 self._dial()
         if self._phase is _Phase.OPEN and now >= self._next_heartbeat:
             message = self._heartbeat()
@@ -492,14 +497,12 @@ class ControlClient(Generic[_T]):
 
     def _dial(self) -> None:
         address, host = self._targets[self._target]
-        if addresses.has_name(address) and self._lookup is None:
-            self._lookup = addresses.NameLookup(address, self._wake_from_outside)
-            self._next_dial = time.monotonic() + self._lookup.left_s
-            return
-        lookup, self._lookup = self._lookup, None
         try:
-            self._num_dials += 1
-            sock = self._dial_address(address if lookup is None else lookup.result(self._num_dials))
+            found = [address] if not addresses.has_name(address) else self._look_up(address)
+            if not found:
+                return
+            self._num_dials[self._target] += 1
+            sock = self._dial_address(found[self._num_dials[self._target] % len(found)])
         except OSError as error:
             self._drop(error)
             return
@@ -518,6 +521,28 @@ class ControlClient(Generic[_T]):
         self._deadline = time.monotonic() + self._connect_timeout_s
         self._wants_to_write = True  # the first bytes follow when the connection is there
         self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
+
+    def _look_up(self, address: str) -> list[str]:
+        """The addresses of the target's name; none while that is being looked up.
+
+        Raises:
+            OSError: it has none, or the look-up takes long, and none was known before.
+        """
+        target = self._target
+        lookup = self._lookups.get(target)
+        if lookup is None:
+            timeout_s = KNOWN_LOOKUP_S if target in self._found else None
+            self._lookups[target] = lookup = addresses.NameLookup(address, self._wake_from_outside, timeout_s)
+            self._next_dial = time.monotonic() + lookup.left_s
+            return []
+        if lookup.is_done:
+            del self._lookups[target]  # else it goes on, and its result is for a later dial: no name has two threads
+        try:
+            self._found[target] = lookup.results()
+        except OSError:
+            if target not in self._found:
+                raise
+        return self._found[target]
 
     def _flush(self) -> None:
         """Writes what the session has to say; what does not fit is written when the socket takes it."""

@@ -12,6 +12,10 @@ from pathlib import Path
 from elaswave.control.job_folder import refused
 from elaswave.control.parent_death import end_with_parent
 from elaswave.control.stop_signals import STOP_SIGNALS
+from elaswave.transport.addresses import await_lookups
+
+LOOKUPS_S = 0.5
+"""How long a fork waits for look-ups of names, the only threads of a process that forks."""
 
 
 class Child:
@@ -40,7 +44,8 @@ def how_it_ended(status: int) -> str:
 
 
 def fork(what: str, log: Path, body: Callable[[], int], *, let_go: Callable[[], None]) -> Child:
-    """Runs a function in a new process, which ends with this one. This process must have one thread only.
+    """Runs a function in a new process, which ends with this one. This process must have one thread only, but for
+    look-ups of names.
 
     Args:
         what: the process as a person knows it.
@@ -50,6 +55,7 @@ def fork(what: str, log: Path, body: Callable[[], int], *, let_go: Callable[[], 
     Raises:
         LaunchError: the system refuses another process.
     """
+    await_lookups(LOOKUPS_S)
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()

@@ -32,7 +32,7 @@ class Seed(NamedTuple):
     """As it was given: an address or a name."""
     port: int
     address: str
-    """Numeric; empty if the name has none now: it is looked up again at every dial."""
+    """Numeric, as it is now; empty if the name has none. Dials look the name up again."""
 
 
 class HeldPort(NamedTuple):
@@ -219,7 +219,7 @@ def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None) -> Job
     return JobNetwork(
         listen=tcp_address(bind, seed.port),
         dial=tcp_address(seed.host, seed.port),
-        launcher_dials=tcp_address(near if is_own else seed.address, seed.port),
+        launcher_dials=tcp_address(near if is_own else seed.host, seed.port),
         links=Place(
             tcp_address(bind, 0),
             advertise="" if host == bind else host,
@@ -227,7 +227,5 @@ def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None) -> Job
             tls=tls,
         ),
         host=seed.host,
-        others=tuple(
-            (tcp_address(each.address or each.host, each.port), each.host) for each in seeds if each is not seed
-        ),
+        others=tuple((tcp_address(each.host, each.port), each.host) for each in seeds if each is not seed),
     )

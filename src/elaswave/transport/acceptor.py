@@ -164,9 +164,12 @@ class Acceptor:
             del self._lookups[peer]
             self._num_lookups += 1
             try:
-                self._connect(peer, lookup.result(self._num_lookups), addresses.host_of(lookup.address))
+                found = lookup.results()
             except OSError as error:
                 self.trouble[peer] = error
+                continue
+            address = found[self._num_lookups % len(found)]
+            self._connect(peer, address, addresses.host_of(lookup.address))
         return nearest
 
     def hang_up(self, peer: int) -> None:

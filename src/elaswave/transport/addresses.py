@@ -223,7 +223,7 @@ def dial(address: str) -> socket.socket:
 
 
 LOOKUP_TIMEOUT_S = 10.0
-"""After which a look-up is given up, and begun again by the next dial."""
+"""After which a look-up is waited for no more."""
 
 
 class NameLookup:
@@ -232,17 +232,22 @@ class NameLookup:
     Args:
         address: of a listener, with a name.
         wake: called in that thread once there is a result.
+        timeout_s: how long it is waited for; None: `LOOKUP_TIMEOUT_S`.
     """
 
-    def __init__(self, address: str, wake: Callable[[], None]) -> None:
+    def __init__(self, address: str, wake: Callable[[], None], timeout_s: float | None = None) -> None:
         self.address = address
+        self.is_done = False
+        """Whether there is a result, be it that the name has no address."""
         self._host, self._port = _host_and_port(_split(address)[1])
-        self._deadline_s = time.monotonic() + LOOKUP_TIMEOUT_S
+        self._timeout_s = LOOKUP_TIMEOUT_S if timeout_s is None else timeout_s
+        self._deadline_s = time.monotonic() + self._timeout_s
         self._found: list[str] = []
         self._error: OSError | None = None
-        self._is_done = False
         self._wake = wake
-        threading.Thread(target=self._look_up, name=f"look-up of {self._host}", daemon=True).start()
+        thread = threading.Thread(target=self._look_up, name=f"look-up of {self._host}", daemon=True)
+        _looking_up.add(thread)
+        thread.start()
 
     def _look_up(self) -> None:
         try:
@@ -252,32 +257,47 @@ class NameLookup:
             self._error = error
         except UnicodeError as error:  # no name that there could be
             self._error = OSError(str(error))
-        self._is_done = True
+        finally:
+            self.is_done = True
+            _looking_up.discard(threading.current_thread())
         self._wake()
 
     @property
     def is_over(self) -> bool:
         """Whether there is a result, or none in time."""
-        return self._is_done or self.left_s <= 0.0
+        return self.is_done or self.left_s <= 0.0
 
     @property
     def left_s(self) -> float:
         """Seconds until it is given up."""
         return self._deadline_s - time.monotonic()
 
-    def result(self, turn: int) -> str:
-        """The numeric address, once it is over.
+    def results(self) -> list[str]:
+        """The numeric addresses, at least one, once it is over. Each of them is to have its turn.
 
-        Args:
-            turn: counts the dials, so that each of several addresses of a name has its turn.
         Raises:
             OSError: the name has no address, or none was found in time.
         """
-        if not self._is_done:
-            raise TimeoutError(f"the name {self._host} was not looked up within {LOOKUP_TIMEOUT_S:g} s")
-        if self._error is not None:
+        if not self.is_done:
+            raise TimeoutError(f"the name {self._host} was not looked up within {self._timeout_s:g} s")
+        if not self._found:
             raise OSError(f"the name {self._host} has no address: {self._error}")
-        return tcp_address(self._found[turn % len(self._found)], self._port)
+        return [tcp_address(host, self._port) for host in self._found]
+
+
+_looking_up: set[threading.Thread] = set()
+
+
+def await_lookups(timeout_s: float) -> None:
+    """Waits for the look-ups that go on in this process, before it forks: a child could inherit a lock of the system's
+    library that such a thread holds. One that takes longer waits for the network, and holds none.
+
+    Args:
+        timeout_s: for all of them.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    for thread in tuple(_looking_up):
+        thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def has_name(address: str) -> bool:

@@ -40,7 +40,7 @@ def test_a_name_without_an_address_keeps_its_place_among_the_candidates() -> Non
     for own in (1, None):
         network = agent_network(tcp(), seeds, own)
         assert network.launcher_dials == "tcp:127.0.0.1:7078"
-        assert network.others == (("tcp:nowhere.invalid:7077", "nowhere.invalid"),), "looked up at every dial"
+        assert network.others == (("tcp:nowhere.invalid:7077", "nowhere.invalid"),)
     with pytest.raises(RetryError, match=r"--coordinator nowhere\.invalid:7077: nowhere\.invalid has no address"):
         seeds_of(["nowhere.invalid:7077", "elsewhere.invalid:7077"])
     with pytest.raises(UsageError, match="give HOST:PORT"):
@@ -98,8 +98,20 @@ def test_the_addresses_of_founder_and_follower() -> None:
     assert network.launcher_dials == "tcp:127.0.0.1:7077"
     assert (network.links.listen, network.links.advertise) == ("tcp:0.0.0.0:0", "node-0")
     network = agent_network(tcp(bind="127.0.0.3", ports="7077-7079"), [where], None)
-    assert (network.dial, network.launcher_dials) == ("tcp:node-0:7077", "tcp:127.0.0.1:7077")
+    assert network.dial == network.launcher_dials == "tcp:node-0:7077", "looked up at every dial"
     assert network.links.listen == "tcp:127.0.0.3:0" and network.links.ports == (7078, 7079)
+
+
+@pytest.mark.parametrize("own", [0, 1, None])
+def test_names_of_candidates_are_looked_up_at_every_dial(own: int | None) -> None:
+    seeds = [Seed("node-0", 7077, "127.0.0.1"), Seed("node-1", 7078, "127.0.0.1")]
+    network = agent_network(tcp(), seeds, own)
+    own_port = None if own is None else seeds[own].port
+    dialled = [network.launcher_dials, *(address for address, _ in network.others)]
+    assert sorted(dialled, key=lambda address: address[-4:]) == [
+        f"tcp:127.0.0.1:{seed.port}" if seed.port == own_port else f"tcp:{seed.host}:{seed.port}" for seed in seeds
+    ]
+    assert [host for _, host in network.others] == [seed.host for seed in seeds if seed is not seeds[own or 0]]
 
 
 def test_what_others_reach_needs_tls_or_trust(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,18 @@
 
 import socket
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
-from tests.conformance.coordinators import Coordinator, Participant
+from tests.conformance.coordinators import KEY as CONTROL_KEY
+from tests.conformance.coordinators import Coordinator, Hello, Participant, ToClient
 from tests.conformance.coordinators import until as until_true
 from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads
 
+from elaswave.control import client as control_client
+from elaswave.control.client import ControlClient
 from elaswave.errors import WaitTimeoutError
 from elaswave.transport import addresses
 from elaswave.transport.addresses import NameLookup, Place
@@ -85,7 +90,7 @@ def test_a_name_that_cannot_be_one_is_an_error_of_the_dial():
     lookup = NameLookup(f"tcp:{'x' * 70}.{'y' * 300}:70", woken.set)
     assert woken.wait(PATIENCE_S) and lookup.is_over
     with pytest.raises(OSError, match="has no address"):
-        lookup.result(0)
+        lookup.results()
 
 
 def test_control_connections_look_names_up_for_every_connection(names):
@@ -107,3 +112,115 @@ def test_control_connections_look_names_up_for_every_connection(names):
     gone = Participant("tcp:nowhere:70", 2)
     until_true(lambda: "the name nowhere has no address" in gone.client.trouble)
     gone.client.close(0.0)
+
+
+def client_of(*targets: str) -> "tuple[ControlClient[ToClient], list[str]]":
+    """A client of an owner without threads, as an agent is, and what it dials."""
+    dialled: list[str] = []
+
+    def dial(address: str) -> socket.socket:
+        dialled.append(address)
+        return addresses.dial(address)
+
+    others = [(target, "") for target in targets[1:]]
+    return ControlClient(targets[0], CONTROL_KEY, 1, ToClient, print, Hello, others=others, dial=dial), dialled
+
+
+def turn_until(client: "ControlClient[ToClient]", condition: "Callable[[], object]") -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, client.trouble
+        client.turn(0.05)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_candidate_that_comes_back_with_another_address_is_found_under_its_name(names, address):
+    known, asked = names
+    known["first"], known["second"] = ["127.0.0.98"], ["127.0.0.99"]
+    coordinator = Coordinator(addresses.tcp_address(address, 0))
+    port = coordinator.address.rpartition(":")[2]
+    client, dialled = client_of(f"tcp:first:{port}", f"tcp:second:{port}")
+    try:
+        turn_until(client, lambda: len(dialled) >= 4)
+        known["second"] = [address]
+        turn_until(client, lambda: client.connected)
+        assert dialled[:2] == [f"tcp:127.0.0.98:{port}", f"tcp:127.0.0.99:{port}"]
+        assert dialled[-1] == coordinator.address
+        assert len(asked) >= len(dialled) and {thread.name for _, thread in asked} == {
+            "look-up of first",
+            "look-up of second",
+        }
+    finally:
+        client.close(0.0)
+        coordinator.close()
+
+
+def test_each_address_of_a_name_has_its_turn_beside_another_candidate(names):
+    known, _ = names
+    known["first"] = ["127.0.0.97", "127.0.0.98"]
+    client, dialled = client_of("tcp:first:70", "tcp:127.0.0.99:70")
+    try:
+        turn_until(client, lambda: len(dialled) >= 4)
+        assert {*dialled[::2]} == {"tcp:127.0.0.97:70", "tcp:127.0.0.98:70"}
+    finally:
+        client.close(0.0)
+
+
+@pytest.mark.parametrize("names_are", ["slow", "unknown"])
+def test_without_names_the_last_known_address_is_dialled(names, monkeypatch, names_are):
+    """The host that answers for names may be the one that was lost."""
+    known, asked = names
+    known["head"] = ["127.0.0.1"]
+    coordinator = Coordinator("tcp:127.0.0.1")
+    port = coordinator.address.rpartition(":")[2]
+    client, dialled = client_of(f"tcp:head:{port}")
+    again = threading.Event()
+    try:
+        turn_until(client, lambda: client.connected)
+        monkeypatch.setattr(control_client, "KNOWN_LOOKUP_S", 0.05)
+        if names_are == "unknown":
+            del known["head"]
+        else:
+            in_time = socket.getaddrinfo
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: again.wait() and in_time(*given, **more))
+        for _ in range(2):
+            client.silence(True)
+            client.silence(False)
+            client.turn()
+            turn_until(client, lambda: client.connected)
+        assert dialled == [f"tcp:127.0.0.1:{port}"] * 3
+        assert len(asked) == (3 if names_are == "unknown" else 1)
+        waiting = [thread for thread in threading.enumerate() if thread.name == "look-up of head"]
+        assert len(waiting) == (names_are == "slow"), "one look-up of a name at a time"
+    finally:
+        again.set()
+        client.close(0.0)
+        coordinator.close()
+
+
+def test_a_name_that_stalls_holds_the_other_candidates_up_once(names, monkeypatch):
+    known, _ = names
+    monkeypatch.setattr(addresses, "LOOKUP_TIMEOUT_S", 0.3)
+    again = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: again.wait() and [])
+    client, dialled = client_of("tcp:first:70", "tcp:127.0.0.99:70")
+    try:
+        turn_until(client, lambda: dialled)
+        began_s = time.monotonic()
+        while len(dialled) < 3 and time.monotonic() < began_s + PATIENCE_S:
+            assert client.turn(0.05) <= control_client.LAST_BACKOFF_S
+        assert set(dialled) == {"tcp:127.0.0.99:70"}
+    finally:
+        again.set()
+        client.close(0.0)
+
+
+def test_a_fork_waits_for_look_ups_but_not_for_ever(monkeypatch):
+    again = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: again.wait() and [])
+    lookup = NameLookup("tcp:slow:70", lambda: None)
+    addresses.await_lookups(0.05)
+    assert not lookup.is_done
+    threading.Timer(0.05, again.set).start()
+    addresses.await_lookups(PATIENCE_S)
+    assert lookup.is_done
