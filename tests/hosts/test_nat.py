@@ -14,7 +14,7 @@ REASON = lacking() or lacking_nat()
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(REASON), reason=REASON or "there can be routers")]
 
 TWO = {**SMALL, "layout.widths": "[2]", "elastic.num_followers": 1}
-PORTS = range(7001, 7006)
+PORTS = range(7001, 7003)
 HOSTS: dict[str, Any] = {"control.hosts": 2, "net.trusted": True}
 
 

@@ -36,12 +36,15 @@ def test_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
         needless = agents.wait_for(lambda: [one for one in pair if "nothing to do" in one.text], "the end of one")[0]
         (follower,) = (one for one in pair if one is not needless)
         assert needless.end() == 0, needless.text
-        third = agents.start("d")
+        first = free_port()
+        third = agents.start("d", "--set", f"net.ports={first}-{first + 1}")  # two workers
         agents.wait_for_step(2)
+        narrow = agents.start("e", "--set", f"net.ports={first}-{first}")
         twin = agents.start("b")
         other = agents.start("c", "--set", "run.steps=31")
         assert twin.end() == 0 and "node b has an agent of this job already" in twin.text
         assert other.end() == 2 and "was given another configuration" in other.text, other.text
+        assert narrow.end() == 2 and "has 1 beside the coordinator's, but 2 workers may run" in narrow.text, narrow.text
         assert (founder.end(), follower.end(), third.end()) == (0, 0, 0), (founder.text, follower.text, third.text)
         late = agents.start("a", founds=True)
         assert late.end() == 0 and "the job is finished already" in late.text

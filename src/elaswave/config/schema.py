@@ -416,8 +416,8 @@ class NetConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     advertise: Name | None = None
     """Host that others dial, and that the certificate must name; unset: the address that is listened at."""
     ports: Annotated[str, Meta(pattern=r"^\d{1,5}-\d{1,5}$", extra={"words": 'ports as "FIRST-LAST"'})] | None = None
-    """Ports that may be listened at: one for the coordinator, one for each worker, more for those that join. Unset: the
-    system chooses."""
+    """Ports that may be listened at: one for the coordinator, one for each worker of this host, more for those that
+    join. Unset: the system chooses."""
     tls: Literal["off", "required"] = "off"
     """``required``: mutual TLS 1.3 on control connections and links, with names checked; needs ``keys``."""
     keys: Name | None = None

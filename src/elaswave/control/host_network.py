@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from elaswave.config.rules import exposed_problem, is_exposed, ports_of
+from elaswave.config.rules import exposed_problem, is_exposed
 from elaswave.config.schema import NetConfig
-from elaswave.control.job_network import JobNetwork, address_of
+from elaswave.control.job_network import JobNetwork, address_of, ports_beside
 from elaswave.control.key_files import tls_of
 from elaswave.errors import ConfigError, RetryError, UsageError
 from elaswave.transport.addresses import Place, reserve, tcp_address
@@ -191,15 +191,16 @@ def tls_here(net: NetConfig) -> Tls | None:
     return tls_of(Path(net.keys))
 
 
-def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None) -> JobNetwork:
+def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None, slots: int = 0) -> JobNetwork:
     """The addresses of a job's processes on this host.
 
     Args:
         net: as configured here.
         seeds: where coordinators are dialled.
         own: index of the one at which this host may have one; None: at none.
+        slots: workers that may run here, once that is known.
     Raises:
-        ConfigError: an address or certificate that cannot be used.
+        ConfigError: an address, certificate or range of ports that cannot be used.
         UsageError: certificate files that cannot be used.
         RetryError: there is no way to the coordinator's host.
     """
@@ -223,7 +224,7 @@ def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None) -> Job
         links=Place(
             tcp_address(bind, 0),
             advertise="" if host == bind else host,
-            ports=tuple(port for port in ports_of(net.ports) if port != seed.port),
+            ports=ports_beside(net, seed.port, slots),
             tls=tls,
         ),
         host=seed.host,

@@ -54,16 +54,38 @@ def network_in(folder: Path) -> JobNetwork:
     return JobNetwork(address, address, address, Place(f"unix:{folder}"))
 
 
-def open_network(net: NetConfig, folder: Path) -> tuple[JobNetwork, socket.socket | None]:
+def ports_beside(net: NetConfig, port: int, num_workers: int) -> tuple[int, ...]:
+    """The ports at which a host's workers may listen; none: the system chooses.
+
+    Args:
+        net: the configuration's section.
+        port: the coordinator's.
+        num_workers: that may run on this host at once.
+    Raises:
+        ConfigError: they are too few.
+    """
+    ports = tuple(other for other in ports_of(net.ports) if other != port)
+    if net.ports is not None and len(ports) < num_workers:
+        raise ConfigError(
+            [
+                f"net.ports: {net.ports} has {len(ports)} beside the coordinator's, but {num_workers} workers may run "
+                f"on this host; give {num_workers} or more"
+            ]
+        )
+    return ports
+
+
+def open_network(net: NetConfig, folder: Path, num_workers: int) -> tuple[JobNetwork, socket.socket | None]:
     """The network of a job, as configured.
 
     Args:
         net: the configuration's section.
         folder: the job's private one.
+        num_workers: with which it begins.
     Returns:
         The network, and a socket that keeps the coordinator's port as long as it is open.
     Raises:
-        ConfigError: an interface, address or certificate that cannot be used.
+        ConfigError: an interface, address, certificate or range of ports that cannot be used.
         LaunchError: no port can be had.
     """
     if net.transport == "unix":
@@ -86,12 +108,12 @@ def open_network(net: NetConfig, folder: Path) -> tuple[JobNetwork, socket.socke
             "machine, or widen net.ports"
         ) from error
     port = kept.getsockname()[1]
-    links = Place(
-        tcp_address(bind, 0),
-        advertise="" if host == bind else host,
-        ports=tuple(other for other in ports if other != port),
-        tls=tls,
-    )
+    try:
+        beside = ports_beside(net, port, num_workers)
+    except ConfigError:
+        kept.close()
+        raise
+    links = Place(tcp_address(bind, 0), advertise="" if host == bind else host, ports=beside, tls=tls)
     near = bind
     if ipaddress.ip_address(bind).is_unspecified:
         near = "::1" if ":" in bind else LOOPBACK

@@ -206,7 +206,7 @@ class LocalJob:
         self._vigil = Vigil(ORPHAN_S if control.store == FILE else max(ORPHAN_S, control.store_patience_s))
         try:
             if post.network is None:
-                self._network, self._kept_port = open_network(config.net, self._folder)
+                self._network, self._kept_port = open_network(config.net, self._folder, sum(config.widths))
             else:
                 self._network, self._kept_port = post.network, post.kept_port
             if post.founds or post.is_candidate:

@@ -217,7 +217,7 @@ def _found(host: _Host, held: HeldPort, prepare: Callable[[], None]) -> None:
         incarnation=host.incarnation,
         slots=_slots(options, config),
         job=options.job,
-        network=agent_network(config.net, host.seeds, 0),
+        network=agent_network(config.net, host.seeds, 0, _slots(options, config)),
         kept_port=held.port,
         is_candidate=len(host.seeds) > 1 and config.control.store != FILE,
         leave_s=options.leave_s if len(host.seeds) > 1 else None,
@@ -240,7 +240,6 @@ def _follow(
     """Starts the workers that the coordinator asks for, and stays until the job is over."""
     started_s = time.monotonic()
     options = host.options
-    network = agent_network(host.config.net, host.seeds, host.own)
     if isinstance(answer, Ended):
         if answer.outcome == "finished":
             say_error("the job is finished already")
@@ -250,6 +249,7 @@ def _follow(
         raise refusal(answer)
     spec = answer
     config = build_config({**spec.config})
+    network = agent_network(host.config.net, host.seeds, host.own, _slots(options, config))
     run_dir = Path(os.path.abspath(options.run_dir)) if options.run_dir is not None else Path(spec.run_dir)
     own_folder(run_dir, spec.job)
     if options.checkpoints is not None:

@@ -102,6 +102,15 @@ def test_the_addresses_of_founder_and_follower() -> None:
     assert network.links.listen == "tcp:127.0.0.3:0" and network.links.ports == (7078, 7079)
 
 
+def test_a_host_needs_ports_for_its_own_workers_only() -> None:
+    where = [Seed("node-0", 7077, "127.0.0.1")]
+    assert agent_network(tcp(ports="7077-7078"), where, None).links.ports == (7078,), "before it knows the job"
+    for own in (0, None):
+        assert agent_network(tcp(ports="7077-7079"), where, own, slots=2).links.ports == (7078, 7079)
+        with pytest.raises(ConfigError, match=r"net\.ports: 7077-7079 has 2 beside .* but 3 workers .* give 3 or more"):
+            agent_network(tcp(ports="7077-7079"), where, own, slots=3)
+
+
 @pytest.mark.parametrize("own", [0, 1, None])
 def test_names_of_candidates_are_looked_up_at_every_dial(own: int | None) -> None:
     seeds = [Seed("node-0", 7077, "127.0.0.1"), Seed("node-1", 7078, "127.0.0.1")]

@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from tests.agents import free_port
 from tests.certificates import job_tls, keys_of
 
 from elaswave.config.schema import NetConfig
@@ -15,14 +16,14 @@ from elaswave.transport import addresses
 
 def opened(folder: Path, **net) -> job_network.JobNetwork:
     """The network; its port is given up at once."""
-    network, kept = open_network(NetConfig(transport="tcp", **net), folder)
+    network, kept = open_network(NetConfig(transport="tcp", **net), folder, num_workers=0)
     assert kept is not None
     kept.close()
     return network
 
 
 def test_sockets_in_a_folder_need_no_port(tmp_path: Path) -> None:
-    network, kept = open_network(NetConfig(), tmp_path)
+    network, kept = open_network(NetConfig(), tmp_path, 4)
     assert kept is None and network.tls is None
     assert network.listen == network.dial == network.launcher_dials == f"unix:{tmp_path}/control.sock"
     assert network.links.listen == f"unix:{tmp_path}"
@@ -43,7 +44,7 @@ def test_what_listens_everywhere_is_dialled_as_it_says(tmp_path: Path) -> None:
 
 
 def test_the_port_is_kept_for_one_coordinator_after_the_other(tmp_path: Path) -> None:
-    network, kept = open_network(NetConfig(transport="tcp"), tmp_path)
+    network, kept = open_network(NetConfig(transport="tcp"), tmp_path, 4)
     assert kept is not None
     with kept:
         for _ in range(2):
@@ -65,6 +66,17 @@ def test_workers_take_other_ports_of_the_range_than_the_coordinator(tmp_path: Pa
         assert network.links.ports == tuple(other for other in range(first, first + 4) if other != port)
         with pytest.raises(LaunchError, match=r"no port for the coordinator .* already in use; set net.bind"):
             opened(tmp_path, ports=f"{first}-{first}")
+
+
+def test_a_job_needs_a_port_for_its_coordinator_and_each_worker(tmp_path: Path) -> None:
+    first = max(free_port() for _ in range(9))
+    net = NetConfig(transport="tcp", ports=f"{first}-{first + 4}")
+    with pytest.raises(ConfigError, match="has 4 beside the coordinator's, but 5 workers may run on this host; give 5"):
+        open_network(net, tmp_path, 5)
+    for _ in range(2):  # the port was given up
+        network, kept = open_network(net, tmp_path, 4)
+        assert kept is not None and len(network.links.ports) == 4
+        kept.close()
 
 
 def test_an_interface_stands_for_its_address(tmp_path: Path) -> None:
@@ -90,7 +102,7 @@ def test_an_interface_with_ipv6_alone_and_one_without_an_address(tmp_path: Path,
 def test_an_interface_that_others_reach_needs_tls_or_trust(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(job_network, "address_of", lambda name: "10.0.0.5")
     with pytest.raises(ConfigError, match=r"other machines reach net.interface = eth0 \(10.0.0.5\)"):
-        open_network(NetConfig(transport="tcp", interface="eth0"), tmp_path)
+        open_network(NetConfig(transport="tcp", interface="eth0"), tmp_path, 4)
 
 
 def test_certificates_are_checked_for_the_host_that_is_dialled(tmp_path: Path) -> None:
