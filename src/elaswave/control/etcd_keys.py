@@ -1,6 +1,7 @@
 """The keys of a job in etcd before its first coordinator and after its last one. What is asked, and what the answers
 mean, is `elaswave.protocol.founding`'s."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from elaswave.control.etcd_client import EtcdClient
@@ -64,18 +65,24 @@ def found(client: EtcdClient, spec: bytes, patience_s: float) -> int:
 
 
 def remove(
-    client: EtcdClient, patience_s: float, name: str = "", outcome: bytes | None = None, founded: int = 0
+    client: EtcdClient,
+    patience_s: float,
+    name: str = "",
+    outcome: bytes | None = None,
+    founded: int = 0,
+    between: Callable[[str, float], None] = pause,
 ) -> None:
     """Removes a job's keys; no coordinator can write to it from then on.
 
     Args:
         client: of the job.
-        patience_s: how long to wait for an answer.
+        patience_s: how long to wait for each of two answers.
         name, outcome, founded: as of `elaswave.protocol.founding.ending`.
+        between: as of `Patience`.
     Raises:
         StoreError: etcd does not answer or refuses.
     """
-    waiting = Patience(client.name, patience_s, pause)
+    waiting = Patience(client.name, patience_s, between)
     spec, term = waiting.ask(lambda: client.carry_out(Transaction(reads=(SPEC, TERM)))).found
     asked = ending(name, founded, spec, term, outcome)
     if asked is not None:

@@ -736,12 +736,15 @@ class LocalJob:
         may_go_on = bool(self._post.job) and self._ended is None and self._candidacy.had_it
         name = self._post.name if self._post.is_candidate else ""
         outcome = msgspec.json.encode(self._ended) if self._post.job and self._ended is not None else None
-        trouble = ""
-        if self._store is not None and is_ours and not may_go_on:
-            trouble = self._store.end(name, outcome, self._founded if self._post.job else 0)
+        self._close_folder()
+        if self._store is None or not is_ours or may_go_on:
+            return
+        # Who was told to stop, or has waited for the store in vain, does not wait for it now.
+        is_patient = outcome is not None and self._stop.signal is None and not (self._ended and self._ended.again)
+        founded = self._founded if self._post.job else 0
+        trouble = self._store.end(name, outcome, founded, is_patient=is_patient, say=self._reporter.message)
         if trouble:
             self._reporter.message(trouble)
-        self._close_folder()
 
 
 def refusal(refused: AgentRefused) -> ElaswaveError:

@@ -14,7 +14,7 @@ from elaswave.control.candidate import Beats, Progress, Stage, stand_by
 from elaswave.control.etcd_client import Credentials, EtcdClient, NoAnswerError
 from elaswave.control.etcd_gateway import HttpGateway, endpoints_of, security_of
 from elaswave.control.etcd_keys import Standing, found, remove, remove_left, standing_of
-from elaswave.control.etcd_store import EtcdStore, new_nonce
+from elaswave.control.etcd_store import EtcdStore, new_nonce, pause
 from elaswave.control.file_store import FileStore
 from elaswave.control.journal import JournalRecord
 from elaswave.control.store import Owner, Store
@@ -28,7 +28,7 @@ FILE = "file"
 FOUND_S = 10.0
 """How long a start waits for etcd. Longer than its members take to choose another leader."""
 REMOVE_S = 2.0
-"""How long an end does."""
+"""How long an end does, unless others are to learn the outcome; then it is said after this time."""
 
 
 class Claimed(NamedTuple):
@@ -154,21 +154,43 @@ class JobStore:
                 "ran; keep what cleans temporary folders away from there"
             )
 
-    def end(self, name: str = "", outcome: bytes | None = None, founded: int = 0) -> str:
+    def end(
+        self,
+        name: str = "",
+        outcome: bytes | None = None,
+        founded: int = 0,
+        *,
+        is_patient: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> str:
         """The job is over: removes its keys. (The launcher removes files.)
 
         Args:
             name: of the agent in a job of several hosts: the keys stay if another one's coordinator has the job.
             outcome: of a job of several hosts: stays, for `read_outcome`.
             founded: which founding of the job is over; 0: there was one only.
+            is_patient: wait for etcd as long as a decision does.
+            say: called with a line for people if that takes long.
         Returns:
             What people should know of it; empty if all went well.
         """
         if self._client is None:
             return ""
         client, self._client = self._client, None
+        has_said = False
+
+        def between(text: str, passed_s: float) -> None:
+            nonlocal has_said
+            if is_patient and not has_said and passed_s >= REMOVE_S:
+                has_said = True
+                say(
+                    f"the job is over; {client.name} does not answer, and is to keep how it has ended for hosts that "
+                    f"were cut off: waits for up to {self.patience_s:g} s"
+                )
+            pause(text, passed_s)
+
         try:
-            remove(client, REMOVE_S, name, outcome, founded)
+            remove(client, self.patience_s if is_patient else REMOVE_S, name, outcome, founded, between)
             return ""
         except StoreError as error:
             return f"the job is over, but its keys below {client.prefix} stay in etcd: {error}"

@@ -1,5 +1,6 @@
 """What the launcher does when a commit ends, or the template: without processes."""
 
+import json
 import selectors
 import signal
 import time
@@ -83,6 +84,38 @@ def test_only_a_notice_of_its_own_hurries_a_host(launcher: Launcher) -> None:
     launcher._stop.on_signal(signal.SIGHUP, None)
     with pytest.raises(StoppedBySignalError, match="stopped at once by a second signal"):
         launcher._stop.on_signal(signal.SIGINT, None)
+
+
+@pytest.mark.parametrize(
+    ("ended", "signal_number", "is_patient"),
+    [
+        (Ended(outcome="finished"), None, True),
+        (Ended(outcome="failed", reason="why"), None, True),
+        (Ended(outcome="failed", reason="the store is gone", again=True), None, False),
+        (Ended(outcome="stopped"), signal.SIGTERM, False),
+    ],
+)
+def test_who_leaves_the_outcome_waits_for_the_store_unless_told_to_stop_or_in_vain_before(
+    launcher: Launcher, tmp_path: Path, ended: Ended, signal_number: int | None, is_patient: bool
+) -> None:
+    launcher._set_post(own_post()._replace(job="demo", founds=True))
+    launcher._is_over, launcher._ended, launcher._founded = False, ended, 7
+    launcher._stop.signal = signal_number
+    launcher._client = None
+    launcher._processes = SimpleNamespace(end=lambda: None)  # type: ignore[assignment]
+    launcher._reporter = SimpleNamespace(message=launcher.sent.append)  # type: ignore[assignment]
+    steps: list[Any] = []
+    launcher._close_folder = lambda: steps.append("folder")  # type: ignore[method-assign]
+
+    def end(name: str, outcome: bytes, founded: int, **more: Any) -> str:
+        steps.append((json.loads(outcome)["outcome"], founded, more["is_patient"]))
+        return "trouble"
+
+    launcher._store = SimpleNamespace(end=end)  # type: ignore[assignment]
+    launcher.end()
+    launcher.end()
+    assert steps == ["folder", (ended.outcome, 7, is_patient)], "what is killed while it waits leaves no file"
+    assert launcher.sent == ["trouble"]
 
 
 def test_a_coordinator_is_started_at_once_where_nothing_is_being_committed(launcher: Launcher) -> None:

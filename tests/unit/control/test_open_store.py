@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.fake_etcd import FakeEtcd, FakeGateway, lost
+from tests.fake_etcd import FakeEtcd, FakeGateway, answer_lost, fine, lost
 
 from elaswave.config.schema import ControlConfig
 from elaswave.control import open_store as module
@@ -57,6 +57,28 @@ def test_keys_that_cannot_be_removed_are_named(tmp_path: Path, etcd: FakeEtcd, m
     assert (
         "its keys below /elaswave/run-aaa/ stay in etcd: etcd://a:1,b:2/elaswave/run-aaa/ has not answered" in job.end()
     )
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_how_a_job_has_ended_is_written_once_etcd_answers_again(
+    tmp_path: Path, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch, is_patient: bool
+) -> None:
+    monkeypatch.setattr(module, "REMOVE_S", 0.0)
+    job = JobStore(ETCD, tmp_path / "run", tmp_path, job="demo")
+    assert isinstance(job._client, module.EtcdClient)
+    job._client._gateway = FakeGateway(etcd, [lost, answer_lost, fine, lost, answer_lost])
+    said: list[str] = []
+    trouble = job.end("a", b"finished", job.founded, is_patient=is_patient, say=said.append)
+    kept = [b"/elaswave/demo/outcome"] if is_patient else [b"/elaswave/demo/spec"]
+    assert list(etcd.keys) == kept
+    if is_patient:
+        assert trouble == ""
+        (line,) = said
+        assert "does not answer, and is to keep how it has ended for hosts that were cut off" in line
+        assert "for up to 5 s" in line
+        assert module.read_outcome(ETCD, "demo") == b"finished"
+    else:
+        assert "its keys below /elaswave/demo/ stay in etcd" in trouble and said == []
 
 
 def test_credentials_are_in_a_file_that_nobody_else_reads(tmp_path: Path, etcd: FakeEtcd) -> None:

@@ -43,8 +43,8 @@ NUM_HOSTS, NUM_CANDIDATES = 3, 2
 POLL, BEATS, WATCH, ASK, RETRY = round(POLL_S / UNIT_S), round(BEAT_S / UNIT_S), 8, 10, 2
 PATIENCE_S = 60.0
 """How long an agent that may found the job asks for a coordinator of one that runs."""
-END_PATIENCE = 40
-"""How long the end of a job waits for the store: two seconds."""
+END_PATIENCE = round(60.0 / UNIT_S)
+"""How long the end of a job waits for the store, as decisions do."""
 MAX_TIME = 60_000
 """By then all agents have ended: fifty minutes."""
 END = b"end"
