@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import QuietReporter, nothing_left, small_config
 
-from elaswave.control import descriptors, forking, launcher, local_job
+from elaswave.control import descriptors, forking, launcher, local_job, shown
 from elaswave.control.descriptors import GROWTH, needed_descriptors, provide_descriptors
 from elaswave.control.job_folder import JobFolder, sweep_dead
 from elaswave.errors import LaunchError, RecoveryError, UsageError
@@ -81,7 +81,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_a_job_needs(monkeypatch: py
 
 
 def test_a_start_that_lasts_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_job, "STARTING_S", 0.1)
+    monkeypatch.setattr(shown, "STARTING_S", 0.1)
     reporter = QuietReporter()
     launcher.train(small_config({"run.steps": 1}), tmp_path, reporter=reporter)
     told = [text for text in reporter.messages if "workers are starting, and making the first step: " in text]
@@ -113,9 +113,9 @@ def test_a_control_folder_that_was_deleted_is_never_begun_anew(tmp_path: Path, m
     on_exit = local_job.LocalJob._on_coordinator_exit
 
     def delete_first(job: local_job.LocalJob, text: str, at_s: float) -> None:
-        for file in job._folder.iterdir():
+        for file in job._place.folder.iterdir():
             file.unlink()
-        job._folder.rmdir()
+        job._place.folder.rmdir()
         on_exit(job, text, at_s)
 
     monkeypatch.setattr(local_job.LocalJob, "_on_coordinator_exit", delete_first)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.integration.jobs import coordinator_of, run_job
 
-from elaswave.control import checkpoint_search, local_job
+from elaswave.control import checkpoint_search, coordinator_starts, local_job, own_coordinators
 from elaswave.control.checkpoint_search import CheckpointFinder
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.client import ControlClient
@@ -39,13 +39,13 @@ class StopsWithItsCoordinator:
 
 
 def test_a_worker_that_never_finds_the_new_coordinator_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, pid = local_job.run_coordinator, tmp_path / "pid"
+    run, pid = coordinator_starts.run_coordinator, tmp_path / "pid"
 
     def run_known(setup: CoordinatorSetup) -> int:
         pid.write_text(str(os.getpid()))
         return run(setup)
 
-    monkeypatch.setattr(local_job, "run_coordinator", run_known)
+    monkeypatch.setattr(coordinator_starts, "run_coordinator", run_known)
     job = run_job(tmp_path / "run", {"run.steps": 4}, probe=StopsWithItsCoordinator(pid))
     assert [recovery.worker for recovery in job.result.recoveries if recovery.kind == "lost"] == [1]
     assert job.computation == run_job(tmp_path / "reference", {"run.steps": 4}).computation
@@ -88,7 +88,7 @@ def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(tm
 def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hung = tmp_path / "hung"
     monkeypatch.setattr(local_job, "ControlClient", functools.partial(ControlClient, silence_timeout_s=1.0))
-    monkeypatch.setattr(local_job, "COORDINATOR_HUNG_S", 2.0)
+    monkeypatch.setattr(own_coordinators, "COORDINATOR_HUNG_S", 2.0)
 
     def hang(effect: events.CoordinatorEffect) -> None:
         if isinstance(effect, events.Decided) and not hung.exists():

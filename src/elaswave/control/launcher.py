@@ -136,11 +136,11 @@ def train(
     reporter.started(config, plan.layout, run_dir)
     try:
         ended = job.run(plan, data.sampler, checkpoint, lambda: _way_on(config, run_dir, post))
-        job.raise_callback_error()
+        job.calls.raise_error()
         result = outcome_of(ended, job.stop_signal, run_dir)
         metrics = {name: list(map(from_json_float, values)) for name, values in result.metrics.items()}
-        job.finish_calls([from_json_float(loss) for loss in result.losses], metrics)
-        job.raise_callback_error()
+        job.calls.finish([from_json_float(loss) for loss in result.losses], metrics)
+        job.calls.raise_error()
     except StoppedBySignalError as error:
         job.end()  # from now on no process writes checkpoints
         raise StoppedBySignalError(error.signal_number, f"{error}; {_way_on(config, run_dir, post)}") from None

@@ -1,6 +1,6 @@
 """A script's callbacks: each committed step once, in order, whatever becomes of coordinators. No IO."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 
 class StepCalls:
@@ -38,7 +38,17 @@ class StepCalls:
                 self.error = error
                 return
 
+    def finish(self, losses: Sequence[float], metrics: Mapping[str, Sequence[float]]) -> None:
+        """Calls back for steps that no coordinator has told of.
+
+        Args:
+            losses: of every step from the first one.
+            metrics: of the same steps by name.
+        """
+        for step, loss in enumerate(losses, 1):
+            self.published(step, loss, {name: values[step - 1] for name, values in metrics.items()})
+
     def raise_error(self) -> None:
-        """Raises what a call has raised, if one has."""
+        """Raises what a call has raised, if one has: the job has ended because of it."""
         if self.error is not None:
             raise self.error

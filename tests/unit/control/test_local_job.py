@@ -24,10 +24,13 @@ from elaswave.control.agent_messages import (
 from elaswave.control.asked_stop import STOP_GRACE_S, AskedStop
 from elaswave.control.candidacy import STAND_BY_AGAIN_S, Candidacy
 from elaswave.control.coordinator import STORE_GONE
+from elaswave.control.coordinator_starts import CoordinatorStarts
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.local_job import LocalJob
 from elaswave.control.log_sending import LogSending
 from elaswave.control.open_store import JobStore
+from elaswave.control.own_coordinators import OwnCoordinators
+from elaswave.control.own_workers import OwnWorkers
 from elaswave.control.post import Post, own_post
 from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
 from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError
@@ -42,8 +45,7 @@ class Launcher(LocalJob):
         self.asked: list[object] = []
         self.sent: list[object] = []
         self.num_started = 0
-        self._set_post(own_post())
-        self._committing, self._waits, self._ended = None, LauncherWaits(), None
+        self._waits, self._ended = LauncherWaits(), None
         self.last_words: Ended | None = None
         self._agent, self._run_dir = Agent(), tmp_path
         self._client = SimpleNamespace(turn=self._turn, send=self.sent.append)  # type: ignore[assignment]
@@ -53,17 +55,33 @@ class Launcher(LocalJob):
         )
         self._logs = LogSending(tmp_path)
         self._way_on = lambda: "so it goes on"
+        self._workers = OwnWorkers(self._agent, self._processes, self._logs, self._waits, tmp_path)
+        self._set_post(own_post())
 
     def _set_post(self, post: Post, *, leads: bool = True) -> None:
         self._post, self._stop = post, AskedStop(post.leave_s)
         selector = selectors.DefaultSelector()
         self._candidacy = Candidacy(leads=leads, is_candidate=post.is_candidate, selector=selector)
+        starts: Any = SimpleNamespace(start=self._count)
+        self._coordinators = self.coordinators(starts, SimpleNamespace(check=lambda: None, patience_s=0.0))
+
+    def coordinators(self, starts: Any, store: Any) -> OwnCoordinators:
+        """Those of this launcher, with another way of starting them."""
+        log = self._run_dir / "logs" / "coordinator.log"
+        return OwnCoordinators(
+            starts, store, self._agent, self._processes, self._candidacy, self._waits, log, self._way_on
+        )
+
+    def hear(self, *messages: Any) -> None:
+        """The template has said something."""
+        self._processes.hear_template = lambda: list(messages)  # type: ignore[method-assign]
+        self._hear_template()
 
     def _turn(self, max_wait_s: float = 0.0) -> float:
         self._ended = self.last_words
         return max_wait_s
 
-    def _start_coordinator(self) -> None:
+    def _count(self, ends_s: tuple[float, ...]) -> None:
         self.num_started += 1
 
 
@@ -99,19 +117,20 @@ def test_who_leaves_the_outcome_waits_for_the_store_unless_told_to_stop_or_in_va
     launcher: Launcher, tmp_path: Path, ended: Ended, signal_number: int | None, is_patient: bool
 ) -> None:
     launcher._set_post(own_post()._replace(job="demo", founds=True))
-    launcher._is_over, launcher._ended, launcher._founded = False, ended, 7
+    launcher._is_over, launcher._ended = False, ended
     launcher._stop.signal = signal_number
     launcher._client = None
     launcher._processes = SimpleNamespace(end=lambda: None)  # type: ignore[assignment]
     launcher._reporter = SimpleNamespace(message=launcher.sent.append)  # type: ignore[assignment]
     steps: list[Any] = []
-    launcher._close_folder = lambda: steps.append("folder")  # type: ignore[method-assign]
 
     def end(name: str, outcome: bytes, founded: int, **more: Any) -> str:
         steps.append((json.loads(outcome)["outcome"], founded, more["is_patient"]))
         return "trouble"
 
-    launcher._store = SimpleNamespace(end=end)  # type: ignore[assignment]
+    launcher._place = SimpleNamespace(  # type: ignore[assignment]
+        close=lambda: steps.append("folder"), store=SimpleNamespace(end=end), holder="", founded=7
+    )
     launcher.end()
     launcher.end()
     assert steps == ["folder", (ended.outcome, 7, is_patient)], "what is killed while it waits leaves no file"
@@ -152,11 +171,11 @@ def test_a_coordinator_waits_for_the_end_of_the_commit_in_hand_and_of_no_other(l
     launcher._on_coordinator_exit("was killed by SIGKILL", local_job.time.monotonic())
     assert launcher.asked[1:] == [CommitShards(number=5, request=b"next"), AbandonCommits()]
     assert launcher.num_started == 0
-    launcher._on_commit_done(CommitDone(number=4, error="late"))
+    launcher.hear(CommitDone(number=4, error="late"))
     assert launcher.num_started == 0, "the newer one may still become durable"
-    launcher._on_commit_done(CommitDone(number=5, error="lost", again=True))
+    launcher.hear(CommitDone(number=5, error="lost", again=True))
     assert launcher.num_started == 1 and launcher.sent == []
-    launcher._on_commit_done(CommitDone(number=6, error=None))
+    launcher.hear(CommitDone(number=6, error=None))
     assert launcher.num_started == 1
     assert launcher.sent == [CheckpointCommitted(number=6, error=None, again=False)]
 
@@ -191,11 +210,11 @@ def test_the_end_of_the_template_is_no_trouble_to_a_job_that_was_over(outcome: s
 def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    launcher._store = JobStore(ControlConfig(), tmp_path, tmp_path)
-    launcher._folder, launcher._script = tmp_path, object()  # type: ignore[assignment]
-    launcher._sampler, launcher._checkpoint, launcher._started_s = SimpleNamespace(num_samples=8), None, 0.0  # type: ignore[assignment]
     launcher._processes.ask_for_coordinator = lambda number, message: launcher.asked.append(message)  # type: ignore[method-assign]
-    LocalJob._start_coordinator(launcher)
+    setup: Any = SimpleNamespace(sampler=SimpleNamespace(num_samples=8), started_s=0.0, home=3)
+    processes, candidacy, waits = launcher._processes, launcher._candidacy, launcher._waits
+    starts = CoordinatorStarts(setup, None, launcher._post, processes, candidacy, waits, by_template=True)
+    launcher.coordinators(starts, JobStore(ControlConfig(), tmp_path, tmp_path)).start()
     assert [type(message) for message in launcher.asked] == [SpawnCoordinator]
     stopped = ProcessFacts(state="T", parent=1, cpu_s=1.0, start_ticks=0)
     begin_s = time.monotonic()
@@ -212,10 +231,7 @@ def test_the_template_is_asked_for_a_joiner_once(launcher: Launcher) -> None:
 
 def test_a_joiner_that_the_system_refuses_is_reported_like_one_that_has_died(launcher: Launcher) -> None:
     launcher._on_message(SpawnJoiner(worker=4))
-    launcher._processes.hear_template = lambda: [  # type: ignore[method-assign]
-        template_messages.SpawnRefused(child=4, text="no process is left")
-    ]
-    launcher._hear_template()
+    launcher.hear(template_messages.SpawnRefused(child=4, text="no process is left"))
     (exited,) = launcher.sent
     assert isinstance(exited, Exited)
     assert (exited.worker, exited.text) == (4, "was not started: no process is left")
@@ -223,8 +239,5 @@ def test_a_joiner_that_the_system_refuses_is_reported_like_one_that_has_died(lau
 
 
 def test_any_other_process_that_the_system_refuses_ends_the_job(launcher: Launcher) -> None:
-    launcher._processes.hear_template = lambda: [  # type: ignore[method-assign]
-        template_messages.SpawnRefused(child=1, text="no process is left")
-    ]
     with pytest.raises(LaunchError, match="no process is left"):
-        launcher._hear_template()
+        launcher.hear(template_messages.SpawnRefused(child=1, text="no process is left"))

@@ -37,3 +37,12 @@ def test_nothing_is_called_after_an_exception() -> None:
         assert error is calls.error
     else:
         raise AssertionError("the error was lost")
+
+
+def test_the_steps_that_no_coordinator_has_told_of_follow_at_the_end() -> None:
+    called: list[tuple[int, float, Mapping[str, float]]] = []
+    calls = StepCalls(lambda step, loss, metrics: called.append((step, loss, metrics)))
+    calls.published(1, 4.0, {"accuracy": 0.1})
+    calls.published(3, 2.0, {"accuracy": 0.3})
+    calls.finish([4.0, 3.0, 2.0], {"accuracy": [0.1, 0.2, 0.3]})
+    assert called == [(1, 4.0, {"accuracy": 0.1}), (2, 3.0, {"accuracy": 0.2}), (3, 2.0, {"accuracy": 0.3})]

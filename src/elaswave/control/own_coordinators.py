@@ -1,0 +1,142 @@
+"""An agent's coordinators, one after the other: each end is answered with the next one, and one that does not answer is
+ended. A checkpoint that is being committed for one of them comes to its end before the next one looks."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elaswave.control.agent_messages import BreakOffCommit, CheckpointCommitted, CommitCheckpoint
+from elaswave.control.candidacy import Candidacy
+from elaswave.control.coordinator import STORE_GONE, SUPERSEDED
+from elaswave.control.coordinator_starts import CoordinatorStarts
+from elaswave.control.job_processes import JobProcesses
+from elaswave.control.launcher_waits import LauncherWaits
+from elaswave.control.open_store import JobStore
+from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards
+from elaswave.errors import RecoveryError, RetryError
+from elaswave.protocol.agent import Agent, CoordinatorEnded, ReportEnd, StartCoordinator, StartJoiner
+
+COORDINATOR_HUNG_S = 6.0
+"""One that has not accepted its agent for this long is killed, and followed by another as if it had died."""
+
+
+class OwnCoordinators:
+    """Of one agent.
+
+    Args:
+        starts: starts one.
+        store: of the job; None: this agent starts none.
+        agent: the machine that knows whether a coordinator is to be followed.
+        processes, candidacy, waits: of the agent.
+        log: what they print.
+        way_on: says how the run can go on after its end.
+    """
+
+    def __init__(
+        self,
+        starts: CoordinatorStarts,
+        store: JobStore | None,
+        agent: Agent,
+        processes: JobProcesses,
+        candidacy: Candidacy,
+        waits: LauncherWaits,
+        log: Path,
+        way_on: Callable[[], str],
+    ) -> None:
+        self._starts, self._store, self._agent = starts, store, agent
+        self._processes, self._candidacy, self._waits = processes, candidacy, waits
+        self._log, self._way_on = log, way_on
+        self._since_s = 0.0
+        self._patience_s = COORDINATOR_HUNG_S
+        """With one that does not accept the agent."""
+        self._committing: int | None = None
+        """Number of the commit that the template has been asked for and has not answered."""
+
+    def start(self) -> None:
+        """Starts the next one.
+
+        Raises:
+            RecoveryError: the journal of the one before is gone, and with it what the job has decided.
+            LaunchError: the system refuses its process.
+        """
+        assert self._store is not None
+        try:
+            self._store.check()
+        except RecoveryError as error:
+            raise RecoveryError(f"{error}; {self._way_on()}") from None
+        self._since_s = time.monotonic()
+        self._starts.start(tuple(self._agent.coordinator_ends_s))
+
+    def turn(self, disconnected_s: float) -> None:
+        """Starts the next candidate when it is due, and has a coordinator killed that does not accept this agent.
+
+        Args:
+            disconnected_s: how long the agent has had no connection.
+        """
+        if self._candidacy.is_due(time.monotonic()):
+            self.start()
+        if not self._candidacy.leads:
+            return
+        assert self._store is not None
+        age_s = time.monotonic() - self._since_s
+        if min(age_s, disconnected_s) > self._patience_s + self._store.patience_s:
+            self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
+            self._processes.kill_coordinator()
+            self._waits.for_killed_coordinator(time.monotonic())
+
+    def has_job(self) -> None:
+        """The candidate's process has the job now."""
+        self._candidacy.has_it()
+        self._since_s = time.monotonic()
+        self._processes.has_taken_over()
+
+    def exited(self, text: str, at_s: float) -> None:
+        """One has ended; its last words were heard.
+
+        Args:
+            text: how.
+            at_s: when, monotonic.
+        Raises:
+            RetryError, RecoveryError: there can be no other one, here or at all.
+            LaunchError: the system refuses the next one's process.
+        """
+        self._waits.coordinator_ended()
+        if self._candidacy.ended(at_s, was_replaced=text.endswith(f"with status {SUPERSEDED}")):
+            return
+        if text.endswith(f"with status {STORE_GONE}"):
+            raise RetryError(f"the coordinator was lost, and the store does not answer the next one; see {self._log}")
+        self._candidacy.missed_since_s = at_s
+        for effect in self._agent.handle(CoordinatorEnded(text, _gave_up(text), at_s)):
+            if not isinstance(effect, StartCoordinator):
+                assert not isinstance(effect, ReportEnd | StartJoiner)
+                raise RecoveryError(f"{effect.reason}; see {self._log}")
+            if self._committing is None:
+                self.start()
+            else:
+                # The next one may go back behind that checkpoint: it must not appear when it has looked.
+                self._waits.for_commit(at_s)
+                self._processes.ask_template(AbandonCommits())
+
+    def commit(self, message: CommitCheckpoint | BreakOffCommit) -> None:
+        """The coordinator wants a checkpoint committed, or that broken off."""
+        if isinstance(message, CommitCheckpoint):
+            self._committing = message.number
+            self._processes.ask_template(CommitShards(number=message.number, request=message.request))
+        elif message.number == self._committing:
+            self._processes.ask_template(AbandonCommits())
+
+    def committed(self, message: CommitDone) -> CheckpointCommitted | None:
+        """A commit has ended; returns what the coordinator is to be told, if there is one."""
+        if message.number == self._committing:
+            self._committing = None
+        if not self._waits.is_for_commit:
+            return CheckpointCommitted(number=message.number, error=message.error, again=message.again)
+        if self._committing is None:
+            self._waits.commit_ended()
+            self.start()
+        return None
+
+
+def _gave_up(text: str) -> bool:
+    """Whether a coordinator has ended by an error that another one would meet too."""
+    return text.endswith(("with status 1", f"with status {SUPERSEDED}"))
