@@ -15,6 +15,7 @@ from tests.integration.jobs import Job, run_job
 from tests.unit.shapes import make_shape
 
 from elaswave.devices.interface import read, wait_for
+from elaswave.errors import WorkerError
 from elaswave.state.device_sums import DeviceAccumulator
 from elaswave.state.device_verify import run_hashes, square_sums
 from elaswave.state.sums import ExactAccumulator
@@ -73,6 +74,63 @@ def test_jobs_on_one_gpu_are_the_same_computation(
 ) -> None:
     job = run_job(tmp_path, MODELS[model] | GPU | settings, faults=faults)
     assert job.computation == alone(model).computation
+
+
+class Strikes:
+    """In step 4 the device of some workers fails.
+
+    Args:
+        workers: they.
+        fault: what they ask of their device.
+    """
+
+    def __init__(self, workers: tuple[int, ...], fault: Callable[[torch.device], object]) -> None:
+        self.workers, self.fault = workers, fault
+
+    def reached(self, phase: str, index: int, machine: Any) -> None:
+        if machine.worker in self.workers and (machine.step, phase, index) == (4, "forward", 1):
+            self.fault(machine.engine.device.place)
+
+
+def asserts(place: torch.device) -> object:
+    """A kernel looks for a value where none is."""
+    return torch.zeros(8, device=place)[torch.tensor([1 << 20], device=place)]
+
+
+def never_ends(place: torch.device) -> object:
+    """A kernel runs for hours."""
+    return torch.cuda._sleep(10**15)
+
+
+def takes_all(place: torch.device) -> object:
+    """More memory is wanted than there is."""
+    return [torch.empty(1 << 36, dtype=torch.uint8, device=place) for _ in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "detected_by", "words"),
+    [
+        (asserts, "exit", "broken device context: "),
+        (takes_all, "exit", "out of device memory: "),
+        (never_ends, "progress", ""),
+    ],
+)
+def test_others_go_on_without_a_worker_whose_device_fails(
+    fault: Any, detected_by: str, words: str, tmp_path: Path
+) -> None:
+    settings = {"layout.stages": 2, "layout.replicas": 2, "run.steps": 30, "elastic.respawn": True}
+    whole = run_job(tmp_path / "whole", MODELS["float32"] | GPU | settings)
+    job = run_job(tmp_path / "struck", MODELS["float32"] | GPU | settings, probe=Strikes((3,), fault))
+    assert job.computation == whole.computation
+    (lost,) = [each for each in job.result.recoveries if each.kind == "lost"]
+    assert (lost.worker, lost.detected_by) == (3, detected_by)
+    assert any(words in epoch.reason for epoch in job.result.epochs)
+
+
+def test_the_same_fault_of_two_devices_ends_the_job(tmp_path: Path) -> None:
+    settings = {"layout.stages": 2, "layout.replicas": 2}
+    with pytest.raises(WorkerError, match="device-side assert .*; the same error has ended worker [13]"):
+        run_job(tmp_path, MODELS["float32"] | GPU | settings, probe=Strikes((1, 3), asserts))
 
 
 def test_a_checkpoint_of_a_gpu_goes_on_on_the_processor_and_back(tmp_path: Path) -> None:

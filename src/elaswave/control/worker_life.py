@@ -22,6 +22,7 @@ from elaswave.control.slow_dial import slow_control_of
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_messages import StartingPoint
 from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
+from elaswave.protocol.messages import Fenced
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
 from elaswave.worker.batches import BatchMaker
@@ -37,6 +38,10 @@ COMPUTE_NICENESS = 5
 """Computing yields to the threads and processes that keep the job together, which need little and need it at once."""
 SWITCH_INTERVAL_S = 0.001
 """How long a worker's main thread may hold the interpreter while its control thread wants it."""
+
+FENCED_S = 5.0
+"""A worker that is no member any more ends itself; if its main thread has not done so after so long, it is stuck in its
+device, or in a person's code, and the process ends without it: another process may wait for its place."""
 
 
 def live(
@@ -119,12 +124,18 @@ def live(
         setup.deaths.live(worker)
         if setup.commits is not None:
             mailbox.on_commit = setup.commits.add
+
+        def receive(message: ToWorker) -> None:
+            mailbox.receive(message)
+            if isinstance(message, Fenced):
+                end_later(worker, message.reason)
+
         client: ControlClient[ToWorker] = ControlClient(
             setup.network.dial,
             setup.key,
             worker,
             ToWorker,
-            mailbox.receive,
+            receive,
             mailbox.hello,
             facts=mailbox.standing,
             heartbeat=mailbox.heartbeat,
@@ -151,6 +162,24 @@ def live(
     offer_to_kernel()
     hold_notices()
     return run_worker(worker_setup, make_client)
+
+
+def end_later(worker: int, reason: str, after_s: float = FENCED_S) -> None:
+    """Ends this process after a while, should it still be there then.
+
+    Args:
+        worker: its id.
+        reason: why it is no member any more.
+        after_s: seconds.
+    """
+
+    def end() -> None:
+        print(f"worker {worker} is no member any more, and has been stuck for {after_s:g} s: {reason}", flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(after_s, end)
+    timer.daemon = True
+    timer.start()
 
 
 def load(setup: TemplateSetup, line: socket.socket) -> int:

@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from elaswave.devices.interface import Mark
+from elaswave.devices.interface import DeviceMemory, Mark
 from elaswave.errors import DeviceError
 
 CUBLAS_WORKSPACE = ":4096:8"
@@ -60,6 +60,10 @@ class Cuda:
         """Model, compute capability, and the versions that choose kernels. Not the number of the device."""
         found = torch.cuda.get_device_properties(self.place)
         return f"{found.name} sm_{found.major}{found.minor}, CUDA {torch.version.cuda}, cuBLAS and cuDNN of torch"
+
+    def memory(self) -> DeviceMemory:
+        """Of all processes, as the driver sees it."""
+        return DeviceMemory(*torch.cuda.mem_get_info(self.place))
 
     def seed(self, key: int) -> None:
         """Philox takes all 64 bits, and begins at offset 0."""

@@ -36,6 +36,9 @@ class Host:
         """Instruction set and model of the processor."""
         return f"{torch.backends.cpu.get_cpu_capability()}, {_processor()}"
 
+    def memory(self) -> None:
+        """The kernel gives memory as it is needed, and no worker waits for it."""
+
     def seed(self, key: int) -> None:
         """The host's generators are seeded elsewhere."""
 

@@ -10,12 +10,19 @@ template): a worker opens its own (`elaswave.devices.opening`).
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 WAIT_TURN_S = 50e-6
 """Between two looks at a mark."""
+
+
+class DeviceMemory(NamedTuple):
+    """The memory of a device, as all processes share it."""
+
+    free_bytes: int
+    total_bytes: int
 
 
 class Mark(Protocol):
@@ -50,6 +57,14 @@ class Device(Protocol):
 
     def __hash__(self) -> int:
         """Of the object: there is one for each worker."""
+        ...
+
+    def memory(self) -> DeviceMemory | None:
+        """What is free now; None: it is not waited for.
+
+        Raises:
+            RuntimeError: the device has failed, in its own words.
+        """
         ...
 
     def seed(self, key: int) -> None:

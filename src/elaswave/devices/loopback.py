@@ -8,11 +8,12 @@ It computes what the host computes, with the same bits.
 
 import time
 from collections import deque
+from pathlib import Path
 
 import torch
 
 from elaswave.devices.host import HOST
-from elaswave.devices.interface import Mark
+from elaswave.devices.interface import DeviceMemory, Mark
 
 LOOKS = 2
 """So many times a mark that has copies before it says that it has not passed."""
@@ -35,6 +36,8 @@ class _LoopbackMark:
 
     def has_passed(self) -> bool:
         """Makes the copies before it, after some looks."""
+        if self._device.is_stuck:
+            return False
         if self._device.num_copied >= self._number:
             return True
         self._looks += 1
@@ -61,11 +64,22 @@ class Loopback:
         self._num_asked = 0
         self.num_copied = 0
         """Copies that are made."""
+        self.is_stuck = False
 
     @property
     def name(self) -> str:
         """The processor's."""
         return f"loopback on {HOST.name}"
+
+    def memory(self) -> DeviceMemory:
+        """The host's."""
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        known = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1}
+        return DeviceMemory(known["MemAvailable:"], known["MemTotal:"])
+
+    def stick(self) -> None:
+        """From now on it comes to no mark any more, as behind a kernel that never ends. For tests."""
+        self.is_stuck = True
 
     def seed(self, key: int) -> None:
         """It draws from the host's generator."""

@@ -1,29 +1,81 @@
 """Opens the device of a worker, in its own process. The module of a device is imported only where one of its kind is
 asked for."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+from elaswave.devices.faults import FaultClass, fault_of
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
-from elaswave.devices.places import take_place
+from elaswave.devices.places import PLACE_TIMEOUT_S, take_place
+from elaswave.errors import DeviceError
+
+MEMORY_TURN_S = 0.1
+"""Between two looks at a device's free memory."""
 
 
-def open_device(kind: str, folder: Path, workers_per_device: int = 1) -> Device:
-    """The device of this worker.
+def open_device(
+    kind: str, folder: Path, workers_per_device: int = 1, needed_bytes: Callable[[], float] = lambda: 0.0
+) -> Device:
+    """The device of this worker, with room for what it cannot do without.
 
     Args:
         kind: ``device.kind`` of the configuration.
         folder: of the run; places on GPUs are files there, which their workers' processes keep locked.
         workers_per_device: that may share a GPU.
+        needed_bytes: of memory; asked only where a device has its own.
     Raises:
-        DeviceError: it is not there, cannot be used, or has no place; says what was seen.
+        DeviceError: it is not there, cannot be used, or has no place or no room; says what was seen.
     """
     if kind == "loopback":
         from elaswave.devices.loopback import Loopback
 
-        return Loopback()
+        return with_room(Loopback, needed_bytes())
     if kind == "cuda":
         from elaswave.devices.cuda import Cuda, num_devices
 
-        return Cuda(take_place(folder / "devices", num_devices(), workers_per_device))
+        needed, end_s = needed_bytes(), time.monotonic() + PLACE_TIMEOUT_S
+        index = take_place(folder / "devices", num_devices(), workers_per_device)
+        return with_room(lambda: Cuda(index), needed, max(0.0, end_s - time.monotonic()))
     return HOST
+
+
+def with_room(make: Callable[[], Device], needed_bytes: float, timeout_s: float = PLACE_TIMEOUT_S) -> Device:
+    """A device, once it has so much memory free.
+
+    The place of a worker that has died may be free a moment before its memory: the driver takes that back while the
+    process ends, and later still where a kernel runs.
+
+    Args:
+        make: opens it.
+        needed_bytes: that must be free. Its context may be what there is no memory for: then it is tried again.
+        timeout_s: bound of waiting.
+    Raises:
+        DeviceError: it cannot be opened, or there is not enough memory in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    device: Device | None = None
+    while True:
+        is_late = time.monotonic() >= deadline_s
+        try:
+            device = device or make()
+            found = device.memory()
+            if found is None or found.free_bytes >= needed_bytes:
+                return device
+            if is_late or found.total_bytes < needed_bytes:
+                raise DeviceError(
+                    f"{device.place} ({device.name}) has {_gb(found.free_bytes)} of {_gb(found.total_bytes)} GB free, "
+                    f"and this worker needs at least {_gb(needed_bytes)} for parameters, sums and optimizer states"
+                    + (f"; waited {timeout_s:.0f} s for others to give memory back" if is_late else "")
+                    + ": look at nvidia-smi for other processes, lower device.workers_per_device, or use more workers"
+                )
+        except DeviceError as error:
+            cause = None if error.__cause__ is None else fault_of(error.__cause__)
+            if is_late or cause is None or cause.kind is not FaultClass.MEMORY:
+                raise
+        time.sleep(MEMORY_TURN_S)
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f}"

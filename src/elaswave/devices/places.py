@@ -8,8 +8,9 @@ from pathlib import Path
 
 from elaswave.errors import DeviceError
 
-PLACE_TIMEOUT_S = 60.0
-"""How long a worker waits for a place: that of a lost worker is free when its process is gone."""
+PLACE_TIMEOUT_S = 15.0
+"""How long a worker waits for a place: that of a lost worker is free when its process is gone. Below
+`elaswave.control.membership.JOINER_STILL_S`, after which a joiner that only waits is taken for one that hangs."""
 TURN_S = 0.1
 
 

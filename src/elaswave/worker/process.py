@@ -7,6 +7,7 @@ receives messages, puts them into the mailbox, and wakes the main thread. Whatev
 the machine leaves what it does and goes on as the coordinator's decision says.
 """
 
+import gc
 import socket
 import sys
 from collections.abc import Mapping
@@ -18,10 +19,11 @@ from msgspec.structs import replace
 
 from elaswave.config.devices import base_level, device_of, emulated_costs, speed_of
 from elaswave.config.schema import Config
+from elaswave.devices.faults import fault_of
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.devices.opening import open_device
-from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
+from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, WaitTimeoutError
 from elaswave.foreign.connection import close_all
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.execution import programs_of
@@ -33,15 +35,15 @@ from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
-from elaswave.training.raised import readable, said, traceback_of
+from elaswave.training.raised import traceback_of
 from elaswave.transport.addresses import Place
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
 from elaswave.worker.allocator import tune_allocator
-from elaswave.worker.batches import BatchError, Batches, BatchMaker, Supply
+from elaswave.worker.batches import Batches, BatchMaker, Supply
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.compute import LayerError
+from elaswave.worker.failure import NOWHERE, Whereabouts, failure
 from elaswave.worker.frequency import make_actuator
 from elaswave.worker.frozen import changed_frozen
 from elaswave.worker.joining import first_words
@@ -50,7 +52,7 @@ from elaswave.worker.loader import loader_log
 from elaswave.worker.loading import LoaderSupply
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.materialise import materialise, updater_after
-from elaswave.worker.messages import Exit, Failed, ShardFailed, ShardWritten, Start, ToWorker, Unreached
+from elaswave.worker.messages import Exit, ShardFailed, ShardWritten, Start, ToWorker, Unreached
 from elaswave.worker.outbox import ControlOutbox, WorkerClient
 from elaswave.worker.pacing import ActionTimer, Pace
 from elaswave.worker.probe import Probe
@@ -70,6 +72,9 @@ REST_TURN_S = 0.1
 NO_COORDINATOR_S = 120.0
 """Bound of waiting without a coordinator: for the start, for links, for a decision, for the end of the job. While there
 is one it watches all that are waited for, and bounds the wait: by what it sees of them, not by a constant."""
+_UNTOUCHED: list[object] = []
+"""What a worker that does not end well holds of its device: giving memory back asks the device, which may abort the
+process if its context is broken, and not return if it is stuck. The process ends by `os._exit`, which leaves it."""
 FLUSH_TIMEOUT_S = 5.0
 """Bound of waiting, at the end, for the coordinator to have handled the last messages."""
 
@@ -263,8 +268,13 @@ class Worker:
         if self._timer.pace is not None:
             self._timer.pace.set_level_speed(speed)
 
+    @property
+    def whereabouts(self) -> Whereabouts:
+        """What it is at."""
+        return Whereabouts(self.machine.step, self._mailbox.activity.label)
+
     def close(self) -> None:
-        """Gives the device back as it was found."""
+        """Gives the device back as it was found; asks nothing of its context."""
         self._actuator.close()
 
     # -------------------------------------------------------------------------------------------------------- driving
@@ -461,12 +471,17 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
         worker.train()
         return 0
     except FencedError as error:
+        _UNTOUCHED.append((error, worker, setup))
         print(str(error), flush=True)
         return 1
     except BaseException as error:  # also sys.exit of a person's code: the signals that end a job do not come here
         print(traceback_of(error), file=sys.stderr, flush=True)
+        _UNTOUCHED.append((error, worker, setup))
+        if (fault := fault_of(error)) is not None and fault.forbids_touch:
+            gc.freeze()  # also what nothing refers to any more
         if client is not None:
-            client.send(_failure(setup.worker, worker, error), durable=True)
+            at = NOWHERE if worker is None else worker.whereabouts
+            client.send(failure(setup.worker, error, at), durable=True)
         return 1
     finally:
         if worker is not None:
@@ -480,7 +495,11 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
 
 def _open_device(setup: WorkerSetup) -> Device:
     device = setup.config.device
-    return open_device(device.kind, setup.run_dir, device.workers_per_device)
+
+    def needed_bytes() -> float:
+        return Blueprint(setup.config, setup.training).least_bytes(None if setup.joins else setup.worker)
+
+    return open_device(device.kind, setup.run_dir, device.workers_per_device, needed_bytes)
 
 
 def _check_coordinator(client: WorkerClient, waited_for: str) -> None:
@@ -492,31 +511,3 @@ def _check_coordinator(client: WorkerClient, waited_for: str) -> None:
     gone_s = client.disconnected_s
     if gone_s > NO_COORDINATOR_S:
         raise WaitTimeoutError(f"{waited_for}, and no coordinator has answered for {gone_s:.0f} s")
-
-
-def _failure(worker_id: int, worker: Worker | None, error: BaseException) -> Failed:
-    if isinstance(error, BatchError):
-        return Failed(
-            worker=worker_id,
-            kind=error.kind,
-            signature=f"{error.kind} at {error.name}",
-            summary=readable(str(error)),
-            traceback_text=error.traceback_text,
-        )
-    cause = error.__cause__ if isinstance(error, LayerError) and error.__cause__ is not None else error
-    summary = readable(str(error)) if isinstance(error, LayerError) else said(error)
-    step = worker.machine.step if worker is not None else 0
-    place = f"step {step}"
-    if isinstance(error, LayerError):
-        place = f"step {error.position.step}, micro-batch {error.position.microbatch}"
-    elif step and not isinstance(error, VoteError):
-        summary += f" (in step {step})"
-    return Failed(
-        worker=worker_id,
-        kind=type(cause).__name__,
-        signature=f"{type(cause).__name__} at {place}",
-        summary=summary,
-        # The vote's finding says all; the place in this code where it was raised does not help the user.
-        traceback_text="" if isinstance(error, VoteError) else traceback_of(cause),
-        is_common=isinstance(error, VoteError),
-    )

@@ -14,6 +14,7 @@ from elaswave.config.devices import cluster_of, element_bytes, emulated_costs, o
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.config.sites import labels_of
+from elaswave.costs.analytic import sum_bytes
 from elaswave.costs.schedules import bounds_within
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.fences import adaptive, codecs_at
@@ -114,6 +115,28 @@ class RunPlan:
             num_followers=self.config.elastic.num_followers,
             scatter_width=self.scatter_width,
         )
+
+    def least_bytes(self, worker: int | None) -> int:
+        """Memory that a worker needs before anything is computed: parameters, sums of gradients, and the masters and
+        optimizer states that it holds.
+
+        Args:
+            worker: that the job begins with; None: one that joins, of which the smallest part is told.
+        """
+        if worker is None:
+            return min(map(self.least_bytes, self.layout.workers))
+        config, layout, placement = self.config, self.layout, self.placement
+        layers = layout.layers_of(worker)
+        here = {*layers, *layout.shared_units(layers)}
+        each = element_bytes(config) + sum_bytes(config.elastic.consistency, config.elastic.accumulator_bits)
+        num_bytes = each * sum(self.shapes[unit].size for unit in here)
+        for block in self.blocks:
+            if worker == placement.owner[block.id] or worker in placement.followers[block.id]:
+                # In float32 layers compute with masters themselves.
+                shared = config.model.dtype == "float32" and block.layer in here
+                num_slots = len(self.slots_of(self.shapes[block.layer])) - shared
+                num_bytes += 4 * num_slots * block.num_elements
+        return num_bytes
 
     def complete(self, layout: Layout, placement: Placement) -> Placement:
         """A placement once all copies that it lacks have been made."""

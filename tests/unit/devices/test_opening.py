@@ -7,13 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from elaswave.devices import availability
+from elaswave.control.membership import JOINER_STILL_S
+from elaswave.devices import availability, opening
 from elaswave.devices.availability import check_device, cuda_of_torch
 from elaswave.devices.host import HOST
+from elaswave.devices.interface import DeviceMemory
 from elaswave.devices.loopback import Loopback
-from elaswave.devices.opening import open_device
-from elaswave.devices.places import take_place
+from elaswave.devices.opening import open_device, with_room
+from elaswave.devices.places import PLACE_TIMEOUT_S, take_place
 from elaswave.errors import ConfigError, DeviceError
 
 
@@ -99,3 +102,91 @@ def test_workers_are_spread_over_gpus_and_the_place_of_one_that_was_killed_is_fr
 def test_a_process_that_sees_no_gpu_says_so(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="sees no GPU; look at CUDA_VISIBLE_DEVICES"):
         take_place(tmp_path, 0, 1)
+
+
+class Emulated(Loopback):
+    """A device of 100 bytes, of which others hold some that they give back, look by look.
+
+    Args:
+        free: bytes at each look; the last one stays.
+        asked: takes note of looks.
+    """
+
+    def __init__(self, free: list[int], asked: list[int]) -> None:
+        super().__init__()
+        self.free, self.asked = free, asked
+
+    def memory(self) -> DeviceMemory:
+        self.asked.append(self.free[0])
+        return DeviceMemory(self.free.pop(0) if len(self.free) > 1 else self.free[0], 100)
+
+
+@pytest.fixture
+def time_passes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Virtual time of `with_room`: seconds that it has slept."""
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(opening, "time", clock)
+    return slept
+
+
+def test_a_device_is_had_when_a_dead_process_has_given_its_memory_back(time_passes: list[float]) -> None:
+    asked: list[int] = []
+    device = with_room(lambda: Emulated([10, 10, 59, 60, 61], asked), 60.0)
+    assert isinstance(device, Emulated) and asked == [10, 10, 59, 60] and len(time_passes) == 3
+
+
+def test_memory_that_nobody_gives_back_is_said_with_what_is_needed(time_passes: list[float]) -> None:
+    with pytest.raises(
+        DeviceError,
+        match=r"cpu \(loopback on .*\) has 0\.00 of 0\.00 GB free, and this worker needs at least .*; waited 2 s for "
+        "others to give memory back: look at nvidia-smi for other processes, lower device.workers_per_device",
+    ):
+        with_room(lambda: Emulated([59], []), 60.0, timeout_s=2.0)
+    assert 2.0 <= sum(time_passes) < 2.0 + 2 * opening.MEMORY_TURN_S
+
+
+def test_more_than_a_device_has_is_not_waited_for(time_passes: list[float]) -> None:
+    with pytest.raises(DeviceError, match="needs at least .* optimizer states: look at"):
+        with_room(lambda: Emulated([100], []), 101.0)
+    assert not time_passes
+
+
+def test_a_context_is_made_again_while_there_is_no_memory_for_it(time_passes: list[float]) -> None:
+    tries: list[Exception] = [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+    ]
+
+    def make(left: list[Exception]) -> Loopback:
+        if left:
+            raise DeviceError(f"cannot be used: {left[0]}") from left.pop(0)
+        return Loopback()
+
+    first = tries[:2]
+    assert isinstance(with_room(lambda: make(first), 0.0), Loopback) and len(time_passes) == 2
+    last = tries[2:]
+    with pytest.raises(DeviceError, match="no kernel image"):
+        with_room(lambda: make(last), 0.0)
+    with pytest.raises(DeviceError, match="cannot be used: CUDA out of memory"):
+        with_room(lambda: make([torch.OutOfMemoryError("CUDA out of memory")] * 1000), 0.0, timeout_s=1.0)
+    assert sum(time_passes) < 2.0
+
+
+def test_a_joiner_that_waits_for_its_device_is_not_taken_for_one_that_hangs() -> None:
+    assert PLACE_TIMEOUT_S < JOINER_STILL_S
+
+
+def test_what_is_needed_is_asked_only_of_devices_with_memory_of_their_own(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def needed(kind: str) -> float:
+        asked.append(kind)
+        return 1.0
+
+    for kind in ("cpu", "emulated", "loopback"):
+        open_device(kind, tmp_path, 1, lambda kind=kind: needed(kind))  # type: ignore[misc]
+    assert asked == ["loopback"]
+    free, total = Loopback().memory()
+    assert 0 < free <= total and HOST.memory() is None  # type: ignore[func-returns-value]

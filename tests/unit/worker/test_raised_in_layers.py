@@ -35,6 +35,7 @@ from elaswave.worker import loader
 from elaswave.worker import process as worker_process
 from elaswave.worker.batches import BatchError, BatchMaker, BatchName
 from elaswave.worker.compute import Compute, ErrorPlace, LayerError
+from elaswave.worker.failure import failure
 from elaswave.worker.loader import NotMade
 from elaswave.worker.messages import Failed
 
@@ -189,7 +190,7 @@ def test_a_loader_answers_with_what_a_sample_raises() -> None:
 def test_a_report_can_be_sent_and_is_not_too_long(cause: BaseException) -> None:
     error = LayerError(PLACE, cause)
     error.__cause__ = cause
-    failed = worker_process._failure(0, None, error)
+    failed = failure(0, error)
     assert failed.kind == type(cause).__name__ and failed.signature.endswith("at step 2, micro-batch 3")
     assert "(at step 2, micro-batch 3, layer 1 (middle))" in failed.summary
     assert len(msgspec.msgpack.encode(failed)) < 60_000
