@@ -19,7 +19,7 @@ JOB: dict[str, Any] = {
     "device.kind": "loopback",
     "layout.stages": 2,
     "layout.replicas": 2,
-    "run.steps": 8,
+    "run.steps": 12,
     "optimizer.schedule": "constant",
 }
 
@@ -84,7 +84,8 @@ def test_memory_that_a_micro_batch_does_not_fit_into_ends_the_job(
 
 
 class Sticks:
-    """The device of worker 2 comes to no end in step 4; the others begin step 6 when that worker has ended itself.
+    """The device of worker 2 comes to no end in step 8, when bounds are learned; in step 10 the others wait until that
+    worker has ended itself.
 
     Args:
         phase: at which it sticks; vote: while the numbers for it are read.
@@ -97,13 +98,13 @@ class Sticks:
     def reached(self, phase: str, index: int, machine: Any) -> None:
         engine = machine.engine
         if machine.worker == 2:
-            if (machine.step, phase, index) == (4, "forward", 0):
+            if (machine.step, phase, index) == (8, "forward", 0):
                 if self.phase == "forward":
                     engine.device.stick()
                 else:
                     measured = engine.measured
                     engine.measured = lambda: (engine.device.stick(), measured())[1]
-        elif (machine.step, phase, index) == (6, "forward", 0):
+        elif (machine.step, phase, index) == (10, "forward", 0):
             activity = machine.observer.activity
             label = activity.label
             activity.wait(IDLE[0])  # else it would pass for a hang
