@@ -35,7 +35,8 @@ from elaswave.config.schema import Config
 from elaswave.control.launcher import train
 from elaswave.control.script import Script
 from elaswave.observability.progress import make_reporter
-from elaswave.protocol.detection import IDLE
+from elaswave.observability.summary import summarize
+from elaswave.protocol.position import IDLE
 from elaswave.training.definition import Training
 
 SIZES: dict[str, tuple[str, ...]] = {
@@ -116,7 +117,7 @@ class _GateProbe:
             self._step = machine.step
             activity = machine.observer.activity
             label = activity.label
-            activity.wait(IDLE)  # else the progress watch would take the gate for a hang
+            activity.wait(IDLE[0])  # else the progress watch would take the gate for a hang
             self._gate.before_step(machine.worker)
             activity.compute(label)
 
@@ -185,6 +186,8 @@ class Program:
     """CPU seconds (user and system) per step of each turn, of all its processes."""
     last_loss: float = math.nan
     """Mean nats per token in its last step."""
+    phases_s: dict[str, float] = field(default_factory=dict)
+    """Mean seconds of our own phases but RUN, in which the gate is, in the last start."""
 
 
 class Compared(NamedTuple):
@@ -286,6 +289,7 @@ class _Running:
                 if status:
                     raise RuntimeError(f"{self.program.name} ended with status {os.waitstatus_to_exitcode(status)}")
                 self.program.last_loss = float((self._folder / _LOSS_FILE).read_text())
+                self.program.phases_s = _phases_of(self._folder)
             elif time.monotonic() > deadline_s:
                 raise RuntimeError(f"{self.program.name} did not end within {END_TIMEOUT_S:g} s")
             else:
@@ -293,6 +297,13 @@ class _Running:
 
     def _cpu_s(self) -> float:
         return sum(time.clock_gettime(_cpu_clock(pid)) for pid in self._pids)
+
+
+def _phases_of(folder: Path) -> dict[str, float]:
+    if not (folder / "result.json").exists():
+        return {}  # plain PyTorch's
+    steps = summarize(folder).timings
+    return {} if steps is None else {name: s for name, s in steps.phases_s.items() if name not in ("run", "data")}
 
 
 def _process_group(group: int) -> list[int]:

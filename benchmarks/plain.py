@@ -8,7 +8,7 @@ all-reduce for clipping and loss together. Every step's loss is written to a fil
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -27,42 +27,95 @@ from elaswave.worker.allocator import tune_allocator
 from elaswave.worker.blueprint import Blueprint
 
 TIMEOUT = timedelta(seconds=600)
+HOST = torch.device("cpu")
 
 
-def plain_loop(config: Config, task: Task, *, tuned: bool) -> Body:
+def plain_loop(
+    config: Config,
+    task: Task,
+    *,
+    tuned: bool,
+    place: torch.device = HOST,
+    prepare: Callable[[], None] = lambda: None,
+) -> Body:
     """One process: ordinary autograd accumulation, clip_grad_norm_, fused AdamW.
+
+    In bfloat16 parameters, gradients and activations are bfloat16; AdamW updates float32 masters.
 
     Args:
         task: the model and its data.
         tuned: with our workers' settings of the allocator, which an ordinary program does not have.
+        place: where it computes.
+        prepare: called first in its process.
     """
 
     def body(gate: Gate, folder: Path, num_steps: int) -> None:
         _prepare_process(tuned)
+        prepare()
         options = with_steps(config, num_steps)
         run = Blueprint(options, task.training(options))
         source = run.open_samples(folder)
         sampler = run.sampler(source)
         num_microbatches = config.batch.num_microbatches
-        model = task.part(run, range(len(run.model.layers)))
-        optimizer = torch.optim.AdamW(_decay_groups(run, model), **_adamw(config), fused=True)
+        model = task.part(run, range(len(run.model.layers))).to(place)
+        masters = _Masters(model, run.dtype)
+        optimizer = torch.optim.AdamW(_decay_groups(run, masters.parameters), **_adamw(config), fused=True)
         with open(folder / "loss.log", "w", buffering=1) as log:
             for step in range(1, num_steps + 1):
                 gate.before_step(0)
-                total = torch.zeros(())
+                total = torch.zeros((), device=place)
                 for microbatch in range(num_microbatches):
-                    tokens, targets = source.batch(sampler.draws(step, microbatch), "train")
+                    tokens, targets = _brought(source.batch(sampler.draws(step, microbatch), "train"), place)
                     loss = task.loss(run, model(tokens), targets) / num_microbatches
                     loss.backward()
                     total += loss.detach()
-                norm = nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip)
+                masters.take_gradients()
+                norm = nn.utils.clip_grad_norm_(masters.parameters, config.optimizer.grad_clip)
                 _set_learning_rate(optimizer, run.config, step)
                 optimizer.step()
-                optimizer.zero_grad()
+                masters.give()
                 _report(log, step, float(total), float(norm))
             write_loss(folder, float(total))
 
     return body
+
+
+class _Masters:
+    """What the optimizer updates: float32 masters of a model, which computes in another type; or its own parameters.
+
+    Args:
+        model: with float32 parameters; those get the other type. Buffers stay as they are, as in the product.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._parameters = list(model.parameters())
+        self.parameters = self._parameters
+        if dtype is not torch.float32:
+            self.parameters = [nn.Parameter(parameter.detach().clone()) for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.data = parameter.data.to(dtype)
+
+    def take_gradients(self) -> None:
+        """Makes a step's gradients the masters'."""
+        if self.parameters is self._parameters:
+            return
+        for master, parameter in zip(self.parameters, self._parameters, strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+
+    def give(self) -> None:
+        """Makes the masters' values the model's, and forgets gradients."""
+        if self.parameters is not self._parameters:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, self.parameters)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def _brought(batch: tuple[torch.Tensor, torch.Tensor], place: torch.device) -> Sequence[torch.Tensor]:
+    if place.type == "cpu":
+        return batch
+    return [values.pin_memory().to(place, non_blocking=True) for values in batch]
 
 
 def torch_pipeline(config: Config, task: Task, *, tuned: bool) -> Body:
@@ -126,7 +179,7 @@ class _PipelineJob(NamedTuple):
         parameters = list(module.parameters())
         gradients = _flat_gradients(parameters)
         optimizer = ZeroRedundancyOptimizer(
-            _decay_groups(run, module),
+            _decay_groups(run, list(module.parameters())),
             torch.optim.AdamW,
             process_group=replica_group,
             parameters_as_bucket_view=True,
@@ -178,10 +231,10 @@ def _adamw(config: Config) -> dict:
     return {"lr": config.optimizer.lr, "betas": config.optimizer.betas, "eps": config.optimizer.eps}
 
 
-def _decay_groups(run: Blueprint, model: nn.Module) -> list[dict]:
+def _decay_groups(run: Blueprint, parameters: Sequence[nn.Parameter]) -> list[dict]:
     """Parameter groups with and without weight decay, by the usual rule."""
     groups = {True: [], False: []}
-    for parameter in model.parameters():
+    for parameter in parameters:
         groups[parameter.dim() >= 2].append(parameter)
     decay = run.config.optimizer.weight_decay
     return [{"params": params, "weight_decay": decay if decays else 0.0} for decays, params in groups.items() if params]

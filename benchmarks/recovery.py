@@ -40,6 +40,8 @@ LAYER_S = 0.005
 KILLS_PER_JOB = 2
 FIRST_STEP, STEPS_BETWEEN = 3, 3
 """Steps of the kills; in between new followers are filled."""
+NUM_STEPS = FIRST_STEP + STEPS_BETWEEN * (KILLS_PER_JOB - 1) + 1
+"""Of a job."""
 SKIPPED = {"forward": 2, "backward": 2, "reduce": 3, "vote": 1, "apply": 8, "gather": 2}
 """A kill strikes before one of so many first actions of its phase."""
 NEEDED_S: dict[tuple[int, str, str], tuple[float, float | None]] = {
@@ -156,15 +158,20 @@ def job_config(num_workers: int, num_steps: int) -> Config:
 
 def measure(line: Line, count: int, seed: int) -> Line:
     """Runs jobs until so many workers have been lost."""
-    draw = random.Random(f"{seed} {line}")
-    per_job = 1 if line.fault == "hang" else KILLS_PER_JOB
-    config = job_config(line.workers, FIRST_STEP + STEPS_BETWEEN * (KILLS_PER_JOB - 1) + 1)
-    jobs = 0
-    while len(line.recoveries) < count and jobs < 2 * count:
-        specs = list(_faults(line.fault, config, jobs * per_job, per_job, draw))
-        run_job(line, config, specs)
-        jobs += 1
+    for _ in jobs(line, count, seed, job_config(line.workers, NUM_STEPS)):
+        pass
     return line
+
+
+def jobs(line: Line, count: int, seed: int, config: Config) -> Iterator[None]:
+    """Runs jobs, one after the other, until so many workers have been lost; each time a job has ended, it is the
+    caller's turn."""
+    draw, per_job = random.Random(f"{seed} {line}"), 1 if line.fault == "hang" else KILLS_PER_JOB
+    for number in range(2 * count):
+        if len(line.recoveries) >= count:
+            return
+        run_job(line, config, list(_faults(line.fault, config, number * per_job, per_job, draw)))
+        yield
 
 
 def _faults(kind: str, config: Config, first: int, count: int, draw: random.Random) -> Iterator[str]:

@@ -35,10 +35,14 @@ class Task(Protocol):
 
 
 class BuiltIn:
-    """The model of a size's configuration; plain programs use our layers."""
+    """A model that is configured; plain programs use our layers.
 
-    def __init__(self, size: str) -> None:
-        self._settings = SIZES[size]
+    Args:
+        settings: that differ from the default recipe.
+    """
+
+    def __init__(self, *settings: str) -> None:
+        self._settings = settings
 
     def configuration(self, *settings: str) -> Config:
         """See `Task`."""
@@ -189,7 +193,7 @@ class _Part(nn.Module):
 
 
 TASKS: dict[str, Task] = {
-    **{size: BuiltIn(size) for size in SIZES},
+    **{size: BuiltIn(*SIZES[size]) for size in SIZES},
     "gpt2": Transformers(2, 768, 12, 4096, 1024),
     "gpt2-tiny": Transformers(2, 64, 4, 128, 32),
 }

@@ -29,7 +29,7 @@ import torch
 Row = dict[str, Any]
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SMALL_S = 1.0
-"""Of a part with ``--small``."""
+"""Of a part with ``--small``, unless it says otherwise."""
 _START_S = 40.0
 """Most seconds that a child takes until its first part begins, imports and a context included."""
 _GRACE = 1.5
@@ -89,6 +89,8 @@ class Part:
     """Whether it has a process of its own, in which no device has been touched."""
     needs_cuda: str
     """Why it makes no sense without; empty where it does."""
+    small_s: float = SMALL_S
+    """That it should take with ``--small``."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,12 @@ class Probe:
     parts: dict[str, Part] = field(default_factory=dict)
 
     def part(
-        self, seconds: float, *, alone: bool = False, needs_cuda: str = ""
+        self, seconds: float, *, alone: bool = False, needs_cuda: str = "", small_s: float = SMALL_S
     ) -> Callable[[Callable[[Bench], Iterator[Row]]], Callable[[Bench], Iterator[Row]]]:
         """Makes a function a part; its name is the function's."""
 
         def register(answer: Callable[[Bench], Iterator[Row]]) -> Callable[[Bench], Iterator[Row]]:
-            self.parts[answer.__name__] = Part(answer.__name__, answer, seconds, alone, needs_cuda)
+            self.parts[answer.__name__] = Part(answer.__name__, answer, seconds, alone, needs_cuda, small_s)
             return answer
 
         return register
@@ -324,7 +326,7 @@ class _Child:
             Its outcome and what there is to say of it; None: the process has ended before it began.
         """
         start_s = time.monotonic()
-        seconds = SMALL_S if self._limits.small else part.seconds * self._share
+        seconds = part.small_s if self._limits.small else part.seconds * self._share
         until_s = start_s + _GRACE * seconds + _START_S
         has_begun = False
         while True:
@@ -359,7 +361,7 @@ def _answer(probe: Probe, limits: Limits, descriptor: int) -> int:
         total_s = sum(probe.parts[name].seconds for name in limits.only)
         for name in limits.only:
             part = probe.parts[name]
-            seconds = SMALL_S if limits.small else part.seconds * limits.seconds / total_s
+            seconds = part.small_s if limits.small else part.seconds * limits.seconds / total_s
             write_line([file], {"begin": name})
             outcome, more = _outcome(part, Bench(limits.device, limits.small, seconds), file)
             write_line([file], {"end": outcome, "more": more})

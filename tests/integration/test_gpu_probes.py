@@ -1,4 +1,5 @@
-"""The probes for a GPU run on a CPU at tiny sizes; no part is lost to another that fails, dies or hangs."""
+"""The probes and the benchmark for a GPU run on a CPU at tiny sizes; no part is lost to another that fails, dies or
+hangs."""
 
 import json
 import os
@@ -146,3 +147,44 @@ def test_the_driver_runs_what_tells_most_first_and_within_its_budget(tmp_path: P
     assert "pinning" not in {line.get("part") for line in lines}
     refused = subprocess.run([*command, "--only", "3,11"], capture_output=True, text=True, timeout=60, env=environment)
     assert refused.returncode == 2 and "no probes [11]" in refused.stderr
+
+
+def fault_free(*arguments: str) -> dict[str, Any]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(GPU / "fault_free.py"), "--device", "cpu", "--small", "--json", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+def test_the_benchmark_begins_nothing_when_its_budget_is_spent(tmp_path: Path) -> None:
+    document = fault_free("--budget-s", "1", "--out", str(tmp_path / "rows"))
+    assert set(document["outcomes"].values()) == {"not begun"} and len(document["outcomes"]) == 5
+    written = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert written == [{"machine": document["machine"]}, *document["rows"]]
+
+
+@pytest.mark.slow
+def test_the_benchmark_beside_plain_pytorch_runs_from_end_to_end() -> None:
+    document = fault_free("--budget-s", "800")
+    assert set(document["outcomes"].values()) == {"done"}, document
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in document["rows"]:
+        if "outcome" not in row:
+            rows.setdefault(row["part"], []).append(row)
+    for part in ("curve_gpt", "curve_llama"):
+        programs = ["plain, deterministic", "plain, anything allowed", "bitwise", "scaled"]
+        assert [row["program"] for row in rows[part]] == programs * 2
+        for row in rows[part]:
+            assert row["tokens_per_s"] > 0
+            # The same batches and initial values, sums of another type.
+            assert abs(row["last_loss"] - rows[part][0 if row["tokens"] == 32 else 4]["last_loss"]) < 0.01
+        assert all(row["ratio"] > 0 and row["phases_s"]["vote"] > 0 for row in rows[part] if "ratio" in row)
+    (company,) = rows["company"]
+    assert company["same_loss"] and company["ratio"] > 0 and company["four_phases_s"]["gather"] > 0
+    *each, kills = rows["kills"]
+    assert len(each) == kills["kills"] == 2 and kills["same_bits"] and kills["critical_bytes"] == 0
+    assert kills["needed_s"] > 0.15 and kills["worst_s"] >= kills["median_s"] > 0
+    (memory,) = rows["memory"]
+    assert memory["predicted_bytes"] == sum(memory["parts"].values()) < memory["process_peak_bytes"]
