@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from tests.integration.jobs import Job, run_job
 
+from elaswave.observability.events import TimingsMeasured, read_events
+from elaswave.observability.result import EVENTS_FILE
+
 STEPS = {"run.steps": 8, "optimizer.schedule": "constant"}
 NO_CLIPPING = {"optimizer.grad_clip": 0.0}
 """Norms are added in another order on devices than on the host."""
@@ -62,3 +65,15 @@ def test_with_clipping_the_layout_does_not_show_and_a_run_goes_on_on_the_other_d
     longer = settings | {"run.steps": 10}
     resumed = run_job(tmp_path / "four", longer | {"layout.stages": 1, "layout.replicas": 2}, resume=True)
     assert len(resumed.result.losses) == 10 and resumed.result.losses[:8] == alone.result.losses
+
+
+def test_what_devices_tell_of_themselves_is_in_the_events(tmp_path: Path) -> None:
+    run_job(tmp_path / "device", LOOPBACK | ONE | {"run.steps": 6})
+    run_job(tmp_path / "host", ONE | {"run.steps": 6})
+    told = {name: [each for each in read_events(tmp_path / name / EVENTS_FILE) if isinstance(each, TimingsMeasured)]
+            for name in ("device", "host")}  # fmt: skip
+    assert told["device"] and told["host"]
+    for event in told["device"]:
+        gauges = event.devices[0]
+        assert gauges.memory_used_bytes and gauges.memory_total_bytes and gauges.utilization is None
+    assert not any(event.devices for event in told["host"])

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
 from elaswave.control.operator_messages import JobOver, JobStatus, WorkerStatus
+from elaswave.devices.gauges import Gauges
 from elaswave.observability.progress import format_loss, format_rate
 from elaswave.observability.result import from_json_float
 from elaswave.observability.wrapping import wrap
@@ -79,7 +80,12 @@ def _duration(seconds: float) -> str:
 
 def _worker_table(status: JobStatus, width: int, is_styled: bool | None) -> list[str]:
     header = ["worker", "stage", "layers", "micro-batches", "speed", "owned", "followed", "step", "doing", "heard"]
-    return render_table(header, list(map(_row, status.workers)), width, is_styled=is_styled)
+    rows = list(map(_row, status.workers))
+    if any(worker.device is not None for worker in status.workers):
+        header.append("device")
+        for row, worker in zip(rows, status.workers, strict=True):
+            row.append(_device(worker.device))
+    return render_table(header, rows, width, is_styled=is_styled)
 
 
 def _row(worker: WorkerStatus) -> list[str]:
@@ -97,6 +103,20 @@ def _row(worker: WorkerStatus) -> list[str]:
         None if worker.heard_s is None else f"{worker.heard_s:.1f} s ago",
     ]
     return ["-" if cell is None else str(cell) for cell in cells]
+
+
+def _device(gauges: Gauges | None) -> str:
+    """Memory, share of the time in which it computes, and power, as far as they are told."""
+    if gauges is None:
+        return "-"
+    parts = []
+    if gauges.memory_used_bytes is not None and gauges.memory_total_bytes is not None:
+        parts.append(f"{gauges.memory_used_bytes / 1e9:.1f}/{gauges.memory_total_bytes / 1e9:.1f} GB")
+    if gauges.utilization is not None:
+        parts.append(f"{gauges.utilization:.0%}")
+    if gauges.power_w is not None:
+        parts.append(f"{gauges.power_w:.0f} W")
+    return ", ".join(parts) or "-"
 
 
 def _copies(status: JobStatus) -> str:

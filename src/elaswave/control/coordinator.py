@@ -241,7 +241,9 @@ class CoordinatorProcess(JobDriver):
         elif isinstance(message, Timings):
             if (slow := self._data_waits.add(message)) is not None:
                 self._terminal.say(slow)
-            self._recorder.timings(message.step, self._planner.measurements.add(message, self.core.members))
+            measurements = self._planner.measurements
+            timings = measurements.add(message, self.core.members)
+            self._recorder.timings(message.step, timings, measurements.gauges(self.core.members))
             self._searches.rebalance()
             self._drain_hopeless()
         else:

@@ -131,7 +131,7 @@ def _workers(
         for hop in route:
             loads[hop.worker] = loads.get(hop.worker, 0) + 1
     stages = {worker: index for index, stage in enumerate(layout.stages) for worker in stage.workers}
-    level = base_level(job.config)
+    level, gauges = base_level(job.config), job.planner.measurements.gauges(job.core.members)
     found = []
     for worker in job.core.members:
         stage = stages.get(worker)
@@ -152,6 +152,7 @@ def _workers(
                 heard_s=None if held is None else max(0.0, now_s - held.at_s),
                 num_owned_blocks=None if position is None else position.num_owned,
                 num_followed_blocks=None if position is None else position.num_followed,
+                device=gauges.get(worker),
             )
         )
     return found

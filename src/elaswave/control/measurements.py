@@ -16,6 +16,7 @@ from elaswave.config.schema import Config
 from elaswave.control.stragglers import Shift, Stragglers
 from elaswave.costs.layers import Costs
 from elaswave.costs.profiled import ActionTiming, CostMeter
+from elaswave.devices.gauges import Gauges
 from elaswave.types import ExecutionParameters
 from elaswave.worker.messages import StepReport, Timings
 
@@ -44,6 +45,7 @@ class Measurements:
         self._longest_run_s = 0.0
         """Of all workers in the newest round."""
         self._overheads_s: deque[float] = deque(maxlen=_KEPT_STEPS)
+        self._gauges: dict[int, Gauges] = {}
 
     def add(self, timings: Timings, members: Collection[int]) -> list[ActionTiming]:
         """A worker tells how long its actions take. What all say in one round is one report.
@@ -54,6 +56,8 @@ class Measurements:
         Returns:
             The report of a round that has ended by this, else nothing.
         """
+        if timings.device is not None:
+            self._gauges[timings.worker] = timings.device
         ended = self._end_round(members) if timings.worker in self._waiting else []
         if not timings.actions or timings.actions[-1].stop <= self._analytic.num_layers:
             self._waiting[timings.worker] = timings
@@ -75,6 +79,14 @@ class Measurements:
         ratios = self._meter.relative_speeds(actions, speeds)
         self.shift = self.stragglers.observe(ratios, members) or self.shift
         return actions
+
+    def gauges(self, members: Collection[int]) -> dict[int, Gauges]:
+        """What devices have told of themselves last, by worker; those that tell nothing are not there.
+
+        Args:
+            members: whose devices are of interest.
+        """
+        return {worker: self._gauges[worker] for worker in sorted(members) if worker in self._gauges}
 
     def add_step(self, report: StepReport) -> None:
         """A step has been committed: what it cost beside its actions.

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from elaswave.devices.gauges import Gauges
 from elaswave.observability.result import JsonFloat
 from elaswave.worker.messages import Message
 
@@ -156,6 +157,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since its last heartbeat."""
     num_owned_blocks: int | None
     num_followed_blocks: int | None
+    device: Gauges | None = None
+    """What its device has told of itself last; None: nothing."""
 
 
 class StageStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ incomplete. A repeated step must have the same loss.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -25,6 +25,7 @@ from elaswave.control.store import Store
 from elaswave.control.terminal import Terminal
 from elaswave.costs.profiled import ActionTiming
 from elaswave.data.sampler import Sampler
+from elaswave.devices.gauges import Gauges
 from elaswave.errors import CheckpointError, StoreError, SupersededError
 from elaswave.observability.events import (
     AnyEvent,
@@ -404,17 +405,19 @@ class RunRecorder:
                 )
             )
 
-    def timings(self, step: int, timings: list[ActionTiming]) -> None:
-        """Publishes how long actions take: at first, and then whenever the run has become a tenth longer.
+    def timings(self, step: int, timings: list[ActionTiming], devices: Mapping[int, Gauges]) -> None:
+        """Publishes how long actions take, and what devices tell of themselves: at first, and then whenever the run has
+        become a tenth longer.
 
         Args:
             step: the newest one that is in it.
             timings: of all workers; nothing is written if there are none.
+            devices: by worker.
         """
         now_s = time.monotonic()
         if timings and now_s >= self._next_timings_s:
             self._next_timings_s = now_s + max(TIMINGS_EVERY_S, (now_s - self._started_s) / 10)
-            self._write(TimingsMeasured(step=step, timings=timings))
+            self._write(TimingsMeasured(step=step, timings=timings, devices=dict(devices)))
 
     def evaluation(self, report: EvaluationReport) -> None:
         """Publishes a validation loss."""

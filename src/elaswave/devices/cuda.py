@@ -12,7 +12,9 @@ import os
 
 import torch
 
+from elaswave.devices.gauges import Gauges
 from elaswave.devices.interface import DeviceMemory, Mark
+from elaswave.devices.nvml import Nvml
 from elaswave.errors import DeviceError
 
 CUBLAS_WORKSPACE = ":4096:8"
@@ -52,6 +54,7 @@ class Cuda:
             self._incoming = torch.cuda.Stream(self.place)
             self._outgoing = torch.cuda.Stream(self.place)
             torch.empty(1, device=self.place).zero_()
+            self._nvml = Nvml(str(getattr(torch.cuda.get_device_properties(self.place), "uuid", "")))
         except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
             raise DeviceError(f"device {self.place} cannot be used: {error}") from error
 
@@ -64,6 +67,18 @@ class Cuda:
     def memory(self) -> DeviceMemory:
         """Of all processes, as the driver sees it."""
         return DeviceMemory(*torch.cuda.mem_get_info(self.place))
+
+    def gauges(self) -> Gauges:
+        """By NVML, without which it tells of memory alone; what torch knows of the own tensors asks no driver."""
+        found = self._nvml.gauges()
+        if "memory_used_bytes" not in found:
+            free_bytes, total_bytes = self.memory()
+            found |= {"memory_used_bytes": total_bytes - free_bytes, "memory_total_bytes": total_bytes}
+        return Gauges(
+            allocated_bytes=torch.cuda.memory_allocated(self.place),
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(self.place),
+            **found,
+        )
 
     def seed(self, key: int) -> None:
         """Philox takes all 64 bits, and begins at offset 0."""

@@ -39,6 +39,9 @@ class Host:
     def memory(self) -> None:
         """The kernel gives memory as it is needed, and no worker waits for it."""
 
+    def gauges(self) -> None:
+        """Other programs tell of processors."""
+
     def seed(self, key: int) -> None:
         """The host's generators are seeded elsewhere."""
 

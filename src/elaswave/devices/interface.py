@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from elaswave.devices.gauges import Gauges
+
 WAIT_TURN_S = 50e-6
 """Between two looks at a mark."""
 
@@ -61,6 +63,14 @@ class Device(Protocol):
 
     def memory(self) -> DeviceMemory | None:
         """What is free now; None: it is not waited for.
+
+        Raises:
+            RuntimeError: the device has failed, in its own words.
+        """
+        ...
+
+    def gauges(self) -> Gauges | None:
+        """What it tells of itself now, quickly and without waiting for what is queued; None: nothing.
 
         Raises:
             RuntimeError: the device has failed, in its own words.

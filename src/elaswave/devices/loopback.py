@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from elaswave.devices.gauges import Gauges
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import DeviceMemory, Mark
 
@@ -76,6 +77,11 @@ class Loopback:
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         known = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1}
         return DeviceMemory(known["MemAvailable:"], known["MemTotal:"])
+
+    def gauges(self) -> Gauges:
+        """Its memory is the host's; it has no sensors."""
+        free_bytes, total_bytes = self.memory()
+        return Gauges(memory_used_bytes=total_bytes - free_bytes, memory_total_bytes=total_bytes)
 
     def stick(self) -> None:
         """From now on it comes to no mark any more, as behind a kernel that never ends. For tests."""

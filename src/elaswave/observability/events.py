@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from elaswave.costs.profiled import ActionTiming
+from elaswave.devices.gauges import Gauges
 from elaswave.errors import RunFolderError
 from elaswave.observability.result import CheckpointRecord, EpochRecord, JsonFloat, Recovery, set_json_floats
 from elaswave.state.survival import Survival
@@ -172,6 +173,8 @@ class TimingsMeasured(Event, frozen=True, kw_only=True, tag="timings"):
     """Newest step that is in it."""
     timings: list[ActionTiming]
     """Of every worker that had something to tell."""
+    devices: dict[int, Gauges] = {}
+    """What devices tell of themselves, by worker; those that tell nothing are not there."""
 
 
 class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):

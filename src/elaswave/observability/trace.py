@@ -6,6 +6,7 @@ merges the parts into ``trace.json`` in the Trace Event Format:
 * one process row per worker, its stage in the name, rows in the order of the stages;
 * complete events ("X") for actions (2F0, 2B0, ...) and, around them, the phases RUN, REDUCE, VOTE, APPLY, GATHER;
 * asynchronous events ("b", "e") for transfers, which overlap with everything;
+* counters ("C"), such as a device's memory, told with each step;
 * flow events ("s", "f") from where the sender handed a transfer over to where the receiver went on after it arrived.
 
 Clock: ``time.monotonic_ns``, one for all processes of a machine; workers of different machines do not line up.
@@ -65,6 +66,14 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     """What the message was tagged with; both sides are joined by (sender, receiver, tag)."""
 
 
+class Count(msgspec.Struct, frozen=True, array_like=True):
+    """A number that a worker told at one instant."""
+
+    name: str
+    at_ns: int
+    value: float
+
+
 class TracePart(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker has recorded."""
 
@@ -73,6 +82,7 @@ class TracePart(msgspec.Struct, frozen=True, kw_only=True):
     num_dropped: int
     spans: list[Span]
     transfers: list[Transfer]
+    counts: list[Count] = []
 
 
 class TraceRecorder:
@@ -85,7 +95,7 @@ class TraceRecorder:
         max_events: bound on what is kept.
     """
 
-    __slots__ = ("_max_events", "_spans", "_transfers", "enabled", "num_dropped", "stage", "worker")
+    __slots__ = ("_counts", "_max_events", "_spans", "_transfers", "enabled", "num_dropped", "stage", "worker")
 
     def __init__(
         self, worker: int, *, stage: int | None = None, enabled: bool = True, max_events: int = MAX_EVENTS
@@ -97,6 +107,11 @@ class TraceRecorder:
         self._max_events = max_events
         self._spans: list[tuple[str, str, int, int, dict[str, Any] | None]] = []
         self._transfers: list[tuple[bool, int, int, int, int, tuple[int, ...]]] = []
+        self._counts: list[tuple[str, int, float]] = []
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._spans) + len(self._transfers) + len(self._counts) >= self._max_events
 
     def add(self, name: str, category: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None) -> None:
         """Records a span: ``add("2F0", ACTION, t0, t1, {"step": 7})``, ``add("REDUCE", PHASE, t0, t1)``.
@@ -111,7 +126,7 @@ class TraceRecorder:
         """
         if not self.enabled:
             return
-        if len(self._spans) + len(self._transfers) >= self._max_events:
+        if self._is_full:
             self.num_dropped += 1
             return
         self._spans.append((name, category, start_ns, end_ns, args))
@@ -131,10 +146,25 @@ class TraceRecorder:
         """
         if not self.enabled:
             return
-        if len(self._spans) + len(self._transfers) >= self._max_events:
+        if self._is_full:
             self.num_dropped += 1
             return
         self._transfers.append((sent, peer, num_bytes, start_ns, end_ns, tuple(tag)))
+
+    def count(self, name: str, at_ns: int, value: float) -> None:
+        """Records a number, of which the newest holds until the next.
+
+        Args:
+            name: of what.
+            at_ns: ``time.monotonic_ns()`` when it was so.
+            value: the number.
+        """
+        if not self.enabled:
+            return
+        if self._is_full:
+            self.num_dropped += 1
+            return
+        self._counts.append((name, at_ns, value))
 
     def dump(self, run_dir: Path) -> Path | None:
         """Writes what was recorded to the worker's part file and forgets it.
@@ -154,10 +184,11 @@ class TraceRecorder:
                 "num_dropped": self.num_dropped,
                 "spans": self._spans,
                 "transfers": self._transfers,
+                "counts": self._counts,
             }
         )
         atomic_write(path, [content])
-        self._spans, self._transfers, self.num_dropped = [], [], 0
+        self._spans, self._transfers, self._counts, self.num_dropped = [], [], [], 0
         return path
 
 
@@ -231,12 +262,14 @@ def build_trace(parts: Sequence[TracePart]) -> Iterator[dict[str, Any]]:
     """
     starts = [span.start_ns for part in parts for span in part.spans]
     starts += [transfer.start_ns for part in parts for transfer in part.transfers]
+    starts += [count.at_ns for part in parts for count in part.counts]
     zero_ns = min(starts, default=0)
     for part in parts:
         yield from _name_rows(part)
     for part in parts:
         yield from _span_events(part, zero_ns)
         yield from _transfer_events(part, zero_ns)
+        yield from _count_events(part, zero_ns)
     yield from _flow_events(parts, zero_ns)
 
 
@@ -282,6 +315,12 @@ def _transfer_events(part: TracePart, zero_ns: int) -> Iterator[dict[str, Any]]:
         args = {"peer": transfer.peer, "bytes": transfer.num_bytes, "tag": transfer.tag}
         yield {**common, "ph": "b", "ts": _us(transfer.start_ns, zero_ns), "args": args}
         yield {**common, "ph": "e", "ts": _us(max(transfer.start_ns, transfer.end_ns), zero_ns)}
+
+
+def _count_events(part: TracePart, zero_ns: int) -> Iterator[dict[str, Any]]:
+    for count in part.counts:
+        at = {"ph": "C", "pid": part.worker, "tid": 0, "ts": _us(count.at_ns, zero_ns)}
+        yield {"name": count.name, **at, "args": {"value": count.value}}
 
 
 # ------------------------------------------------------------------------------------------------------------ flows

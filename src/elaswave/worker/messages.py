@@ -10,6 +10,7 @@ seen before as a repetition.
 import msgspec
 
 from elaswave.costs.profiled import ActionTiming
+from elaswave.devices.gauges import Gauges
 from elaswave.protocol.messages import (
     CoreToWorker,
     Installed,
@@ -128,6 +129,8 @@ class Timings(Message, frozen=True, kw_only=True):
     """Seconds that it has waited for micro-batches since it told so last."""
     elapsed_s: float = 0.0
     """Seconds since then."""
+    device: Gauges | None = None
+    """What its device tells of itself now; None: nothing."""
 
 
 class Leaving(Message, frozen=True, kw_only=True):

@@ -187,6 +187,7 @@ class ControlOutbox:
                     run_s=run_s,
                     data_wait_s=self._waits_from.data_wait_s - before.data_wait_s,
                     elapsed_s=now_s - before.at_s,
+                    device=self._engine.device.gauges(),
                 )
             )
 

@@ -152,7 +152,7 @@ class Worker:
         )
         self._must_end = False
         """Whether the coordinator has said that the job is over."""
-        self._watch = StepWatch(setup.probe, mailbox, self._trace)
+        self._watch = StepWatch(setup.probe, mailbox, self._trace, setup.device.gauges)
         self._batches = batches = Batches(self._make_supply(), mailbox.activity, self._watch.waited_for_data)
         layers, store, progress = materialise(
             blueprint, setup.worker, layout, placement, setup.checkpoint, setup.device

@@ -1,7 +1,11 @@
 """What sees a worker's steps: the probe's points, what heartbeats tell, the seconds of each phase, and the trace."""
 
 import time
+from collections.abc import Callable
 
+import msgspec
+
+from elaswave.devices.gauges import Gauges
 from elaswave.observability.trace import ACTION, PHASE, TraceRecorder
 from elaswave.protocol.engine import Phase, StepObserver
 from elaswave.protocol.messages import Decision
@@ -13,6 +17,9 @@ from elaswave.types import Action
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.probe import Probe
 
+COUNTED = ("memory_used_bytes", "allocated_bytes", "utilization", "power_w")
+"""Of a device's gauges, those that have a line in the trace."""
+
 
 class StepWatch(StepObserver):
     """Watches the steps of one worker.
@@ -21,9 +28,12 @@ class StepWatch(StepObserver):
         probe: told of every point.
         mailbox: its heartbeats tell what the worker is doing, and where.
         trace: records phases and actions.
+        gauges: what the device tells of itself; recorded with each step.
     """
 
-    def __init__(self, probe: Probe, mailbox: Mailbox, trace: TraceRecorder) -> None:
+    def __init__(
+        self, probe: Probe, mailbox: Mailbox, trace: TraceRecorder, gauges: Callable[[], Gauges | None] = lambda: None
+    ) -> None:
         self.machine: WorkerMachine[HeldBlock]
         self.phases_s: dict[str, float] = {}
         """Seconds of this worker in each phase of the present step, and as "data" those that RUN has waited for micro-
@@ -38,6 +48,7 @@ class StepWatch(StepObserver):
         self._mailbox = mailbox
         self.activity = mailbox.activity
         self._trace = trace
+        self._gauges = gauges
         self._reached: dict[Phase, int] = {}
         self._phase: str | None = None
         """The phase that is under way."""
@@ -107,6 +118,10 @@ class StepWatch(StepObserver):
         end_ns = self._end_phase(phase)
         where = {"step": self.machine.step, "attempt": self.machine.attempt}
         self._trace.add(phase.upper(), PHASE, self._phase_ns, end_ns, where)
+        if phase == "vote" and self._trace.enabled and (gauges := self._gauges()) is not None:
+            for name, value in msgspec.structs.asdict(gauges).items():
+                if value is not None and name in COUNTED:
+                    self._trace.count(name, end_ns, value)
 
     def _end_phase(self, phase: str) -> int:
         """Adds its seconds; returns when it ended."""

@@ -19,6 +19,7 @@ from elaswave.control.operator_messages import (
     StageStatus,
     WorkerStatus,
 )
+from elaswave.devices.gauges import Gauges
 
 RUN = Path("runs/a")
 WORKER = WorkerStatus(
@@ -153,3 +154,17 @@ def test_one_status_after_the_other_without_a_terminal() -> None:
 def test_bad_input_is_answered_without_a_job(tmp_path: Path, arguments: list[str], problem: str) -> None:
     done = CliRunner().invoke(ctl_group, [str(tmp_path), *arguments])
     assert (done.exit_code, problem in done.output) == (2, True), done.output
+
+
+def test_devices_that_tell_of_themselves_have_a_column() -> None:
+    gauges = Gauges(
+        memory_used_bytes=41_250_000_000, memory_total_bytes=80_000_000_000, utilization=0.97, power_w=412.5
+    )
+    status = replace(
+        STATUS, workers=[replace(WORKER, device=gauges), IDLE, replace(WORKER, device=Gauges(power_w=9.0))]
+    )
+    lines = render_status(status, RUN, 200, is_styled=False)
+    assert any(line.rstrip().endswith("device") for line in lines)
+    assert any("41.2/80.0 GB, 97%, 412 W" in line for line in lines)
+    assert any(line.rstrip().endswith("9 W") for line in lines)
+    assert not any("GB" in line or "device" in line for line in render_status(STATUS, RUN, 200, is_styled=False))

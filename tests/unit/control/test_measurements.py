@@ -12,6 +12,7 @@ from elaswave.config.load import build_config
 from elaswave.control.measurements import Measurements
 from elaswave.control.stragglers import HYSTERESIS
 from elaswave.costs.profiled import ActionTiming
+from elaswave.devices.gauges import Gauges
 from elaswave.types import ExecutionParameters
 from elaswave.worker.messages import StepReport, Timings
 
@@ -186,3 +187,12 @@ def test_the_cluster_has_the_configured_speeds():
     given = build_config({"layout": {"widths": [2, 1]}, "device": {"speeds": [1, 0.5, 2]}})
     cluster = cluster_of(given)
     assert cluster.speed.tolist() == [1.0, 0.5, 2.0] and cluster.ids.tolist() == [0, 1, 2]
+
+
+def test_the_newest_gauges_of_members_are_known():
+    measurements = Measurements(CPU)
+    first, second = Gauges(utilization=0.5), Gauges(utilization=0.75, power_w=90.0)
+    for worker, device in ((0, first), (1, None), (2, first), (0, second)):
+        measurements.add(replace(timings(worker, 0.1), device=device), members=[0, 1, 2, 3])
+    assert measurements.gauges([2, 1, 0]) == {0: second, 2: first}
+    assert measurements.gauges([1, 0]) == {0: second}

@@ -1,12 +1,15 @@
 """What a worker's steps are said to have taken."""
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from elaswave.observability.trace import TraceRecorder
+from elaswave.devices.gauges import Gauges
+from elaswave.observability.trace import TracePart, TraceRecorder, build_trace
 from elaswave.worker.activity import Activity
 from elaswave.worker.probe import NoProbe
 from elaswave.worker.watch import StepWatch
@@ -64,3 +67,29 @@ def test_a_new_step_counts_anew(clock: Clock) -> None:
     watch.leave("run")
     watch.began()
     assert watch.phases_s == {}
+
+
+def test_a_devices_gauges_are_counters_in_the_trace_once_a_step(clock: Clock, tmp_path: Path) -> None:
+    told = iter([Gauges(memory_used_bytes=7, memory_total_bytes=9, utilization=0.5), None, Gauges(allocated_bytes=3)])
+    watch = a_watch()
+    watch._trace, watch._gauges = TraceRecorder(0), lambda: next(told)
+    for phase in ("run", "vote", "apply", "vote", "vote"):
+        watch.enter(phase)
+        clock.now_s += 1.0
+        watch.leave(phase)
+    path = watch._trace.dump(tmp_path)
+    assert path is not None
+    events = list(build_trace([msgspec.json.decode(path.read_bytes(), type=TracePart)]))
+    counters = [(event["name"], event["ts"], event["args"]) for event in events if event["ph"] == "C"]
+    assert counters == [
+        ("memory_used_bytes", 2e6, {"value": 7}),
+        ("utilization", 2e6, {"value": 0.5}),
+        ("allocated_bytes", 5e6, {"value": 3}),
+    ]
+
+
+def test_without_a_trace_a_device_is_not_asked(clock: Clock) -> None:
+    watch = a_watch()
+    watch._gauges = lambda: pytest.fail("it was asked")
+    watch.enter("vote")
+    watch.leave("vote")
