@@ -1,6 +1,7 @@
 """Faults of devices in whole jobs, on the loopback device: the worker ends itself in the device's own words, the others
 go on with the same bits, and what would strike all of them ends the job."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from tests.integration.jobs import Job, run_job
 from tests.integration.unlucky import make_unlucky
 
+from elaswave.devices.interface import DeviceMemory
+from elaswave.devices.loopback import Loopback
 from elaswave.errors import WorkerError
 from elaswave.protocol.position import IDLE
 
@@ -118,7 +121,7 @@ class Sticks:
     ("phase", "words"),
     [
         ("forward", "is no member any more and ends itself: "),  # it leaves an action's wait when it is told
-        ("vote", "is no member any more, and has been stuck for 5 s: "),  # but not that for the numbers of a vote
+        ("vote", "is no member any more, and has been stuck for 10 s: "),  # but not that for the numbers of a vote
     ],
 )
 def test_a_kernel_that_never_ends_is_seen_and_its_process_ends(
@@ -130,3 +133,44 @@ def test_a_kernel_that_never_ends_is_seen_and_its_process_ends(
     (recovery,) = job.result.recoveries
     assert (recovery.worker, recovery.detected_by) == (2, "progress")
     assert f"worker 2 {words}" in log.read_text()
+
+
+class WaitsForLooks:
+    """Worker 0 begins step 6 when memory has been looked at so often.
+
+    Args:
+        looks: a line for each.
+        number: how often.
+    """
+
+    def __init__(self, looks: Path, number: int) -> None:
+        self.looks, self.number = looks, number
+
+    def reached(self, phase: str, index: int, machine: Any) -> None:
+        if machine.worker == 0 and (machine.step, phase, index) == (6, "forward", 0):
+            activity = machine.observer.activity
+            label = activity.label
+            activity.wait(IDLE[0])
+            deadline_s = time.monotonic() + 120
+            while len(self.looks.read_text().splitlines()) < self.number and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+            activity.compute(label)
+
+
+def test_a_process_that_takes_a_place_waits_for_the_memory_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, run_dir = tmp_path / "looks", tmp_path / "run"
+
+    def memory(device: Loopback) -> DeviceMemory:
+        """Four founders and then a successor look; what it needs is there at its fourth look."""
+        with open(looks, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        return DeviceMemory(0 if 4 < len(looks.read_text().splitlines()) < 8 else 1 << 40, 1 << 40)
+
+    monkeypatch.setattr(Loopback, "memory", memory)
+    monkeypatch.setattr(Loopback, "gauges", lambda device: None)  # which looks at memory, too
+    settings = JOB | {"elastic.respawn": True}
+    run_job(run_dir, settings, faults=["kill:3@4:backward"], probe=WaitsForLooks(looks, 8))
+    *founders, first, second, third, last = looks.read_text().split()
+    assert len(set(founders)) == 4 and first == second == third == last not in founders

@@ -39,9 +39,10 @@ COMPUTE_NICENESS = 5
 SWITCH_INTERVAL_S = 0.001
 """How long a worker's main thread may hold the interpreter while its control thread wants it."""
 
-FENCED_S = 5.0
+FENCED_S = 10.0
 """A worker that is no member any more ends itself; if its main thread has not done so after so long, it is stuck in its
-device, or in a person's code, and the process ends without it: another process may wait for its place."""
+device, or in a person's code, and the process ends without it: another process may wait for its place. Longer than its
+last messages may take (`elaswave.worker.process.FLUSH_TIMEOUT_S`), shorter than a place is waited for."""
 
 
 def live(

@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+from elaswave.control.worker_life import FENCED_S
+from elaswave.devices.places import PLACE_TIMEOUT_S
+from elaswave.worker.process import FLUSH_TIMEOUT_S
+
 STUCK = """
 import sys, threading, time
 from elaswave.control.worker_life import end_later
@@ -28,3 +32,7 @@ def test_a_process_whose_main_thread_does_not_come_back_is_ended_by_another_one(
 
 def test_one_that_ends_by_itself_is_not_held_up() -> None:
     assert run(200.0, "well") == (0, "")
+
+
+def test_last_messages_have_their_time_and_a_place_is_waited_for_longer() -> None:
+    assert FLUSH_TIMEOUT_S < FENCED_S < PLACE_TIMEOUT_S
