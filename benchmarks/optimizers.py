@@ -75,7 +75,7 @@ def on_blocks(optimizer: Optimizer, shapes: tuple[LayerShape, ...]) -> Callable[
         step += 1
         updater.committed(step, 0.0, updates=True)
         for copy, gradient in zip(copies, gradients, strict=True):
-            updater.update(copy, gradient, step)
+            updater.update([copy], [gradient], step)
 
     return update
 

@@ -7,19 +7,22 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tests.integration.jobs import Job, run_job
 from tests.unit.shapes import make_shape
 
+from elaswave.config.schema import OptimizerConfig
 from elaswave.devices.interface import read, wait_for
 from elaswave.errors import WorkerError
-from elaswave.state.device_sums import DeviceAccumulator
-from elaswave.state.device_verify import run_hashes, square_sums
+from elaswave.state.device_sums import DeviceAccumulator, add_up, checksum, pieces_of, reduced_gradient
+from elaswave.state.device_verify import Found, run_hashes, square_sums
+from elaswave.state.grids import INITIAL_EXPONENT
 from elaswave.state.sums import ExactAccumulator
 from elaswave.state.verify import run_hash
+from elaswave.training.optimizer import RULES
 
 pytestmark = [
     pytest.mark.device,
@@ -39,6 +42,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def nothing() -> None:
     """Moves no bytes."""
+
+
+def in_order(found: Found) -> list[Any]:
+    return found.in_order(found.numbers.cpu())
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +206,56 @@ def test_sums_hashes_and_figures_are_the_processors(cuda: Any, width: int, dtype
     assert (host.maxima, host.checksum) == (device.maxima, device.checksum)
     runs = [torch.randn(300, generator=generator) for _ in range(5)]
     there = [run.to(cuda.place) for run in runs]
-    assert [each & (1 << 64) - 1 for each in run_hashes(there).tolist()] == list(map(run_hash, runs))
-    assert torch.equal(square_sums(there).cpu(), square_sums(runs))
+    assert [each & (1 << 64) - 1 for each in in_order(run_hashes(there))] == list(map(run_hash, runs))
+    assert in_order(square_sums(there)) == in_order(square_sums(runs))
+
+
+class Block(NamedTuple):
+    """What a rule updates."""
+
+    slots: dict[str, torch.Tensor]
+    decay_runs: tuple[tuple[int, int], ...]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_blocks_that_are_updated_by_one_call_have_the_bits_of_each_alone(cuda: Any, name: str) -> None:
+    rule = RULES[name](OptimizerConfig(name=name, weight_decay=0.1, momentum=0.9))
+    sizes = [32, 4096, 96, 65536, 160] * 60  # more than a launch takes
+    generator = torch.Generator().manual_seed(7)
+    values = [torch.randn(size, generator=generator) for size in sizes]
+    gradients = [torch.randn(size, generator=generator) for size in sizes]
+
+    def updated(at_once: int) -> list[torch.Tensor]:
+        blocks = []
+        for value in values:
+            slots = {"master": value.to(cuda.place, copy=True)}
+            slots |= {slot: torch.zeros(len(value), device=cuda.place) for slot in rule.slots}
+            blocks.append(Block(slots, ((0, len(value) // 2),)))
+        for step in range(1, 4):
+            for first in range(0, len(blocks), at_once):
+                some = [gradient.to(cuda.place, copy=True) for gradient in gradients[first : first + at_once]]
+                torch._foreach_mul_(some, 0.37)
+                rule.update(blocks[first : first + at_once], some, learning_rate=0.01 * step, num_updates=step)
+        return [each.cpu() for block in blocks for each in block.slots.values()]
+
+    alone = updated(1)
+    for at_once in (7, len(sizes)):
+        assert all(torch.equal(one, other) for one, other in zip(alone, updated(at_once), strict=True))
+
+
+@pytest.mark.parametrize("width", [64, 48])
+def test_means_of_blocks_that_lie_side_by_side_are_the_processors(cuda: Any, width: int) -> None:
+    host = ExactAccumulator(SHAPE, width=width)
+    generator = torch.Generator().manual_seed(width)
+    for _ in range(3):
+        host.add([torch.randn(slot.shape, generator=generator) for slot in SHAPE.tensors])
+    exponents, runs = [INITIAL_EXPONENT] * len(SHAPE.tensors), [(0, 32), (64, 128), (160, SHAPE.size)]
+    pieces = pieces_of(SHAPE, runs)
+    parts = [torch.cat([plane[start:stop] for start, stop in runs]) for plane in host.planes]
+    total = add_up([tuple(part.to(cuda.place) for part in parts)])
+    found = reduced_gradient(total, pieces, exponents, 3, 1, width).cpu()
+    assert torch.equal(found, reduced_gradient(total.cpu(), pieces, exponents, 3, 1, width))
+    assert int(checksum(total, pieces)) == int(checksum(total.cpu(), pieces))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])

@@ -44,7 +44,8 @@ def on_the_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job
         pytest.param("float32", FOUR, ["kill:0@3:forward", "join@5"], marks=pytest.mark.slow),
         pytest.param("float32", FOUR, ["kill:2@5:reduce", "drain:1@6"], marks=pytest.mark.slow),
         pytest.param("float32", FOUR, ["kill:1@4:vote", "kill:2@6:gather"], marks=pytest.mark.slow),
-        pytest.param("bfloat16", FOUR, ["kill:3@4:apply"], marks=pytest.mark.slow),
+        ("bfloat16", FOUR, ["kill:3@4:apply+2"]),
+        pytest.param("float32", FOUR, ["kill:0@4:apply+1"], marks=pytest.mark.slow),
         pytest.param("bfloat16", {"layout.widths": [2, 1, 2], "model.recompute": True}, [], marks=pytest.mark.slow),
     ],
 )

@@ -19,6 +19,7 @@ from tests.integration.crew import locked, one_at_a_time
 from tests.integration.jobs import small_config
 from tests.memory_transport import MemoryNetwork
 
+from elaswave.devices.opening import open_device
 from elaswave.errors import FencedError
 from elaswave.planning.target_placement import target_placement
 from elaswave.protocol import events
@@ -245,6 +246,7 @@ class ThreadJob(CoordinatorDriver):
             probe=self,
             profile=False,
             training=self.blueprint.training,
+            device=open_device(self.config.device.kind, self._folder),
         )
         try:
             made = Crewmate(setup, client, mailbox, transport)

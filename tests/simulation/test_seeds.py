@@ -50,6 +50,7 @@ def test_seeded_schedules_have_no_violation(first):
     [
         ("3-workers-1-fault", 80),
         ("3-workers-2-faults", 200),
+        ("3-workers-batches-1-fault", 80),
         ("3-workers-change-1-fault", 60),
         ("3-workers-change-2-kills", 100),
         ("4-workers-1-fault", 160),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from elaswave.devices.interface import Mark
+from elaswave.devices.interface import Batch, Mark
 
 
 class _Now:
@@ -30,6 +30,8 @@ class Host:
 
     place = torch.device("cpu")
     is_host = True
+    batch = Batch(blocks=1, elements=1 << 62)
+    """One block: its update begins when the call does, and calls cost little."""
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ template): a worker opens its own (`elaswave.devices.opening`).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,6 +43,15 @@ class Mark(Protocol):
         ...
 
 
+class Batch(NamedTuple):
+    """How much is updated by one call of the optimizer (`batches_of`)."""
+
+    blocks: int
+    """Most blocks: the host names each of them, and meanwhile moves no bytes and sees no interrupt."""
+    elements: int
+    """Most elements, if there are several blocks: what is queued cannot be revoked."""
+
+
 class Device(Protocol):
     """One worker's device."""
 
@@ -51,6 +60,8 @@ class Device(Protocol):
     is_host: bool
     """Its memory is the host's, and what is called has been computed when the call returns: tensors can be sent and
     read as they are, and no other method does anything."""
+    batch: Batch
+    """Of APPLY."""
 
     @property
     def name(self) -> str:
@@ -140,3 +151,21 @@ def read(device: Device, tensors: Sequence[torch.Tensor], check: Callable[[], No
     found = [device.fetch(tensor) for tensor in tensors]
     wait_for(device.mark(), check)
     return found
+
+
+def batches_of(sizes: Sequence[int], most: Batch) -> Iterator[slice]:
+    """Cuts blocks, in their order, into the fewest batches that are within bounds.
+
+    Args:
+        sizes: elements of each block. One of more than `most.elements` is a batch of its own.
+    Returns:
+        The slice of each batch.
+    """
+    first = elements = 0
+    for place, size in enumerate(sizes):
+        if place > first and (place - first == most.blocks or elements + size > most.elements):
+            yield slice(first, place)
+            first, elements = place, 0
+        elements += size
+    if first < len(sizes):
+        yield slice(first, len(sizes))

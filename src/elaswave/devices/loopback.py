@@ -14,7 +14,7 @@ import torch
 
 from elaswave.devices.gauges import Gauges
 from elaswave.devices.host import HOST
-from elaswave.devices.interface import DeviceMemory, Mark
+from elaswave.devices.interface import Batch, DeviceMemory, Mark
 
 LOOKS = 2
 """So many times a mark that has copies before it says that it has not passed."""
@@ -59,6 +59,8 @@ class Loopback:
 
     place = torch.device("cpu")
     is_host = False
+    batch = Batch(blocks=5, elements=1 << 16)
+    """So that small jobs have several batches, full ones and others."""
 
     def __init__(self) -> None:
         self._copies: deque[_Copy] = deque()

@@ -280,16 +280,22 @@ class Engine(Protocol[C]):
         """
         ...
 
+    def batches(self, copies: Sequence[C]) -> Iterable[Sequence[C]]:
+        """Copies in their order, as `apply` takes them. An interrupt takes effect between two batches, so that a batch
+        is bounded: on a host it is one copy."""
+        ...
+
     def apply(
         self,
-        copy: C,
+        copies: Sequence[C],
         step: int,
         norm: float | None,
         scale: float,
         num_updates: int,
         written: Collection[int] = (),
     ) -> None:
-        """Applies a copy's mean gradient and forgets it.
+        """Applies the mean gradients of a batch of copies and forgets them. An interrupt may come out of it, and then
+        none of them has changed.
 
         Args:
             norm: of the loss's gradients of all blocks, before clipping; None to forget it only.

@@ -547,22 +547,24 @@ class StepLoop(Execution[C]):
     # --------------------------------------------------------------------------------------------------- APPLY, GATHER
 
     def apply(self, step: int, verdict: Verdict) -> Life[None]:
-        """APPLY: every held copy that is still at the version before takes the step (W5). Ends between two blocks."""
+        """APPLY: every held copy that is still at the version before takes the step (W5). Ends between two batches of
+        copies, and the versions of those before are moved."""
         self.engine.committed(step, verdict.loss, updates=verdict.outcome is not VoteOutcome.SKIP)
-        for copy in self.copies.values():
-            if copy.version == step:
-                continue
+        behind = [copy for copy in self.copies.values() if copy.version != step]
+        for batch in self.engine.batches(behind):
             yield Pause.MOMENT
             self.observer.point("apply")
-            self.apply_block(copy, step, verdict)
+            self.apply_batch(batch, step, verdict)
         self.engine.publish(self.copies.values())
 
-    def apply_block(self, copy: C, step: int, verdict: Verdict) -> None:
-        """Updates one copy."""
-        assert copy.version == step - 1, f"block {copy.block.id} is of step {copy.version} when {step} is applied"
+    def apply_batch(self, batch: Sequence[C], step: int, verdict: Verdict) -> None:
+        """Updates some copies."""
+        for copy in batch:
+            assert copy.version == step - 1, f"block {copy.block.id} is of step {copy.version} when {step} is applied"
         norm = None if verdict.outcome is VoteOutcome.SKIP else verdict.norm
-        self.engine.apply(copy, step, norm, verdict.means.scale, self.progress.num_updates, verdict.written)
-        copy.version = step
+        self.engine.apply(batch, step, norm, verdict.means.scale, self.progress.num_updates, verdict.written)
+        for copy in batch:
+            copy.version = step
 
     def gather(self) -> Life[None]:
         """GATHER: new parameters to those that run a layer and hold no copy of its blocks."""

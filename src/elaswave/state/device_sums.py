@@ -9,6 +9,7 @@ sums of such an attempt mean nothing, and no vote applies them.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -159,34 +160,89 @@ def add_up(parts: Sequence[Planes]) -> torch.Tensor:
     return total
 
 
-def checksum(total: torch.Tensor, shape: LayerShape, start: int) -> torch.Tensor:
-    """Sum of the words of a run of a layer, wrapping, padding left out, as a number on the device; arguments as of
-    `elaswave.state.sums.checksum`."""
+class Pieces(NamedTuple):
+    """Where the tensors of a layer are in some runs of it that lie side by side."""
+
+    tensors: tuple[int, ...]
+    """Of each piece the tensor, counted in the layer."""
+    slices: tuple[slice, ...]
+    gaps: tuple[slice, ...]
+    """Padding."""
+
+
+def pieces_of(shape: LayerShape, runs: Sequence[tuple[int, int]]) -> Pieces:
+    """The pieces of tensors in runs; those of one tensor that come to lie beside each other are one.
+
+    Args:
+        shape: the layer.
+        runs: [start, stop) in the layer, in the order in which they lie.
+    """
+    found: list[tuple[int, int, int]] = []
+    gaps: list[tuple[int, int]] = []
+    first_index = shape.tensors[0].id if shape.tensors else 0
+    size = 0
+    for start, stop in runs:
+        done = size
+        for segment in segments(shape, start, stop):
+            index, first, last = segment.slot.id - first_index, size + segment.start, size + segment.stop
+            if done < first:
+                gaps.append((done, first))
+            if found and found[-1][0] == index and found[-1][2] == first:
+                first = found.pop()[1]
+            found.append((index, first, last))
+            done = last
+        size += stop - start
+        if done < size:
+            gaps.append((done, size))
+    return Pieces(
+        tuple(index for index, _, _ in found),
+        tuple(slice(first, last) for _, first, last in found),
+        tuple(slice(first, last) for first, last in gaps),
+    )
+
+
+def checksum(total: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Sum of the words of some runs of a layer, wrapping, padding left out, as a number on the device.
+
+    Args:
+        total: words (exact) or float32 (scaled) of the runs, side by side.
+        pieces: of the runs.
+    """
     if total.dtype == torch.float32:
         return torch.zeros((), dtype=torch.int64, device=total.device)
-    runs = [total[run.start : run.stop].sum() for run in segments(shape, start, start + total.numel())]
-    return torch.stack(runs).sum() if runs else torch.zeros((), dtype=torch.int64, device=total.device)
+    found = total.sum()
+    return found - torch.cat([total[gap] for gap in pieces.gaps]).sum() if pieces.gaps else found
 
 
 def reduced_gradient(
     total: torch.Tensor,
-    shape: LayerShape,
-    start: int,
+    pieces: Pieces,
     exponents: Sequence[int],
     num_microbatches: int,
     num_uses: int = 1,
     width: int = WIDE_BITS,
 ) -> torch.Tensor:
-    """The mean gradient of a run of a unit, from its total over all workers; see
-    `elaswave.state.sums.reduced_gradient`."""
+    """The mean gradient of some runs of a unit, from their totals over all workers; see
+    `elaswave.state.sums.reduced_gradient`. What is launched grows with neither runs nor tensors, as far as torch's
+    operators on lists go.
+
+    Args:
+        total: of the runs, side by side.
+        pieces: of the runs.
+        exponents, num_microbatches, num_uses, width: as there.
+    """
     if total.dtype == torch.float32:
         return total / num_microbatches
-    reduced = torch.zeros(total.shape, dtype=torch.float32, device=total.device)
-    first_index = shape.tensors[0].id if shape.tensors else 0
-    for segment in segments(shape, start, start + total.numel()):
-        exponent = exponents[segment.slot.id - first_index]
-        constant = signed64((offset(exponent) * num_microbatches * num_uses) << unused_bits(width))
-        unit = 2.0 ** -(exponent + unused_bits(width))
-        part = slice(segment.start, segment.stop)
-        reduced[part] = (total[part] - constant).to(torch.float64).mul_(unit / num_microbatches)
+    if not pieces.slices:
+        return torch.zeros(total.shape, dtype=torch.float32, device=total.device)
+    grids = [exponents[tensor] for tensor in pieces.tensors]
+    constants = [signed64((offset(grid) * num_microbatches * num_uses) << unused_bits(width)) for grid in grids]
+    units = [2.0 ** -(grid + unused_bits(width)) / num_microbatches for grid in grids]
+    words = total.clone()  # it may be the sum's own memory
+    torch._foreach_sub_([words[piece] for piece in pieces.slices], constants)
+    wide = words.to(torch.float64)
+    torch._foreach_mul_([wide[piece] for piece in pieces.slices], units)
+    reduced = wide.to(torch.float32)
+    if pieces.gaps:
+        torch._foreach_zero_([reduced[gap] for gap in pieces.gaps])
     return reduced

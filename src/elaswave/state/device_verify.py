@@ -1,12 +1,14 @@
 """Hashes and norms of blocks on a device, many at once: the numbers stay there until they are read together.
 
-Blocks of one length are laid side by side, so that the number of launches does not grow with that of blocks. A block's
-number depends on its own elements only, however many others are beside it: hashes are sums of integers, and squares
-are added in a fixed tree, element by element, which rounds the same in every grouping and on every device. (The host's
+Blocks of one length are laid side by side, so that the number of launches does not grow with that of blocks; the
+numbers are put into the order of the blocks by the host, once they are read there (`Found`). A block's number depends
+on its own elements only, however many others are beside it: hashes are sums of integers, and squares are added in a
+fixed tree, element by element, which rounds the same in every grouping and on every device. (The host's
 `elaswave.state.sums.square_sum` has another order, so the norm of a CPU's run has other bits.)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,26 +18,52 @@ _TOGETHER_ELEMENTS = 1 << 23
 """Most elements that are laid side by side: 64 MiB of words."""
 
 
-def run_hashes(runs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`elaswave.state.verify.run_hash` of each run, int64 [len(runs)], modulo 2**64.
+class Found(NamedTuple):
+    """One number per run, on the device."""
+
+    numbers: torch.Tensor
+    """[runs], in an order of their own: a device that is told the places of each would be waited for."""
+    places: list[int]
+    """Of which run each is."""
+
+    def in_order(self, numbers: torch.Tensor) -> list[Any]:
+        """The numbers, once they are in host memory, in the order of the runs."""
+        ordered: list[Any] = [None] * len(self.places)
+        for place, number in zip(self.places, numbers.tolist(), strict=True):
+            ordered[place] = number
+        return ordered
+
+
+def run_hashes(runs: Sequence[torch.Tensor]) -> Found:
+    """`elaswave.state.verify.run_hash` of each run, as int64, modulo 2**64.
 
     Args:
-        runs: float32 [length] each, on one device.
+        runs: float32 [length] each, at least one, on one device.
     """
-    found = torch.empty(len(runs), dtype=torch.int64, device=_device_of(runs))
-    for places, rows in _side_by_side(runs):
-        keys = _keys(rows.shape[1], rows.device)
-        found[places] = rows.view(torch.int32).to(torch.int64).mul_(keys).sum(1)
-    return found
+
+    def hashes(rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(torch.int32).to(torch.int64).mul_(_keys(rows.shape[1], rows.device)).sum(1)
+
+    return _of_rows(runs, hashes)
 
 
-def square_sums(runs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sums of squares in float64 [len(runs)]; not finite where a run is not."""
-    found = torch.empty(len(runs), dtype=torch.float64, device=_device_of(runs))
-    for places, rows in _side_by_side(runs):
+def square_sums(runs: Sequence[torch.Tensor]) -> Found:
+    """Sums of squares in float64; not finite where a run is not. Arguments as of `run_hashes`."""
+
+    def sums(rows: torch.Tensor) -> torch.Tensor:
         wide = rows.to(torch.float64)
-        found[places] = _tree_sum(wide.mul_(wide))
-    return found
+        return _tree_sum(wide.mul_(wide))
+
+    return _of_rows(runs, sums)
+
+
+def _of_rows(runs: Sequence[torch.Tensor], numbers: Callable[[torch.Tensor], torch.Tensor]) -> Found:
+    found: list[torch.Tensor] = []
+    places: list[int] = []
+    for some, rows in _side_by_side(runs):
+        found.append(numbers(rows))
+        places += some
+    return Found(torch.cat(found), places)
 
 
 def _tree_sum(rows: torch.Tensor) -> torch.Tensor:
@@ -46,10 +74,6 @@ def _tree_sum(rows: torch.Tensor) -> torch.Tensor:
         added = rows[:, :half] + rows[:, half : 2 * half]
         rows = torch.cat([added, rows[:, 2 * half :]], 1) if length % 2 else added
     return rows[:, 0] if rows.shape[1] else rows.new_zeros(rows.shape[0])
-
-
-def _device_of(runs: Sequence[torch.Tensor]) -> torch.device:
-    return runs[0].device if runs else torch.device("cpu")
 
 
 def _side_by_side(runs: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:

@@ -37,6 +37,9 @@ _RUN_ELEMENTS = 2 * ALIGNMENT_ELEMENTS
 """Of the run that shows which states are per element."""
 _ZERO_STEP = 3
 """The update whose gradients are all zero."""
+_AT_ONCE = (2, 5, 7)
+"""The updates of all blocks by one step, as on devices. Each has a multiple that is made block by block, so that what
+an optimizer does to all of its parameters once in a while shows there."""
 
 
 class Tried(NamedTuple):
@@ -241,11 +244,12 @@ class _Trial:
                 parameters[slot.name].grad = run.view(slot.shape).clone()
             self._step_whole(whole, parameters)
             updater.committed(number, 0.0, updates=True)
-            for held in blocks:
+            for some in [blocks] if number in _AT_ONCE else [[held] for held in blocks]:
                 try:
-                    updater.update(held, flat[held.block.start : held.block.stop].clone(), number)
+                    updater.update(some, [flat[held.block.start : held.block.stop].clone() for held in some], number)
                 except Exception as error:
-                    self._refuse(held.segments[0].slot, f"its step fails for a run of elements: {_said(error)}", error)
+                    slot = some[0].segments[0].slot
+                    self._refuse(slot, f"its step fails for a run of elements: {_said(error)}", error)
             self._compare_step(whole, parameters, tried, blocks, updater, number)
         for slot in self._samples:
             unchanged = torch.equal(parameters[slot.name], self._values[slot.name])

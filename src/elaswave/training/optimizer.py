@@ -1,10 +1,11 @@
 """What a run needs of an optimizer, and the two that a configuration can name: AdamW and SGD on blocks.
 
 An optimizer here is elementwise, so that the result does not depend on where blocks are cut. One block updated here
-equals the same elements updated by torch.optim bit for bit. AdamW is torch's fused kernel, one pass over memory instead
-of ten. It rounds elements past the last whole vector of a call in another way, so it depends on where memory is cut
-unless all cuts are multiples of a vector; those of blocks are (`elaswave.state.flat.align`). Optimizers that a person
-brings are in `elaswave.training.torch_optimizer`.
+equals the same elements updated by torch.optim bit for bit. Many blocks go into one call, by torch's operators on
+lists, which compute each tensor of a list by itself: one after the other on a CPU, some dozens in a launch on a GPU.
+AdamW is torch's fused kernel, one pass over memory instead of ten. It rounds elements past the last whole vector of a
+call in another way, so it depends on where memory is cut unless all cuts are multiples of a vector; those of blocks are
+(`elaswave.state.flat.align`). Optimizers that a person brings are in `elaswave.training.torch_optimizer`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,12 +59,13 @@ class Updater(Protocol):
         """
         ...
 
-    def update(self, copy: HeldBlock, gradient: torch.Tensor, num_updates: int) -> None:
-        """Applies the newest committed step to one block, in place.
+    def update(self, copies: Sequence[HeldBlock], gradients: Sequence[torch.Tensor], num_updates: int) -> None:
+        """Applies the newest committed step to some blocks, in place, with the bits of one after the other. The number
+        of operations does not grow with that of blocks, as far as torch's operators on lists go.
 
         Args:
-            copy: of the block; its states of the first update come into being with it.
-            gradient: the clipped mean gradient, float32 [length].
+            copies: of the blocks; their states of the first update come into being with it.
+            gradients: the clipped mean gradient of each, float32 [length]. They may be overwritten.
             num_updates: updates so far, this one included (from 1).
         """
         ...
@@ -95,24 +97,41 @@ class Rule(Protocol):
     """Names of its float32 states per element, beside "master"; all start at zero."""
 
     def update(
-        self,
-        slots: dict[str, torch.Tensor],
-        gradient: torch.Tensor,
-        decay_runs: Sequence[tuple[int, int]],
-        *,
-        learning_rate: float,
-        num_updates: int,
+        self, blocks: Sequence["Slots"], gradients: Sequence[torch.Tensor], *, learning_rate: float, num_updates: int
     ) -> None:
-        """Applies one update in place.
+        """Applies one update to some blocks in place. What changes from step to step are numbers of the host, which go
+        with the launch: a device is neither asked nor waited for.
 
         Args:
-            slots: "master" and the optimizer's own, float32 [length].
-            gradient: the clipped mean gradient, float32 [length].
-            decay_runs: runs of the block that weight decay applies to.
+            blocks: to be updated, at least one.
+            gradients: the clipped mean gradient of each, float32 [length]. They may be overwritten.
             learning_rate: of this step.
             num_updates: updates applied so far, this one included (from 1).
         """
         ...
+
+
+class Slots(Protocol):
+    """What a rule needs of a block, as a `HeldBlock` has it."""
+
+    slots: dict[str, torch.Tensor]
+    """"master" and the optimizer's own, float32 [length]."""
+    decay_runs: tuple[tuple[int, int], ...]
+    """Runs of the block that weight decay applies to."""
+
+
+def _each(name: str, blocks: Sequence[Slots]) -> list[torch.Tensor]:
+    """One state of all blocks."""
+    return [block.slots[name] for block in blocks]
+
+
+def _decaying(tensors: Sequence[torch.Tensor], blocks: Sequence[Slots]) -> list[torch.Tensor]:
+    """The runs that weight decay applies to, of one tensor per block; most are whole blocks."""
+    return [
+        tensor if stop - start == tensor.numel() else tensor[start:stop]
+        for tensor, block in zip(tensors, blocks, strict=True)
+        for start, stop in block.decay_runs
+    ]
 
 
 class AdamW:
@@ -126,26 +145,21 @@ class AdamW:
         self._weight_decay = config.weight_decay
 
     def update(
-        self,
-        slots: dict[str, torch.Tensor],
-        gradient: torch.Tensor,
-        decay_runs: Sequence[tuple[int, int]],
-        *,
-        learning_rate: float,
-        num_updates: int,
+        self, blocks: Sequence[Slots], gradients: Sequence[torch.Tensor], *, learning_rate: float, num_updates: int
     ) -> None:
         """See `Rule.update`."""
-        master, exp_avg, exp_avg_sq = slots["master"], slots["exp_avg"], slots["exp_avg_sq"]
-        if self._weight_decay:
-            for start, stop in decay_runs:
-                master[start:stop].mul_(1 - learning_rate * self._weight_decay)
+        masters = _each("master", blocks)
+        if self._weight_decay and (decaying := _decaying(masters, blocks)):
+            torch._foreach_mul_(decaying, 1 - learning_rate * self._weight_decay)
+        # The kernel reads the number of updates where the blocks are; filling it in waits for nothing.
+        step = torch.full((), float(num_updates), dtype=torch.float32, device=masters[0].device)
         torch._fused_adamw_(
-            [master],
-            [gradient],
-            [exp_avg],
-            [exp_avg_sq],
+            masters,
+            list(gradients),
+            _each("exp_avg", blocks),
+            _each("exp_avg_sq", blocks),
             [],
-            [torch.full((), float(num_updates), dtype=torch.float32, device=master.device)],
+            [step] * len(masters),
             amsgrad=False,
             lr=learning_rate,
             beta1=self._beta1,
@@ -165,24 +179,19 @@ class SGD:
         self._weight_decay = config.weight_decay
 
     def update(
-        self,
-        slots: dict[str, torch.Tensor],
-        gradient: torch.Tensor,
-        decay_runs: Sequence[tuple[int, int]],
-        *,
-        learning_rate: float,
-        num_updates: int,
+        self, blocks: Sequence[Slots], gradients: Sequence[torch.Tensor], *, learning_rate: float, num_updates: int
     ) -> None:
         """See `Rule.update`."""
-        master = slots["master"]
-        if self._weight_decay and decay_runs:
-            gradient = gradient.clone()
-            for start, stop in decay_runs:
-                gradient[start:stop].add_(master[start:stop], alpha=self._weight_decay)
+        masters, added = _each("master", blocks), list(gradients)
+        if self._weight_decay and (decaying := _decaying(added, blocks)):
+            torch._foreach_add_(decaying, _decaying(masters, blocks), alpha=self._weight_decay)
         if self._momentum:
             # torch starts the buffer as a copy of the first gradient: the same as zero times the momentum plus it.
-            gradient = slots["momentum_buffer"].mul_(self._momentum).add_(gradient)
-        master.add_(gradient, alpha=-learning_rate)
+            buffers = _each("momentum_buffer", blocks)
+            torch._foreach_mul_(buffers, self._momentum)
+            torch._foreach_add_(buffers, added)
+            added = buffers
+        torch._foreach_add_(masters, added, alpha=-learning_rate)
 
 
 RULES: dict[str, Callable[[OptimizerConfig], Rule]] = {"adamw": AdamW, "sgd": SGD}
@@ -232,11 +241,9 @@ class ConfiguredUpdater:
         """The learning rate follows from the step alone."""
         self.learning_rate = self._rate(step)
 
-    def update(self, copy: HeldBlock, gradient: torch.Tensor, num_updates: int) -> None:
+    def update(self, copies: Sequence[HeldBlock], gradients: Sequence[torch.Tensor], num_updates: int) -> None:
         """By the rule."""
-        self._rule.update(
-            copy.slots, gradient, copy.decay_runs, learning_rate=self.learning_rate, num_updates=num_updates
-        )
+        self._rule.update(copies, gradients, learning_rate=self.learning_rate, num_updates=num_updates)
 
     def scalars(self) -> Sequence[Mapping[str, torch.Tensor]]:
         """There are none."""
@@ -254,14 +261,15 @@ class ConfiguredUpdater:
             )
 
 
-def average(ema: torch.Tensor, master: torch.Tensor, decay: float) -> None:
-    """Moves an exponential moving average of weights on by one update, in place.
+def average(averages: list[torch.Tensor], masters: list[torch.Tensor], decay: float) -> None:
+    """Moves exponential moving averages of weights on by one update, in place.
 
     Args:
-        ema, master: the average and the weights, float32 [length].
+        averages, masters: of at least one block: the average and the weights, float32 [length].
         decay: what the average keeps of itself.
     """
-    ema.mul_(decay).add_(master, alpha=1.0 - decay)
+    torch._foreach_mul_(averages, decay)
+    torch._foreach_add_(averages, masters, alpha=1.0 - decay)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

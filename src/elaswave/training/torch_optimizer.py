@@ -1,9 +1,10 @@
 """Any elementwise `torch.optim` class on blocks: the class updates runs of tensors as if they were tensors.
 
-A worker has one instance, made by the person's callable of parameters without memory. For a block it lends the instance
-the runs of the block's tensors as parameters, with their states, and calls `step`. What is not per element (``step``,
-``mu_product``, options that a step or a scheduler changes) is the same for all blocks of a parameter group. It is kept
-once per group, and moved on once per update by a pilot: a tiny parameter of the group, whose elements mean nothing.
+A worker has one instance, made by the person's callable of parameters without memory. For some blocks it lends the
+instance the runs of their tensors as parameters, with their states, and calls `step` once. What is not per element
+(``step``, ``mu_product``, options that a step or a scheduler changes) is the same for all blocks of a parameter group.
+It is kept once per group, and moved on once per update by a pilot: a tiny parameter of the group, whose elements mean
+nothing.
 
 That the class really updates every element by itself is tried in `elaswave.training.elementwise`.
 """
@@ -94,8 +95,6 @@ class _Kit(NamedTuple):
 
     master: torch.Tensor
     parts: tuple[_Part, ...]
-    parameters: Mapping[int, list[torch.nn.Parameter]]
-    """By parameter group."""
     state: dict[torch.Tensor, State]
 
 
@@ -184,17 +183,30 @@ class TorchUpdater:
 
     # ----------------------------------------------------------------------------------------------------- updates
 
-    def update(self, copy: HeldBlock, gradient: torch.Tensor, num_updates: int) -> None:
-        """Lends the block's runs to the optimizer."""
-        kit = self._kit_of(copy)
-        for parameter, segment, _ in kit.parts:
-            parameter.grad = gradient[segment.start : segment.stop]
-            _set(kit.state[parameter], self._before[segment.slot.group])
-        groups = [{**self._options[group], "params": parameters} for group, parameters in kit.parameters.items()]
-        found = lend_and_step(self._optimizer, groups, kit.state)
-        for part in kit.parts:
-            part.parameter.grad = None
-            kit.state[part.parameter] = self._taken(part, found[part.parameter], num_updates)
+    def update(self, copies: Sequence[HeldBlock], gradients: Sequence[torch.Tensor], num_updates: int) -> None:
+        """Lends the runs of all blocks to the optimizer, for one call of its step."""
+        kits = [self._kit_of(copy) for copy in copies]
+        parameters: dict[int, list[torch.nn.Parameter]] = {}
+        state: dict[torch.Tensor, State] = {}
+        for kit, gradient in zip(kits, gradients, strict=True):
+            for parameter, segment, _ in kit.parts:
+                parameter.grad = gradient[segment.start : segment.stop]
+                parameters.setdefault(segment.slot.group, []).append(parameter)
+            state.update(kit.state)
+        groups = []
+        for group, lent in sorted(parameters.items()):
+            groups.append({**self._options[group], "params": lent})
+            _set([state[parameter] for parameter in lent], self._before[group], self._place_of_numbers(group, lent[0]))
+        found = lend_and_step(self._optimizer, groups, state)
+        for kit in kits:
+            for part in kit.parts:
+                part.parameter.grad = None
+                kit.state[part.parameter] = self._taken(part, found[part.parameter], num_updates)
+
+    def _place_of_numbers(self, group: int, parameter: torch.Tensor) -> torch.device:
+        """Where the optimizer has what it keeps once per tensor: as torch's classes, of which only the fused ones read
+        it in their kernels."""
+        return parameter.device if self._options[group].get("fused") else torch.device("cpu")
 
     def _kit_of(self, copy: HeldBlock) -> _Kit:
         master = copy.slots[MASTER]
@@ -209,16 +221,14 @@ class TorchUpdater:
             if name not in there and any(name in self._states_of(segment) for segment in copy.segments):
                 copy.slots[name] = torch.zeros(copy.num_elements, dtype=torch.float32, device=master.device)
         parts = []
-        parameters: dict[int, list[torch.nn.Parameter]] = {}
         state: dict[torch.Tensor, State] = {}
         for segment in copy.segments:
             run = slice(segment.start, segment.stop)
             views = tuple((name, copy.slots[name][run]) for name in self._states_of(segment))
             part = _Part(torch.nn.Parameter(master[run]), segment, views)
             parts.append(part)
-            parameters.setdefault(segment.slot.group, []).append(part.parameter)
             state[part.parameter] = {name: view for name, view in views if name in there}
-        return _Kit(master, tuple(parts), dict(sorted(parameters.items())), state)
+        return _Kit(master, tuple(parts), state)
 
     def _states_of(self, segment: Segment) -> tuple[str, ...]:
         return self._traits[segment.slot.group].states
@@ -303,17 +313,30 @@ def _copied(state: State) -> State:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
-def _set(state: State, scalars: State) -> None:
-    """Sets the scalar states of a parameter."""
+def _set(states: Sequence[State], scalars: State, place: torch.device) -> None:
+    """Sets the scalar states of parameters of one group, each of which has its own tensor.
+
+    Args:
+        states: of the parameters.
+        scalars: their values, in host memory.
+        place: where they are kept.
+    """
     for name, value in scalars.items():
-        there = state.get(name)
-        if isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            for state in states:
+                state[name] = value
+            continue
+        # What is on a device is filled by a kernel: a copy of ordinary memory would wait for the device.
+        here = value if place.type == "cpu" else torch.full_like(value, value.item(), device=place)
+        known = []
+        for state in states:
+            there = state.get(name)
             if there is None:
-                state[name] = value.clone()
+                state[name] = here.clone()
             else:
-                there.copy_(value)
-        else:
-            state[name] = value
+                known.append(there)
+        if known:
+            torch._foreach_copy_(known, [here] * len(known))
 
 
 def _listed(names: Any) -> str:

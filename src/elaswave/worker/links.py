@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class TransportLinks:
         self._device = device
         self._fetching: deque[tuple[Mark, Key, Any]] = deque()
         """Frames whose bytes are on their way from the device, in the order in which they are to be sent."""
-        self._rooms: dict[Key, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._rooms: dict[Key, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
         """By frame that is to come: host memory, and where that is to be brought."""
 
     def connect(self, layout: Layout, placement: Placement) -> None:
@@ -176,7 +177,7 @@ class TransportLinks:
         """Names the memory in which a frame arrives."""
         if not self._device.is_host:
             slot = [slot] if isinstance(slot, torch.Tensor) else slot
-            self._rooms[key] = [(self._device.room(part), part) for part in slot]
+            self._rooms[key] = [(self._device.room(_like_all(parts)), parts) for parts in _alike(slot)]
             slot = [room for room, _ in self._rooms[key]]
         self._receives[key] = self.transport.recv(key.peer, _tag(key), slot)
 
@@ -185,8 +186,7 @@ class TransportLinks:
         if key.kind in _WORDS:
             payload = torch.tensor(payload, dtype=torch.int64)
         elif not self._device.is_host:
-            structure, leaves = flatten(payload)
-            payload = unflatten(structure, list(map(self._device.fetch, leaves)))
+            payload = self._fetched(payload, is_value=key.kind in _VALUES)
         if key.kind in _VALUES:
             payload = pack(payload)
         if self._device.is_host or (key.kind in _WORDS and not self._fetching):
@@ -209,14 +209,27 @@ class TransportLinks:
         """A frame that is here."""
         result = self._receives.pop(key).result
         if rooms := self._rooms.pop(key, None):
-            for room, slot in rooms:
-                self._device.bring_into(room, slot)
+            for room, parts in rooms:
+                if len(parts) == 1:
+                    self._device.bring_into(room, parts[0])
+                else:
+                    brought = self._device.bring(room).split([part.numel() for part in parts])
+                    torch._foreach_copy_(parts, brought)
             return None
         if result is None:
             return None
         if key.kind in _VALUES:
             return self._brought(unpack(result), has_count=key.kind is FrameKind.GRADIENT)
         return result.tolist() if key.kind in _WORDS else result
+
+    def _fetched(self, payload: Any, *, is_value: bool) -> Any:
+        """Begins to copy a payload to host memory. Of what is only a run of bytes, tensors that follow each other are
+        laid side by side before: blocks are many, and each copy has its price."""
+        if is_value or isinstance(payload, torch.Tensor):
+            structure, leaves = flatten(payload)
+            return unflatten(structure, list(map(self._device.fetch, leaves)))
+        runs = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in _alike(payload)]
+        return list(map(self._device.fetch, runs))
 
     def _brought(self, value: Any, *, has_count: bool) -> Any:
         """A value that has come, on the device; the count beside gradients, which the host works with, stays here."""
@@ -275,3 +288,15 @@ class TransportLinks:
 
 def _tag(key: Key) -> Tag:
     return Tag(key.kind, key.step, key.attempt, key.a, key.b)
+
+
+def _alike(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Flat tensors of a frame, those of one type and place that follow each other together."""
+    return [list(some) for _, some in groupby(parts, key=lambda part: (part.dtype, part.device))]
+
+
+def _like_all(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Something of the type of flat tensors, and as large as all of them; without content."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device="meta")

@@ -1,21 +1,22 @@
 """The sums of gradients of one worker: its own partial sums, those of its peers, and the means that it makes of them.
 
-A frame of partial sums ends with one 64-bit word, the coverage of what it holds. Adjacent blocks are reduced in one go.
+A frame of partial sums has its blocks plane by plane, and ends with one 64-bit word, the coverage of what it holds.
+Adjacent blocks are reduced in one go, on a device all that are owned of a layer.
 Who sends what to whom is `elaswave.protocol.traffic`'s, and when is the machine's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device, read
+from elaswave.devices.interface import Batch, Device, batches_of, read
 from elaswave.hashing import MASK64, signed64
 from elaswave.protocol.engine import Imbalance
 from elaswave.state import device_sums, sums
-from elaswave.state.device_sums import DeviceAccumulator
+from elaswave.state.device_sums import DeviceAccumulator, Pieces, pieces_of
 from elaswave.state.grids import WIDE_BITS
 from elaswave.state.placement import Block
 from elaswave.state.shapes import LayerShape
@@ -28,15 +29,19 @@ Accumulator = ExactAccumulator | DeviceAccumulator | FloatAccumulator
 
 _RUN_ELEMENTS = 1 << 17
 """Most elements of a run: a mebibyte of sums, which a core's own cache holds."""
-_DEVICE_RUN_ELEMENTS = 1 << 26
-"""The same on a device, which is kept busy by few and long operations."""
+_DEVICE_RUN_ELEMENTS = 1 << 23
+"""The same on a device, which is kept busy by few and long operations; some 300 MiB while the mean is made."""
+
+_DEVICE_GROUP = Batch(blocks=1 << 20, elements=_DEVICE_RUN_ELEMENTS)
+_LAYOUTS_GROUPS = 1 << 12
+"""Groups that are remembered, by layer and blocks: those of a layout, and some of the one before."""
 
 _WORD_BYTES = 8
 """Of the coverage at the end of a frame of partial sums."""
 
 
 class _BlockRun(NamedTuple):
-    """Adjacent blocks of one layer that are reduced in one go."""
+    """Adjacent blocks of one layer."""
 
     blocks: list[Block]
     sizes: list[int]
@@ -51,6 +56,26 @@ class _BlockRun(NamedTuple):
     def stop(self) -> int:
         """One past the last element in the layer."""
         return self.blocks[-1].stop
+
+
+class _Group(NamedTuple):
+    """Blocks of one layer that are reduced in one go: on the host a run; on a device any, laid side by side, since an
+    owner's blocks are dealt out one by one."""
+
+    runs: list[_BlockRun]
+    blocks: list[Block]
+    sizes: list[int]
+    """Elements of each block."""
+    num_elements: int
+    """Of all blocks."""
+    pieces: Pieces | None
+    """On a device."""
+
+    def cut_from(self, planes: Planes) -> Planes:
+        """Its elements of a layer's planes; the same memory where there is one run."""
+        if len(self.runs) == 1:
+            return cut(planes, self.runs[0].start, self.runs[0].stop)
+        return tuple(torch.cat([plane[run.start : run.stop] for run in self.runs]) for plane in planes)
 
 
 class Reduction:
@@ -102,10 +127,11 @@ class Reduction:
         self._exponents: Sequence[Sequence[int]] = ()
         self._num_microbatches = 1
         self._slots: dict[tuple[int, int], list[torch.Tensor]] = {}
-        """(layer, peer) -> the planes of each run of the layer's owned blocks, and last the coverage."""
+        """(layer, peer) -> the planes of the layer's owned blocks, and last the coverage."""
         self._former_slots: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Those of the attempt before: fresh memory costs page faults."""
-        self._owned: dict[int, list[_BlockRun]] = {}
+        self._owned: dict[int, list[_Group]] = {}
+        self._groups = lru_cache(maxsize=_LAYOUTS_GROUPS)(self._grouped)
         self._sent: list[tuple[int, tuple[int, ...]]] = []
         """Layer and blocks of the frames sent in this attempt."""
 
@@ -163,14 +189,15 @@ class Reduction:
         """Has the device's numbers read by one wait: the figures of accumulators, and checksums of totals."""
         wanted = [each.figures for each in accumulators]
         if self._totals:
-            wanted.append(torch.stack(self._totals))
+            wanted.append(torch.stack(self._totals).view(torch.float64))  # as `figures` has a checksum
         if not wanted:
             return
-        found = read(self._device, wanted, self._check)
+        (joined,) = read(self._device, [torch.cat(wanted)], self._check)
+        found = joined.split([len(each) for each in wanted])
         for accumulator, figures in zip(accumulators, found, strict=False):
             accumulator.learn(figures)
         if self._totals:
-            self._balance = (self._balance - sum(found[-1].tolist())) & MASK64
+            self._balance = (self._balance - sum(found[-1].view(torch.int64).tolist())) & MASK64
             self._totals.clear()
 
     def read(self) -> None:
@@ -184,46 +211,46 @@ class Reduction:
         self._balance = (self._balance + coverage) & MASK64
         self._sent.append((layer, tuple(blocks)))
         word = torch.tensor([signed64(coverage)]).view(planes[0].dtype)
-        return [*(plane for run in self.runs(blocks) for plane in cut(planes, run.start, run.stop)), word]
+        runs = self.runs(blocks)
+        return [*(plane[run.start : run.stop] for plane in planes for run in runs), word]
 
     def slot(self, layer: int, peer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
-        """Where a peer's partial sums arrive: views into one allocation per plane, never shared with what they will be
-        added to, so that an owner can leave out a dead peer's part."""
-        sizes = [run.stop - run.start for run in self.runs(blocks)]
+        """Where a peer's partial sums arrive: one allocation per plane, never shared with what they will be added to,
+        so that an owner can leave out a dead peer's part."""
+        size = sum(self._blocks[block].num_elements for block in blocks)
         word = _WORD_BYTES // self._dtypes[0].itemsize
         slot = self._former_slots.get((layer, peer))
-        if slot is None or [len(part) for part in slot] != [*(size for size in sizes for _ in self._dtypes), word]:
-            place = self._device.place
-            planes = [torch.empty(sum(sizes), dtype=dtype, device=place).split(sizes) for dtype in self._dtypes]
-            coverage = torch.empty(word, dtype=self._dtypes[0])  # for the host alone
-            slot = [*chain.from_iterable(zip(*planes, strict=True)), coverage]
+        if slot is None or len(slot[0]) != size:
+            planes = [torch.empty(size, dtype=dtype, device=self._device.place) for dtype in self._dtypes]
+            slot = [*planes, torch.empty(word, dtype=self._dtypes[0])]  # the coverage is for the host alone
         self._slots[layer, peer] = slot
         return slot
 
-    def _run_planes(self, slot: Sequence[torch.Tensor]) -> list[Planes]:
-        """The planes of each run in a slot."""
-        number = len(self._dtypes)
-        return [tuple(slot[first : first + number]) for first in range(0, len(slot) - 1, number)]
+    def _planes_of(self, slot: Sequence[torch.Tensor], groups: Sequence[_Group]) -> list[Planes]:
+        """The planes of each group in a slot."""
+        sizes = [group.num_elements for group in groups]
+        return list(zip(*(plane.split(sizes) for plane in slot[:-1]), strict=True))
 
     def reduce(self, layer: int, copies: Sequence[HeldBlock], peers: Sequence[int]) -> None:
         """Makes the mean gradients of owned copies of a layer; the peers' partial sums are in their slots."""
         shape, held = self._shapes[layer], {copy.block.id: copy for copy in copies}
-        self._owned[layer] = self.runs(list(held))
+        self._owned[layer] = self._groups(layer, tuple(held))
         self._balance -= sum(_coverage(self._slots[layer, peer]) for peer in peers)
-        for run, parts in self._parts(layer):
+        for group, parts in self._parts(layer):
             total = self._arithmetic.add_up(list(parts.values()))
-            exponents, start = self._exponents[layer], run.start
-            gradient = self._arithmetic.reduced_gradient(
-                total, shape, start, exponents, self._num_microbatches, shape.num_uses, self._width
-            )
-            if self.checked:
-                # After its use, so that whatever had changed before it shows.
-                found = self._arithmetic.checksum(total, shape, run.start)
-                if isinstance(found, torch.Tensor):
-                    self._totals.append(found)
-                else:
+            means = (self._exponents[layer], self._num_microbatches, shape.num_uses, self._width)
+            # Checksums are made of totals after their use, so that whatever had changed before it shows.
+            if group.pieces is None:
+                start = group.runs[0].start
+                gradient = sums.reduced_gradient(total, shape, start, *means)
+                if self.checked:
+                    found = sums.checksum(total, shape, start)
                     self._balance -= found
-            for block, part in zip(run.blocks, gradient.split(run.sizes), strict=True):
+            else:
+                gradient = device_sums.reduced_gradient(total, group.pieces, *means)
+                if self.checked:
+                    self._totals.append(device_sums.checksum(total, group.pieces))
+            for block, part in zip(group.blocks, gradient.split(group.sizes), strict=True):
                 held[block.id].gradient = part
         self._balance &= MASK64
 
@@ -235,14 +262,18 @@ class Reduction:
     def imbalance(self) -> Imbalance:
         """Where the sums are wrong, as they lie in memory now."""
         changed = {
-            layer: (self._checksum(accumulator.sum, accumulator.shape, 0) - accumulator.checksum) & MASK64
+            layer: (self._checksum(accumulator.sum, layer, [(0, accumulator.shape.size)]) - accumulator.checksum)
+            & MASK64
             for layer, accumulator in self._accumulators.items()
         }
         return Imbalance(changed, self.in_transit(), (self.balance - self.recount()) & MASK64)
 
-    def _checksum(self, total: torch.Tensor, shape: LayerShape, start: int) -> int:
+    def _checksum(self, total: torch.Tensor, layer: int, runs: Sequence[tuple[int, int]]) -> int:
         """For a diagnosis, which may wait for the device."""
-        return int(self._arithmetic.checksum(total, shape, start)) & MASK64
+        shape = self._shapes[layer]
+        if self._device.is_host:
+            return sums.checksum(total, shape, runs[0][0])
+        return int(device_sums.checksum(total, pieces_of(shape, runs))) & MASK64
 
     def recount(self) -> int:
         """The balance as it comes from what lies in memory now, adding each partial sum up by itself."""
@@ -250,11 +281,9 @@ class Reduction:
         come = sum(_coverage(slot) for (layer, _), slot in self._slots.items() if layer in self._owned)
         totals = 0
         for layer in self._owned:
-            for run, parts in self._parts(layer):
-                shape = self._shapes[layer]
-                totals += sum(
-                    self._checksum(self._arithmetic.add_up([part]), shape, run.start) for part in parts.values()
-                )
+            for group, parts in self._parts(layer):
+                runs = [(run.start, run.stop) for run in group.runs]
+                totals += sum(self._checksum(self._arithmetic.add_up([part]), layer, runs) for part in parts.values())
         return (sent - come - totals) & MASK64
 
     def in_transit(self) -> dict[int, int]:
@@ -266,29 +295,44 @@ class Reduction:
             found[block] = (found.get(block, 0) + words) & MASK64
 
         for layer, blocks in self._sent:
-            accumulator, shape = self._accumulators[layer], self._shapes[layer]
+            accumulator = self._accumulators[layer]
             for index in blocks:
                 block = self._blocks[index]
                 total = self._arithmetic.add_up([cut(accumulator.planes, block.start, block.stop)])
-                note(index, self._checksum(total, shape, block.start))
+                note(index, self._checksum(total, layer, [(block.start, block.stop)]))
             note(blocks[0], accumulator.coverage)
         for (layer, _), slot in self._slots.items():
-            runs = self._owned.get(layer, [])
-            for run, planes in zip(runs, self._run_planes(slot), strict=False):
-                for block, piece in zip(run.blocks, self._arithmetic.add_up([planes]).split(run.sizes), strict=True):
-                    note(block.id, -self._checksum(piece, self._shapes[layer], block.start))
-            if runs:
-                note(runs[0].blocks[0].id, -_coverage(slot))
+            groups = self._owned.get(layer, [])
+            for group, planes in zip(groups, self._planes_of(slot, groups) if groups else (), strict=True):
+                total = self._arithmetic.add_up([planes])
+                for block, piece in zip(group.blocks, total.split(group.sizes), strict=True):
+                    note(block.id, -self._checksum(piece, layer, [(block.start, block.stop)]))
+            if groups:
+                note(groups[0].blocks[0].id, -_coverage(slot))
         return found
 
-    def _parts(self, layer: int) -> Iterator[tuple[_BlockRun, dict[int, Planes]]]:
-        """The runs that this worker owns of a layer, and of each the partial sums by the worker that has added them."""
+    def _parts(self, layer: int) -> Iterator[tuple[_Group, dict[int, Planes]]]:
+        """The blocks that this worker owns of a layer, and of each group the partial sums by the worker that has added
+        them."""
         peers = sorted(peer for of, peer in self._slots if of == layer)
-        own = self._accumulators.get(layer)
-        come = {peer: self._run_planes(self._slots[layer, peer]) for peer in peers}
-        for index, run in enumerate(self._owned[layer]):
-            parts = {} if own is None else {self._worker: cut(own.planes, run.start, run.stop)}
-            yield run, parts | {peer: planes[index] for peer, planes in come.items()}
+        own, groups = self._accumulators.get(layer), self._owned[layer]
+        come = {peer: self._planes_of(self._slots[layer, peer], groups) for peer in peers}
+        for index, group in enumerate(groups):
+            parts = {} if own is None else {self._worker: group.cut_from(own.planes)}
+            yield group, parts | {peer: planes[index] for peer, planes in come.items()}
+
+    def _grouped(self, layer: int, blocks: tuple[int, ...]) -> list[_Group]:
+        """Ascending blocks of one layer in groups; made once for each layout."""
+        runs = self.runs(blocks)
+        if self._device.is_host:
+            return [_Group([run], run.blocks, run.sizes, run.stop - run.start, None) for run in runs]
+        found = []
+        for some in batches_of([run.stop - run.start for run in runs], _DEVICE_GROUP):
+            sizes = [size for run in runs[some] for size in run.sizes]
+            pieces = pieces_of(self._shapes[layer], [(run.start, run.stop) for run in runs[some]])
+            inside = [block for run in runs[some] for block in run.blocks]
+            found.append(_Group(runs[some], inside, sizes, sum(sizes), pieces))
+        return found
 
     def runs(self, blocks: Sequence[int]) -> list[_BlockRun]:
         """Ascending blocks of one layer as runs of adjacent ones."""

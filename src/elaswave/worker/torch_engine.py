@@ -5,7 +5,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device, Mark, read, wait_for
+from elaswave.devices.interface import Device, Mark, batches_of, read, wait_for
 from elaswave.hashing import MASK64
 from elaswave.protocol.engine import Imbalance, Loaded, Measured, Unfinished
 from elaswave.protocol.environment import ENVIRONMENT, Environment
@@ -21,7 +21,7 @@ from elaswave.protocol.salvage import Keep
 from elaswave.protocol.scores import Scores
 from elaswave.state.checkpoint import read_meta
 from elaswave.state.checkpoint_format import EMA, MASTER
-from elaswave.state.device_verify import run_hashes, square_sums
+from elaswave.state.device_verify import Found, run_hashes, square_sums
 from elaswave.state.flat import FlatLayer, FlatUnit
 from elaswave.state.placement import Placement, Role
 from elaswave.state.store import HeldBlock
@@ -323,9 +323,15 @@ class TorchEngine:
 
     def gradients_slot(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
         """Where those of followed copies arrive."""
-        for copy in copies:
-            copy.gradient = torch.empty(copy.num_elements, dtype=torch.float32, device=self._place)
-        return [_gradient(copy) for copy in copies]
+        sizes = [copy.num_elements for copy in copies]
+        if self.device.is_host:
+            memory = parts = [torch.empty(size, dtype=torch.float32) for size in sizes]
+        else:  # one tensor, which one copy brings
+            memory = [torch.empty(sum(sizes), dtype=torch.float32, device=self._place)]
+            parts = list(memory[0].split(sizes))
+        for copy, part in zip(copies, parts, strict=True):
+            copy.gradient = part
+        return memory
 
     # ------------------------------------------------------------------------------------------------------- VOTE
 
@@ -373,11 +379,16 @@ class TorchEngine:
         """The same, made on the device and read by one wait."""
         if not copies:
             return []
-        (found,) = read(self.device, [square_sums(list(map(_gradient, copies)))], self.context.move)
+        found = self._read(square_sums(list(map(_gradient, copies))))
         return [
             0.0 if copy.is_buffers and math.isfinite(value) else value
-            for copy, value in zip(copies, found.tolist(), strict=True)
+            for copy, value in zip(copies, found, strict=True)
         ]
+
+    def _read(self, found: Found) -> list[Any]:
+        """Numbers of runs, by one wait."""
+        (numbers,) = read(self.device, [found.numbers], self.context.move)
+        return found.in_order(numbers)
 
     def gradient_hashes(self, copies: Sequence[HeldBlock]) -> list[int]:
         """Of copies' mean gradients."""
@@ -391,8 +402,7 @@ class TorchEngine:
     def _hashes(self, runs: Sequence[torch.Tensor]) -> list[int]:
         if self.device.is_host or not runs:
             return list(map(run_hash, runs))
-        (found,) = read(self.device, [run_hashes(runs)], self.context.move)
-        return [value & MASK64 for value in found.tolist()]
+        return [value & MASK64 for value in self._read(run_hashes(runs))]
 
     def counts(self) -> Mapping[tuple[int, int], int]:
         """How often each (layer, micro-batch) was added."""
@@ -416,44 +426,80 @@ class TorchEngine:
         self.compute.end_step(step)
         self.updater.committed(step, loss, updates=updates)
 
+    def batches(self, copies: Sequence[HeldBlock]) -> Iterator[Sequence[HeldBlock]]:
+        """As the device takes them."""
+        for some in batches_of([copy.num_elements for copy in copies], self.device.batch):
+            yield copies[some]
+
     def apply(
         self,
-        copy: HeldBlock,
+        copies: Sequence[HeldBlock],
         step: int,
         norm: float | None,
         scale: float,
         num_updates: int,
         written: Collection[int] = (),
     ) -> None:
-        """Applies a copy's mean gradient, clipped by the norm, and forgets it. Buffers that were written take theirs as
-        it is."""
-        gradient, copy.gradient = _gradient(copy), None
-        if norm is None:
-            return
-        if copy.is_buffers:
-            copy.assign(gradient, written)
-            return
+        """Applies the mean gradients of copies, clipped by the norm, and forgets them. Buffers that were written take
+        theirs as it is. Few batches are queued on a device, and nothing is read there."""
+        self._bound_run_ahead()
+        trained: list[HeldBlock] = []
+        gradients: list[torch.Tensor] = []
+        for copy in copies:
+            gradient, copy.gradient = _gradient(copy), None
+            if norm is None:
+                continue
+            if copy.is_buffers:
+                copy.assign(gradient, written)
+            else:
+                trained.append(copy)
+                gradients.append(gradient)
+        if norm is not None and trained:
+            self._update(trained, gradients, scale, norm, num_updates)
+        if not self.device.is_host:
+            self._running.append(self.device.mark())
+
+    def _update(
+        self,
+        copies: Sequence[HeldBlock],
+        gradients: list[torch.Tensor],
+        scale: float,
+        norm: float,
+        num_updates: int,
+    ) -> None:
         config = self.context.blueprint.config.optimizer
         factor = scale * clip_factor(norm, config.grad_clip)
         if factor != 1.0:
-            gradient.mul_(factor)
-        self.updater.update(copy, gradient, num_updates)
+            torch._foreach_mul_(gradients, factor)
+        self.updater.update(copies, gradients, num_updates)
         if config.ema_decay:
-            average(copy.slots[EMA], copy.slots[MASTER], config.ema_decay)
+            masters = [copy.slots[MASTER] for copy in copies]
+            average([copy.slots[EMA] for copy in copies], masters, config.ema_decay)
 
     def publish(self, copies: Iterable[HeldBlock]) -> None:
         """Copies masters into the layers that are here, if those do not compute with the masters themselves."""
+        stale: list[torch.Tensor] = []
+        masters: list[torch.Tensor] = []
         for copy in copies:
             layer = self.layers.get(copy.block.layer)
             if layer is not None:
-                parameters, master = layer.flat[copy.block.start : copy.block.stop], copy.slots[MASTER]
-                if parameters.data_ptr() != master.data_ptr():
-                    parameters.copy_(master)
+                flat, start, master = layer.flat, copy.block.start, copy.slots[MASTER]
+                if flat.data_ptr() + start * flat.itemsize != master.data_ptr():
+                    stale.append(flat[start : copy.block.stop])
+                    masters.append(master)
+        if stale:
+            torch._foreach_copy_(stale, masters)
 
     def parameters_of(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
         """The parameters of copies in the dtype that layers compute in."""
-        dtype = self.context.blueprint.dtype
-        return [copy.slots[MASTER].to(torch.float32 if copy.is_buffers else dtype) for copy in copies]
+        masters = [copy.slots[MASTER] for copy in copies]
+        dtype = torch.float32 if copies[0].is_buffers else self.context.blueprint.dtype  # all are of one unit
+        if self.device.is_host or dtype == torch.float32:
+            return [master.to(dtype) for master in masters]
+        sizes = [copy.num_elements for copy in copies]
+        rounded = torch.empty(sum(sizes), dtype=dtype, device=self._place)
+        torch._foreach_copy_(rounded.split(sizes), masters)
+        return [rounded]
 
     def parameters_slot(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
         """Where parameters arrive: in the layer itself."""

@@ -40,7 +40,7 @@ def update_hash(blueprint: Blueprint, device: Device = HOST) -> int:
             gradient = made_up(
                 torch.empty(copy.num_elements, device=device.place), key64(UPDATE, "gradient", block.layer)
             )
-            updater.update(copy, gradient, 1)
+            updater.update([copy], [gradient], 1)
             found += [copy.slots[name] for name in sorted(copy.slots)]
     except Exception:
         return 0

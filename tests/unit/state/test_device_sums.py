@@ -8,7 +8,7 @@ import torch
 from tests.unit.shapes import make_shape
 
 from elaswave.state import device_sums
-from elaswave.state.device_sums import DeviceAccumulator
+from elaswave.state.device_sums import DeviceAccumulator, pieces_of
 from elaswave.state.grids import MAX_EXPONENT, MIN_EXPONENT
 from elaswave.state.sums import ExactAccumulator, checksum, reduced_gradient
 from elaswave.state.words import add_up
@@ -133,18 +133,48 @@ def test_totals_their_checksums_and_means_are_those_of_the_host(width):
     for some in (parts[:1], parts[:2], parts):
         total = add_up(some)
         assert torch.equal(total, device_sums.add_up(some))
-        for start, stop in ((0, SHAPE.size), (5, 70), (64, 96)):
-            run = total[start:stop]
-            found = int(device_sums.checksum(run, SHAPE, start)) & (1 << 64) - 1
-            assert found == checksum(run, SHAPE, start)
-            means = [
-                module(run, SHAPE, start, exponents, len(some), 1, width)
-                for module in (reduced_gradient, device_sums.reduced_gradient)
+        for runs in ([(0, SHAPE.size)], [(5, 70)], [(64, 96)], [(0, 32), (64, 96), (96, 128), (192, SHAPE.size)]):
+            there, pieces = torch.cat([total[start:stop] for start, stop in runs]), pieces_of(SHAPE, runs)
+            found = int(device_sums.checksum(there, pieces)) & (1 << 64) - 1
+            assert found == sum(checksum(total[start:stop], SHAPE, start) for start, stop in runs) & (1 << 64) - 1
+            before = there.clone()
+            mean = device_sums.reduced_gradient(there, pieces, exponents, len(some), 1, width)
+            here = [
+                reduced_gradient(total[start:stop], SHAPE, start, exponents, len(some), 1, width)
+                for start, stop in runs
             ]
-            assert torch.equal(*means)
+            assert torch.equal(mean, torch.cat(here)) and torch.equal(there, before)
+
+
+def test_pieces_of_a_tensor_that_come_to_lie_beside_each_other_are_one():
+    shape = make_shape([(96,), (40,), (32,)], first_id=2)
+    assert [slot.offset for slot in shape.tensors] == [0, 96, 160]
+    # Every other block of 32 elements; the second tensor's end has padding behind it.
+    found = pieces_of(shape, [(0, 32), (64, 96), (128, 160)])
+    assert found.tensors == (0, 1)
+    assert found.slices == (slice(0, 64), slice(64, 72))
+    assert found.gaps == (slice(72, 96),)
+    assert pieces_of(shape, [(0, 192)]) == (
+        (0, 1, 2),
+        (slice(0, 96), slice(96, 136), slice(160, 192)),
+        (slice(136, 160),),
+    )
+    assert pieces_of(make_shape([]), [(0, 0)]) == ((), (), ())
+
+
+@pytest.mark.parametrize("element", [72, 95])
+def test_padding_is_in_no_checksum_and_no_mean(element):
+    shape = make_shape([(96,), (40,), (32,)])
+    pieces = pieces_of(shape, [(0, 32), (64, 96), (128, 160)])
+    total = torch.arange(96)
+    expected = int(device_sums.checksum(total, pieces))
+    total[element] = 1 << 40
+    assert int(device_sums.checksum(total, pieces)) == expected
+    assert device_sums.reduced_gradient(total, pieces, [40] * 3, 2)[72:].tolist() == [0.0] * 24
 
 
 def test_sums_of_float32_have_no_checksum_and_plain_means():
     total = torch.arange(float(SHAPE.size))
-    assert int(device_sums.checksum(total, SHAPE, 0)) == 0
-    assert torch.equal(device_sums.reduced_gradient(total, SHAPE, 0, [], 4), total / 4)
+    pieces = pieces_of(SHAPE, [(0, SHAPE.size)])
+    assert int(device_sums.checksum(total, pieces)) == 0
+    assert torch.equal(device_sums.reduced_gradient(total, pieces, [], 4), total / 4)

@@ -49,12 +49,18 @@ def flat_of(values: Mapping[str, torch.Tensor], shape: LayerShape) -> torch.Tens
 
 
 class Crew:
-    """Some workers' blocks of one layer; worker i of n holds the blocks i, i + n, ..."""
+    """Some workers' blocks of one layer; worker i of n holds the blocks i, i + n, ..., and updates some at once."""
 
     def __init__(
-        self, optimizer: TorchOptimizer, *, cuts: Sequence[int] = CUTS, workers: int = 2, shape: LayerShape = SHAPE
+        self,
+        optimizer: TorchOptimizer,
+        *,
+        cuts: Sequence[int] = CUTS,
+        workers: int = 2,
+        shape: LayerShape = SHAPE,
+        at_once: int = 1,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self.at_once = optimizer, at_once
         (self.shape,) = optimizer.shapes((shape,))
         self.updaters = [optimizer.updater() for _ in range(workers)]
         master = flat_of(initial_values(shape), shape)
@@ -75,10 +81,12 @@ class Crew:
         self.num_updates += updates
         for updater in self.updaters:
             updater.committed(number, loss, updates=updates)
-        for held in self.blocks:
-            updater = self.updaters[held.block.id % len(self.updaters)]
-            if updates:
-                updater.update(held, flat[held.block.start : held.block.stop].clone(), self.num_updates)
+        for worker, updater in enumerate(self.updaters):
+            own = self.blocks[worker :: len(self.updaters)]
+            for first in range(0, len(own) if updates else 0, self.at_once):
+                some = own[first : first + self.at_once]
+                parts = [flat[held.block.start : held.block.stop].clone() for held in some]
+                updater.update(some, parts, self.num_updates)
 
     @property
     def values(self) -> dict[str, torch.Tensor]:

@@ -107,6 +107,38 @@ def test_blocks_have_the_bits_of_torch_on_whole_tensors(factory):
             assert {name: value for name, value in crew.scalars.items() if name in whole.scalars} == whole.scalars
 
 
+@pytest.mark.parametrize("at_once", [2, 100])
+@pytest.mark.parametrize("factory", [*OPTIMIZERS.values(), *TWO_GROUPS.values()], ids=[*OPTIMIZERS, *TWO_GROUPS])
+def test_blocks_that_are_updated_by_one_step_have_the_bits_of_each_alone(factory, at_once):
+    crew, other = Crew(tried(factory)), Crew(tried(factory), at_once=at_once)
+    for number in range(1, STEPS + 1):
+        crew.step(number)
+        other.step(number)
+        assert_same(crew.values, other.values)
+        assert crew.scalars == other.scalars
+    # What was updated together may be updated alone from then on, and the other way round.
+    crew.at_once, other.at_once = other.at_once, crew.at_once
+    crew.step(STEPS + 1)
+    other.step(STEPS + 1)
+    assert_same(crew.values, other.values)
+
+
+def test_the_steps_of_an_optimizer_do_not_grow_with_blocks():
+    calls = []
+
+    class Counted(torch.optim.SGD):
+        def step(self, closure=None):
+            calls.append([len(group["params"]) for group in self.param_groups])
+            super().step()
+
+    optimizer = tried(lambda p: Counted(p, lr=0.1))
+    for cuts in (CUTS, [*range(0, SHAPE.size, 32), SHAPE.size]):
+        crew = Crew(optimizer, cuts=cuts, workers=1, at_once=1000)
+        calls.clear()
+        crew.step(1)
+        assert calls == [[1], [sum(len(held.segments) for held in crew.blocks)]]  # the pilot's, and that of all blocks
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     cuts=st.sets(st.integers(1, SHAPE.size // 32 - 1), max_size=12),
@@ -303,7 +335,7 @@ def test_states_that_come_later_than_tried_are_refused():
     crew.updaters[0].committed(1, 0.0, updates=True)
     held = crew.blocks[0]
     with pytest.raises(OptimizerError, match=r"keeps seen of layer0\.t0 after update 1, but kept nothing"):
-        crew.updaters[0].update(held, torch.full((held.num_elements,), 77.0), 1)
+        crew.updaters[0].update([held], [torch.full((held.num_elements,), 77.0)], 1)
 
 
 def test_a_master_that_moves_is_found(monkeypatch):
@@ -322,7 +354,7 @@ def test_states_lie_where_the_parameters_are():
     held = crew.blocks[0]
     held.slots = {MASTER: held.slots[MASTER].to("meta")}  # another device, without content
     crew.updaters[0].committed(1, 0.0, updates=True)
-    crew.updaters[0].update(held, torch.zeros(held.num_elements, device="meta"), 1)
+    crew.updaters[0].update([held], [torch.zeros(held.num_elements, device="meta")], 1)
     assert len(held.slots) == 3 and {values.device.type for values in held.slots.values()} == {"meta"}
 
 

@@ -62,6 +62,59 @@ def test_what_is_posted_is_on_the_device_once_it_is_taken(pair: tuple[TransportL
     assert [part.tolist() for part in slot] == [[-1.0] * 3, [-1.0] * 2], "frames arrive in host memory"
     assert b.take(key(FrameKind.REDUCED, 1, 0)) is None
     assert [part.tolist() for part in slot] == [[1.0] * 3, [5.0] * 2]
+    alone = torch.full((4,), -1.0)
+    b.post(key(FrameKind.REDUCED, 2, 0), alone)
+    a.send(key(FrameKind.REDUCED, 2, 1), [torch.arange(4.0)])
+    a.wait(Pause.SENT)
+    b.wait((key(FrameKind.REDUCED, 2, 0),))
+    assert alone.tolist() == [-1.0] * 4
+    assert b.take(key(FrameKind.REDUCED, 2, 0)) is None
+    assert alone.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("number", [2, 500])
+def test_a_frame_of_many_blocks_is_one_copy_on_either_side(
+    pair: tuple[TransportLinks, TransportLinks], number: int
+) -> None:
+    a, b = pair
+    copies: list[str] = []
+
+    class Noting(Loopback):
+        def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+            copies.append("fetch")
+            return super().fetch(tensor)
+
+        def room(self, like: torch.Tensor) -> torch.Tensor:
+            copies.append("room")
+            return super().room(like)
+
+        def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+            copies.append("bring")
+            return super().bring(tensor)
+
+    blocks = [torch.full((3,), float(index)) for index in range(number)]
+    low = [torch.full((2,), index, dtype=torch.int16) for index in range(number)]
+    slot = [torch.empty(3 * number), torch.empty(2 * number, dtype=torch.int16)]  # what is sent may be cut elsewhere
+    b._device = Noting()
+    b.post(key(FrameKind.PARTIAL_SUM, 1, 0), slot)
+    assert copies == ["room", "room"]
+    copies.clear()
+    a._device = Noting()
+    a.send(key(FrameKind.PARTIAL_SUM, 1, 1), [*blocks, *low])
+    assert copies.count("fetch") == 2
+    a.wait(Pause.SENT)
+    b.wait((key(FrameKind.PARTIAL_SUM, 1, 0),))
+    b.take(key(FrameKind.PARTIAL_SUM, 1, 0))
+    assert torch.equal(slot[0], torch.cat(blocks)) and torch.equal(slot[1], torch.cat(low))
+    parts = [torch.empty(3) for _ in range(number)]
+    copies.clear()
+    b.post(key(FrameKind.REDUCED, 1, 0), parts)
+    a.send(key(FrameKind.REDUCED, 1, 1), blocks)
+    a.wait(Pause.SENT)
+    b.wait((key(FrameKind.REDUCED, 1, 0),))
+    b.take(key(FrameKind.REDUCED, 1, 0))
+    assert all(torch.equal(part, block) for part, block in zip(parts, blocks, strict=True))
+    assert copies.count("bring") == 1
 
 
 def test_what_is_sent_first_leaves_first_whatever_it_comes_from(pair: tuple[TransportLinks, TransportLinks]) -> None:

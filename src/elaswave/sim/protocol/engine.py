@@ -280,20 +280,26 @@ class ToyEngine:
     def committed(self, step: int, loss: float, *, updates: bool) -> None:
         """Nothing but blocks has a state here."""
 
+    def batches(self, copies: Sequence[ToyCopy]) -> list[Sequence[ToyCopy]]:
+        """As many at once as the job says."""
+        number = self._job.blocks_at_once
+        return [copies[first : first + number] for first in range(0, len(copies), number)]
+
     def apply(
         self,
-        copy: ToyCopy,
+        copies: Sequence[ToyCopy],
         step: int,
         norm: float | None,
         scale: float,
         num_updates: int,
         written: Collection[int] = (),
     ) -> None:
-        """Updates a copy."""
-        gradient, copy.gradient = _gradient(copy), None
+        """Updates copies."""
         assert norm is not None and scale == 1.0, "no step of the toy job is skipped, and no loss has counts"
-        copy.state = update(copy.state, gradient, norm, step)
-        self._see.applied(self._host.id, copy.block.id, step, copy.state)
+        for copy in copies:
+            gradient, copy.gradient = _gradient(copy), None
+            copy.state = update(copy.state, gradient, norm, step)
+            self._see.applied(self._host.id, copy.block.id, step, copy.state)
 
     def publish(self, copies: Iterable[ToyCopy]) -> None:
         """Copies masters into the layers."""

@@ -75,6 +75,8 @@ class Job(NamedTuple):
     """How many leave: with it those of the next ids."""
     stop_step: int = 0
     """From this step's vote on every worker asks for the end of the job, as after a signal; 0 for never."""
+    blocks_at_once: int = 1
+    """Copies of a worker that APPLY updates between two places where it can be interrupted; more than 1 on devices."""
     blocks_per_round: int = 1
     """New copies that one owner sends, and one worker receives, in one step."""
     min_workers: int = 1

@@ -165,6 +165,20 @@ class ForgetsToFinish(_Machine):
             yield from super().apply(step, verdict)
 
 
+class MarksOneOfMany(_Machine):
+    """Of copies that are updated together only the first one's version is moved at once."""
+
+    def apply(self, step: int, verdict: Verdict) -> Life[None]:
+        yield from super().apply(step, verdict)
+        for copy in self.copies.values():
+            copy.version = step
+
+    def apply_batch(self, batch: Sequence[ToyCopy], step: int, verdict: Verdict) -> None:
+        super().apply_batch(batch, step, verdict)
+        for copy in batch[1:]:
+            copy.version = step - 1
+
+
 class KeepsOldGrids(_Machine):
     """The grids that a vote asked for are not taken over by a worker that did not see it."""
 
@@ -468,6 +482,12 @@ MUTANTS = {
             "APPLY is interrupted, and not finished",
             Build(machine=ForgetsToFinish),
             "widths=1,1 num_microbatches=1 seed=696831126 kill:0@12",
+        ),
+        Mutant(
+            "apply-marks-one",
+            "of copies that APPLY updates together only the first one's version is moved at once",
+            Build(machine=MarksOneOfMany),
+            "num_followers=2 blocks_at_once=2 tied=1 seed=712692386 kill:2@33",
         ),
         Mutant(
             "old-grids",

@@ -2,8 +2,9 @@
 form, so that a failing schedule can be printed, shortened and run again.
 
 A fault strikes at an *instant*. Instants are counted over the whole run: one passes before each frame or message that
-any process sends, before each block that is applied or loaded, and before each effect that a coordinator carries out.
-So "the coordinator dies between persisting a decision and sending it to the second worker" is one number.
+any process sends, before each batch of blocks that is applied and each block that is loaded, and before each effect
+that a coordinator carries out. So "the coordinator dies between persisting a decision and sending it to the second
+worker" is one number.
 """
 
 import random
@@ -167,6 +168,8 @@ def parse_schedule(text: str) -> Schedule:
         raise ValueError(f"every stage needs a worker, and num_microbatches must be at least {widest}: {text!r}")
     if schedule.job.accumulator_bits not in GRID_RULES:
         raise ValueError(f"accumulator_bits must be one of {', '.join(map(str, GRID_RULES))}: {text!r}")
+    if schedule.job.blocks_at_once < 1:
+        raise ValueError(f"blocks_at_once must be at least 1: {text!r}")
     last = schedule.job.num_ever - 1
     for fault in faults:
         if any(worker > last for worker in fault.workers):
@@ -212,6 +215,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         stop_step=_drawn_for(f"stop of {seed}").choice((0, 0, 0, 0, 0, 1, 2)),
         tied=_drawn_for(f"tie of {seed}").random() < 0.5,
         accumulator_bits=_drawn_for(f"width of {seed}").choice(tuple(GRID_RULES)),
+        blocks_at_once=_drawn_for(f"batch of {seed}").choice((1, 1, 2, 3)),
     )
     if drawn.change_step:  # blocks move for some steps before it is in force
         drawn = drawn._replace(steps=drawn.steps + _drawn_for(f"moves of {seed}").choice((1, 2, 3)))

@@ -141,6 +141,8 @@ _SLOW_COMMIT = _PROMPT._replace(commit_delay=20)
 """Long enough for a loss to be decided upon while a checkpoint is committed."""
 
 JOB_OF_3 = Job(widths=(2, 1), steps=2, checkpoint_every=1, retry_step=2)
+BATCHED_JOB = JOB_OF_3._replace(blocks_at_once=3)
+"""A worker updates its copies in two batches, as on a device."""
 JOB_OF_4 = Job(widths=(2, 2), steps=2, retry_step=2)
 TIED_JOB = Job(widths=(1, 2), steps=2, tied=True)
 """Two stages share a unit, owned in either of them."""
@@ -211,6 +213,7 @@ SPACES = {
     for space in (
         Space("3-workers-1-fault", JOB_OF_3, _weathers(3), (ALL_KINDS,)),
         Space("3-workers-2-faults", JOB_OF_3, (_PROMPT,), (MAIN_KINDS, MAIN_KINDS)),
+        Space("3-workers-batches-1-fault", BATCHED_JOB, _weathers(3), (ALL_KINDS,)),
         Space("4-workers-1-fault", JOB_OF_4, _weathers(4), (ALL_KINDS,)),
         Space("3-workers-change-1-fault", CHANGING_JOB, _weathers(3), (ALL_KINDS,)),
         Space("3-workers-change-2-kills", CHANGING_JOB, (_PROMPT,), (("kill",), ("kill", "suspect"))),
