@@ -129,7 +129,7 @@ class ControlOutbox:
             if committed.attempt == 1:
                 self._runs_s.append(self._watch.phases_s.get("run", 0.0))
             self._report_timings(committed.step)
-        self._finished_s[committed.step] = time.monotonic()
+        finished_s = self._finished_s[committed.step] = time.monotonic()
         self._finished_s.pop(committed.step - KEPT_REPORTS, None)
         skipped = committed.nonfinite
         layer_name = self.machine.terms.layer_name
@@ -142,7 +142,7 @@ class ControlOutbox:
             loss=committed.loss,
             norm=committed.norm,
             learning_rate=self._engine.updater.learning_rate,
-            duration_s=time.monotonic() - self._watch.step_began_s if committed.was_run else 0.0,
+            duration_s=finished_s - self._watch.step_began_s if committed.was_run else 0.0,
             phases_s=dict(self._watch.phases_s),
             vector=committed.evidence.vector,
             change=committed.evidence.change,

@@ -1,14 +1,17 @@
 """What a worker says of a moment is how long ago it was, or how long it is until then, whenever it says so."""
 
 import time
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.unit.reports import report_of
 
+from elaswave.protocol.ballot import Request
+from elaswave.protocol.engine import Committed
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import Leaving, LinkLost
+from elaswave.worker.messages import Leaving, LinkLost, StepReport
 from elaswave.worker.outbox import ControlOutbox
 
 
@@ -32,6 +35,29 @@ def test_a_report_that_is_said_late_says_so(now: SimpleNamespace) -> None:
     outbox.send(lost)
     assert [getattr(message, "ago_s", None) for message, _ in said] == [0.0, 10.0, 70.0, None]
     assert said[-1] == (lost, False)
+
+
+def test_a_step_has_taken_the_time_until_it_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the report takes to be made: else a step seems to have begun before the loss that it follows."""
+    clock = count(5000.0)  # a second between any two looks at it
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    said: list[StepReport] = []
+    outbox: Any = ControlOutbox.__new__(ControlOutbox)
+    outbox._client = SimpleNamespace(send=said.append)
+    outbox._finished_s, outbox._runs_s = {}, []
+    outbox._mailbox = SimpleNamespace(on_commit=lambda: None)
+    outbox._watch = SimpleNamespace(step_began_s=4990.0, phases_s={})
+    engine = SimpleNamespace(updater=SimpleNamespace(learning_rate=0.1))
+    monkeypatch.setattr(ControlOutbox, "_engine", engine)
+    outbox._report_timings = lambda step: time.monotonic()
+    member = SimpleNamespace(epoch=1)
+    terms = SimpleNamespace(layer_name=str)
+    outbox.machine = SimpleNamespace(worker=2, member=member, terms=terms, move_progress=(0, 0))
+    evidence = SimpleNamespace(vector=b"", change=0, checkpoint=0)
+    outbox.send(outbox.committed(Committed(8, 1, 1.0, 1.0, None, Request.NONE, evidence)))  # type: ignore[arg-type]
+    (report,) = said
+    now_s = next(clock) - 1.0
+    assert now_s - report.ago_s - report.duration_s == 4990.0 and report.ago_s > 0
 
 
 def test_how_long_a_worker_stays_is_said_anew_on_every_connection(now: SimpleNamespace) -> None:
