@@ -19,7 +19,7 @@ SEEDS = (394, 554, 614, 636, 674, 1088)
 def neighbourhood_of(job: Job, **options: bool) -> Neighbourhood:
     workers = job.cluster.ids.tolist()
     return Neighbourhood(
-        prefix=job.costs.prefix["busy_s"],
+        costs=job.costs,
         speeds=dict(zip(workers, job.cluster.speed.tolist(), strict=True)),
         levels=dict.fromkeys(workers, 0),
         **options,
@@ -64,6 +64,19 @@ def test_a_search_ends_where_no_neighbour_is_better(seed, monkeypatch):
     assert found_s <= seconds
     assert found_s == pytest.approx(timed_s(job, found))
     assert min(timed_s(job, other) for other in steps.of(found)) >= found_s * (1 - 1e-9)
+
+
+def test_layers_shared_by_workers_of_several_speeds_are_dealt_in_both_ways():
+    job = random_job(18, 9)
+    allocation = plan(*job, options=Options(horizon_s=1e12)).allocation
+    steps = neighbourhood_of(job)
+    others = list(steps.of(allocation))
+    assert [each.spares_slow for each in others if each.chains is allocation.chains] == [not allocation.spares_slow]
+    both = {each.spares_slow for each in others if any(len(cut) > 1 for cut in each.chains[0].cuts)}
+    whole = [each for each in others if all(len(cut) == 1 for chain in each.chains for cut in chain.cuts)]
+    assert both == {False, True}
+    assert whole
+    assert not any(each.spares_slow for each in whole)
 
 
 def test_a_search_makes_plans_better_and_has_a_bound(monkeypatch):

@@ -14,6 +14,7 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.options import Options
 from elaswave.planning.planner import plan
 from elaswave.planning.prediction import time_within_memory
+from elaswave.planning.routes import make_routes
 from elaswave.planning.shapes import Shape, build
 from elaswave.planning.shared_layers import share_layers
 
@@ -22,15 +23,11 @@ FAR = Options(horizon_s=1e12)
 WITHOUT_SEARCH = replace(FAR, local_search=False)
 """As a running job plans."""
 CLOSE = 1.005
-FAR_FROM_BRUTE_FORCE = {126}
-"""2.9 %: memory is short, and only one kind of pipelines may have the stages that suit few micro-batches."""
-FASTER_WITH_A_SLOWER_WORKER = {8, 18}
-"""A search makes plans better that a slower worker has, and not those that a faster one has. 8: it ends 2.8 % above, at
-layers that are shared in another way. 18, 4.5 %: in the same allocation the programs' list scheduling takes 5.05 s with
-a worker at 0.7, 4.74 s with it at 0.6; see `test_programs_can_take_longer_with_a_faster_worker`."""
-SLOWER_IN_CLOSED_FORM = (394, 554, 614, 636, 666, 674, 683, 735, 782, 791, 1087, 1088, 1125, 1158, 1206, 2017, 2070)
-"""Jobs of up to five workers whose plan in closed form, or by a search from fewer layouts, is slower than that of the
-same job with a slower worker."""
+SLOWER_IN_CLOSED_FORM = (
+    228, 394, 554, 614, 636, 666, 674, 683, 735, 782, 791, 1087, 1088, 1125, 1158, 1206, 2017, 2063, 2070
+)  # fmt: skip
+"""Jobs of up to five workers whose plan in closed form, or by a search from fewer layouts, or that does not reach as
+far, is slower than that of the same job with a slower worker."""
 
 
 def planned_s(job: Job, options: Options = FAR) -> float:
@@ -83,11 +80,10 @@ def test_plans_of_nine_workers_are_nearly_the_best_there_are(first):
     micro-batches come round in an odd rhythm."""
     closed, found = ratios_to_brute_force(range(first, first + 25), 9, WITHOUT_SEARCH, FAR)
     assert statistics.median(closed.values()) <= 1 + 1e-9
-    assert {seed for seed, ratio in closed.items() if ratio > 1.02} <= {*FAR_FROM_BRUTE_FORCE, 153}, closed
+    assert {seed for seed, ratio in closed.items() if ratio > 1.02} <= {153}, closed
     assert max(closed.values()) <= 1.06, closed
     assert statistics.median(found.values()) <= 1 + 1e-9
-    assert {seed for seed, ratio in found.items() if ratio > 1.02} <= FAR_FROM_BRUTE_FORCE, found
-    assert max(found.values()) <= 1.035, found
+    assert max(found.values()) <= 1.02, found
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -138,15 +134,32 @@ def test_more_workers_and_faster_ones_never_make_a_larger_plan_slower(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", sorted(set(range(60)) - FASTER_WITH_A_SLOWER_WORKER))
+@pytest.mark.parametrize("seed", range(60))
 def test_nor_a_larger_plan_by_a_search(seed):
     check_that_more_is_never_slower(random_job(seed, 9))
 
 
-def test_programs_can_take_longer_with_a_faster_worker():
-    """Which no search over allocations mends (Graham's anomaly of list scheduling)."""
+def test_shared_layers_dealt_by_speed_can_take_longer_with_a_faster_worker():
+    """Worker 5 at 0.7 of the speed gets one micro-batch of two layers and one of one, at 0.6 none of two; others wait
+    for that of two. Where it is spared, the step is as short as with the slower worker."""
     job = random_job(18, 9)
-    slower = slowing(job, 5, 0.6)
-    allocation = plan(*slower, options=FAR).allocation
-    slower_s = time_within_memory(slower.cluster, slower.costs, allocation).step_s
-    assert time_within_memory(job.cluster, job.costs, allocation).step_s > slower_s * 1.05
+    whole = plan(*job, options=FAR)
+    spared, by_speed = (replace(whole.allocation, spares_slow=each) for each in (True, False))
+    assert whole.allocation.spares_slow
+    assert whole.to_json()["spares_slow"]
+
+    def layers_of(allocation, number):
+        routes = make_routes(allocation, job.costs, job.cluster).routes
+        return sorted(hop.stop - hop.start for route in routes for hop in route if hop.worker == number)
+
+    assert layers_of(by_speed, 5) == [1, 2]
+    assert layers_of(spared, 5) == [1, 1]
+    slower_s = planned_s(slowing(job, 5, 0.6))
+    assert time_within_memory(job.cluster, job.costs, spared).step_s == whole.predicted_step_s <= slower_s * CLOSE
+    assert time_within_memory(job.cluster, job.costs, by_speed).step_s > slower_s * 1.05
+
+
+def test_only_one_kind_of_pipelines_may_have_stages_for_few_micro_batches():
+    """Memory is short: with such stages in both kinds, workers hold too much."""
+    job = random_job(126, 9)
+    assert planned_s(job, WITHOUT_SEARCH) == pytest.approx(68 / 21)

@@ -6,6 +6,7 @@ How a schedule orders actions is `elaswave.planning.programs`.
 from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -121,7 +122,6 @@ def bounds_within(layout: Layout, schedule: Schedule, limits: Mapping[int, int])
 def _needed_in_flight(layout: Layout) -> list[int]:
     """For each stage the micro-batches that one of its workers must hold for full throughput under ``1f1b``."""
     stages = layout.stages
-    needed = [1] * len(stages)
     is_chain = all(stage.workers for stage in stages) and all(
         before.start < after.start and before.stop < after.stop for before, after in pairwise(stages)
     )
@@ -131,20 +131,28 @@ def _needed_in_flight(layout: Layout) -> list[int]:
     else:
         for route in layout.routes:
             passes.update(pairwise(hop.stage for hop in route))
+    return list(_needed_by(tuple(stage.width for stage in stages), tuple(sorted(passes.items()))))
+
+
+@lru_cache(maxsize=4096)
+def _needed_by(widths: tuple[int, ...], passes: tuple[tuple[tuple[int, int], int], ...]) -> tuple[int, ...]:
+    """The same by the stages' widths and by how many micro-batches go from one stage to another: ((before, after),
+    number). A planner asks for the same few again and again."""
+    needed = [1] * len(widths)
     arriving: Counter[int] = Counter()
-    for (_, after), count in passes.items():
+    for (_, after), count in passes:
         arriving[after] += count
-    for stage in reversed(range(len(stages))):
+    for stage in reversed(range(len(widths))):
         following = sum(
             (
-                Fraction(needed[after] * stages[after].width * count, arriving[after])
-                for (before, after), count in passes.items()
+                Fraction(needed[after] * widths[after] * count, arriving[after])
+                for (before, after), count in passes
                 if before == stage
             ),
             Fraction(0),
         )
-        needed[stage] = 1 - (-following // stages[stage].width) if following else 1
-    return needed
+        needed[stage] = 1 - (-following // widths[stage]) if following else 1
+    return tuple(needed)
 
 
 def independent_parts(layout: Layout) -> list[list[int]]:

@@ -24,7 +24,7 @@ from elaswave.planning.shared_layers import Cut
 
 STARTS = 30
 """Allocations from which a search starts."""
-ACTIONS_MAX = 25_000
+ACTIONS_MAX = 45_000
 """Of all steps that a search times together; `ACTIONS_OF_ANY` come on top for each."""
 ACTIONS_OF_ANY = 100
 """A step takes as long to time as so many actions, however few it has."""
@@ -91,10 +91,8 @@ class LocalSearch:
         Returns:
             The allocation and the seconds of its step.
         """
-        key = self._key(allocation)
-        is_known = key in self._known
-        self._known.add(key)
-        while not is_known and self._actions_left > 0:
+        self._known.add(self._key(allocation))
+        while self._actions_left > 0:
             offers: list[tuple[float, int, Allocation]] = []
             for other in self._steps.of(allocation):
                 least_s = self.least_s(other)
@@ -133,7 +131,7 @@ class LocalSearch:
                 alike = sorted((self._kinds[worker], number) for worker, number in own)
                 stages.append((share.start, share.stop, tuple(alike)))
             chains.append((tuple(stages), tuple(tuple(sorted(cut.items())) for cut in chain.cuts)))
-        return allocation.schedule, tuple(sorted(chains))
+        return allocation.schedule, allocation.spares_slow, tuple(sorted(chains))
 
     def least_s(self, allocation: Allocation) -> float:
         """Seconds that no order of a step's actions gets below.

@@ -5,8 +5,10 @@
 - A worker goes to another stage, or comes from outside, or two of different speeds change places; micro-batches of such
   stages are dealt anew, by speed.
 
-Where neighbouring stages share layers, these are also shared anew, as suits micro-batches and workers. Workers of one
-speed are alike: of steps that differ in nothing else there is one.
+Where neighbouring stages share layers, these are also shared anew, as suits micro-batches and workers, with stages
+equally busy or such that they end together. Where workers of a stage that shares layers have several speeds, each step
+comes in two ways: its layers dealt by speed, and so that the slow ones are spared. Workers of one speed are alike: of
+steps that differ in nothing else there is one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +17,11 @@ from itertools import combinations, permutations
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.schedules import splits_backwards
 from elaswave.planning.apportionment import apportion
 from elaswave.planning.plan import Allocation, Chain, StageShare
-from elaswave.planning.shared_layers import Cut, held_ranges, share_layers, widen_cuts
+from elaswave.planning.shared_layers import Cut, held_ranges, loads_with_waits, share_layers, widen_cuts
 
 Place = tuple[int, int]
 """A chain and one of its stages, by index."""
@@ -27,8 +31,8 @@ Place = tuple[int, int]
 class Neighbourhood:
     """Which single steps there are."""
 
-    prefix: np.ndarray
-    """Seconds of the layers before each one, and of all of them, float64."""
+    costs: Costs
+    """Of the layers."""
     speeds: Mapping[int, float]
     """Of every worker of the cluster, those without a place included, at its level."""
     levels: Mapping[int, int]
@@ -40,8 +44,27 @@ class Neighbourhood:
 
     def of(self, allocation: Allocation) -> Iterator[Allocation]:
         """All allocations that are a step away."""
+        if self._has_slow_sharing(allocation):
+            yield replace(allocation, spares_slow=not allocation.spares_slow)
+        for other in self._otherwise(allocation):
+            for spares_slow in (False, True) if self._has_slow_sharing(other) else (False,):
+                yield replace(other, spares_slow=spares_slow)
+
+    def _has_slow_sharing(self, allocation: Allocation) -> bool:
+        """Whether workers of different speeds share the layers of a boundary."""
+        for chain in allocation.chains:
+            for boundary, cut in enumerate(chain.cuts):
+                if len(cut) > 1:
+                    for share in chain.stages[boundary : boundary + 2]:
+                        if len({self.speeds[worker] for worker in share.workers.tolist()}) > 1:
+                            return True
+        return False
+
+    def _otherwise(self, allocation: Allocation) -> Iterator[Allocation]:
+        """All allocations that are a step away in who does how much."""
+        split = splits_backwards(allocation.schedule)
         for index, chain in enumerate(allocation.chains):
-            for other in (*self._divided_otherwise(chain), *self._cut_elsewhere(chain)):
+            for other in (*self._divided_otherwise(chain, split), *self._cut_elsewhere(chain)):
                 yield _with_chains(allocation, {index: other})
         for one, other_one in permutations(range(len(allocation.chains)), 2):
             gives, takes = allocation.chains[one], allocation.chains[other_one]
@@ -50,7 +73,7 @@ class Neighbourhood:
         if self.move_workers:
             yield from self._with_workers_moved(allocation)
 
-    def _divided_otherwise(self, chain: Chain) -> Iterator[Chain]:
+    def _divided_otherwise(self, chain: Chain, split: bool) -> Iterator[Chain]:
         """A worker has a micro-batch less and another one of its stage one more."""
         for index, share in enumerate(chain.stages):
             numbers = share.num_microbatches.tolist()
@@ -66,18 +89,23 @@ class Neighbourhood:
                 counts[[giver, taker]] += [-1, 1]
                 divided = _with_stages(chain, {index: replace(share, num_microbatches=counts)})
                 yield divided
-                yield from self._shared_anew(divided)
+                yield from self._shared_anew(divided, split)
 
-    def _shared_anew(self, chain: Chain) -> Iterator[Chain]:
+    def _shared_anew(self, chain: Chain, split: bool) -> Iterator[Chain]:
         """A chain that shares layers, with shared layers that suit its workers' micro-batches."""
         if all(len(cut) == 1 for cut in chain.cuts):
             return
         speeds = [np.array([self.speeds[worker] for worker in share.workers.tolist()]) for share in chain.stages]
-        cuts = share_layers(self.prefix, np.array([own.sum() for own in speeds]), chain.num_microbatches)
-        if cuts is None:  # more stages than layers
-            return
-        wider = widen_cuts(self.prefix, cuts, [share.num_microbatches for share in chain.stages], speeds)
-        for each in (cuts,) if wider == cuts else (cuts, wider):
+        seconds, number = self.costs.prefix["busy_s"], chain.num_microbatches
+        way = float(self.costs.prefix["forward_s"][-1] / seconds[-1]) if split and seconds[-1] else 1.0
+        offers: list[tuple[dict[int, int], ...]] = []
+        for loads in (np.array([own.sum() for own in speeds]), loads_with_waits(speeds, number, way)):
+            cuts = share_layers(seconds, loads, number)
+            if cuts is None:  # more stages than layers
+                return
+            wider = widen_cuts(seconds, cuts, [share.num_microbatches for share in chain.stages], speeds)
+            offers += [cuts, wider]
+        for each in (own for index, own in enumerate(offers) if own not in offers[:index]):
             held = zip(chain.stages, held_ranges(each, chain.stages[-1].stop), strict=True)
             stages = tuple(replace(share, start=start, stop=stop) for share, (start, stop) in held)
             yield replace(chain, stages=stages, cuts=each)
@@ -112,6 +140,7 @@ class Neighbourhood:
         return Chain(stages=tuple(stages), cuts=tuple(cuts), num_microbatches=chain.num_microbatches + more)
 
     def _with_workers_moved(self, allocation: Allocation) -> Iterator[Allocation]:
+        split = splits_backwards(allocation.schedule)
         places = [(index, stage) for index, chain in enumerate(allocation.chains) for stage in range(len(chain.stages))]
         own = {place: allocation.chains[place[0]].stages[place[1]].workers.tolist() for place in places}
         for one, other in combinations(places, 2):
@@ -119,7 +148,8 @@ class Neighbourhood:
                 moved = self._with_workers(allocation, {one: members, other: others})
                 yield moved
                 for index in {one[0], other[0]}:
-                    yield from (_with_chains(moved, {index: anew}) for anew in self._shared_anew(moved.chains[index]))
+                    for anew in self._shared_anew(moved.chains[index], split):
+                        yield _with_chains(moved, {index: anew})
         outside = self._one_of_each(sorted(self.speeds.keys() - set(allocation.workers.tolist())))
         for place in places:
             for speed, worker in outside.items():

@@ -287,27 +287,37 @@ class _Placing:
 
     def allocations(self, mix: _Mix, num_microbatches: int, schedule: Schedule) -> Iterator[Allocation]:
         """A mix with real stages, workers and micro-batches: with even stages, and with those that suit as few
-        micro-batches as each pipeline gets, if those are others; nothing if its pipelines cannot be one layout."""
+        micro-batches as each pipeline gets, if those are others, of all pipelines or, which takes less memory, of one
+        kind; nothing if its pipelines cannot be one layout."""
         templates = self._templates(mix)
         if templates is None:
             return
         totals = self._totals(mix, templates, num_microbatches, schedule)
         yield self._allocation(mix, templates, totals, schedule)
-        for_few = self._templates_of_few(mix, templates, totals, schedule)
-        if for_few != templates:
-            totals = self._totals(mix, for_few, num_microbatches, schedule)
-            yield self._allocation(mix, for_few, totals, schedule)
+        known, kinds = [templates], range(len(templates))
+        for changed in (kinds, *((kind,) for kind in kinds)):
+            for_few = self._templates_of_few(mix, templates, totals, schedule, changed)
+            if for_few not in known:
+                known.append(for_few)
+                own = self._totals(mix, for_few, num_microbatches, schedule)
+                yield self._allocation(mix, for_few, own, schedule)
 
     def _totals(self, mix: _Mix, templates: Sequence[Template], num_microbatches: int, schedule: Schedule) -> list[int]:
         times = [linear_s(self._costs, each.ranges, schedule, each.speeds) for each in templates]
         return apportion_pipelines(num_microbatches, [number for _, number in mix.groups], times)
 
     def _templates_of_few(
-        self, mix: _Mix, templates: Sequence[Template], totals: Sequence[int], schedule: Schedule
+        self,
+        mix: _Mix,
+        templates: Sequence[Template],
+        totals: Sequence[int],
+        schedule: Schedule,
+        changed: Sequence[int],
     ) -> list[Template]:
-        """Stages of each group's pipelines by the number of their micro-batches, one group after the other."""
+        """Stages of these groups' pipelines by the number of their micro-batches, one group after the other."""
         found = list(templates)
-        for index, ((speeds, number), total) in enumerate(zip(mix.groups, totals, strict=True)):
+        for index in changed:
+            (speeds, number), total = mix.groups[index], totals[index]
             others = {layers for other, each in enumerate(found) if other != index for layers in each.ranges}
             most = -(-total // number)
             if most:

@@ -304,7 +304,7 @@ class _Planning:
         where = where[~np.isin(cluster.ids, self._left.gone)]
         workers = cluster.ids[where].tolist()
         steps = Neighbourhood(
-            prefix=self._costs.prefix["busy_s"],
+            costs=self._costs,
             speeds=dict(zip(workers, worker_speeds(cluster, where, self._levels[where]).tolist(), strict=True)),
             levels=dict(zip(workers, self._levels[where].tolist(), strict=True)),
             move_workers=options.move_workers,

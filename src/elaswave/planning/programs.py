@@ -101,7 +101,8 @@ def compile_programs(
         bounds = _bounds(part, schedule, max_in_flight, forward_only=forward_only)
         flow = Flow(part, durations, transfer_s, ticks=True, numbers=numbers)
         begins = [] if begins_s is None else [round(begins_s[worker] * flow.scale) for worker in flow.workers]
-        compiled = _compile(part, flow, schedule, bounds, begins, forward_only=forward_only)
+        limits = _limits(part, flow, schedule, bounds, forward_only=forward_only)
+        compiled = _compile(flow, schedule, limits, begins, forward_only=forward_only)
         assert compiled is not None  # it may take as long as it wants
         programs.update(flow.decode(compiled))
     return programs
@@ -142,7 +143,7 @@ def compiled_step_s(
                 return float("inf")
             whole = flow.in_ticks()
             within = within_s * whole.scale * (1 + _SLACK)
-            programs = _compile(part, whole, schedule, bounds, [], forward_only=False, within=within)
+            programs = _compile(whole, schedule, limits, [], forward_only=False, within=within)
             if programs is None:
                 _AT_LEAST.put(key, within_s)
                 return float("inf")
@@ -169,9 +170,12 @@ Limits = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 times."""
 
 
-def _limits(part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, int]) -> Limits:
+def _limits(
+    part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, int], *, forward_only: bool = False
+) -> Limits:
     held = tuple(bounds[worker] for worker in flow.workers)
-    if not splits_backwards(schedule):
+    # Without backwards nothing is in flight, and no limit but the given one holds.
+    if forward_only or not splits_backwards(schedule):
         return held, (held,)
     open_ = _at_most(held, bounds_of_part(part, "1f1b"), flow)
     fewer = _at_most(held, bounds_of_part(part, "zero-bubble"), flow)
@@ -179,13 +183,11 @@ def _limits(part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, i
 
 
 def _compile(
-    part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, int], begins: Sequence[int], *,
+    flow: Flow, schedule: Schedule, limits: Limits, begins: Sequence[int], *,
     forward_only: bool, within: float | None = None,
 ) -> list[list[int]] | None:  # fmt: skip
     """The programs of one part, as codes; None if they take as long as `within`."""
-    # Without backwards nothing is in flight, and no limit but the given one holds.
-    held = tuple(bounds[worker] for worker in flow.workers)
-    open_, tried = (held, (held,)) if forward_only else _limits(part, flow, schedule, bounds)
+    open_, tried = limits
     key = (schedule, forward_only, open_, tried, tuple(begins), flow.digest)
     known = _PROGRAMS.get(key)
     if known is None:
