@@ -208,9 +208,13 @@ def _before_the_loss(result: RunResult, setting: Setting) -> EpochRecord:
 def _predicted_only(
     setting: Setting, arguments: argparse.Namespace, fault_free: EpochRecord, ours: float | None
 ) -> list[dict[str, Any]]:
-    """Steps of the policies that this engine cannot run, from the same start, with the overhead that was measured."""
+    """Steps of the policies that this engine cannot run, from the same start, with the overhead that was measured.
+
+    Transfers take no time, as in the predictions of what is run: the links carry the tensors of the tiny model."""
     config = _config(setting, UNDISTURBED, arguments)
     cluster, costs = cluster_of(config), emulated_costs(config)
+    layers = tuple(msgspec.structs.replace(layer, boundary_bytes=0.0) for layer in costs.layers)
+    costs = msgspec.structs.replace(costs, layers=layers)
     levels = dict.fromkeys(fault_free.layout.workers, base_level(config))
     allocation = allocation_of(fault_free.layout, fault_free.schedule, levels)  # type: ignore[arg-type]
     assert fault_free.measured_step_s is not None
