@@ -74,12 +74,11 @@ def test_state_of_shared_layers_leaves_room_for_more_in_flight():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # some take 160 s of a core alone
-@pytest.mark.parametrize("first", range(0, 200, 25))
+@pytest.mark.parametrize("first", range(0, 200, 10))
 def test_plans_of_nine_workers_are_nearly_the_best_there_are(first):
     """Of up to nine workers: 32 of 200 jobs have nine. The closed form by which layouts are chosen misses a few: where
     micro-batches come round in an odd rhythm."""
-    closed, found = ratios_to_brute_force(range(first, first + 25), 9, WITHOUT_SEARCH, FAR)
+    closed, found = ratios_to_brute_force(range(first, first + 10), 9, WITHOUT_SEARCH, FAR)
     assert statistics.median(closed.values()) <= 1 + 1e-9
     assert {seed for seed, ratio in closed.items() if ratio > 1.02} <= {153}, closed
     assert max(closed.values()) <= 1.06, closed
