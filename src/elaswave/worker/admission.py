@@ -1,10 +1,9 @@
 """What only a real build and a layer's first micro-batch show: other parameters than those described, a weight that is
-not the layer's own or that its forward writes, a checkpoint that cannot be run again here, a gradient that is sparse.
+not the layer's own, a checkpoint that cannot be run again here, a gradient that is sparse.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import Node
@@ -78,52 +77,6 @@ def _kind(kind: str, shape: Sequence[int], dtype: object = "") -> str:
     what = "a persistent buffer" if kind == "buffer" else f"a {kind} parameter"
     of_type = f" of type {str(dtype).removeprefix('torch.')}" if dtype else ""
     return f"{what} of shape {list(shape)}{of_type}"
-
-
-class Unwritten:
-    """Compares the parameters of a layer before and after a forward.
-
-    Args:
-        module: of the layer.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = [(name, each, *_state(each), each.detach().clone()) for name, each in module.named_parameters()]
-
-    def check(self, who: str) -> None:
-        """Refuses a forward that has written parameters, or put others in their place.
-
-        Args:
-            who: the layer, for errors.
-        Raises:
-            UsageError: names the first one.
-        """
-        now = dict(self._module.named_parameters())
-        for name, parameter, place, version, values in self._before:
-            found = now.pop(name, None)
-            # Not the bits alone: a clamp may write what was there, at first. Not the version alone: .data has its own.
-            is_same = found is parameter and _state(parameter) == (place, version) and _same_bits(parameter, values)
-            if not is_same:
-                _refuse_written(who, name)
-        for name in now:
-            _refuse_written(who, name)
-
-
-def _state(parameter: torch.Tensor) -> tuple[int, int]:
-    return parameter.data_ptr(), parameter._version
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = (each.detach().reshape(-1).view(torch.uint8).cpu().numpy() for each in (one, other))
-    return np.array_equal(first, second)
-
-
-def _refuse_written(who: str, name: str) -> None:
-    raise UsageError(
-        f"the forward of {who} writes its parameter {name}: parameters change in updates only, so that every copy has "
-        "the same bits. Compute with a changed copy, or make it a buffer, which a forward may write"
-    )
 
 
 def check_graph(

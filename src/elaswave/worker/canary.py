@@ -29,8 +29,13 @@ from elaswave.errors import ForeignError, ForeignPartError, InterruptedWaitError
 from elaswave.hashing import key64
 from elaswave.models.kernels import linear
 from elaswave.protocol.environment import Environment
-from elaswave.worker.layer_runs import Given, Reached, Run
-from elaswave.worker.split import Gradients
+from elaswave.worker.layer_runs import Again, Done, Given, Reached, Run
+from elaswave.worker.unwritten import (
+    refuse_written_gradient,
+    refuse_written_input,
+    refuse_written_parameter,
+    same_bits,
+)
 from elaswave.worker.values import flatten, is_differentiable, unflatten
 
 _HASH_BITS = 62
@@ -180,19 +185,28 @@ def made_up(tensor: torch.Tensor, key: int) -> torch.Tensor:
 
 
 @contextmanager
-def with_parameters(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def with_parameters(
+    module: nn.Module | None, make: Callable[[str, torch.Tensor], torch.Tensor]
+) -> Iterator[Callable[[], str | None]]:
     """Has other values, or the same elsewhere, in a module's parameters for a while.
 
     Args:
-        module: of the layer.
-        make: (name, values of a parameter) -> what takes their place.
+        module: of the layer; None: there is none.
+        make: (name, values of a parameter) -> what takes their place; it lets the values be.
+    Yields:
+        Tells the name of a parameter that does not have the bits of its first place any more, if there is one.
     """
-    parameters = list(module.named_parameters())
+    parameters = [] if module is None else list(module.named_parameters())
     values = [parameter.data for _, parameter in parameters]
     for name, parameter in parameters:
         parameter.data = make(name, parameter.data)
+
+    def changed() -> str | None:
+        pairs = zip(parameters, values, strict=True)
+        return next((name for (name, parameter), value in pairs if not same_bits(parameter, value)), None)
+
     try:
-        yield
+        yield changed
     finally:
         for (_, parameter), value in zip(parameters, values, strict=True):
             parameter.data = value
@@ -204,44 +218,56 @@ def made_up_tree(value: Any) -> Any:
     return unflatten(structure, [made_up(leaf, key64("canary", place)) for place, leaf in enumerate(leaves)])
 
 
-Again = Callable[[Given, Reached], tuple[Run, Gradients]]
-"""Runs a layer forward and backward."""
+def check_again(
+    who: str, module: nn.Module | None, names: Sequence[str], done: Done, again: Again, *, lends: bool = False
+) -> None:
+    """Has a layer or the loss run once more on the same numbers elsewhere in memory, and refuses other bits.
 
-
-def prove(
-    who: str,
-    module: nn.Module,
-    names: Sequence[str],
-    built: int,
-    given: Given,
-    run: Run,
-    reached: Reached,
-    found: Gradients,
-    again: Again,
-    from_scratch: Again,
-) -> tuple[int, bool]:
-    """Runs a layer's first micro-batch again elsewhere in memory, and then a made-up one.
+    What it is lent for this, parameters, inputs and gradients, is compared afterwards with what it was lent.
 
     Args:
-        who: the layer.
-        module: of the layer.
+        who: the layer, or the loss.
+        module: of it, if it is one.
         names: of its parameters that are trained.
+        done: its first run, forward and backward.
+        again: runs it as it was run then, and leaves nothing behind.
+        lends: whether `again` lends it the very inputs that it is called with, and not copies.
+    Raises:
+        UsageError: the second run has other bits, or has written what it was lent.
+    """
+    run, found = done.run, done.found
+    given = _with(done.given, elsewhere)
+    reached = done.reached._replace(gradients=list(map(elsewhere, done.reached.gradients)))
+    with with_parameters(module, lambda name, values: elsewhere(values)) as changed:
+        second, its = again(given, reached)
+        written = changed()
+    places = [f"output {place}" if len(run.leaves) > 1 else "its output" for place in range(len(run.leaves))]
+    places += ["an auxiliary loss"] * len(run.aux_losses)
+    places += [f"the gradient of {name}" for name in names]
+    first = [*run.leaves, *run.aux_losses, *found]
+    places += ["the gradient of its input"] * (len(first) - len(places))
+    check_equal(who, places, first, [*second.leaves, *second.aux_losses, *its])
+    if written is not None:
+        refuse_written_parameter(who, written)
+    if lends and not all(map(same_bits, given.leaves, done.given.leaves)):
+        refuse_written_input(who)
+    if not all(map(same_bits, reached.gradients, done.reached.gradients)):
+        refuse_written_gradient(who)
+
+
+def canary_of(module: nn.Module, built: int, done: Done, from_scratch: Again) -> tuple[int, bool]:
+    """What a layer is known by to those that run it elsewhere, or later.
+
+    Args:
+        module: of the layer.
         built: of the values that it was built with, the same in every process.
-        given, run, reached, found: of the first micro-batch: input, outputs, gradients that came, those that it made.
-        again: runs the layer as the first micro-batch was run.
+        done: its first run here, for the shapes.
         from_scratch: runs it in a way that does not depend on where training stands.
     Returns:
         A hash of shapes, types, built values and, unless the layer cannot be run on made-up numbers, of all bits, in
         [1, 2**62); and whether it is one of bits.
-    Raises:
-        UsageError: the second run has other bits.
     """
-    with with_parameters(module, lambda name, values: elsewhere(values)):
-        second, its = again(_with(given, elsewhere), Reached(list(map(elsewhere, reached.gradients)), reached.count))
-    places = [f"output {place}" if len(run.leaves) > 1 else "its output" for place in range(len(run.leaves))]
-    places += [f"the gradient of {name}" for name in names]
-    places += ["the gradient of its input"] * (len(found) + len(run.leaves) - len(places))
-    check_equal(who, places, [*run.leaves, *found], [*second.leaves, *its])
+    given, run = done.given, done.run
     shapes = f"{[(leaf.dtype, list(leaf.shape)) for leaf in (*given.leaves, *run.leaves)]} {run.structure}"
     bits = _probe(module, given, run, from_scratch)
     return key64("canary", shapes, bits, built) >> 2 or 1, bits != 0
@@ -277,10 +303,10 @@ def _with(given: Given, make: Callable[[torch.Tensor], torch.Tensor]) -> Given:
 def check_equal(
     who: str, names: Sequence[str], first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]
 ) -> None:
-    """Refuses a layer whose second run has other bits.
+    """Refuses a layer or a loss whose second run has other bits.
 
     Args:
-        who: the layer.
+        who: the layer, or the loss.
         names: of what is compared.
         first, second: of both runs.
     Raises:
@@ -289,8 +315,8 @@ def check_equal(
     for name, one, other in zip(names, first, second, strict=True):
         if hash_of([one]) != hash_of([other]):
             raise UsageError(
-                f"{who} is not deterministic: run twice on its first micro-batch, with its memory at other addresses, "
-                f"{name} differs{_by(one, other)}. A layer must keep nothing between calls, draw from the generators "
+                f"{who} is not deterministic: run twice on the same micro-batch, with its memory at other addresses, "
+                f"{name} differs{_by(one, other)}. It must keep nothing between calls, draw from the generators "
                 "of torch, numpy and random only, and use kernels that do not depend on addresses: products of fewer "
                 "than 4 rows may (raise batch.microbatch_size), and so may operations that add with scatter"
             )

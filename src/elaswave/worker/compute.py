@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
@@ -32,17 +33,18 @@ from elaswave.protocol.salvage import Keep, encode_rows, mask_of
 from elaswave.state.flat import FlatLayer
 from elaswave.training.raised import said
 from elaswave.training.random_state import seed_everything
-from elaswave.worker.admission import Unwritten, check_dense, check_graph
+from elaswave.worker.admission import check_dense, check_graph
 from elaswave.worker.batches import BatchError
-from elaswave.worker.canary import made_up_tree, prove
+from elaswave.worker.canary import canary_of, check_again, made_up_tree
 from elaswave.worker.compiled import CompiledLayers
 from elaswave.worker.fences import NO_MASKS, Fences
 from elaswave.worker.flights import Flights, Front
-from elaswave.worker.layer_runs import Given, Reached, Run, Saved, received, to_send, zeros_where_none
+from elaswave.worker.layer_runs import Done, Given, Reached, Run, Saved, received, to_send, zeros_where_none
 from elaswave.worker.reduction import Accumulator
 from elaswave.worker.scoring import Scored, Scoring
 from elaswave.worker.split import Gradients, WeightHalf, input_half, is_exact
-from elaswave.worker.values import Signatures, at_boundary, flatten, is_differentiable, unflatten
+from elaswave.worker.unwritten import Unwritten
+from elaswave.worker.values import TENSOR, Signatures, at_boundary, flatten, is_differentiable, unflatten
 
 
 class ErrorPlace(NamedTuple):
@@ -99,6 +101,14 @@ class _Known(NamedTuple):
     buffers: Sequence[torch.Tensor]
     """As its forward has left them."""
     gradients: Gradients
+
+
+class _LossRun(NamedTuple):
+    """What the loss keeps between forward and backward."""
+
+    given: Given
+    scored: Scored
+    targets: Any
 
 
 class Compute:
@@ -171,7 +181,7 @@ class Compute:
         self._covered: Sequence[int] = ()
         """By layer, the loss last: micro-batches that are in some worker's sums already; empty for none."""
         self._saved: dict[tuple[int, int], Saved] = {}
-        self._loss_inputs: dict[int, tuple[Given, Scored]] = {}
+        self._losses: dict[int, _LossRun] = {}
         self._left: dict[tuple[int, int], _Half | _Deferred | _Known] = {}
         """What W has to do, or what is already known, of each layer and micro-batch between I and W."""
         self._splits: dict[int, bool] = {}
@@ -180,6 +190,8 @@ class Compute:
         self._writes: dict[tuple[int, bool], bool] = {}
         """By layer (or loss), and whether in training: whether it writes its input; found out at its first run."""
         self._compiled = CompiledLayers()
+        self._proven: set[int] = set()
+        """Of what has no canary, the loss: what has run twice."""
         self._admitted: set[int] = set()
         """Layers (or loss) whose graph has been looked at."""
 
@@ -248,7 +260,7 @@ class Compute:
     def _keep_flights(self, microbatches: Collection[int]) -> None:
         self._flights.keep(microbatches)
         self._saved = {place: saved for place, saved in self._saved.items() if place[1] in microbatches}
-        self._loss_inputs = {number: value for number, value in self._loss_inputs.items() if number in microbatches}
+        self._losses = {number: value for number, value in self._losses.items() if number in microbatches}
         self._left.clear()
 
     def forget(self, layers: Collection[int]) -> None:
@@ -648,10 +660,8 @@ class Compute:
 
     def _prove(self, index: int, microbatch: int, saved: Saved, run: Run, reached: Reached, found: Gradients) -> None:
         """Has the canary look at a layer's first micro-batch here."""
-
-        def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
-            run = self._run_layer(index, microbatch, given, train=True)
-            return run, self._gradients(index, microbatch, run, reached, given.inputs)
+        done = Done(saved.given, run, reached, found)
+        self.check_layer_again(index, microbatch, done)
 
         def from_scratch(given: Given, reached: Reached) -> tuple[Run, Gradients]:
             """The same in any process at any time: nothing but shapes and types goes into it."""
@@ -664,17 +674,52 @@ class Compute:
             finally:
                 self._step, self._fetch = step, fetch
 
-        layer, who = self.layers[index], self._who(index)
-        names = layer.parameter_names
-        canary, is_known_by_bits = prove(
-            who, layer.module, names, layer.built, saved.given, run, reached, found, again, from_scratch
-        )
+        layer = self.layers[index]
+        canary, is_known_by_bits = canary_of(layer.module, layer.built, done, from_scratch)
         if self.model.layers[index].compile and not is_known_by_bits:
             raise UsageError(
-                f"{who} is to be compiled, and does not run on made-up numbers: whether it computes the same bits in "
-                "every process cannot be told. Leave out compile=True"
+                f"{self._who(index)} is to be compiled, and does not run on made-up numbers: whether it computes the "
+                "same bits in every process cannot be told. Leave out compile=True"
             )
         self.canaries[index] = canary
+
+    def check_layer_again(self, index: int, microbatch: int, done: Done) -> None:
+        """Runs a layer forward and backward a second time, with its memory elsewhere; adds nothing to any sum.
+
+        Args:
+            index: of the layer.
+            microbatch: of the step that is being computed.
+            done: its run, whose gradients have not been added yet.
+        Raises:
+            UsageError: the second run has other bits, or has written what it was lent.
+        """
+
+        def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+            run = self._run_layer(index, microbatch, given, train=True)
+            return run, self._gradients(index, microbatch, run, reached, given.inputs)
+
+        layer, lends = self.layers[index], self._writes.get((index, True)) is False
+        check_again(self._who(index), layer.module, layer.parameter_names, done, again, lends=lends)
+
+    def check_loss_again(self, microbatch: int, loss: _LossRun, found: Gradients) -> None:
+        """Runs the loss forward and backward a second time, as `check_layer_again` does a layer.
+
+        Args:
+            microbatch: of the step that is being computed.
+            loss: its run.
+            found: the gradients of its inputs.
+        Raises:
+            UsageError: the second run has other bits, or has written what it was lent.
+        """
+
+        def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+            scored = self._run_loss(microbatch, given, loss.targets, train=True, counts=False)
+            return _run_of(scored), list(torch.autograd.grad(scored.total, given.inputs, allow_unused=True))
+
+        module = self.model.loss if isinstance(self.model.loss, nn.Module) else None
+        lends = self._writes.get((self.num_layers, True)) is False
+        done = Done(loss.given, _run_of(loss.scored), Reached([], None), found)
+        check_again(self._who(self.num_layers), module, [], done, again, lends=lends)
 
     # ------------------------------------------------------------------------------------------------------------- sums
 
@@ -726,12 +771,8 @@ class Compute:
         index = self.num_layers
         counts = not train or not self._is_covered(index, microbatch)
         with self._at(microbatch, index):
-            self._seed_draws(microbatch, index)
-            given, call = self._given(index, output, train), self._call(microbatch, train)
-            with inside(call), torch.set_grad_enabled(train), self._argument(index, given, train) as argument:
-                scored = self.scoring.loss(microbatch, argument, targets, counts=counts)
-                if call.aux_losses:
-                    raise UsageError("aux_loss was called in the loss: add the value to what the loss returns")
+            given = self._given(index, output, train)
+            scored = self._run_loss(microbatch, given, targets, train, counts=counts)
             if train and given.inputs and not scored.total.requires_grad:
                 raise UsageError(
                     "the loss returned a tensor without a graph, so nothing could be trained: compute it from the "
@@ -742,17 +783,30 @@ class Compute:
             if self.model.metrics and counts:
                 self.scoring.measure(microbatch, output, targets)
         if train and keeps:
-            self._loss_inputs[microbatch] = (given, scored)
+            self._losses[microbatch] = _LossRun(given, scored, targets)
         if train and counts:
             self.counts[LOSS, microbatch] = self.counts.get((LOSS, microbatch), 0) + 1
             self._watched.append((microbatch, index, self.scoring.scored[microbatch]))
 
+    def _run_loss(self, microbatch: int, given: Given, targets: Any, train: bool, *, counts: bool) -> Scored:
+        index = self.num_layers
+        self._seed_draws(microbatch, index)
+        call = self._call(microbatch, train)
+        with inside(call), torch.set_grad_enabled(train), self._argument(index, given, train) as argument:
+            scored = self.scoring.loss(microbatch, argument, targets, counts=counts)
+            if call.aux_losses:
+                raise UsageError("aux_loss was called in the loss: add the value to what the loss returns")
+        return scored
+
     def _backward_loss(self, microbatch: int) -> Reached:
-        given, (total, count) = self._loss_inputs.pop(microbatch)
-        inputs = given.inputs
-        with self._at(microbatch, self.num_layers):
-            found: Sequence[torch.Tensor | None] = torch.autograd.grad(total, inputs, allow_unused=True)
-        return Reached(zeros_where_none(inputs, found), count)
+        index, loss = self.num_layers, self._losses.pop(microbatch)
+        inputs = loss.given.inputs
+        with self._at(microbatch, index):
+            found: Gradients = list(torch.autograd.grad(loss.scored.total, inputs, allow_unused=True))
+            if self._has_canary and index not in self._proven:
+                self.check_loss_again(microbatch, loss, found)
+                self._proven.add(index)
+        return Reached(zeros_where_none(inputs, found), loss.scored.count)
 
     def _note_nonfinite(self, microbatch: int, layer: int) -> None:
         """Keeps the first in the order (micro-batch, loss first, last layer first)."""
@@ -789,6 +843,12 @@ class Compute:
     def place(self, microbatch: int, layer: int) -> ErrorPlace:
         """Where the computation of a layer stands."""
         return ErrorPlace(self._step, microbatch, layer, self.layer_name(layer))
+
+
+def _run_of(scored: Scored) -> Run:
+    """A run of the loss as one of a layer."""
+    counts = [] if scored.count is None else [torch.tensor(scored.count)]
+    return Run(TENSOR, [scored.total, *counts], [])
 
 
 class _Located:

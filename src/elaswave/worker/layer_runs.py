@@ -1,6 +1,6 @@
 """What a layer is given, what its forward makes and what a backward brings to it; and gradients as they travel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,21 @@ class Reached(NamedTuple):
     def weight(self) -> int:
         """What an auxiliary loss of the micro-batch is multiplied by."""
         return 1 if self.count is None else self.count
+
+
+Again = Callable[[Given, Reached], tuple[Run, list[torch.Tensor | None]]]
+"""Runs a layer or the loss forward and backward; answers with the gradients of its parameters and of its inputs."""
+
+
+class Done(NamedTuple):
+    """A whole run of a layer or of the loss, forward and backward."""
+
+    given: Given
+    run: Run
+    reached: Reached
+    """What has come to its outputs; nothing where it is the loss."""
+    found: list[torch.Tensor | None]
+    """Gradients of its trained parameters, then of its inputs; None where none flows."""
 
 
 def zeros_where_none(inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -1,5 +1,7 @@
 """The canary: what gives other bits on another worker is refused before it changes one."""
 
+import collections
+
 import pytest
 import torch
 from tests.unit.worker.test_layer_calls import (
@@ -19,7 +21,7 @@ from tests.unit.worker.test_layer_calls import model_of as plain_model_of
 from torch import nn
 
 from elaswave.errors import UsageError
-from elaswave.models.calls import batch
+from elaswave.models.calls import LossOutput, batch
 from elaswave.state.flat import built_sum, model_shapes
 from elaswave.worker import canary
 from elaswave.worker.compute import LayerError
@@ -281,3 +283,100 @@ def test_the_sum_of_built_values_sees_every_element(dtype):
 
     nothing, first, last = (built_sum(table(*(place == where for where in range(9)))) for place in (9, 0, 8))
     assert nothing not in (first, last)
+
+
+CALLS = collections.defaultdict(int)
+GENERATOR = torch.Generator().manual_seed(3)
+
+
+class Balanced(nn.Module):
+    """Divides by a running mean, which it keeps in a buffer, in an attribute, or in nothing that torch knows."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+        self.mean = torch.ones(())
+        if kept == "buffer":
+            del self.mean
+            self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, output, targets):
+        loss = output.square().mean()
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / self.mean
+
+
+def counting(output, targets):
+    CALLS["loss"] += 1
+    return output.square().mean() * min(1.0, CALLS["loss"] / 100)
+
+
+def counting_in_a_closure():
+    calls = iter(range(1, 1000))
+    return lambda output, targets: LossOutput(output.square().sum() * next(calls), 3)
+
+
+def drawing(output, targets):
+    return (output * torch.rand(output.shape, generator=GENERATOR)).mean()
+
+
+class OnlyInGradient(torch.autograd.Function):
+    """Its backward counts."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        OnlyInGradient.calls += 1
+        return gradient * OnlyInGradient.calls
+
+
+LOSSES_THAT_KEEP = {
+    "buffer": (Balanced("buffer"), "its output"),
+    "attribute": (Balanced("attribute"), "its output"),
+    "defaultdict": (counting, "its output"),
+    "closure, with counts": (counting_in_a_closure(), "output 0"),
+    "own generator": (drawing, "its output"),
+    "in its backward": (lambda output, targets: OnlyInGradient.apply(output).mean(), "the gradient of its input"),
+}
+
+
+@pytest.mark.parametrize(("loss", "what"), LOSSES_THAT_KEEP.values(), ids=LOSSES_THAT_KEEP)
+def test_a_loss_that_keeps_something_is_refused(loss, what):
+    compute = make_compute(plain_model_of(Table, Head, loss=loss), has_canary=True)
+    with pytest.raises(LayerError, match=rf"the loss is not deterministic: .* {what} differs.*\(loss\)\)$"):
+        train([compute], [range(2)], [0])
+
+
+class Smooth(nn.Module):
+    """A loss with state of its own that nothing writes, and with draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((3,), 0.5))
+        self.bias = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, output, targets):
+        return LossOutput(nn.functional.dropout(output * self.scale + self.bias, 0.25).sum(), targets.numel())
+
+
+def test_a_loss_that_is_run_twice_counts_once():
+    calls = []
+    loss = Smooth()
+
+    def noted(output, targets):
+        calls.append(1)
+        return loss(output, targets)
+
+    for own in (noted, loss):
+        model = plain_model_of(Table, Head, loss=own)
+        plain, with_canary = make_compute(model), make_compute(model, has_canary=True)
+        for compute in (plain, with_canary):
+            train([compute], [range(2)], [0, 1, 2])
+        assert_same(results([with_canary]), results([plain]))
+    assert len(calls) == 3 + 4

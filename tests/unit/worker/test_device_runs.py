@@ -112,7 +112,7 @@ def test_a_gradient_that_is_not_finite_is_named(device):
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 50, (4, 9), generator=generator)
     compute.forward(range(4), 2, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    compute._loss_inputs[2][1].total.register_hook(lambda gradient: gradient * math.inf)
+    compute._losses[2].scored.total.register_hook(lambda gradient: gradient * math.inf)
     compute.backward(range(4), 2, None)
     found = compute.nonfinite
     assert found is not None and found.microbatch == 2 and found.layer < compute.num_layers

@@ -91,7 +91,7 @@ def test_it_goes_on_where_it_was_interrupted(undisturbed: Compute, after: int, r
     if not recompute:
         assert len(ran) == len(set(ran)), "a layer ran forward again"
     compute.end_step(STEP)
-    assert compute._saved == compute._loss_inputs == {}
+    assert compute._saved == compute._losses == {}
     assert compute.unfinished().flights == ()
 
 
