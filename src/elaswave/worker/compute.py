@@ -186,7 +186,7 @@ class Compute:
         """What W has to do, or what is already known, of each layer and micro-batch between I and W."""
         self._splits: dict[int, bool] = {}
         """Whether the halves of a layer's backward have the bits of the whole; found out at its first one."""
-        self._signatures = Signatures(self._boundary_name)
+        self._signatures = Signatures(self._boundary_name, device.place)
         self._writes: dict[tuple[int, bool], bool] = {}
         """By layer (or loss), and whether in training: whether it writes its input; found out at its first run."""
         self._compiled = CompiledLayers()

@@ -447,6 +447,9 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
         Exit status: 0, or 1 after an error.
     """
     torch.set_num_threads(1)
+    # Backward runs in this thread, whatever it computes on: a layer's call is found here (`elaswave.models.calls`), and
+    # nothing is handed over to a thread of autograd's and back.
+    torch.autograd.set_multithreading_enabled(False)
     tune_allocator()
     worker: Worker | None = None
     transport: StreamTransport | None = None

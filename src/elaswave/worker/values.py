@@ -156,10 +156,12 @@ class Signatures:
 
     Args:
         name_of: names a boundary, for errors.
+        place: of the worker's device, where all that travels lies.
     """
 
-    def __init__(self, name_of: Callable[[int], str]) -> None:
+    def __init__(self, name_of: Callable[[int], str], place: torch.device) -> None:
         self._name_of = name_of
+        self._place = place
         self._known: dict[tuple[int, bool], Signature] = {}
 
     @property
@@ -177,22 +179,20 @@ class Signatures:
         Raises:
             UsageError: says what was seen and what was needed.
         """
+        for leaf in leaves:
+            if problem := _why_not(leaf, self._place):
+                raise UsageError(f"{self._name_of(boundary)} {describe(leaf)} {problem}")
         found = Signature(structure, tuple((leaf.dtype, leaf.shape) for leaf in leaves))
-        known = self._known.get((boundary, train))
-        if known is None:
-            for leaf in leaves:
-                if problem := _why_not(leaf):
-                    raise UsageError(f"{self._name_of(boundary)} {describe(leaf)} {problem}")
-            self._known[boundary, train] = found
-        elif found != known:
+        known = self._known.setdefault((boundary, train), found)
+        if found != known:
             raise UsageError(
                 f"{self._name_of(boundary)} {found}, but {known} in the first micro-batch here: structure, shapes and "
                 "types must stay the same. Pad to one size, or leave incomplete batches out"
             )
 
 
-def _why_not(leaf: torch.Tensor) -> str:
-    """Why a tensor cannot travel, or an empty text."""
+def _why_not(leaf: torch.Tensor, place: torch.device) -> str:
+    """Why a tensor cannot travel between layers on a device, or an empty text."""
     if leaf.layout is not torch.strided:
         return f"of layout {leaf.layout}: make it dense with .to_dense()"
     if leaf.is_inference():
@@ -201,7 +201,11 @@ def _why_not(leaf: torch.Tensor) -> str:
         return "that is quantized: dequantize it"
     if leaf.is_complex():
         return "of complex numbers: hand it on with torch.view_as_real"
-    return "" if leaf.device.type == "cpu" else f"on {leaf.device}: elaswave computes on CPUs"
+    if leaf.device != place:
+        return (
+            f"on {leaf.device}: this worker computes on {place}. Make it where the layer's input is (device=x.device)"
+        )
+    return ""
 
 
 def versions(*values: Any) -> list[int]:

@@ -17,6 +17,7 @@ class Pair(NamedTuple):
     mask: torch.Tensor | None
 
 
+CPU = torch.device("cpu")
 A, B = torch.arange(6.0).view(2, 3), torch.tensor([True, False, True])
 VALUES = [
     A,
@@ -147,7 +148,7 @@ def test_a_frame_that_contradicts_itself_is_refused(frame):
 
 
 def test_the_first_value_fixes_what_a_boundary_carries():
-    signatures = Signatures(lambda boundary: f"boundary {boundary} has")
+    signatures = Signatures(lambda boundary: f"boundary {boundary} has", CPU)
     signatures.check(0, True, *flatten({"x": A}))
     signatures.check(0, True, *flatten({"x": A + 1}))
     signatures.check(0, False, *flatten([A]))
@@ -163,15 +164,26 @@ def test_the_first_value_fixes_what_a_boundary_carries():
     [
         (A.to_sparse(), "to_dense"),
         (A.to(torch.complex64), "view_as_real"),
-        (A.to("meta"), "on meta"),
+        (A.to("meta"), "on meta: this worker computes on cpu"),
     ],
 )
-def test_tensors_that_cannot_travel_are_refused(leaf, words):
+@pytest.mark.parametrize("is_first", [True, False])
+def test_tensors_that_cannot_travel_are_refused(leaf, words, is_first):
+    signatures = Signatures(str, CPU)
+    if not is_first:
+        signatures.check(0, True, *flatten(A))
     with pytest.raises(UsageError, match=words):
-        Signatures(str).check(0, True, *flatten(leaf))
+        signatures.check(0, True, *flatten(leaf))
+
+
+def test_what_travels_lies_where_the_worker_computes():
+    signatures = Signatures(str, torch.device("meta"))
+    signatures.check(0, True, *flatten(A.to("meta")))
+    with pytest.raises(UsageError, match=r"on cpu: this worker computes on meta. Make it where the layer's input is"):
+        signatures.check(1, True, *flatten(A))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own about quantized tensors
 def test_quantized_tensors_cannot_travel():
     with pytest.raises(UsageError, match="dequantize"):
-        Signatures(str).check(0, True, *flatten(torch.quantize_per_tensor(A, 0.1, 0, torch.qint8)))
+        Signatures(str, CPU).check(0, True, *flatten(torch.quantize_per_tensor(A, 0.1, 0, torch.qint8)))
