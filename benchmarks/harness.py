@@ -238,6 +238,19 @@ def run_in_turns(programs: Sequence[Program], turns: Turns) -> None:
     Raises:
         RuntimeError: a program has failed; its own message stands on standard error.
     """
+    for _ in rounds_of(programs, turns):
+        pass
+
+
+def rounds_of(programs: Sequence[Program], turns: Turns) -> Iterator[int]:
+    """The same, for a caller that says after each round what is known so far: a benchmark may be cut off.
+
+    Yields:
+        Rounds of all starts that are done; each program has that many times. Losses and phases come with a program's
+        end.
+    Raises:
+        RuntimeError: a program has failed; its own message stands on standard error.
+    """
     num_steps = turns.steps_before + turns.rounds * turns.steps + 1  # the last step only lets the programs end
     begin_s = time.monotonic()
     names = " and ".join(program.name for program in programs)
@@ -255,6 +268,7 @@ def run_in_turns(programs: Sequence[Program], turns: Turns) -> None:
                     wall_s, cpu_s = process.turn(turns.steps)
                     process.program.wall_s.append(wall_s / turns.steps)
                     process.program.cpu_s.append(cpu_s / turns.steps)
+                yield start * turns.rounds + round_ + 1
             for process in running:
                 process.finish()
 

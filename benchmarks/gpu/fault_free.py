@@ -3,8 +3,8 @@
     python benchmarks/gpu/fault_free.py [--part curve_gpt] [--budget-s 540] [--json] [--device cpu --small]
 
 A curve over tokens per micro-batch for GPT-2 124 M and a Llama of 1.1 B, bfloat16; two stages of two workers on the one
-device against one worker; kills; peak memory against the prediction. Rows are printed as they come. See README.md
-beside this file.
+device against one worker; kills; peak memory against the prediction. Rows are printed and saved as they come, those of
+the curve after each round anew. See README.md beside this file.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import recovery
 import torch
 from bits import make_bits_repeat
-from harness import Program, Turns, elaswave_program, fork_workers, quartiles, run_in_turns
+from harness import Program, Turns, elaswave_program, fork_workers, quartiles, rounds_of, run_in_turns
 from parts import Bench, Limits, Probe, Row, machine, run_probe, write_line
 from plain import plain_loop
 from tasks import BuiltIn
@@ -39,6 +39,8 @@ from elaswave.costs.memory import MemoryModel
 from elaswave.observability.progress import make_reporter
 
 BENCH = Probe(0, __file__)
+OUT = Path(__file__).resolve().parents[1] / "results" / "local" / "gpu_fault_free.jsonl"
+"""Rows of earlier runs stay in front of them."""
 TOKENS = {"gpt": (8192, 2048, 16384, 4096, 1024), "llama": (8192, 2048, 16384, 4096, 1024)}
 """Of a micro-batch, what tells most first."""
 SMALL_TOKENS = (32, 16)
@@ -156,7 +158,7 @@ def curve(bench: Bench, model: str, *, together: bool) -> Iterator[Row]:
         model: gpt or llama.
         together: all programs are alive at a time, and measured in turns; else one after the other, for memory's sake.
     """
-    pacer = Pacer(bench)
+    pacer, count = Pacer(bench), SMALL_MICROBATCHES if bench.small else NUM_MICROBATCHES
     for num_tokens in SMALL_TOKENS if bench.small else TOKENS[model]:
         about: Row = {"model": model, "tokens": num_tokens}
         if not pacer.next():
@@ -169,23 +171,26 @@ def curve(bench: Bench, model: str, *, together: bool) -> Iterator[Row]:
             *(ours(task, mode, *ONE, f"elastic.consistency={mode}") for mode in TARGETS),
         ]
         for group in [programs] if together else [[program] for program in programs]:
+            turns = turns_of(bench, num_tokens)
             try:
-                run_in_turns(group, turns_of(bench, num_tokens))
+                for num_rounds in rounds_of(group, turns):
+                    yield from curve_rows({**about, "rounds": num_rounds}, group, programs, count)
             except RuntimeError as error:
                 yield {**about, "programs": [program.name for program in group], "error": str(error)}
-        yield from curve_rows(about, programs, SMALL_MICROBATCHES if bench.small else NUM_MICROBATCHES)
+                continue
+            yield from curve_rows({**about, "rounds": "all"}, group, programs, count)
 
 
-def curve_rows(about: Row, programs: list[Program], num_microbatches: int) -> Iterator[Row]:
-    """One row for each program that has run, against the plain ones that have.
+def curve_rows(about: Row, group: list[Program], programs: list[Program], num_microbatches: int) -> Iterator[Row]:
+    """One row for each program that runs, against the plain ones that run or have run.
 
     Args:
-        about: what they have in common: "tokens" of a micro-batch among it.
+        about: what they have in common: "tokens" of a micro-batch and "rounds" among it.
+        group: that runs.
+        programs: all of this size.
     """
     median_s = {program.name: quartiles(program.wall_s)[1] for program in programs if program.wall_s}
-    for program in programs:
-        if program.name not in median_s:
-            continue
+    for program in group:
         own_s = median_s[program.name]
         row: Row = {
             **about,
@@ -355,7 +360,9 @@ def memory(bench: Bench) -> Iterator[Row]:
 
 
 def missed(row: Row) -> bool:
-    """Whether a row misses its target, or shows other bits than it should."""
+    """Whether a row misses its target, or shows other bits than it should; not what is still being measured."""
+    if row.get("rounds", "all") != "all":
+        return False
     ratio, needed = row.get("ratio"), row.get("needed")
     if isinstance(needed, list):
         return ratio is not None and not needed[0] <= ratio <= needed[1]
@@ -376,13 +383,15 @@ def main() -> int:
     parser.add_argument("--part", action="append", default=[], choices=BENCH.parts, help="only this one")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds of all parts (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON document at the end; rows go to standard error")
-    parser.add_argument("--out", type=Path, help="also write the rows to this file, one line of JSON each")
+    parser.add_argument(
+        "--out", type=Path, default=OUT, help="where rows are saved, one line of JSON each (default: %(default)s)"
+    )
     options = parser.parse_args()
     where, lines = machine(), io.StringIO()
     with contextlib.ExitStack() as stack:
         files: list[IO[str]] = [sys.stderr if options.json else sys.stdout, lines]
-        if options.out:
-            files.append(stack.enter_context(open(options.out, "w")))
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        files.append(stack.enter_context(open(options.out, "a")))
         write_line(files[:1] + files[2:], {"machine": where})
         outcomes = run_probe(BENCH, Limits(options.device, options.small, options.budget_s, options.part), files)
     rows = [json.loads(line) for line in lines.getvalue().splitlines()]

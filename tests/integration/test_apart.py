@@ -100,9 +100,16 @@ def test_a_scripts_own_model_finds_its_call_and_its_draws_on_the_device(
     monkeypatch.delitem(own.CONFIG, "optimizer.lr")
     settings = {"device.kind": "loopback", "run.eval_every": 4}
     jobs = [
-        own.train(tmp_path / f"{sum(widths)}", settings | {"layout.widths": widths}, model=own_layers(), loss=square_error,
-                  faults=faults, optimizer=adam, eval_dataset=own.Points(20))
+        own.train(
+            tmp_path / f"{sum(widths)}",
+            settings | {"layout.widths": widths},
+            model=own_layers(),
+            loss=square_error,
+            faults=faults,
+            optimizer=adam,
+            eval_dataset=own.Points(20),
+        )
         for widths, faults in (([1], []), ([2, 1], ["kill:0@4:backward"]))
-    ]  # fmt: skip
+    ]
     one, other = ((job.losses, job.val_losses, job.state_digest) for job in jobs)
     assert one == other and one[1]

@@ -166,8 +166,8 @@ def test_the_benchmark_begins_nothing_when_its_budget_is_spent(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_benchmark_beside_plain_pytorch_runs_from_end_to_end() -> None:
-    document = fault_free("--budget-s", "800")
+def test_the_benchmark_beside_plain_pytorch_runs_from_end_to_end(tmp_path: Path) -> None:
+    document = fault_free("--budget-s", "800", "--out", str(tmp_path / "rows"))
     assert set(document["outcomes"].values()) == {"done"}, document
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in document["rows"]:
@@ -175,7 +175,11 @@ def test_the_benchmark_beside_plain_pytorch_runs_from_end_to_end() -> None:
             rows.setdefault(row["part"], []).append(row)
     for part in ("curve_gpt", "curve_llama"):
         programs = ["plain, deterministic", "plain, anything allowed", "bitwise", "scaled"]
-        assert [row["program"] for row in rows[part]] == programs * 2
+        # What is known after each round, and in the end; those that do not run in turns end one after the other.
+        ends = [row for row in rows[part] if row["rounds"] == "all"]
+        assert len(rows[part]) == 2 * len(ends)
+        assert [row["program"] for row in ends] == programs * 2
+        rows[part] = ends
         for row in rows[part]:
             assert row["tokens_per_s"] > 0
             # The same batches and initial values, sums of another type.

@@ -1,5 +1,5 @@
-"""What waits for a device, takes it for the processor, or draws from the host's generator in its place is in `devices/`,
-or stands here with its reason.
+"""What waits for a device, takes it for the processor, or draws from the host's generator in its place is in
+`devices/`, or stands here with its reason.
 
 A GPU hides such places: `.item()` and `.cpu()` are right and slow, a comparison with "cpu" is right on the processor
 alone, and a seed of the default generator does not reach a device. Read from the syntax tree of all that computes.
