@@ -1,7 +1,10 @@
 """Own datasets in a script: equal bits with and without loaders, mixtures, errors, another dataset on resume."""
 
+import functools
+import os
 import random
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.integration.jobs import nothing_left
+from tests.integration.own import FORK, FRESH, WAYS
 from torch import nn
 
 import elaswave
@@ -110,3 +114,83 @@ def test_what_is_refused_at_once(tmp_path: Path) -> None:
     with nothing_left(), pytest.raises(DataError, match="dataset has 3 samples, fewer than one micro-batch"):
         trainer(tmp_path, Noisy(num_samples=3)).train()
     assert not read_processes(tmp_path)
+
+
+class Records:
+    """Samples in a file that is opened before training; refuses to read where another process has moved the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.open()
+
+    def open(self) -> None:
+        self.file = self.path.open("rb", buffering=0)
+        self.stands_at = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.path = state["path"]
+        self.open()
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.file.tell() == self.stands_at, "another process reads with this one's place"
+        self.file.seek(32 * index)
+        values = torch.frombuffer(bytearray(self.file.read(32)), dtype=torch.float32)
+        self.stands_at = self.file.tell()
+        return values[:4], values[7:]
+
+
+class Lookup(nn.Module):
+    """Opens a file where it is built, which is in the template too, and reads it at each call."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.descriptor = os.open(path, os.O_RDONLY)
+        self.stands_at = 0
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert os.lseek(self.descriptor, 0, os.SEEK_CUR) == self.stands_at, "another process has read"
+        os.read(self.descriptor, 1)
+        self.stands_at += 1
+        return x
+
+
+@pytest.mark.parametrize("way", [FORK, FRESH])
+def test_each_process_has_its_own_place_in_files_that_were_open_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr("elaswave.api.trainer.template_environment", WAYS[way])
+    path = tmp_path / "records"
+    path.write_bytes(torch.rand(50, 8, generator=torch.Generator().manual_seed(0)).numpy().tobytes())
+    records = Records(path)
+    torch.manual_seed(0)
+    lookup = elaswave.Layer("lookup", functools.partial(Lookup, path))
+    run = elaswave.Trainer(
+        [nn.Linear(4, 16), lookup, nn.Linear(16, 1)],
+        nn.functional.mse_loss,
+        records,
+        config={"run.steps": 2, "batch.num_microbatches": 4, "batch.microbatch_size": 4, "layout.widths": [2]},
+        run_dir=tmp_path / "run",
+        loaders=1 if way == FRESH else 0,
+    )
+    with nothing_left():
+        run.train()
+    assert records.file.tell() == 0
+    records.file.close()
+
+
+def test_data_that_holds_a_connection_is_refused_before_anything_begins(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(UsageError, match=r"dataset\.line is an open socket .*os\.getpid\(\)"):
+        dataset = Noisy()
+        dataset.line = ours  # type: ignore[attr-defined]
+        trainer(tmp_path / "run", dataset).train()
+    assert not (tmp_path / "run").exists()

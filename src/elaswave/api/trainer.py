@@ -10,6 +10,7 @@ from torch.utils.data import default_collate
 
 from elaswave.api.environment import given_key
 from elaswave.api.evaluation import evaluation_means
+from elaswave.api.held import refuse_connections
 from elaswave.api.model import OwnModelSpec, dtype_name
 from elaswave.api.process import template_environment
 from elaswave.api.result import Result
@@ -18,6 +19,7 @@ from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
 from elaswave.control.job import JobOptions, run_job
+from elaswave.control.read_files import read_files
 from elaswave.control.script import Script
 from elaswave.errors import UsageError, WorkerError
 from elaswave.models.huggingface.model import HuggingFaceModel
@@ -109,16 +111,20 @@ class Trainer:
         """Trains to the end; returns in this process only.
 
         Raises:
-            UsageError: the configuration, the folder or the data cannot be used.
+            UsageError: the configuration, the folder or the data cannot be used, or the data holds what processes must
+                not share.
             WorkerError: a layer, the loss or the dataset has raised; names worker, step, micro-batch and layer.
             ElaswaveError: the job could not go on, for another reason that the message gives.
             Exception: what a callback has raised.
         """
+        refuse_connections(self._samples.parts)
         session = current_session()
         options = session.begin_job(self._run_dir, self._resume)
         self._cut_as(options.saved_config())
         config = self._resolved(options, session.workers, session.overrides)
-        script = Script(self._training(config), template_environment(), self._after_step, self._files)
+        environment = template_environment()
+        files = read_files() if environment is None else ()  # a fresh interpreter inherits none
+        script = Script(self._training(config), environment, self._after_step, self._files, files)
         try:
             layer_parameters = self._model.layer_parameters
             job = run_job(config, options, script=script, layer_parameters=layer_parameters, key=given_key())

@@ -8,13 +8,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from elaswave.control.forking import fork
+from elaswave.control.read_files import ReadFile, apart
 from elaswave.data.fingerprint import SampleHash
 from elaswave.errors import LaunchError
 
@@ -23,16 +24,18 @@ NUM_HASHES = 32
 SURVEY_S_MAX = 5.0
 
 
-def survey(open_samples: Callable[[], Any], log: Path) -> list[SampleHash]:
+def survey(open_samples: Callable[[], Any], log: Path, read_files: Sequence[ReadFile] = ()) -> list[SampleHash]:
     """Hashes of some samples, by which a resumed run knows its data again; none where the system lets no process begin.
 
     Args:
         open_samples: gives the data, an `elaswave.training.dataset.DatasetSamples`; called in the other process.
         log: takes the output of that process.
+        read_files: that it opens anew.
     """
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
-        child = fork("the survey of the data", log, lambda: _tell(open_samples, theirs), let_go=lambda: os.close(ours))
+        body = apart(read_files, lambda: _tell(open_samples, theirs))
+        child = fork("the survey of the data", log, body, let_go=lambda: os.close(ours))
     except LaunchError:
         os.close(ours)
         return []

@@ -18,6 +18,7 @@ from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import Child, leave_signals_to_launcher, redirect_output
 from elaswave.control.job_folder import refused
 from elaswave.control.parent_death import end_with_parent
+from elaswave.control.read_files import open_descriptors, read_files
 from elaswave.control.template import TemplateSetup, run_template
 from elaswave.control.template_messages import Unprepared, framed, pack, read_framed
 from elaswave.errors import LaunchError, UsageError
@@ -104,16 +105,18 @@ def main(parent: int, log: str) -> int:
     redirect_output(Path(log))
     link = socket.socket(fileno=_LINK_FD)
     try:
+        ours = open_descriptors()
         sent: _Handed = pickle.loads(read_framed(link))
         _apply_torch_settings(sent.settings)
         vars(sys.modules["__main__"]).update(sent.classes)
+        opened = read_files(ours)
     except BaseException as error:
         traceback.print_exc()
         with contextlib.suppress(OSError):
             link.sendall(pack(Unprepared(text=f"what the script trains cannot be loaded: {said(error)}")))
         return 1
     deaths = DeathWatch()
-    return run_template(sent.setup._replace(deaths=deaths), link)
+    return run_template(sent.setup._replace(deaths=deaths, read_files=opened), link)
 
 
 def _module_folders() -> list[str]:

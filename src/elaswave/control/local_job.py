@@ -174,6 +174,7 @@ class LocalJob:
             probe=probe,
             profile=profile,
             training=None if script is None else script.training,
+            read_files=() if script is None else script.read_files,
             before_effect=before_effect,
             founded=place.founded,
             suffix=post.suffix,

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from elaswave.control.read_files import ReadFile
+
 
 class Script(NamedTuple):
     """A script's training, and how its processes begin.
@@ -19,3 +21,5 @@ class Script(NamedTuple):
     """Called in this process after each committed step, in order and once, with its number and loss."""
     files: Mapping[str, bytes] = {}
     """To be kept in the run's folder, under ``huggingface``, by name: what an export needs of a transformers model."""
+    read_files: tuple[ReadFile, ...] = ()
+    """That the script has open, and that a fork inherits."""

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from elaswave.control.forking import Child, fork
 from elaswave.control.job_network import JobNetwork
 from elaswave.control.loader_lines import LoaderLines
 from elaswave.control.notices import holding_notices
+from elaswave.control.read_files import ReadFile, apart, open_anew, open_descriptors, read_files
 from elaswave.control.template_messages import (
     AbandonCommits,
     ChildGone,
@@ -114,6 +115,8 @@ class TemplateSetup(NamedTuple):
     profile: bool
     training: Any = None
     """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
+    read_files: tuple[ReadFile, ...] = ()
+    """Of a person's code: what it has open for reading, of which each process needs a place of its own."""
     before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
     """Called in the coordinator before each effect of the protocol's core."""
     founded: int = 0
@@ -125,12 +128,13 @@ class TemplateSetup(NamedTuple):
     before it forks workers."""
 
 
-def run_template(setup: TemplateSetup, link: socket.socket) -> int:
+def run_template(setup: TemplateSetup, link: socket.socket, inherited: Sequence[ReadFile] = ()) -> int:
     """The template process from its start to the end of the launcher, or of the job.
 
     Args:
         setup: what it is started with.
         link: to the launcher.
+        inherited: files that a script's process shares with this one since the fork.
     Returns:
         Exit status.
     """
@@ -141,7 +145,11 @@ def run_template(setup: TemplateSetup, link: socket.socket) -> int:
         from elaswave.worker.blueprint import Blueprint
 
         torch.set_num_threads(1)  # a process with idle threads of a library must not fork
+        open_anew(inherited)
+        ours = open_descriptors().difference(*(file.fds for file in setup.read_files))
         plan = Blueprint(setup.config, setup.training)
+        if setup.training is not None:  # whose layers may have opened more
+            setup = setup._replace(read_files=read_files(ours))
     except UsageError as error:
         link.sendall(pack(Unprepared(text=readable(str(error)), is_usage=True)))
         return 1
@@ -158,7 +166,7 @@ def run_template(setup: TemplateSetup, link: socket.socket) -> int:
 def _survey(setup: TemplateSetup) -> list[SampleHash]:
     """Hashes of own samples; see `elaswave.control.data_survey`."""
     log = setup.run_dir / "logs" / "loader-survey.log"
-    return survey(lambda: setup.training.open_samples(setup.run_dir / "data"), log)
+    return survey(lambda: setup.training.open_samples(setup.run_dir / "data"), log, setup.read_files)
 
 
 class _LoaderLine(NamedTuple):
@@ -324,8 +332,9 @@ class _Serving:
         checkpoint = self._checkpoint
         line = self._loader_lines.open(worker) if self._num_loaders else None
         what, log = f"worker {worker}", worker_log(worker)
+        body = apart(self._setup.read_files, lambda: self._live(self._setup, worker, checkpoint, line, joins))
         with holding_notices():
-            self._fork(worker, what, log, lambda: self._live(self._setup, worker, checkpoint, line, joins))
+            self._fork(worker, what, log, body)
         if line is not None:
             line.close()
 
@@ -334,7 +343,8 @@ class _Serving:
 
         with self._loader_lines.hand_over(loader) as line:
             what = f"loader {loader.number} of worker {loader.worker}"
-            self._fork(loader, what, loader_log(loader.worker), lambda: self._load(self._setup, line))
+            body = apart(self._setup.read_files, lambda: self._load(self._setup, line))
+            self._fork(loader, what, loader_log(loader.worker), body)
 
     def _fork(self, name: int | Loader, what: str, log: str, body: Callable[[], int]) -> bool:
         """Forks a child and tells the launcher; returns whether the system has let it."""

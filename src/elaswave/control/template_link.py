@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Mapping
 
 from elaswave.control.forking import Child, fork, how_it_ended
+from elaswave.control.read_files import at_present
 from elaswave.control.template import TemplateSetup, run_template
 from elaswave.control.template_messages import FromTemplate, LoaderSpawned, Spawned, ToTemplate, Unpacker, pack
 from elaswave.observability.processes import children_of
@@ -50,7 +51,8 @@ class TemplateProcess:
         self._child: Child | None
         try:
             if environment is None:
-                self._child = fork("the template", log, lambda: run_template(setup, theirs), let_go=release)
+                inherited = at_present(setup.read_files)
+                self._child = fork("the template", log, lambda: run_template(setup, theirs, inherited), let_go=release)
             else:
                 from elaswave.control.fresh_template import pickled_setup, spawn  # late: few jobs need it
 

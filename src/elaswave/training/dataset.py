@@ -99,6 +99,12 @@ class DatasetSamples:
         return sum(part.num_samples for part in self._parts[split])
 
     @property
+    def parts(self) -> dict[str, Any]:
+        """All datasets, and the collate function, by the names that a person knows them by."""
+        parts = [part for split in self._parts.values() for part in split]
+        return {**{part.name: part.dataset for part in parts}, "collate": self._collate}
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Samples for training, by the name of their dataset."""
         return {part.name: part.num_samples for part in self._parts["train"]}

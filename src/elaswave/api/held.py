@@ -1,0 +1,205 @@
+"""What a dataset or a collate function holds that processes must not share: sockets, pipes, connections.
+
+Each process of a job would get what another one has asked for. Objects are walked: attributes, items, closures, and the
+globals that a function names. Nothing is asked of them but `fileno`, and no more than a bound of them are looked at,
+those near the root first.
+"""
+
+import collections
+import contextlib
+import dis
+import functools
+import inspect
+import logging
+import os
+import stat
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from fcntl import F_GETFL, fcntl
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from elaswave.errors import UsageError
+
+OBJECTS_MAX = 50_000
+"""That are looked at, in all."""
+ITEMS_MAX = 1_000
+"""Of one container or object."""
+_LEAVES = (
+    str, bytes, bytearray, int, float, complex, type, types.ModuleType, torch.Tensor, np.ndarray, np.generic,
+    logging.Logger, logging.Handler,
+)  # fmt: skip
+"""What holds no connection for samples; what a logger writes to is no data."""
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OWN = __name__.partition(".")[0]
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+_CALLED = ("__getitem__", "__getitems__", "__len__", "__call__")
+"""Methods whose closures and globals count."""
+
+
+def refuse_connections(parts: Mapping[str, Any]) -> None:
+    """Refuses data that holds what processes must not share.
+
+    Args:
+        parts: datasets and functions, by the names that a person knows them by.
+    Raises:
+        UsageError: names where the first such object is held, what it is, and what to do.
+    """
+    for path, value in held(parts):
+        what = _shared(value)
+        if what is not None:
+            raise UsageError(
+                f"{path} is {what}: all processes of the job would share it, and each would get what another one has "
+                "asked for. Let each process make its own when it first needs it (in __getitem__, kept in a dictionary "
+                "under os.getpid()), and close this one, or set it to None, before train()"
+            )
+
+
+def held(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All that can be reached from objects, each once, the nearest first, with the way to it: ``dataset.files[3]``.
+
+    Args:
+        parts: the objects by name.
+    """
+    seen: dict[int, Any] = {}  # keeps what it has seen alive: ids of the living are different
+    waiting = collections.deque(parts.items())
+    while waiting and len(seen) < OBJECTS_MAX:
+        path, value = waiting.popleft()
+        if value is None or id(value) in seen or issubclass(type(value), _LEAVES):
+            continue
+        seen[id(value)] = value
+        yield path, value
+        waiting.extend((path + step, inner) for step, inner in islice(_inside(value), ITEMS_MAX))
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, and the step that leads there. Methods of its own are not called."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        for key, item in list(dict.items(value)):
+            if key != os.getpid():  # what is kept for this process alone, no other one will use
+                yield f"[{key!r:.60}]", item
+    elif issubclass(kind, list | tuple | set | frozenset | collections.deque):
+        base = next(base for base in (list, tuple, set, frozenset, collections.deque) if issubclass(kind, base))
+        yield from ((f"[{index}]", item) for index, item in enumerate(islice(base.__iter__(value), ITEMS_MAX)))
+    elif issubclass(kind, types.FunctionType):
+        yield from _in_function(value)
+    elif issubclass(kind, types.MethodType):
+        yield from ((".__self__", value.__self__), (".__func__", value.__func__))
+    elif issubclass(kind, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif issubclass(kind, types.GeneratorType):
+        yield from ((f".{name}", local) for name, local in inspect.getgeneratorlocals(value).items())
+    yield from _attributes(value)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes in an object's dictionary and slots; of a person's own classes also those that the class has."""
+    yield from ((f".{name}", inner) for name, inner in list(_dictionary(value).items()))
+    for base in type(value).__mro__:
+        is_own, has_slots = _is_own(base.__module__), "__slots__" in vars(base)
+        for name, inner in list(vars(base).items()) if is_own or has_slots else ():
+            if isinstance(inner, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # a slot that is not set
+                    yield f".{name}", inner.__get__(value, type(value))
+            elif is_own and (name in _CALLED or not isinstance(inner, _METHODS)):
+                yield f".{name}", inner
+
+
+def _dictionary(value: Any) -> dict[str, Any]:
+    try:
+        if issubclass(type(value), threading.local):  # which has one for each thread
+            return dict(value.__dict__)
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if issubclass(type(found), dict) else {}
+
+
+def _in_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        try:
+            yield f"'s {name}", cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    for default in (function.__defaults__ or ()) + tuple((function.__kwdefaults__ or {}).values()):
+        yield "'s default", default
+    if _is_own(function.__module__):
+        for name in _globals_of(code):
+            if name in function.__globals__:
+                yield f"'s {name}", function.__globals__[name]
+
+
+def _globals_of(code: types.CodeType) -> Iterator[str]:
+    """Globals that a function's code names, also in functions that it defines."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals_of(constant)
+
+
+@functools.cache
+def _is_own(module: str | None) -> bool:
+    """Whether a person has written a module: it is the script, or lies beside no library."""
+    if not isinstance(module, str) or module.partition(".")[0] == _OWN:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    is_of_library = not isinstance(file, str) or file.startswith(_LIBRARIES) or "-packages/" in file
+    return module == "__main__" or not is_of_library
+
+
+def _shared(value: Any) -> str | None:
+    """What an object is that processes must not share; None for all others."""
+    if any(value is stream for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
+        return None  # every process of a job has its own
+    kind = type(value)
+    sqlite3 = sys.modules.get("sqlite3")
+    if sqlite3 is not None and issubclass(kind, sqlite3.Connection | sqlite3.Cursor):
+        return _of_sqlite(value)
+    if str(kind.__module__).partition(".")[0] == "h5py":
+        mode = getattr(getattr(value, "file", None), "mode", "r")
+        return None if mode == "r" else f"an HDF5 file that is open for writing (mode {mode!r})"
+    descriptor = _descriptor(value)
+    return None if descriptor is None else _of_descriptor(descriptor, kind)
+
+
+def _of_sqlite(value: Any) -> str | None:
+    connection = getattr(value, "connection", value)  # a cursor has one
+    try:
+        is_in_memory = not any(row[2] for row in connection.execute("PRAGMA database_list"))
+    except Exception as error:  # closed, or of another thread
+        is_in_memory = "closed" in str(error)
+    return None if is_in_memory else "an open connection to a database of sqlite"
+
+
+def _descriptor(value: Any) -> int | None:
+    """What `fileno` gives, beyond the standard streams."""
+    if not hasattr(type(value), "fileno"):
+        return None
+    try:
+        descriptor = value.fileno()
+    except Exception:  # nothing is open
+        return None
+    return descriptor if type(descriptor) is int and descriptor > 2 else None
+
+
+def _of_descriptor(descriptor: int, kind: type) -> str | None:
+    try:
+        mode, flags = os.fstat(descriptor).st_mode, fcntl(descriptor, F_GETFL)
+    except OSError:
+        return None
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    if stat.S_ISSOCK(mode):
+        return f"an open socket ({name})"
+    if stat.S_ISFIFO(mode):
+        return f"an open pipe ({name})"
+    if stat.S_ISREG(mode) and flags & os.O_ACCMODE == os.O_RDWR and not flags & os.O_APPEND:
+        return f"a file that is open for reading and writing ({name})"
+    return None
