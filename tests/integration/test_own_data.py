@@ -16,6 +16,7 @@ from tests.integration.own import FORK, FRESH, WAYS
 from torch import nn
 
 import elaswave
+from elaswave.control import launcher
 from elaswave.errors import DataError, UsageError, WorkerError
 from elaswave.observability.processes import read_processes
 
@@ -171,6 +172,13 @@ def test_each_process_has_its_own_place_in_files_that_were_open_before(
     path = tmp_path / "records"
     path.write_bytes(torch.rand(50, 8, generator=torch.Generator().manual_seed(0)).numpy().tobytes())
     records = Records(path)
+    opened = launcher.open_data
+
+    def reads_meanwhile(*arguments: Any) -> Any:
+        records.file.read(7)  # once the template is there
+        return opened(*arguments)
+
+    monkeypatch.setattr(launcher, "open_data", reads_meanwhile)
     torch.manual_seed(0)
     lookup = elaswave.Layer("lookup", functools.partial(Lookup, path))
     run = elaswave.Trainer(
@@ -182,8 +190,8 @@ def test_each_process_has_its_own_place_in_files_that_were_open_before(
         loaders=1 if way == FRESH else 0,
     )
     with nothing_left():
-        run.train()
-    assert records.file.tell() == 0
+        assert not run.train().recoveries, "a worker that reads wrongly is lost"
+    assert records.file.tell() == 7
     records.file.close()
 
 
