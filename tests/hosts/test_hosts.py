@@ -86,6 +86,19 @@ def test_a_host_is_killed_and_survivors_go_on_to_the_same_bits(tmp_path: Path, r
     assert computation(agents.run_dir) == reference
 
 
+def test_the_coordinators_host_of_three_with_one_worker_each_is_cut_off_for_three_seconds(tmp_path: Path) -> None:
+    """Both others come back, one after the other, and nobody is lost."""
+    three = {"layout.widths": "[1, 2]", "elastic.num_followers": 2, "run.steps": 400, "optimizer.schedule": "constant"}
+    with job_of_three(tmp_path, **three) as (world, agents, started):
+        world.cut(world.hosts[0])
+        time.sleep(3.0)  # the fault is that long
+        for other in world.hosts[2:0:-1]:
+            for wire in world.wires([world.hosts[0]], [other]) + world.wires([other], [world.hosts[0]]):
+                wire.is_cut = False
+        assert [agent.end() for agent in started] == [0, 0, 0]
+    assert lost(agents) == []
+
+
 @pytest.mark.parametrize("direction", ["both", "to it", "from it"])
 def test_a_host_that_is_cut_off_is_one_loss_and_may_not_come_back_as_it_was(
     tmp_path: Path, reference: Any, direction: str

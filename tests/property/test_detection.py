@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.property.fleet import Fleet, Noise, Stop
 
@@ -114,6 +114,57 @@ def test_two_that_stop_at_once_are_both_found():
     fleet = Fleet(5, 1, Noise(), stops={1: Stop(20.0, "silent"), 3: Stop(20.1, "silent")})
     found = [suspicion[:2] for _, suspicion in itertools.islice(fleet.run(30.0), 2)]
     assert sorted(found) == [(1, "heartbeat"), (3, "heartbeat")]
+
+
+# ------------------------------------------------------------------------------------------------------ silence of all
+
+
+def first_word(detector: Detector, worker: int, what: str, now_s: float) -> None:
+    """What a worker says first; its heartbeats follow."""
+    if what == "it was disconnected":
+        detector.disconnected(worker, now_s)
+    if what != "a heartbeat":
+        detector.joined(worker, now_s)
+    if what == "it has lost a link":
+        detector.link_lost(worker, (worker + 1) % 5, now_s)
+
+
+@settings(max_examples=25)
+@given(
+    order=st.permutations(range(5)),
+    words=st.lists(
+        st.sampled_from(["a heartbeat", "it registers", "it was disconnected", "it has lost a link"]),
+        min_size=5,
+        max_size=5,
+    ),
+    later_s=st.lists(st.sampled_from([0.0, 0.01, 0.15, 0.3]), min_size=5, max_size=5),
+    silence_s=st.floats(1.2, 12.0),
+    hosts=st.sampled_from(["", "aaaaa", "aabbb", "abcde"]),
+)
+def test_after_a_silence_of_all_nobody_is_lost_by_silence_in_any_order_of_first_words(
+    order: list[int], words: list[str], later_s: list[float], silence_s: float, hosts: str
+):
+    detector, now_s, cut_s = Detector(domains=dict(enumerate(hosts))), 0.0, 3.0
+    back_s = dict(zip(order, itertools.accumulate(later_s, initial=cut_s + silence_s), strict=False))
+    next_beat_s: dict[int, float] = {}
+    for worker in order:
+        detector.joined(worker, now_s)
+        next_beat_s[worker] = 0.25
+    found, has_spoken = [], set()
+    while now_s < max(back_s.values()) + 4.0:
+        now_s += 0.125
+        for worker in order:
+            if now_s >= back_s[worker] and worker not in has_spoken:
+                has_spoken.add(worker)
+                first_word(detector, worker, words[worker], now_s)
+                next_beat_s[worker] = now_s if words[worker] == "a heartbeat" else now_s + 0.25
+            if (now_s <= cut_s or worker in has_spoken) and now_s >= next_beat_s[worker]:
+                next_beat_s[worker] = now_s + 0.25
+                detector.heartbeat(worker, Position(1, 1 + int(now_s), 1, "vote", False, (), 0.01), now_s)
+        found += detector.tick(now_s)
+    assert {suspicion.detected_by for suspicion in found} <= {"link"}, found
+    if "it has lost a link" not in words:
+        assert found == []
 
 
 # -------------------------------------------------------------------------------------------------------------- scripts

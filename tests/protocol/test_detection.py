@@ -11,6 +11,7 @@ from elaswave.control import job_processes
 from elaswave.protocol import awake, detection, starvation
 from elaswave.protocol.detection import Detector, Position, Suspicion
 from elaswave.protocol.position import blame
+from elaswave.protocol.watched import GAP_HALF_LIFE_S, SPARED_MAX_S
 
 DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
 BEAT_S = 0.05
@@ -386,8 +387,8 @@ def test_a_new_coordinator_finds_who_is_lost_without_having_learned_anything():
     assert job.silence_bound_s(1) == detection.SILENCE_UNLEARNED_S
     assert job.go_on(2.0, silent=job.workers) == []  # none has dialled again yet
     assert job.go_on(0.05, silent=[1]) == []
-    assert job.go_on(detection.SILENCE_UNLEARNED_S - 2.1, silent=[1]) == []
-    assert named(job.go_on(0.1, silent=[1])) == [(1, "heartbeat")]
+    assert job.go_on(detection.SILENCE_UNLEARNED_S - 0.05, silent=[1]) == []
+    assert named(job.go_on(0.15, silent=[1])) == [(1, "heartbeat")]
     assert job.go_on(20.0) == []
 
 
@@ -416,9 +417,9 @@ def test_old_gaps_fade():
     gap_s = 0.8 * detection.SILENCE_FLOOR_S
     job.have_a_gap(1, gap_s)
     assert job.silence_bound_s(1) == pytest.approx(4 * gap_s, rel=0.02)
-    assert job.go_on(detection.GAP_HALF_LIFE_S) == []
+    assert job.go_on(GAP_HALF_LIFE_S) == []
     assert job.silence_bound_s(1) == pytest.approx(2 * gap_s, rel=0.02)
-    assert job.go_on(detection.GAP_HALF_LIFE_S) == []
+    assert job.go_on(GAP_HALF_LIFE_S) == []
     assert job.silence_bound_s(1) == detection.SILENCE_FLOOR_S
 
 
@@ -591,6 +592,76 @@ def test_the_only_worker_gets_the_longest_patience():
     start_s = job.now_s
     assert named(job.go_on(100.0, silent=[0])) == [(0, "heartbeat")]
     assert job.now_s - start_s == pytest.approx(detection.NOBODY_S, abs=0.2)
+
+
+def test_after_a_silence_of_all_nobody_is_lost_for_not_being_first_whatever_is_heard_first():
+    def registers(job: Job) -> None:
+        job.detector.joined(0, job.now_s)
+
+    def complains(job: Job) -> None:
+        registers(job)
+        job.detector.link_lost(0, 1, job.now_s)
+
+    def ends(job: Job) -> None:
+        registers(job)
+        job.detector.exited(0, "was killed by SIGKILL", job.now_s)
+
+    for silence_s in (1.0, 1.45, 12.0):  # also one that has not outlasted any bound
+        for first in (registers, complains, ends, lambda job: job.beat(0)):
+            job = Job(4, learned_steps=1)
+            assert job.go_on(silence_s, silent=job.workers) == [] and job.detector.are_together
+            first(job)
+            found = job.go_on(detection.SILENCE_FLOOR_S - 2 * BEAT_S, silent=[1, 2, 3])
+            assert named(found) in ([], [(0, "exit")])
+            assert job.go_on(BEAT_S, silent=[1, 2, 3]) == []
+            if first is not complains:
+                lost = named(job.go_on(10.0, silent=[2, 3]))
+                assert lost == [(2, "heartbeat"), (3, "heartbeat")], "they are dead"
+
+
+def test_after_a_silence_of_most_neither():
+    job = Job(7, learned_steps=1)
+    assert job.go_on(4.0, silent=[3, 4, 5, 6]) == []
+    assert job.go_on(detection.SILENCE_FLOOR_S, silent=[4, 5, 6]) == [], "a minority by now"
+    assert named(job.go_on(0.2, silent=[4, 5, 6])) == [(worker, "heartbeat") for worker in (4, 5, 6)]
+
+
+def test_one_that_may_be_silent_for_longer_is_no_sign_that_others_are_heard():
+    job = Job(3, learned_steps=1)
+    job.do(0, position("evaluate", step=3, computing=True))
+    assert job.go_on(0.5) == []
+    assert job.go_on(2.2, silent=job.workers) == []
+    assert job.go_on(5.0) == []
+
+
+def test_silence_of_all_again_and_again_does_not_hide_the_dead_for_ever():
+    job = Job(3, learned_steps=1)
+    start_s, found = job.now_s, []
+    while not found and job.now_s < start_s + 200.0:
+        found = job.go_on(1.0, silent=job.workers) or job.go_on(2 * BEAT_S, silent=[2])
+    assert named(found) == [(2, "heartbeat")]
+    assert job.now_s - start_s < SPARED_MAX_S + 3.0
+
+
+def test_of_links_that_broke_while_all_were_silent_it_is_decided_when_all_are_heard():
+    job = Job(3, learned_steps=1)
+    assert job.go_on(3.0, silent=job.workers) == []
+    for peer in (0, 2):  # it has lost its network longer than they have
+        job.detector.joined(1, job.now_s)
+        job.detector.link_lost(1, peer, job.now_s)
+    assert job.go_on(1.0, silent=[0, 2]) == []
+    job.detector.joined(0, job.now_s)
+    job.detector.joined(2, job.now_s)
+    assert named(job.tick(0.1)) == [(1, "link")], "not one of those that could not contradict it"
+
+
+def test_what_stood_still_while_all_were_silent_has_its_whole_time_again():
+    job = Job(3, learned_steps=3)
+    job.do_all(position("reduce", step=5, on=[1]))
+    assert job.go_on(2 * BEAT_S) == []
+    assert job.go_on(10.0, silent=job.workers) == []
+    assert job.go_on(detection.STALL_FLOOR_S - BEAT_S) == []
+    assert named(job.go_on(1.0)) == [(1, "progress")]
 
 
 # ------------------------------------------------------------------------------------------------------------ progress
@@ -895,6 +966,14 @@ def test_that_nobody_looks_is_no_standing_still_but_has_an_end():
     assert named(start.go_on(6.0, looks=False)) == [(0, "heartbeat")]
 
 
+def test_time_without_a_look_is_no_standing_still():
+    detector, now_s = Detector(), 1000.0
+    detector.expect(0, now_s)
+    for look_s in (1.0, 2.0, 40.0, 41.0, 42.0):
+        detector.used(0, 0.5, now_s + look_s)
+        assert detector.tick(now_s + look_s) == []
+
+
 def test_who_has_just_registered_may_be_silent_as_long_as_who_starts():
     start = Start(2)
     start.detector.joined(0, start.now_s)
@@ -951,7 +1030,7 @@ def test_the_page_about_failures_gives_the_numbers_of_the_code():
         f"{detection.BUSY_FLOOR_S:.0f} s",
         f"{detection.STALL_FLOOR_S:.0f} s",
         f"{detection.UNLEARNED_S:.0f} s until {detection.LEARNED_STEPS} steps",
-        f"{detection.GAP_HALF_LIFE_S / 60:.0f} minutes",
+        f"{GAP_HALF_LIFE_S / 60:.0f} minutes",
         f"{detection.DURATION_HALF_LIFE_S / 60:.0f} minutes",
         f"{awake.ASLEEP_S} s",
         f"at most {starvation.FRESH_LOOK_S} s old; the coordinator waits up to {starvation.LOOK_GRACE_S:.0f} s for one",

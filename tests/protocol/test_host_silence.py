@@ -140,6 +140,31 @@ def test_where_most_hosts_are_silent_together_it_takes_longer():
     assert bound_s < after_s <= bound_s + 3 * BEAT_S
 
 
+@pytest.mark.parametrize(("hosts", "silent"), [("abc", "bc"), ("abcde", "cde"), ("aabbcc", "bc")])
+def test_a_network_that_is_gone_for_three_seconds_loses_nobody_whoever_is_heard_first(hosts: str, silent: str):
+    """Of the coordinator's host, in a job of which most hosts are others. The next one is heard 3 s later than the
+    first: its kernel waits that much longer before it sends again."""
+    job = Job(len(hosts), hosts=hosts, learned_steps=2)
+    assert cut(job, silent, 3.0, dead)[0] == []
+    assert cut(job, silent[1:], 2.9, dead)[0] == []
+    assert cut(job, "", 3.0, dead)[0] == []
+
+
+def test_most_hosts_have_the_longer_bound_however_few_workers_they_have():
+    job = Job(3, hosts="abc", learned_steps=2)
+    found, after_s = cut(job, "bc", 20.0, dead)
+    assert named(found) == [(1, "host"), (2, "host")]
+    bound_s = detection.CROWD_FACTOR * HOST_SILENT_S
+    assert bound_s < after_s <= bound_s + 3 * BEAT_S
+
+
+def test_a_host_that_stays_away_when_the_others_are_back_is_lost():
+    job = Job(3, hosts="abc", learned_steps=2)
+    assert cut(job, "bc", 3.0, dead)[0] == []
+    found, after_s = cut(job, "c", 20.0, dead)
+    assert named(found) == [(2, "host")] and after_s <= 3.0 + 4 * BEAT_S
+
+
 def test_where_nobody_is_heard_no_host_is_cut_off():
     job = job_of("bb")
     assert cut(job, "b", 10.0, dead)[0] == []

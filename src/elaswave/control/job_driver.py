@@ -613,6 +613,9 @@ class JobDriver(CoordinatorDriver):
         """Asks the detector whom it suspects, and when to ask again."""
         now_s = time.monotonic()
         self._take_suspicions(self._detector.tick(now_s))
+        if self._detector.are_together:
+            self._unreachable.forget()
+            self._membership.nobody_is_heard(now_s)
         self._publishing.tick(now_s)
         self._desk.turn()
         for excuse in self._detector.take_excuses():

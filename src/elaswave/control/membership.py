@@ -7,7 +7,6 @@ How the membership changes is the protocol's core's; who is started when, and wh
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from elaswave.control.joiners import Answer, Joiners
 from elaswave.protocol.awake import AwakeTime
@@ -15,6 +14,7 @@ from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.detection import SILENCE_STARTING_S
 from elaswave.protocol.events import CoordinatorEvent, JoinerCame, JoinerGone, LeaveWanted, NewEpoch, Suspected
 from elaswave.protocol.messages import CoreToWorker, Fenced, Joining
+from elaswave.protocol.starvation import Stillness
 
 JOIN_TIMEOUT_S = 120.0
 """Within this time of its first words a joiner must have become a member; steps of minutes are to fit into it."""
@@ -26,16 +26,6 @@ JOIN_STEPS_MAX = 10.0
 """And at least within the time of so many steps."""
 
 _log = logging.getLogger("elaswave.control")
-
-
-class _Seen(NamedTuple):
-    """What was seen of a process that has not said a word yet."""
-
-    cpu_s: float
-    """Processor time that it had used."""
-    moved_s: float
-    """When it was first seen to have used so much, in time in which this process was awake: looks come from the agent,
-    and are too rare to tell that from."""
 
 
 class Membership:
@@ -94,8 +84,9 @@ class Membership:
         """Joiners that have had a notice."""
         self._joining_since_s: dict[int, float] = {}
         """Joiner that may come in -> when it has said so first."""
-        self._silent: dict[int, _Seen | None] = {}
-        """Joiner that has not said a word yet -> what is seen of its process; None before anything is."""
+        self._silent: dict[int, Stillness | None] = {}
+        """Joiner that has not said a word yet -> what is seen of its process, in time in which this process was awake;
+        None before anything is."""
         self._awake = awake
         self._heard_at: dict[int, float] = {}
         """Joiner that has said who it is -> when it was heard last, in time in which the coordinator was awake."""
@@ -210,14 +201,12 @@ class Membership:
         """
         if worker not in self._silent:
             return
-        awake_s, seen = self._awake.passed_s(now_s), self._silent[worker]
-        if seen is None or seen.cpu_s != cpu_s:
-            self._silent[worker] = _Seen(cpu_s, awake_s)
-            return
-        still_s = awake_s - seen.moved_s
-        if still_s > JOINER_STILL_S:
+        awake_s = self._awake.passed_s(now_s)
+        seen = self._silent[worker] = self._silent[worker] or Stillness(awake_s)
+        seen.looked(cpu_s, awake_s)
+        if seen.still_s > JOINER_STILL_S:
             del self._silent[worker]
-            finding = f"has not said a word, and has used no processor time for {still_s:.0f} s"
+            finding = f"has not said a word, and has used no processor time for {seen.still_s:.0f} s"
             self._tell(f"worker {worker} is ended: it was to join, {finding}")
             self._refused(worker, f"it {finding}")
             self._end(worker)
@@ -320,6 +309,10 @@ class Membership:
                 heard_at_s = self._heard_at[worker] = max(heard_at_s, awake_s - ago_s)
             if awake_s - heard_at_s > JOINER_SILENT_S:
                 self._give_up(worker, f"nothing has been heard of it for {awake_s - heard_at_s:.0f} s")
+
+    def nobody_is_heard(self, now_s: float) -> None:
+        """All workers are silent, or most: that a joiner is says nothing about it."""
+        self._heard_at = dict.fromkeys(self._heard_at, self._awake.passed_s(now_s))
 
     def unreachable(self, worker: int, reason: str) -> None:
         """Others cannot make links to a worker. A joiner does not come in then; any other one is left to others."""

@@ -65,6 +65,10 @@ class Unreachable:
         self._said = {pair: said for pair, said in self._said.items() if not self._given_up & set(pair)}
         return found
 
+    def forget(self) -> None:
+        """Nobody, or hardly anybody, is heard at present: what was said was of a network that is gone."""
+        self._said = {}
+
 
 def _reason(worker: int, seen: Mapping[tuple[int, int], str]) -> str:
     diallers = sorted(dialler for dialler, dialled in seen if dialled == worker)

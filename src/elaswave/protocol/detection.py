@@ -21,19 +21,22 @@ turned out to be harmless, and has a floor:
 What keeps a slow machine from looking like a dead worker: time in which the coordinator itself was not scheduled does
 not count; nor does time in which a worker was not, as its host's agent sees it (`elaswave.protocol.starvation`); a
 committed step is a sign of life of all members, since the vote needs all of them; when no worker at all is heard, none
-is suspected (for half a minute: then no worker is left to go on with).
+is suspected (for half a minute: then no worker is left to go on with); after a silence of all, or of most, everybody
+has a whole bound again.
 
 Durations are compared, never times of different machines. The same calls with the same times give the same answers.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from elaswave.protocol.awake import TICK_S, AwakeTime
 from elaswave.protocol.events import Suspected
-from elaswave.protocol.host_silence import LOOK_S, Counters, HostSilence
+from elaswave.protocol.host_silence import HOST_SILENT_S, LOOK_S, Counters, HostSilence
 from elaswave.protocol.position import IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
-from elaswave.protocol.starvation import EXCUSED_MAX_S, Starvation
+from elaswave.protocol.starvation import EXCUSED_MAX_S, Stillness
+from elaswave.protocol.watched import LongestLately, Watched
 
 __all__ = ["Detector", "Position", "Suspicion"]
 
@@ -54,8 +57,6 @@ UNSEEN_START_S = 120.0
 SILENCE_UNLEARNED_S = 5.0
 """Least bound on silence until `LEARNED_GAPS` heartbeats have come (`LEARNED_GAPS_AGAIN` to a successor), and while a
 worker is in one of `BESIDE_STEPS`."""
-BESIDE_STEPS = ("evaluate", "checkpoint", WRITE, "end")
-"""Labels under which no committed step shows that a worker lives; disks and digests then compete with heartbeats."""
 LEARNED_GAPS = 4
 LEARNED_GAPS_AGAIN = 40
 """The same for a coordinator that takes over: what its predecessor has learned of a busy machine is gone with it."""
@@ -66,6 +67,9 @@ CROWD_FACTOR = 4.0
 """Factor on bounds on silence while at least `CROWD` workers and more than half of all are silent together: then the
 machine is too busy for them, or a large part of it is gone, which takes longer to tell from each other. Of workers on
 several hosts, more than half of the hosts: one that is lost takes many workers with it, and busies no other."""
+SENT_AGAIN_S = 10.0
+"""After so long without an answer a peer makes its connection anew (`elaswave.control.client`), whatever its kernel
+does."""
 NOBODY_S = 30.0
 """Silence of all workers together that ends the job."""
 
@@ -77,101 +81,12 @@ UNLEARNED_S = 120.0
 """Bound on progress until `LEARNED_STEPS` steps have been committed, and for whatever is no part of a step."""
 LEARNED_STEPS = 2
 
-GAP_HALF_LIFE_S = 300.0
 DURATION_HALF_LIFE_S = 600.0
-_NEWS_S = 10.0
-"""What is seen rarely fades slowly: between two values never by more than this time's worth."""
-
 UNSEEN_S = 0.5
 """How much of the time between two heartbeats an action may be taken to have lasted on."""
 
 Suspicion = Suspected
 """What a detector answers with is what the coordinator's machine takes."""
-
-
-class _LongestLately:
-    """The largest of recent values; an old one fades by half in each half-life."""
-
-    def __init__(self, half_life_s: float) -> None:
-        self.value_s = 0.0
-        self.count = 0
-        self._half_life_s = half_life_s
-        self._added_s = 0.0
-
-    def add(self, value_s: float, now_s: float) -> None:
-        if self.count:
-            self.value_s *= 0.5 ** (min(now_s - self._added_s, _NEWS_S) / self._half_life_s)
-        self._added_s = now_s
-        self.value_s = max(self.value_s, value_s)
-        self.count += 1
-
-
-class _Awaited:
-    """What is known of a worker that has not registered yet."""
-
-    __slots__ = ("cpu_s", "moved_s", "seen_s", "worker")
-
-    def __init__(self, worker: int, now_s: float) -> None:
-        self.worker = worker
-        self.cpu_s = -1.0
-        """Processor time that its process had used when it was looked at last."""
-        self.moved_s = now_s
-        """When it was first seen to have used so much."""
-        self.seen_s = now_s
-        """When it was looked at last."""
-
-
-class _Watched:
-    """What is known of one worker."""
-
-    __slots__ = (
-        "alive_s",
-        "connected",
-        "entered_s",
-        "gaps",
-        "heard_s",
-        "is_fresh",
-        "is_new",
-        "position",
-        "starvation",
-        "worker",
-    )
-
-    def __init__(self, worker: int, now_s: float, *, is_new: bool) -> None:
-        self.worker = worker
-        self.is_new = is_new
-        """Whether it was awaited before: until its first heartbeat it is about to start."""
-        self.alive_s = now_s
-        """Time of the newest sign of life."""
-        self.heard_s = now_s
-        """Time of the newest heartbeat."""
-        self.starvation = Starvation(now_s)
-        """What was seen of its process since then."""
-        self.connected = True
-        self.is_fresh = True
-        """The next heartbeat is the first one of its connection: the time before it is no gap."""
-        self.gaps = _LongestLately(GAP_HALF_LIFE_S)
-        self.position: Position | None = None
-        self.entered_s = now_s
-        """When it entered this position, at the earliest."""
-
-    def lives(self, now_s: float) -> None:
-        """There is a sign of life."""
-        self.alive_s = now_s
-        self.starvation.ends(now_s)
-
-    @property
-    def beside_steps(self) -> bool:
-        """It evaluates, writes a checkpoint or is done: no committed step will show that it lives."""
-        return self.position is not None and kind_of(self.position.label) in BESIDE_STEPS
-
-    @property
-    def computing(self) -> bool:
-        return self.position is not None and self.position.computing
-
-    @property
-    def starting(self) -> bool:
-        return self.is_new if self.position is None else self.position.label in STARTING
 
 
 class Detector:
@@ -207,8 +122,8 @@ class Detector:
         self._silent_hosts: dict[str, tuple[HostSilence, tuple[int, ...]]] = {}
         """By host all of whose workers are silent: what is known of it, and these workers."""
         self._learned_gaps = LEARNED_GAPS_AGAIN if takes_over else LEARNED_GAPS
-        self._watched: dict[int, _Watched] = {}
-        self._awaited: dict[int, _Awaited] = {}
+        self._watched: dict[int, Watched] = {}
+        self._awaited: dict[int, Stillness] = {}
         self._gone: set[int] = set()
         """Workers of which nothing counts any more."""
         self._exits: dict[int, str] = {}
@@ -217,6 +132,11 @@ class Detector:
         self._now_s = self._awake.seen_s
         """All times in here are of this clock."""
         self._none_heard = False
+        """Whether no worker at all was heard, for half of its usual bound, at the last tick."""
+        self.are_together = False
+        """Whether all workers, or most, were silent together then."""
+        self._hosts_factor = 1.0
+        """On the bounds on the silence of whole hosts."""
         self._front = (-1, 0, 0)
         """The newest (epoch, step, attempt) that any worker has begun."""
         self._front_s = 0.0
@@ -225,10 +145,10 @@ class Detector:
         """When any worker's position changed last, or a link was seen to move bytes, however slowly."""
         self._paused = False
         """Whether all workers wait for the coordinator."""
-        self._busy: dict[str, _LongestLately] = {}
+        self._busy: dict[str, LongestLately] = {}
         """By kind of action: how long it took any worker."""
-        self._standstills = _LongestLately(DURATION_HALF_LIFE_S)
-        self._steps = _LongestLately(DURATION_HALF_LIFE_S)
+        self._standstills = LongestLately(DURATION_HALF_LIFE_S)
+        self._steps = LongestLately(DURATION_HALF_LIFE_S)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -262,16 +182,14 @@ class Detector:
     def expect(self, worker: int, now_s: float) -> None:
         """A worker's process is being started: it is to join."""
         self._advance(now_s)
-        self._awaited[worker] = _Awaited(worker, self._now_s)
+        self._awaited[worker] = Stillness(self._now_s)
 
     def used(self, worker: int, cpu_s: float, now_s: float) -> None:
         """How much processor time the process of a worker had used when it was looked at just now."""
         self._advance(now_s)
         awaited = self._awaited.get(worker)
         if awaited is not None:
-            awaited.seen_s = self._now_s
-            if cpu_s != awaited.cpu_s:
-                awaited.cpu_s, awaited.moved_s = cpu_s, self._now_s
+            awaited.looked(cpu_s, self._now_s)
 
     def looked(self, worker: int, waited_s: float, now_s: float) -> None:
         """Somebody on a worker's host has looked at its process just now.
@@ -303,7 +221,7 @@ class Detector:
         self._advance(now_s)
         self._gone.discard(worker)
         is_new = self._awaited.pop(worker, None) is not None
-        watched = self._watched.setdefault(worker, _Watched(worker, self._now_s, is_new=is_new))
+        watched = self._watched.setdefault(worker, Watched(worker, self._now_s, is_new=is_new))
         watched.connected = watched.is_fresh = True
         watched.lives(self._now_s)
 
@@ -318,12 +236,6 @@ class Detector:
         if watched is None:
             return
         starved_s = watched.starvation.excused_s
-        if self._none_heard:
-            # The others get the same time to be heard again as if they had just spoken.
-            self._none_heard = False
-            for other in self._watched.values():
-                other.lives(self._now_s)
-                other.is_fresh = True
         if not watched.is_fresh and not watched.starting:
             watched.gaps.add(min(self._now_s - watched.heard_s - starved_s, GAP_MAX_S), self._now_s)
         previous = watched.position
@@ -384,7 +296,7 @@ class Detector:
         """When `tick` is to be called next at the latest; the present time if there is news that cannot wait."""
         if self._exits:
             return now_s
-        due_s = [reported_s + LINK_GRACE_S - self._now_s for reported_s in self._broken.values()]
+        due_s = [self._due_s(pair) - self._now_s for pair in self._broken]
         return now_s + max(0.0, min([TICK_S, *due_s]))
 
     def tick(self, now_s: float) -> list[Suspicion]:
@@ -392,6 +304,7 @@ class Detector:
         self._advance(now_s)
         suspicions = self._ended()
         if not self._awake.take_overslept():  # else what came in the meantime is read first
+            self._look_for_silence_of_all()
             suspicions += self._cut_off()
             suspicions += self._never_begun()
             suspicions += self._hosts_cut_off()
@@ -431,7 +344,7 @@ class Detector:
         links, then that which more peers complain about, then that which is not heard, then the larger id. All workers
         of another host count as one, since a broken network breaks the links to all of them."""
         suspicions = []
-        while due := [pair for pair, at_s in self._broken.items() if self._now_s - at_s >= LINK_GRACE_S]:
+        while due := [pair for pair in self._broken if self._due_s(pair) <= self._now_s]:
             counterparts: dict[int, set[int]] = {}
             accusers: dict[int, set[int]] = {}
             for reporter, peer in self._broken:
@@ -463,6 +376,14 @@ class Detector:
             suspicions.append(self._suspect(worker, "link", reason))
         return suspicions
 
+    def _due_s(self, pair: tuple[int, int]) -> float:
+        """When it is decided about a broken link. While one end has still to be heard after a silence of all it is not:
+        whose words come first says nothing about whose link it was."""
+        ends = [self._watched[worker] for worker in pair]
+        if any(end.is_spared for end in ends):
+            return math.inf
+        return max(self._broken[pair], *(end.back_s for end in ends)) + LINK_GRACE_S
+
     def _host_of(self, worker: int) -> str:
         return self._domains.get(worker, "")
 
@@ -476,10 +397,10 @@ class Detector:
     def _never_begun(self) -> list[Suspicion]:
         """Of those that have not registered: whose process was seen to stand still, and whose was not seen."""
         suspicions = []
-        for _, awaited in sorted(self._awaited.items()):
-            still_s = awaited.seen_s - awaited.moved_s  # as it was seen: time without a look is another matter
-            unseen_s = self._now_s - awaited.seen_s
-            who = f"worker {awaited.worker} has not registered, and "
+        for worker, awaited in sorted(self._awaited.items()):
+            still_s = awaited.still_s  # as it was seen: time without a look is another matter
+            unseen_s = self._now_s - awaited.looked_s
+            who = f"worker {worker} has not registered, and "
             if still_s > SILENCE_STARTING_S:
                 reason = (
                     f"its process has used no processor time for {still_s:.1f} s (bound {SILENCE_STARTING_S:.1f} s)"
@@ -488,43 +409,80 @@ class Detector:
                 reason = f"nothing was seen of its process for {unseen_s:.1f} s (bound {UNSEEN_START_S:.1f} s)"
             else:
                 continue
-            suspicions.append(self._suspect(awaited.worker, "heartbeat", who + reason))
+            suspicions.append(self._suspect(worker, "heartbeat", who + reason))
         return suspicions
 
     def _common_gap_s(self) -> float:
         """The longest gap lately that not only one worker has had: what disturbs two may disturb all."""
         return sorted([0.0, 0.0, *(watched.gaps.value_s for watched in self._watched.values())])[-2]
 
-    def _bound_of(self, watched: _Watched, common_gap_s: float) -> float:
-        if watched.starting:
-            return SILENCE_STARTING_S
+    def _usual_bound_s(self, watched: Watched, common_gap_s: float) -> float:
+        """What its heartbeats and those of others have taught, whatever it does at present."""
         gap_s = max(watched.gaps.value_s, common_gap_s)
         bound_s = max(SILENCE_FLOOR_S, min(SILENCE_FACTOR * gap_s, gap_s + SILENCE_MARGIN_S))
-        bound_s += self._held_up_s(watched.worker)
+        return bound_s + self._held_up_s(watched.worker)
+
+    def _bound_of(self, watched: Watched, common_gap_s: float) -> float:
+        if watched.starting:
+            return SILENCE_STARTING_S
+        bound_s = self._usual_bound_s(watched, common_gap_s)
         if watched.gaps.count < self._learned_gaps or watched.beside_steps:
             return max(bound_s, SILENCE_UNLEARNED_S)
         return bound_s
 
+    def _look_for_silence_of_all(self) -> None:
+        """Whether all workers, or most, are silent together. If they were, and somebody is heard again, whatever was
+        heard, it is not held against the others that they are not the first: each has a whole bound from now on.
+        Between hosts that is at least as long as it was silent, up to `SENT_AGAIN_S`: a kernel doubles the time after
+        which it sends again."""
+        common_gap_s, watched = self._common_gap_s(), self._watched.values()
+        hushed = [
+            each.worker for each in watched if self._now_s - each.alive_s > self._usual_bound_s(each, common_gap_s) / 2
+        ]
+        unseen = [each for each in self._awaited.values() if self._now_s - each.looked_s > SILENCE_UNLEARNED_S / 2]
+        none_were_heard, were_together = self._none_heard, self.are_together
+        self._none_heard = 0 < len(hushed) + len(unseen) == len(watched) + len(self._awaited)
+        self.are_together = self._none_heard or self._is_crowd(hushed) or self._are_most_hosts(hushed)
+        if (none_were_heard and not self._none_heard) or (were_together and not self.are_together):
+            sent_again_s = SENT_AGAIN_S if len({self._host_of(each.worker) for each in watched}) > 1 else 0.0
+            longest_s = max((self._now_s - each.alive_s for each in watched), default=0.0)
+            for each in watched:
+                each.spare(self._now_s, sent_again_s)
+            self._silent_hosts.clear()
+            self._moved_s = self._now_s + min(longest_s, sent_again_s)  # nor could anything move
+
+    def _is_crowd(self, workers: Sequence[int]) -> bool:
+        return len(workers) >= CROWD and self._are_most(workers)
+
+    def _are_most_hosts(self, workers: Sequence[int]) -> bool:
+        """Whether most hosts, of several, have no other worker than these."""
+        if not workers:
+            return False
+        heard = {self._host_of(worker) for worker in self._watched.keys() - set(workers)}
+        hosts = {self._host_of(worker) for worker in self._watched}
+        return len(hosts) > 1 and 2 * len(hosts - heard) > len(hosts)
+
     def _silent(self) -> list[Suspicion]:
         common_gap_s = self._common_gap_s()
         known = [
-            (watched, self._now_s - watched.alive_s, self._bound_of(watched, common_gap_s))
+            (watched, self._now_s - watched.counted_s, self._bound_of(watched, common_gap_s))
             for watched in self._watched.values()
         ]
         # Of all by the same measure, whichever worker computes.
         hushed = [watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / 2]
-        num_hushed = len(hushed)
         quiet = (watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / SILENCE_FACTOR)
         self._quiet = tuple(sorted(quiet))
-        shortest_s = min((silence_s for _, silence_s, _ in known), default=float("inf"))
-        crowd = CROWD_FACTOR if num_hushed >= CROWD and self._are_most(hushed) else 1.0
-        late: list[tuple[_Watched, float, float]] = []
+        shortest_s = min((self._now_s - watched.alive_s for watched, _, _ in known), default=math.inf)
+        crowd = CROWD_FACTOR if self._is_crowd(hushed) else 1.0
+        late: list[tuple[Watched, float, float]] = []
         for watched, silence_s, bound_s in known:
             spare = self._num_computing > watched.computing and not watched.starting
             hurry = NO_HURRY if spare else 1.0
             silent_host = self._silent_hosts.get(self._host_of(watched.worker))
             is_mute = silent_host is not None and silent_host[0].is_mute(self._now_s)
-            allowed_s = bound_s * hurry * (CROWD_FACTOR if is_mute else crowd)
+            allowed_s = watched.allowed_s(bound_s * hurry * (CROWD_FACTOR if is_mute else crowd))
+            if is_mute:  # what its kernel does not acknowledge says more
+                allowed_s = max(allowed_s, self._hosts_factor * HOST_SILENT_S)
             if silence_s <= allowed_s:
                 continue
             if watched.starvation.condemns(silence_s, allowed_s, self._now_s, self._can_look(watched.worker)):
@@ -533,8 +491,9 @@ class Detector:
                 self._excuses.append(
                     f"worker {watched.worker} has been silent for {silence_s:.2f} s (bound {allowed_s:.2f} s), {excuse}"
                 )
-        if late and num_hushed == len(self._watched) + len(self._awaited) and shortest_s < NOBODY_S:
-            self._none_heard = True
+        if late and self._none_heard and shortest_s < NOBODY_S:
+            for watched in self._watched.values():
+                watched.is_fresh = True  # it is no gap of one worker
             return []
         return [
             self._suspect(
@@ -561,17 +520,21 @@ class Detector:
         known, self._silent_hosts = self._silent_hosts, {}
         for host, workers in silent.items():
             if quiet.issuperset(workers):
-                heard_s = max(self._watched[worker].alive_s for worker in workers)
+                heard_s = max(self._watched[worker].counted_s for worker in workers)
                 found = known[host][0] if host in known else HostSilence(heard_s)
                 self._silent_hosts[host] = found, tuple(sorted(workers))
         together = [worker for _, workers in self._silent_hosts.values() for worker in workers]
-        crowd = CROWD_FACTOR if len(together) >= CROWD and self._are_most(together) else 1.0
+        factor = self._hosts_factor = CROWD_FACTOR if self._are_most_hosts(together) else 1.0
         return [
             self._suspect(worker, "host", f"worker {worker} is on host {host}, which is cut off: {finding}")
             for host, (silence, workers) in sorted(self._silent_hosts.items())
-            if (finding := silence.finding(self._now_s, crowd))
+            if (finding := silence.finding(self._now_s, self._spared(workers, factor)))
             for worker in workers
         ]
+
+    def _spared(self, workers: Iterable[int], factor: float) -> float:
+        """The factor on a silent host's bounds, if its workers have more time than that."""
+        return max(self._watched[worker].allowed_s(factor * HOST_SILENT_S) for worker in workers) / HOST_SILENT_S
 
     def _are_most(self, workers: Sequence[int]) -> bool:
         """Whether these are more than half of all that are watched; of several hosts, on more than half of them."""
@@ -595,7 +558,7 @@ class Detector:
 
     # ------------------------------------------------------------------------------------------------------- progress
 
-    def _enter(self, watched: _Watched, position: Position) -> None:
+    def _enter(self, watched: Watched, position: Position) -> None:
         """Takes note of what a worker has begun, and learns from what it has ended."""
         entered_s = self._now_s - position.since_s
         previous = watched.position
@@ -604,7 +567,7 @@ class Detector:
             if previous.computing:
                 # When exactly it ended that is not known, only that it was before it began this.
                 took_s = max(0.0, previous.since_s - previous.starved_s) + min(entered_s - watched.heard_s, UNSEEN_S)
-                longest = self._busy.setdefault(kind_of(previous.label), _LongestLately(DURATION_HALF_LIFE_S))
+                longest = self._busy.setdefault(kind_of(previous.label), LongestLately(DURATION_HALF_LIFE_S))
                 longest.add(took_s, self._now_s)
             if self._num_computing == 0 and kind_of(previous.label) in PHASES:
                 self._standstills.add(max(0.0, entered_s - self._moved_s), self._now_s)

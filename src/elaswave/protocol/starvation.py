@@ -16,6 +16,8 @@ FRESH_LOOK_S = 0.5
 """How old the newest look may be when a worker is held for lost; agents look every 0.2 s."""
 LOOK_GRACE_S = 1.0
 """For how long a newer one is waited for: an agent may have to wait for a processor too."""
+LOOK_GAP_S = 5.0
+"""As how much a longer time between two looks counts: agents look every second, and what lies between is not known."""
 
 
 class Starvation:
@@ -79,3 +81,32 @@ class Starvation:
             return ""
         self._is_told = True
         return f"but for {self._waited_s:.2f} s of that time it waited for a processor, which does not count"
+
+
+class Stillness:
+    """For how long a process has been seen to use no processor time.
+
+    Args:
+        now_s: when it was started, as of all methods by one clock.
+    """
+
+    __slots__ = ("_cpu_s", "looked_s", "still_s")
+
+    def __init__(self, now_s: float) -> None:
+        self._cpu_s: float | None = None
+        self.looked_s = now_s
+        """When it was looked at last."""
+        self.still_s = 0.0
+
+    def looked(self, cpu_s: float, now_s: float) -> None:
+        """Somebody has looked at the process.
+
+        Args:
+            cpu_s: processor time that it has used up to now.
+            now_s: the time.
+        """
+        if cpu_s == self._cpu_s:
+            self.still_s += min(now_s - self.looked_s, LOOK_GAP_S)
+        else:
+            self.still_s = 0.0
+        self._cpu_s, self.looked_s = cpu_s, now_s

@@ -250,6 +250,17 @@ def test_a_joiner_that_falls_silent_before_it_is_a_member_is_given_up(world: Wor
     assert world.ended == [4]
 
 
+def test_joiners_do_not_fall_silent_alone_while_nobody_is_heard(world: World) -> None:
+    world.membership.join(1, 0.0)
+    world.membership.heard(joining(3), 0.0)
+    for _ in range(4):
+        world.pass_time(world.now_s + JOINER_SILENT_S - 1.0)
+        world.membership.nobody_is_heard(world.now_s)
+    assert world.ended == []
+    world.pass_time(world.now_s + JOINER_SILENT_S + 1.0)
+    assert world.ended == [3]
+
+
 def test_joiners_do_not_fall_silent_while_the_coordinator_sleeps(world: World) -> None:
     world.membership.join(1, 0.0)
     world.membership.heard(joining(3), 0.0)

@@ -55,3 +55,11 @@ def test_who_was_given_up_is_not_given_up_again() -> None:
     assert set(unreachable.heard(0, {1: "at a: refused"}, REACH_S)) == {1}
     for seconds in range(1, 60):
         assert unreachable.heard(0, {1: "at a: refused"}, REACH_S + seconds) == {}
+
+
+def test_what_was_said_of_a_network_that_is_gone_is_forgotten() -> None:
+    unreachable = Unreachable()
+    unreachable.heard(0, {1: "at a: refused"}, 0.0)
+    unreachable.forget()
+    assert unreachable.heard(0, {1: "at a: refused"}, REACH_S) == {}
+    assert set(unreachable.heard(0, {1: "at a: refused"}, 2 * REACH_S)) == {1}
