@@ -2,6 +2,7 @@
 
 import logging
 import re
+import ssl
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from elaswave.errors import AuthenticationError, WaitTimeoutError
 from elaswave.transport.addresses import Place
 from elaswave.transport.frames import Tag
 from elaswave.transport.stream import StreamTransport
+from elaswave.transport.tls import TlsError, failure
 
 TAG = Tag(channel=1, step=1, attempt=0)
 EITHER = (AuthenticationError, WaitTimeoutError)
@@ -62,7 +64,7 @@ def test_a_listener_whose_certificate_does_not_fit(make_tls, seen, caplog):
 def test_a_dialler_whose_certificate_does_not_fit(make_tls, caplog):
     dialler = transport(0, make_tls())
     dialler._acceptor._dialling.context.load_verify_locations(job_tls().authority)  # it accepts the listener
-    meet(dialler, transport(1, job_tls()), "TLS failed .*(ALERT|EOF)|reset", caplog, EITHER)
+    meet(dialler, transport(1, job_tls()), "TLS failed .*ALERT|inside of TLS|reset", caplog, EITHER)
     assert re.search("turned a connection away: TLS failed .*certificate", caplog.text)
 
 
@@ -72,7 +74,7 @@ def test_a_plain_dialler(caplog):
 
 
 def test_a_plain_listener(caplog):
-    meet(transport(0, job_tls()), transport(1, None), "TLS failed|reset", caplog, EITHER)
+    meet(transport(0, job_tls()), transport(1, None), "inside of TLS|reset", caplog, WaitTimeoutError)
     assert "it is not an elaswave worker" in caplog.text
 
 
@@ -105,3 +107,45 @@ def test_many_pieces_of_many_sizes_arrive_as_they_were_sent(tls_world):
     for out, frame in zip(received, frames):
         assert all(torch.equal(one, other) for one, other in zip(out, frame))
     assert a.bytes_sent[1] == b.bytes_received[0]
+
+
+def test_a_handshake_that_is_cut_off_is_begun_again(caplog):
+    """Whoever crowds a listener cuts handshakes off: that says nothing against a certificate."""
+    dialler, listener = transport(0, job_tls()), transport(1, job_tls())
+    cut = []
+
+    def serve():
+        real = listener._acceptor._begin
+
+        def begin(sock, *arguments):
+            visit = real(sock, *arguments)
+            if len(cut) < 3:
+                cut.append(visit)
+                listener._acceptor._turn_away(visit, TimeoutError("cut off"))
+            return visit
+
+        listener._acceptor._begin = begin
+        until(lambda: 0 in listener.peers, listener)
+
+    try:
+        in_threads([serve, lambda: dialler.connect({1: listener.address}, PATIENCE_S)])
+        assert len(cut) == 3 and dialler.peers == {1}
+    finally:
+        dialler.close()
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_over"),
+    [
+        (ssl.SSLEOFError(8, "EOF occurred in violation of protocol"), True),
+        (ssl.SSLZeroReturnError(6, "TLS/SSL connection has been closed"), True),
+        (ssl.SSLSyscallError(5, "Some I/O error occurred"), True),
+        (ssl.SSLCertVerificationError(1, "certificate verify failed"), False),
+        (ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number"), False),
+    ],
+)
+def test_only_what_the_other_side_says_counts_against_it(error, is_over):
+    error.reason = error.verify_message = error.args[1]  # as OpenSSL's have them
+    found = failure(error)
+    assert isinstance(found, TlsError) != is_over and isinstance(found, ConnectionError)

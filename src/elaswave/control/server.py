@@ -41,16 +41,13 @@ from elaswave.protocol.host_silence import Counters
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
 from elaswave.transport.tls import Tls
-from elaswave.transport.unauthenticated import CROWDED_OUT, UnauthenticatedPeers
+from elaswave.transport.unauthenticated import CROWDED_OUT, LimitedLines, UnauthenticatedPeers, source_of
 
 HANDSHAKE_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 30.0
 """A peer that has not taken all that waits for it within this time is cut off."""
 MAX_OUTBOX_BYTES = 128 << 20
 """A peer for which more than this waits is cut off."""
-MAX_REFUSALS_PER_PERIOD = 20
-"""More in `REFUSAL_PERIOD_S` are only counted, so that a flood of connections does not become a flood of log lines."""
-REFUSAL_PERIOD_S = 10.0
 
 _log = logging.getLogger("elaswave.control")
 _T = TypeVar("_T")
@@ -127,7 +124,8 @@ class ControlServer(Generic[_T]):
         self._newest: tuple[msgspec.Struct, bytes] | None = None
         """What was sent last, and as what."""
         self._server: asyncio.Server | None = None
-        self._num_refusals = 0
+        self._lines = LimitedLines()
+        self._end_of_lines: asyncio.TimerHandle | None = None
         self._num_connections = 0
         self._closing = False
 
@@ -307,8 +305,13 @@ class ControlServer(Generic[_T]):
 
     def entered(self, connection: "_Connection") -> None:
         """An unauthenticated peer has connected."""
-        if oldest := self._unauthenticated.admit(connection):
-            oldest.refuse(CROWDED_OUT)
+        source = source_of(connection.transport.get_extra_info("peername"))
+        if ended := self._unauthenticated.admit(connection, source):
+            ended.refuse(CROWDED_OUT)
+
+    def spoke(self, connection: "_Connection") -> None:
+        """Something has come from a connection."""
+        self._unauthenticated.spoke(connection)
 
     def left(self, connection: "_Connection") -> None:
         """A connection has ended."""
@@ -377,20 +380,19 @@ class ControlServer(Generic[_T]):
 
     def refused(self, reason: str, is_stranger: bool) -> None:
         """Notes that a connection was turned away; of a stranger it says so."""
-        self._num_refusals += 1
-        if self._num_refusals == 1:
-            self._loop.call_later(REFUSAL_PERIOD_S, self._end_refusal_period)
-        if self._num_refusals <= MAX_REFUSALS_PER_PERIOD and not self._closing:
+        now_s = self._loop.time()
+        if self._lines.admit(now_s) and not self._closing:
             _log.warning("%s", reason)
             self._call(self._on_refused, reason)
             if is_stranger:
                 self._call(self._on_stranger, reason)
+        if self._lines.ends_s is not None and self._end_of_lines is None:
+            self._end_of_lines = self._loop.call_at(self._lines.ends_s, self._say_the_rest)
 
-    def _end_refusal_period(self) -> None:
-        unsaid = self._num_refusals - MAX_REFUSALS_PER_PERIOD
-        self._num_refusals = 0
-        if unsaid > 0 and not self._closing:
-            reason = f"{unsaid} more control connections were turned away within {REFUSAL_PERIOD_S:g} s"
+    def _say_the_rest(self) -> None:
+        self._end_of_lines = None
+        reason = self._lines.unsaid(self._loop.time())
+        if reason and not self._closing:
             _log.warning("%s", reason)
             self._call(self._on_refused, reason)
 
@@ -461,6 +463,8 @@ class _Connection(asyncio.Protocol):
         if self._refused or self.is_hung_up:
             return
         self.heard_s = self._server.now_s()
+        if not self._settled:
+            self._server.spoke(self)
         try:
             frames = self.session.feed(data)
             self._flush()

@@ -1,9 +1,9 @@
 """Where connections become links: listening, dialling, and the handshakes in between.
 
 Unauthenticated peers cannot disturb: only so many may be in the handshake at a time, each for a bounded time and with
-64 bytes of memory (with TLS beside what OpenSSL needs for it), and nothing ever blocks on them. A connection that is
-turned away is logged under ``elaswave.transport``. What happens on a link once it is made is not known here (``link``,
-``stream``).
+64 bytes of memory (with TLS beside what OpenSSL needs for it), and nothing ever blocks on them. Connections that are
+turned away are logged under ``elaswave.transport``, so many in each period; the rest is counted. What happens on a link
+once it is made is not known here (``link``, ``stream``).
 """
 
 import logging
@@ -18,7 +18,7 @@ from elaswave.errors import AuthenticationError
 from elaswave.transport import addresses
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener, check_key
 from elaswave.transport.tls import TlsError, TlsSocket, bound_key
-from elaswave.transport.unauthenticated import CROWDED_OUT, UnauthenticatedPeers
+from elaswave.transport.unauthenticated import CROWDED_OUT, LimitedLines, UnauthenticatedPeers, source_of
 from elaswave.transport.waiter import READ, WRITE, Waiter
 
 _log = logging.getLogger("elaswave.transport")
@@ -116,6 +116,7 @@ class Acceptor:
         self._num_lookups = 0
         self._unauthenticated: UnauthenticatedPeers[_Visit] = UnauthenticatedPeers()
         """Those of the visits that were not dialled."""
+        self._lines = LimitedLines()
         tls = place.tls
         if tls is not None and place.listen.startswith("unix:"):
             raise ValueError(f"TLS is for tcp: addresses, but {place.listen!r} is none: leave out the certificate")
@@ -182,9 +183,13 @@ class Acceptor:
     def expire(self) -> float:
         """Turn away the connections that took too long; returns the seconds until the next one will have."""
         nearest = self._tend_lookups() if self._lookups else math.inf
-        if not self._visits:
+        if not self._visits and self._lines.ends_s is None:
             return nearest
         now = time.monotonic()
+        if unsaid := self._lines.unsaid(now):
+            _log.warning("worker %d: %s", self._worker, unsaid)
+        elif (ends_s := self._lines.ends_s) is not None:
+            nearest = min(nearest, ends_s - now)
         for visit in list(self._visits.values()):
             if visit.deadline <= now and not visit.is_connected:
                 self._turn_away(visit, ConnectionError(f"nothing there has answered within {self._timeout_s:g} s"))
@@ -211,13 +216,13 @@ class Acceptor:
     def _accept(self, event: int) -> None:
         for _ in range(_MAX_ACCEPTS_PER_TURN):
             try:
-                sock, _address = self._listener.accept()
+                sock, address = self._listener.accept()
             except OSError:  # the peer has gone, or no descriptor is left: the next turn tries again
                 return
             addresses.tune(sock)
             visit = self._begin(sock, self._make_listener, None, None)
-            if oldest := self._unauthenticated.admit(visit):
-                self._turn_away(oldest, TimeoutError(CROWDED_OUT))
+            if ended := self._unauthenticated.admit(visit, source_of(address)):
+                self._turn_away(ended, TimeoutError(CROWDED_OUT))
 
     def _make_listener(self, key: bytes) -> Listener:
         return Listener(key, self._worker, os.urandom(NONCE_BYTES), self._refusal)
@@ -234,6 +239,7 @@ class Acceptor:
 
     def _on_event(self, visit: _Visit) -> None:
         visit.is_connected = True
+        self._unauthenticated.spoke(visit)
         try:
             if visit.side is None and not self._secure(visit):
                 return
@@ -302,7 +308,7 @@ class Acceptor:
         self._end(visit)
         if visit.peer is not None:
             self.trouble[visit.peer] = error
-        else:
+        elif self._lines.admit(time.monotonic()):
             _log.warning("worker %d turned a connection away: %s", self._worker, error)
 
 

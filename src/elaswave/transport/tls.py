@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave.errors import AuthenticationError, ConfigError
+from elaswave.errors import ConfigError
 
 RECORD_BYTES = 1 << 14
 """Of the largest TLS record (RFC 8446, section 5.1); OpenSSL writes one per call."""
@@ -139,6 +139,20 @@ def trouble_with(error: ssl.SSLError) -> str:
     return f"TLS failed ({reason_of(error)}): both sides must use it, with certificates of one authority"
 
 
+_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+"""The connection is over, for whatever reason: nothing was said against a certificate."""
+
+
+def failure(error: ssl.SSLError) -> ConnectionError:
+    """What a failure of TLS means: a connection that has ended, and may be dialled again, or a `TlsError`."""
+    if isinstance(error, _ENDED):
+        return ConnectionError(
+            f"the connection ended inside of TLS ({reason_of(error)}); if it does so each time, look whether both "
+            "sides use TLS, with certificates of one authority"
+        )
+    return TlsError(trouble_with(error))
+
+
 class TlsSocket:
     """A connection inside TLS, with those methods of a non-blocking socket that links and handshakes use.
 
@@ -167,7 +181,7 @@ class TlsSocket:
         Returns:
             None once it is done; else whether it waits for room to write, and not for what the other side says.
         Raises:
-            AuthenticationError: the other side is not accepted.
+            TlsError: one side does not accept the other.
             OSError: the connection has ended.
         """
         try:
@@ -177,7 +191,7 @@ class TlsSocket:
         except ssl.SSLWantWriteError:
             return True
         except ssl.SSLError as error:
-            raise AuthenticationError(trouble_with(error)) from None
+            raise failure(error) from None
         return None
 
     @property
@@ -260,7 +274,7 @@ class TlsSocket:
         except ssl.SSLWantWriteError:
             self._held = bytes(record)
         except ssl.SSLError as error:
-            raise TlsError(trouble_with(error)) from None
+            raise failure(error) from None
 
     def recv(self, num_bytes: int) -> bytes:
         """At most so many bytes; none at the end of the connection.
@@ -284,7 +298,7 @@ class TlsSocket:
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
         except ssl.SSLError as error:
-            raise TlsError(trouble_with(error)) from None
+            raise failure(error) from None
 
     def recvmsg_into(self, views: Sequence[memoryview]) -> tuple[int]:
         """Receives into the first of several pieces of memory: a record ends anywhere, and the caller comes again."""
