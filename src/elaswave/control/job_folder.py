@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -46,22 +47,49 @@ class JobFolder:
 
 
 def sweep_dead() -> list[Path]:
-    """Removes the folders of jobs that have no process any more: their launchers were killed.
+    """Removes the folders of this user's jobs that have no process any more: their launchers were killed.
+
+    Others may have made folders of the same name, to keep a job from starting: nothing of them is opened. No trouble
+    here keeps one from starting either.
 
     Returns:
         Those that it has removed.
     """
     removed = []
-    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK_FILE}")):
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-            lock = os.open(folder, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder.parent)
-                removed.append(folder.parent)
-            finally:
-                os.close(lock)
+    parent = Path(tempfile.gettempdir())
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in os.listdir(parent) if name.startswith(PREFIX))
+        for name in names:
+            with contextlib.suppress(OSError, RecursionError):  # it is in use, or gone meanwhile
+                if _removes(parent / name):
+                    removed.append(parent / name)
     return removed
+
+
+def _removes(folder: Path) -> bool:
+    """Removes a folder if it is one that this user alone can write to, and whose lock is free."""
+    if not _is_own(os.lstat(folder), stat.S_IFDIR):
+        return False
+    within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not _is_own(os.fstat(within), stat.S_IFDIR):
+            return False
+        lock = os.open(_LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within)
+        try:
+            if not _is_own(os.fstat(lock), stat.S_IFREG):
+                return False
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
+    finally:
+        os.close(within)
+    return True
+
+
+def _is_own(found: os.stat_result, kind: int) -> bool:
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return stat.S_IFMT(found.st_mode) == kind and found.st_uid == os.geteuid() and not found.st_mode & others
 
 
 def refused(error: OSError, what: str, advice: str) -> LaunchError:
