@@ -1,8 +1,11 @@
 """What processes that compute find in their environment before libraries are loaded, and their children inherit; and
 what no child may find there: the job's key."""
 
+import atexit
 import ctypes
 import os
+import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -17,8 +20,10 @@ KEY_VARIABLE = "ELASWAVE_KEY"
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Read by the numeric libraries when they are loaded. Two threads add in another order than one."""
 _COMPILER_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-"""Torch makes a folder for its compiler when parts of it are loaded. Nothing is compiled here, so it gets one that is
-there already, and leaves none behind."""
+"""Where torch keeps what it compiles (inductor, Triton, AOTAutograd), and loads it from. By itself it takes a folder in
+the temporary one whose name anybody can guess, and make first: with code of their own in it."""
+_CACHE = Path("elaswave") / "compiled"
+"""Within the user's cache folder."""
 
 
 def prepare_to_compute() -> None:
@@ -29,7 +34,44 @@ def prepare_to_compute() -> None:
 def environment_to_compute() -> dict[str, str]:
     """The environment of a process that computes: this process's, with one thread for each library, without the key."""
     inherited = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-    return {_COMPILER_FOLDER: tempfile.gettempdir()} | inherited | dict.fromkeys(_ONE_THREAD, "1")
+    if _COMPILER_FOLDER not in inherited:
+        inherited[_COMPILER_FOLDER] = str(_private_cache())
+    return inherited | dict.fromkeys(_ONE_THREAD, "1")
+
+
+def use_private_cache() -> None:
+    """What this process and its children compile is kept where nobody else can put code, unless the environment says
+    where. To be called before layers are compiled: torch looks when it compiles."""
+    if _COMPILER_FOLDER not in os.environ:
+        os.environ[_COMPILER_FOLDER] = str(_private_cache())
+
+
+def _private_cache() -> Path:
+    """A folder that only this user can write to: in the user's cache folder, or a new one where that is not safe."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        parent = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+        folder = parent / _CACHE
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if all(map(_is_safe, (folder, *folder.resolve().parents))) and os.access(folder, os.W_OK | os.X_OK):
+            return folder.resolve()
+    except (OSError, RuntimeError):  # no home, or nothing can be made there
+        pass
+    own = Path(tempfile.mkdtemp(prefix="elaswave-compiled-"))
+    atexit.register(_remove, own, os.getpid())
+    return own
+
+
+def _is_safe(folder: Path) -> bool:
+    """Whether nobody but this user and root can replace what is in a folder."""
+    found = folder.stat()
+    may_others_write = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return found.st_uid in (0, os.geteuid()) and (not may_others_write or bool(found.st_mode & stat.S_ISVTX))
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in children that were forked
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def given_key() -> JobKey | None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from elaswave.api.environment import given_key
+from elaswave.api.environment import given_key, use_private_cache
 from elaswave.api.evaluation import evaluation_means
 from elaswave.api.held import refuse_connections
 from elaswave.api.model import OwnModelSpec, dtype_name
@@ -122,6 +122,7 @@ class Trainer:
         options = session.begin_job(self._run_dir, self._resume)
         self._cut_as(options.saved_config())
         config = self._resolved(options, session.workers, session.overrides)
+        use_private_cache()
         environment = template_environment()
         files = read_files() if environment is None else ()  # a fresh interpreter inherits none
         script = Script(self._training(config), environment, self._after_step, self._files, files)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import tomllib
 from collections.abc import Callable
@@ -360,10 +359,11 @@ def test_an_error_of_the_system_that_nobody_explains_is_a_bug_of_ours(launcher: 
 def test_libraries_are_told_before_they_are_loaded(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert main(["train"]) == 0
-    assert (os.environ["OMP_NUM_THREADS"], os.environ["TORCHINDUCTOR_CACHE_DIR"]) == ("1", str(tmp_path))
+    cache = tmp_path.resolve() / "elaswave" / "compiled"
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["TORCHINDUCTOR_CACHE_DIR"]) == ("1", str(cache))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     assert main(["train"]) == 0
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine", "a person's own stays"
