@@ -6,20 +6,23 @@ Both sides prove that they hold the job's key (`elaswave.transport.handshake`); 
 
 and is answered by the bytes that were asked for, or by one where none were. What they are does not matter: they are
 random, so that nothing on the way makes them shorter. Connections have the buffers of those that carry data. One host
-is answered at a time, since two would share the link.
+is answered at a time, since two would share the link; the others wait for the last word of the handshake.
 """
 
 import contextlib
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from elaswave.costs.link_probes import PROBE_BYTES_MAX, MeasuredLinks, Probe, probing
 from elaswave.errors import AuthenticationError, CommError, ProbeError
 from elaswave.transport.addresses import tune
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener
+from elaswave.transport.unauthenticated import LimitedLines, UnauthenticatedPeers, source_of
 
 PROBER = 2**32 - 1
 """Id of both sides in the handshake; no process of a job has it."""
@@ -27,6 +30,8 @@ PROBE_S_MAX = 60.0
 """A probe that takes longer has failed."""
 IDLE_S_MAX = 20.0
 """Between two probes of a host that measures; then the next one has its turn."""
+HANDSHAKE_S_MAX = 5.0
+"""In which a host proves that it holds the key."""
 _TURN_S = 0.2
 _HEADER = struct.Struct("<QQ")
 _CHUNK_BYTES = 1 << 20
@@ -76,19 +81,86 @@ def answer(listener: socket.socket, key: bytes, goes_on: Callable[[], bool], say
         say: told of each host that has ended, and why.
     """
     listener.settimeout(_TURN_S)
-    while goes_on():
+    desk = _Desk(key, say)
+    try:
+        while goes_on():
+            with contextlib.suppress(TimeoutError):
+                sock, address = listener.accept()
+                desk.admit(sock, address)
+            desk.say_the_rest()
+    finally:
+        desk.close()
+
+
+class _Desk:
+    """Those who want to measure: they shake hands at the same time, and then wait for their turn. So who holds no key
+    makes nobody wait.
+
+    Args:
+        key: the job's.
+        say: told of each host that has ended, and why; of a flood, of some.
+    """
+
+    def __init__(self, key: bytes, say: Callable[[str], None]) -> None:
+        self._key, self._say = key, say
+        self._lock = threading.Lock()
+        """Of what is here and of `say`."""
+        self._turn = threading.Lock()
+        """The one that has it measures."""
+        self._guests: dict[socket.socket, threading.Thread] = {}
+        self._unauthenticated: UnauthenticatedPeers[socket.socket] = UnauthenticatedPeers()
+        self._lines = LimitedLines()
+
+    def admit(self, sock: socket.socket, address: Any) -> None:
+        """Somebody has connected; who has to make room for that is hung up."""
+        thread = threading.Thread(target=self._serve, args=(sock, str(address[0])), daemon=True)
+        with self._lock:
+            ended = self._unauthenticated.admit(sock, source_of(address))
+            self._guests[sock] = thread
+        if ended is not None:
+            _hang_up(ended)
+        thread.start()
+
+    def say_the_rest(self) -> None:
+        """Tells of those of whom nothing was said."""
+        with self._lock:
+            if unsaid := self._lines.unsaid(time.monotonic()):
+                self._say(unsaid)
+
+    def close(self) -> None:
+        """Hangs all of them up."""
+        with self._lock:
+            guests = dict(self._guests)
+        for sock in guests:
+            _hang_up(sock)
+        for thread in guests.values():
+            thread.join()  # each wait of it ends with its connection
+
+    def _serve(self, sock: socket.socket, host: str) -> None:
+        link, is_known = _Link(sock, f"the host at {host}"), False
         try:
-            sock, (host, *_) = listener.accept()
-        except TimeoutError:
-            continue
-        link = _Link(sock, f"the host at {host}")
-        with sock:
-            try:
-                listening = Listener(key, PROBER, os.urandom(NONCE_BYTES), _refusal, _name)
-                _shake_hands(link, listening, IDLE_S_MAX)
-                say(f"{host} measured this link with {_serve(link)} probes")
-            except CommError as error:
-                say(f"{host}: {error}")
+            listening = Listener(self._key, PROBER, os.urandom(NONCE_BYTES), _refusal, _name)
+            welcome = _shake_hands(link, listening, HANDSHAKE_S_MAX)
+            with self._lock:
+                self._unauthenticated.remove(sock)
+                is_known = True
+            with self._turn:  # its clock runs from the welcome on
+                link.begin("the handshake", HANDSHAKE_S_MAX)
+                link.send(welcome)
+                said = f"{host} measured this link with {_serve(link)} probes"
+        except CommError as error:
+            said = f"{host}: {error}"
+        with self._lock:
+            self._unauthenticated.remove(sock)
+            del self._guests[sock]
+            if is_known or self._lines.admit(time.monotonic()):
+                self._say(said)
+        sock.close()
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class _Link:
@@ -189,10 +261,11 @@ def _send_random(link: _Link, num_bytes: int) -> None:
         link.send(some[: num_bytes - begin])
 
 
-def _shake_hands(link: _Link, side: Dialler | Listener, seconds: float) -> None:
+def _shake_hands(link: _Link, side: Dialler | Listener, seconds: float) -> bytes:
+    """Proves who is here; returns the last message, which is still to be sent."""
     link.begin("the handshake", seconds)
     link.send(side.opening())
-    while not side.done:
+    while True:
         data = link.exactly(side.bytes_needed)
         if not data:
             raise ProbeError(
@@ -205,6 +278,8 @@ def _shake_hands(link: _Link, side: Dialler | Listener, seconds: float) -> None:
             with contextlib.suppress(CommError):
                 link.send(side.last_words)
             raise
+        if side.done:
+            return reply
         link.send(reply)
 
 

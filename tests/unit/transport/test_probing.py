@@ -5,6 +5,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +14,7 @@ from elaswave.errors import AuthenticationError, ProbeError
 from elaswave.transport import probing
 from elaswave.transport.addresses import reserve
 from elaswave.transport.handshake import NONCE_BYTES, Dialler
+from elaswave.transport.unauthenticated import MAX_LINES_PER_PERIOD
 
 KEY = b"k" * 32
 
@@ -115,3 +117,21 @@ def test_who_answers_survives_whoever_asks() -> None:
     assert ["after 3 of 1000 bytes" in said[0], "with 0 probes" in said[1]] == [True, True]
     assert f"bytes, at most {PROBE_BYTES_MAX} are answered" in said[2]
     assert "it is not an elaswave worker" in said[3] and "measured this link with" in said[4]
+
+
+def test_strangers_make_nobody_wait() -> None:
+    said: list[str] = []
+    with answering(said) as port:
+        strangers = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(200)]
+        found = probing.measure("localhost", port, KEY)
+        for stranger in strangers:
+            stranger.close()
+    assert f"127.0.0.1 measured this link with {found.num_probes} probes" in said
+    assert len(said) <= MAX_LINES_PER_PERIOD + 1
+
+
+def test_two_that_measure_take_turns() -> None:
+    said: list[str] = []
+    with answering(said) as port, ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: probing.measure("localhost", port, KEY), range(3)))
+    assert sorted(said) == sorted(f"127.0.0.1 measured this link with {each.num_probes} probes" for each in found)
