@@ -6,6 +6,7 @@ Every command runs in a session of its own with a temporary folder of its own, s
 import contextlib
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -157,6 +158,15 @@ def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "result.json").read_bytes() == before
 
     saved = (tmp_path / "run" / "config.toml").read_bytes()
+    edited = re.sub(rb"(?m)^lr = .*$", b"lr = 0.5", saved)
+    (tmp_path / "run" / "config.toml").write_bytes(edited)
+    code, _, errors = ended(tmp_path / "t5", "--run-dir", "run", "--resume")
+    assert (code, "Traceback" in errors) == (2, False)
+    assert "is of another computation" in errors and "here. Ask for its values" in errors
+    assert re.search(r"optimizer\.lr is 0\.\d+ there and 0\.5 here", errors)
+    assert (tmp_path / "run" / "config.toml").read_bytes() == edited != saved
+    (tmp_path / "run" / "config.toml").write_bytes(saved)
+
     code, _, errors = ended(tmp_path / "t6", "--run-dir", "run", "--resume", "--set", "run.steps=1")
     assert (code, "Traceback" in errors) == (2, False)
     assert "has 2 steps already, and run.steps = 1 asks for fewer: there is nothing to do" in errors

@@ -143,7 +143,7 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
     records: list[str] = []
     found: list[tuple[events.FindCheckpoint, int | None]] = []
 
-    def find(run_dir: Path) -> CheckpointSearch:
+    def find(run_dir: Path, objection: object) -> CheckpointSearch:
         ref = CheckpointRef(4 if records else 2, run_dir, meta=None)  # type: ignore[arg-type]
         records[:] = ["step 4"]
         return CheckpointSearch(ref, ())
@@ -158,6 +158,7 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
         restart_s=0.0,
         begins_at_seed=True,
         is_over=lambda: False,
+        objection=lambda meta: "",
         answer=lambda question, step: found.append((question, step)),
     )
     asyncio.run(finder.find(events.FindCheckpoint(7)))

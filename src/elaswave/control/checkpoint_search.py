@@ -1,6 +1,7 @@
 """How a coordinator looks for the newest durable checkpoint, to which a job goes back, while others may be written."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from elaswave.control.checkpoints import Checkpoints
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.events import FindCheckpoint
 from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
+from elaswave.state.checkpoint_format import CheckpointMeta
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointFinder:
@@ -20,6 +24,7 @@ class CheckpointFinder:
         restart_s: seconds that a restart takes, under a policy of restarting.
         begins_at_seed: whether the job could begin again without a checkpoint.
         is_over: whether the job has ended.
+        objection: as of `find_newest_checkpoint`.
         answer: takes the step of the checkpoint; None if there is none.
     """
 
@@ -32,6 +37,7 @@ class CheckpointFinder:
         restart_s: float,
         begins_at_seed: bool,
         is_over: Callable[[], bool],
+        objection: Callable[[CheckpointMeta], str],
         answer: Callable[[FindCheckpoint, int | None], None],
     ) -> None:
         self._core = core
@@ -40,6 +46,7 @@ class CheckpointFinder:
         self._restart_s = restart_s
         self._begins_at_seed = begins_at_seed
         self._is_over = is_over
+        self._objection = objection
         self._answer = answer
 
     async def find(self, question: FindCheckpoint) -> None:
@@ -53,10 +60,12 @@ class CheckpointFinder:
             while checkpoints.is_committing:
                 await asyncio.sleep(0.01)
             known = list(checkpoints.records)
-            search = await asyncio.to_thread(find_newest_checkpoint, self._run_dir)
+            search = await asyncio.to_thread(find_newest_checkpoint, self._run_dir, self._objection)
             if not self._core.awaits(question) or self._is_over():
                 return  # another search follows, or none; what this one has found damaged may have been replaced since
         checkpoints.hold()
+        for skipped in search.skipped:
+            _log.warning("checkpoint %s is not used: %s", skipped.folder.name, skipped.reason)
         put_aside(search)
         newest = search.newest
         step = None if newest is None else newest.step

@@ -54,7 +54,7 @@ from elaswave.control.unreachable import Unreachable
 from elaswave.observability.clock import clock_here
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE
-from elaswave.observability.run_folder import data_facts
+from elaswave.observability.run_folder import data_facts, differences_on_resume
 from elaswave.protocol import events
 from elaswave.protocol.awake import TICK_S, AwakeTime
 from elaswave.protocol.coordinator import Bounds, Coordinator
@@ -229,6 +229,7 @@ class JobDriver(CoordinatorDriver):
             restart_s=elastic.restart_s,
             begins_at_seed=self._state.first_step == 1,
             is_over=lambda: self._end.is_there,
+            objection=lambda meta: "; ".join(differences_on_resume(meta.config, plan.config)),
             answer=self.answer_checkpoint,
         )
         job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)

@@ -23,12 +23,13 @@ from elaswave.control.script import Script
 from elaswave.control.template_messages import StartingPoint
 from elaswave.data.fingerprint import (
     DatasetFingerprint,
-    SampleHash,
     check_same_data,
     check_same_dataset,
     dataset_fingerprint_in,
     fingerprint_in,
     fingerprint_of_all,
+    script_differences,
+    script_in_force,
 )
 from elaswave.data.sampler import Sampler
 from elaswave.devices.availability import check_device
@@ -52,7 +53,7 @@ from elaswave.observability.result import (
     from_json_float,
     read_result,
 )
-from elaswave.observability.run_folder import resume_command, write_data_facts
+from elaswave.observability.run_folder import check_same_computation, resume_command, write_data_facts
 from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.state.checkpoint import find_newest_checkpoint, newest_committed_step, put_aside, remove_stale
@@ -125,7 +126,7 @@ def train(
     )
     try:
         data = open_data(config, run_dir, script)  # bad data ends here, not in a worker
-        checkpoint = _look_around(config, run_dir, data, job.sample_hashes, reporter, resume=resume)
+        checkpoint = _look_around(config, run_dir, data, job.dataset_facts, reporter, resume=resume)
         plan = RunPlan(config, job.await_template())
         if checkpoint is not None:
             _check_same_tensors(plan, checkpoint)
@@ -177,31 +178,39 @@ def open_data(config: Config, run_dir: Path, script: Script | None) -> OpenedDat
 
 
 def _compare_data(
-    config: Config, data: OpenedData, hashes: Callable[[], list[SampleHash]], extra: dict[str, Any] | None
-) -> tuple[object, str]:
-    """Compares the data with those of the run that is resumed.
+    config: Config,
+    data: OpenedData,
+    facts: Callable[[dict[str, int]], DatasetFingerprint],
+    extra: dict[str, Any] | None,
+) -> tuple[object, list[str]]:
+    """Compares the data, and what else a script gives, with those of the run that is resumed.
 
     Args:
-        hashes: gives those of some samples of a script's datasets.
+        facts: gives what is known of a script's datasets of these sizes.
         extra: what the checkpoint says beside the state; None without one.
     Returns:
-        What is known of the data, for the run's folder, and a warning or "".
+        What is known, for the run's folder, and warnings.
     Raises:
         DataError: they are others.
     """
     if not data.paths:
-        dataset = DatasetFingerprint(num_samples=data.num_samples, hashes=hashes())
-        return dataset, "" if extra is None else check_same_dataset(dataset_fingerprint_in(extra), dataset)
+        dataset = facts(data.num_samples)
+        if extra is None:
+            return dataset, []
+        then = dataset_fingerprint_in(extra)
+        warnings = [check_same_dataset(then, dataset), *script_differences(then, dataset)]
+        return script_in_force(then, dataset), list(filter(None, warnings))
     fingerprint = fingerprint_of_all(data.paths, whole=config.data.verify == "full")
     named = ", ".join(map(str, data.paths))
-    return fingerprint, "" if extra is None else check_same_data(named, fingerprint_in(extra), fingerprint)
+    warning = "" if extra is None else check_same_data(named, fingerprint_in(extra), fingerprint)
+    return fingerprint, [warning] if warning else []
 
 
 def _look_around(
     config: Config,
     run_dir: Path,
     data: OpenedData,
-    hashes: Callable[[], list[SampleHash]],
+    facts_of: Callable[[dict[str, int]], DatasetFingerprint],
     reporter: Reporter,
     *,
     resume: bool,
@@ -215,9 +224,10 @@ def _look_around(
     checkpoint = None
     if resume:
         checkpoint = _newest_checkpoint(run_dir, reporter)
+        check_same_computation(checkpoint.meta.config, config, Path(checkpoint.folder))
         _check_resumable(config, checkpoint.meta, run_dir, reporter)
-    facts, warning = _compare_data(config, data, hashes, None if checkpoint is None else checkpoint.meta.extra)
-    if warning:
+    facts, warnings = _compare_data(config, data, facts_of, None if checkpoint is None else checkpoint.meta.extra)
+    for warning in warnings:
         reporter.message(f"warning: {warning}")
     write_data_facts(run_dir, facts)
     # A run that goes on has no result until its new end, and no part of a trace of workers that are long gone.

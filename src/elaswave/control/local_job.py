@@ -79,7 +79,7 @@ from elaswave.control.template_messages import (
 from elaswave.control.template_start import await_prepared
 from elaswave.control.wire import agent_id
 from elaswave.control.worker_looks import WorkerLooks
-from elaswave.data.fingerprint import SampleHash
+from elaswave.data.fingerprint import DatasetFingerprint
 from elaswave.data.sampler import Sampler
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
@@ -213,9 +213,14 @@ class LocalJob:
         """
         return self._await_prepared().state
 
-    def sample_hashes(self) -> list[SampleHash]:
-        """Hashes of samples of a script's datasets; waits for the template, as `await_template`."""
-        return self._await_prepared().samples
+    def dataset_facts(self, num_samples: dict[str, int]) -> DatasetFingerprint:
+        """What is known of a script's datasets, and of what else it gives; waits for the template, as `await_template`.
+
+        Args:
+            num_samples: of each dataset, by name.
+        """
+        prepared = self._await_prepared()
+        return DatasetFingerprint(num_samples=num_samples, hashes=prepared.samples, script=prepared.given)
 
     def _await_prepared(self) -> Prepared:
         if self._prepared is not None:

@@ -158,7 +158,8 @@ def run_template(setup: TemplateSetup, link: socket.socket, inherited: Sequence[
         link.sendall(pack(Unprepared(text=said(error))))
         return 1
     samples = [] if setup.training is None else _survey(setup)
-    link.sendall(pack(Prepared(state=plan.state, samples=samples)))
+    given = {} if setup.training is None else _given(plan)
+    link.sendall(pack(Prepared(state=plan.state, samples=samples, given=given)))
     serving = _Serving(setup, plan, link, worker_life.live, worker_life.load)
     return serving.run()
 
@@ -167,6 +168,14 @@ def _survey(setup: TemplateSetup) -> list[SampleHash]:
     """Hashes of own samples; see `elaswave.control.data_survey`."""
     log = setup.run_dir / "logs" / "loader-survey.log"
     return survey(lambda: setup.training.open_samples(setup.run_dir / "data"), log, setup.read_files)
+
+
+def _given(plan: Any) -> dict[str, str]:
+    """What a script gives beside its data, for checkpoints; of its blueprint."""
+    from elaswave.training.given import given_by  # late, as all that loads torch
+
+    given: dict[str, str] = given_by(plan.training) | plan.optimizer.given
+    return given
 
 
 class _LoaderLine(NamedTuple):

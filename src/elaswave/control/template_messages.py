@@ -79,6 +79,8 @@ class Prepared(Message, frozen=True, kw_only=True):
     state: StateShapes
     samples: list[SampleHash] = []
     """Of own datasets: what a resumed run compares."""
+    given: dict[str, str] = {}
+    """What else a script gives; see `elaswave.training.given`."""
 
 
 class Unprepared(Message, frozen=True, kw_only=True):

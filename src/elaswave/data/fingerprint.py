@@ -1,4 +1,4 @@
-"""Whether data files are those that a run was trained on: their size, and hashes of their content.
+"""Whether data files, and what a script gives, are those that a run was trained on: sizes, hashes, and texts.
 
 A file of any size is told apart from another one in a few milliseconds by 64 blocks that are spread over it; a change
 between the blocks is found only by reading the whole file.
@@ -17,6 +17,11 @@ NUM_BLOCKS = 64
 BLOCK_BYTES = 1 << 16
 _READ_BYTES = 1 << 22
 
+PYTHON = "python"
+"""In what a script gives: the version whose byte code was hashed; that of another one says nothing."""
+_OPTIONS = ("optimizer", "lr_scheduler")
+"""Begin the names of what a checkpoint has itself, so that a resumed run goes on with the checkpoint's."""
+
 
 class SampleHash(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one sample of a dataset."""
@@ -33,6 +38,8 @@ class DatasetFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     hashes: list[SampleHash]
     """Of samples that are spread over the data; see `elaswave.training.dataset.hash_of`. Fewer than asked for, or
     none, where samples take long to make."""
+    script: dict[str, str] = {}
+    """What else the script gives, by name; see `elaswave.training.given`. Empty in checkpoints of older versions."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +170,43 @@ def check_same_dataset(then: DatasetFingerprint | None, now: DatasetFingerprint)
     if not compared:
         return "no sample of the dataset could be compared with the run's, only how many there are"
     return ""
+
+
+def script_differences(then: DatasetFingerprint | None, now: DatasetFingerprint) -> list[str]:
+    """What a script gives otherwise than when its run was begun, and what the run does about it; a line each.
+
+    Args:
+        then: what the run's checkpoint says; None for a checkpoint that says nothing.
+        now: what the script gives.
+    """
+    was, given = {} if then is None else then.script, now.script
+    if not was:
+        return []
+    here = {name: given.get(name, "missing") for name in sorted(was.keys() | given.keys())}
+    other = {name: was.get(name, "missing") for name, text in here.items() if was.get(name, "missing") != text}
+    options = [name for name in other if name.startswith(_OPTIONS)]
+    code = [name for name in other if name not in options and PYTHON not in other]
+    lines = []
+    if options:
+        said = "; ".join(f"{name} is {other[name]} there and {here[name]} in the script" for name in options)
+        lines.append(
+            f"the script's optimizer has other options than the checkpoint, whose options are kept: {said}. To train "
+            "with the script's, begin a new run"
+        )
+    if code:
+        lines.append(
+            f"{', '.join(code)}: other code or settings than those that the run was begun with; it goes on with those "
+            "of the script"
+        )
+    return lines
+
+
+def script_in_force(then: DatasetFingerprint | None, now: DatasetFingerprint) -> DatasetFingerprint:
+    """What the checkpoints of a run keep: options from the checkpoint that it was resumed from, else what is given."""
+    was = {} if then is None else then.script
+    kept = {name: text for name, text in was.items() if name.startswith(_OPTIONS)}
+    new = {name: text for name, text in now.script.items() if not (kept and name.startswith(_OPTIONS))}
+    return msgspec.structs.replace(now, script=new | kept)
 
 
 def data_hash(facts: Mapping[str, object]) -> int:

@@ -16,13 +16,14 @@ import shutil
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from elaswave import __version__
 from elaswave.config.load import load_config
 from elaswave.config.own import OWN
-from elaswave.config.schema import Config
+from elaswave.config.schema import SECTIONS, Config
 from elaswave.errors import CheckpointError, ConfigError, DataError, RunFolderError, UsageError
 from elaswave.observability.processes import PROCESSES_FILE
 from elaswave.observability.result import (
@@ -79,10 +80,13 @@ WRITTEN_PATTERNS = (
 )
 """What a run that was cut short may leave beside them."""
 
-KEYS_FREE_ON_RESUME = ("layout.", "elastic.", "sites.", "control.", "net.", "run.", "model.recompute", "data.verify")
+KEYS_FREE_ON_RESUME = (
+    *("layout.", "elastic.", "device.", "sites.", "control.", "net.", "run."),
+    *("model.recompute", "data.verify"),
+)
 """Keys, or the beginnings of keys, that a resumed run may change."""
-KEYS_FIXED_ON_RESUME = ("run.seed",)
-"""Exceptions from them."""
+KEYS_FIXED_ON_RESUME = ("run.seed", "elastic.consistency", "elastic.accumulator_bits")
+"""Exceptions from them: they change bits."""
 
 
 def default_run_dir(now: datetime, token: str) -> Path:
@@ -149,7 +153,7 @@ def open_run_dir(
         The folder as an absolute path (entering the context).
     Raises:
         RunFolderError: the folder holds a run and neither `resume` nor `overwrite` is given, holds files of others
-            where the run would write, holds no run to resume or one of another model, is in use, or cannot be written.
+            where the run would write, holds no run to resume, is in use, or cannot be written.
     """
     assert not (resume and overwrite), "resume keeps what overwrite removes"
     path = Path(os.path.abspath(path))
@@ -165,7 +169,7 @@ def open_run_dir(
         # Once more, because only now no other command can change it.
         _check_usable(path, resume=resume, overwrite=overwrite)
         if resume:
-            _check_same_model(saved_config(path), config, path)
+            saved_config(path)  # whether it can be read; what it says is compared with the checkpoint
         try:
             if overwrite and is_run(path):
                 _remove_run(path)
@@ -237,10 +241,46 @@ def data_facts(path: Path) -> dict[str, object]:
         return {}
 
 
-def differing_keys(a: Config, b: Config) -> dict[str, tuple[object, object]]:
-    """Both values of every key in which two configurations differ, by dotted key."""
-    flat_a, flat_b = a.flat(), b.flat()
-    return {key: (flat_a[key], flat_b[key]) for key in flat_a if flat_a[key] != flat_b[key]}
+def differences_on_resume(there: Mapping[str, Any], config: Config) -> list[str]:
+    """What would be another computation than the one that a checkpoint is of, a text for each key, with both values.
+
+    Args:
+        there: the configuration that the checkpoint keeps: values by key, by section.
+        config: that the run is to go on with.
+    """
+    here: Mapping[str, Any] = msgspec.json.decode(msgspec.json.encode(config.to_dict()))
+    old, new = _by_key(there), _by_key(here)
+    return [
+        f"{key} is {_shown(old.get(key))} there and {_shown(new.get(key))} here"
+        for key in dict.fromkeys((*new, *old))
+        if old.get(key) != new.get(key) and (key in KEYS_FIXED_ON_RESUME or not key.startswith(KEYS_FREE_ON_RESUME))
+    ]
+
+
+def check_same_computation(there: Mapping[str, Any], config: Config, checkpoint: Path) -> None:
+    """Refuses to go on from a checkpoint of another computation, wherever the wanted configuration comes from.
+
+    Args:
+        there, config: as of `differences_on_resume`.
+        checkpoint: its folder.
+    Raises:
+        RunFolderError: they differ; lists every key.
+    """
+    if differences := differences_on_resume(there, config):
+        raise RunFolderError(
+            f"the checkpoint {checkpoint} is of another computation, so this configuration cannot go on from it: "
+            f"{'; '.join(differences)}. Ask for its values (--set, or {CONFIG_FILE} of the run), or begin a new run"
+        )
+
+
+def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key; what is left out has its default, as in a file."""
+    flat: dict[str, Any] = {}
+    for name, struct in SECTIONS.items():
+        defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+        given = values.get(name, {})
+        flat |= {f"{name}.{key}": value for key, value in (msgspec.to_builtins(defaults) | dict(given)).items()}
+    return flat
 
 
 def _check_usable(path: Path, *, resume: bool, overwrite: bool) -> None:
@@ -272,19 +312,6 @@ def _is_in_the_way(item: Path) -> bool:
     if item.name == CHECKPOINTS_DIR and item.is_symlink() and item.is_dir():
         return any(item.glob("step-*"))
     return os.path.lexists(item)
-
-
-def _check_same_model(saved: Config, config: Config, path: Path) -> None:
-    differences = [
-        f"{key} is {_shown(old)} there and {_shown(new)} here"
-        for key, (old, new) in differing_keys(saved, config).items()
-        if key in KEYS_FIXED_ON_RESUME or not key.startswith(KEYS_FREE_ON_RESUME)
-    ]
-    if differences:
-        raise RunFolderError(
-            f"the run in {path} is another computation, so it cannot be resumed with this configuration: "
-            + "; ".join(differences)
-        )
 
 
 def _shown(value: object) -> str:

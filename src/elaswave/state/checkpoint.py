@@ -11,7 +11,7 @@ All workers must see the folder of checkpoints (one machine, or a shared file sy
 import contextlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -98,19 +98,31 @@ def remove_stale(run_dir: Path) -> list[Path]:
     return stale
 
 
-def find_newest_checkpoint(run_dir: Path) -> CheckpointSearch:
-    """The newest checkpoint of a run whose every byte is as it was written, and why newer ones cannot be used."""
+def find_newest_checkpoint(
+    run_dir: Path, objection: Callable[[CheckpointMeta], str] = lambda meta: ""
+) -> CheckpointSearch:
+    """The newest checkpoint of a run whose every byte is as it was written, and why newer ones cannot be used.
+
+    Args:
+        run_dir: the run's folder.
+        objection: says why a whole one cannot be used either; "" if it can.
+    """
     skipped: list[SkippedCheckpoint] = []
     newest: CheckpointRef | None = None
-    for _step, folder in sorted(_numbered(run_dir), reverse=True):
+    for step, folder in sorted(_numbered(run_dir), reverse=True):
         if folder.suffix == TEMPORARY_SUFFIX:
             skipped.append(SkippedCheckpoint(folder, "it was never committed: its writing did not end"))
             continue
         try:
-            newest = verify_checkpoint(folder)
-            break
+            found = verify_checkpoint(folder)
         except CheckpointError as error:
             skipped.append(SkippedCheckpoint(folder, str(error)))
+            continue
+        reason = objection(found.meta) if found.step == step else f"it is one of step {found.step}, under another name"
+        if not reason:
+            newest = found
+            break
+        skipped.append(SkippedCheckpoint(folder, reason))
     return CheckpointSearch(newest, tuple(skipped))
 
 

@@ -27,6 +27,8 @@ class Optimizer(Protocol):
     """Names of its float32 states per element, beside "master"."""
     late: tuple[str, ...]
     """Those of them, and of its scalar states, that come into being with the first update."""
+    given: dict[str, str]
+    """What a script gives; see `elaswave.training.given`. Empty where the configuration says all."""
 
     def shapes(self, shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
         """The tensors of the model, with the states that each of them has."""
@@ -211,6 +213,7 @@ class ConfiguredOptimizer:
         self._config, self._num_steps = config, num_steps
         self._rule = RULES[config.name](config)
         self.slots = self._rule.slots
+        self.given: dict[str, str] = {}
 
     def shapes(self, shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
         """Every tensor has all states."""

@@ -77,7 +77,8 @@ class TorchOptimizer:
         self._tried: Tried = try_out(factory, tensors)
         self.slots: tuple[str, ...] = self._tried.slots
         self.late: tuple[str, ...] = self._tried.late
-        self._try_checkpoint()
+        self.given = self._try_checkpoint()
+        """Its options, and those of its scheduler, as they are made; see `elaswave.training.given`."""
 
     def shapes(self, shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
         """With group and states of each tensor."""
@@ -102,9 +103,10 @@ class TorchOptimizer:
         optimizer = make_optimizer(self._factory, stand_ins(self._tensors))
         return TorchUpdater(optimizer, self._tried.traits, self.slots, self._scheduler)
 
-    def _try_checkpoint(self) -> None:
-        """Keeps and loads what a checkpoint will hold, once, before anything depends on it."""
+    def _try_checkpoint(self) -> dict[str, str]:
+        """Keeps and loads what a checkpoint will hold, once, before anything depends on it; gives its options."""
         one, other = self.updater(), self.updater()
+        given = one.given()
         try:
             other.load(one.state(), 0)
         except Exception as error:
@@ -112,3 +114,4 @@ class TorchOptimizer:
                 "the state of the optimizer or its scheduler cannot be kept in a checkpoint: "
                 f"{type(error).__name__}: {error}; options and the scheduler's state_dict() must be plain values"
             ) from error
+        return given

@@ -25,6 +25,7 @@ from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.checkpoint_shards import DTYPES
 from elaswave.state.shapes import Segment
 from elaswave.state.store import HeldBlock
+from elaswave.training.given import options_given
 from elaswave.training.parameters import float32_by_default, has_raised, kind_of
 
 PILOT_ELEMENTS = 32
@@ -250,6 +251,10 @@ class TorchUpdater:
         return found
 
     # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def given(self) -> dict[str, str]:
+        """The options of optimizer and scheduler, as texts by name."""
+        return options_given(self._optimizer, self._scheduler)
 
     def state(self) -> str:
         """Options, scalar states and the scheduler's state, in torch's format, as base64."""

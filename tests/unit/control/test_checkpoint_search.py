@@ -37,7 +37,7 @@ class Search:
             handle=lambda event, now_s: self.found.append(event) or (),
         )
         self.detector = Detector()
-        monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", lambda run_dir: find())
+        monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", lambda *given: find())
         monkeypatch.setattr(checkpoint_search, "put_aside", self.put_aside.append)
         self.process = CoordinatorProcess.__new__(CoordinatorProcess)
         core: Any = self.core
@@ -52,6 +52,7 @@ class Search:
                 restart_s=0.0,
                 begins_at_seed=True,
                 is_over=lambda: False,
+                objection=lambda meta: "",
                 answer=self.process.answer_checkpoint,
             ),
             "_detector": self.detector,

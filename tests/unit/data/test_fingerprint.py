@@ -2,14 +2,18 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elaswave.data.fingerprint import (
     BLOCK_BYTES,
     NUM_BLOCKS,
+    DatasetFingerprint,
     check_same_data,
     fingerprint_in,
     fingerprint_of,
+    script_differences,
+    script_in_force,
 )
 from elaswave.errors import DataError
 from elaswave.observability.run_folder import data_facts, write_data_facts
@@ -62,3 +66,23 @@ def test_a_fingerprint_belongs_to_a_run_and_its_checkpoints(tmp_path: Path) -> N
     assert fingerprint_in({}) is fingerprint_in({"data": {}}) is None
     with pytest.raises(DataError, match="cannot be read"):
         fingerprint_of(tmp_path / "gone", whole=False)
+
+
+def given(**script: str) -> DatasetFingerprint:
+    return DatasetFingerprint(num_samples={"dataset": 4}, hashes=[], script={"python": "3.11", **script})
+
+
+def test_what_a_script_gives_otherwise_is_said_with_both_values_and_options_stay_those_of_the_checkpoint() -> None:
+    then, now = (
+        given(**{"optimizer.groups[0].lr": "0.1", "loss": "a"}),
+        given(**{"optimizer.groups[0].lr": "0.5", "loss": "b", "metric accuracy": "c"}),
+    )
+    options, code = script_differences(then, now)
+    assert "optimizer.groups[0].lr is 0.1 there and 0.5 in the script" in options and "options are kept" in options
+    assert code.startswith("loss, metric accuracy: other code or settings")
+    kept = script_in_force(then, now)
+    assert kept == given(**{"optimizer.groups[0].lr": "0.1", "loss": "b", "metric accuracy": "c"})
+    assert script_differences(kept, now) == [options]  # at the next resume as well
+    assert script_in_force(None, now) == now and script_differences(None, now) == script_differences(then, then) == []
+    (only,) = script_differences(then, msgspec.structs.replace(now, script=now.script | {"python": "3.12"}))
+    assert only == options  # another version's byte code says nothing

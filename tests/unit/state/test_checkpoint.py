@@ -23,6 +23,7 @@ from elaswave.errors import CheckpointError
 from elaswave.state import checkpoint_format
 from elaswave.state.checkpoint import (
     CheckpointRef,
+    SkippedCheckpoint,
     discard_checkpoint,
     find_newest_checkpoint,
     newest_committed_step,
@@ -494,6 +495,18 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert find_newest_checkpoint(tmp_path).newest == again
     assert_same(load_whole(again.folder, make_tensors(1)), make_tensors(1))
     assert _files_of(tmp_path / "checkpoints") == ["step-00000001"]
+
+
+def test_a_whole_checkpoint_that_is_not_the_runs_is_passed_over_with_the_reason(tmp_path: Path) -> None:
+    tensors = {"model.w": torch.arange(4.0)}
+    older, newer = (save(tmp_path, step, tensors, num_workers=1) for step in (3, 4))
+    search = find_newest_checkpoint(tmp_path, lambda meta: "run.seed is 5 there" if meta.step == 4 else "")
+    assert search.newest == older
+    assert search.skipped == (SkippedCheckpoint(newer.folder, "run.seed is 5 there"),)
+    renamed = newer.folder.rename(tmp_path / "checkpoints" / "step-00000009")
+    search = find_newest_checkpoint(tmp_path)
+    assert search.newest == older
+    assert search.skipped == (SkippedCheckpoint(renamed, "it is one of step 4, under another name"),)
 
 
 def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
