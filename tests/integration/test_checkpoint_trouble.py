@@ -1,5 +1,6 @@
 """What goes wrong with a checkpoint never ends a job."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tests.integration.waits import HeldUntil
 from elaswave.control import checkpoints
 from elaswave.control.launcher import _way_on
 from elaswave.control.recorder import RunRecorder
-from elaswave.errors import CheckpointError
+from elaswave.errors import CheckpointError, RecoveryError
 from elaswave.state.checkpoint_format import WrittenItem
 from elaswave.worker import shard_writer
 from elaswave.worker.messages import ShardFailed, ShardWritten
@@ -19,18 +20,43 @@ from elaswave.worker.probe import Probes
 SETTINGS = {"run.steps": 4, "run.checkpoint_every": 2}
 
 
-def test_a_checkpoint_folder_that_cannot_be_made_costs_checkpoints_only(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_that_cannot_be_made_costs_checkpoints_and_at_the_end_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file stands in its place, so that neither workers nor the coordinator can make it, or remove it."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "checkpoints").write_text("in the way")
     reporter = QuietReporter()
-    job = run_job(run_dir, SETTINGS, reporter=reporter)
-    assert job.result.checkpoints == [] and job.result.steps == 4
+    monkeypatch.setattr(shard_writer, "PATIENCE_S", 0.0)
+    with pytest.raises(RecoveryError, match=r"the checkpoint of step 4 could not be written: cannot write .*Not a dir"):
+        run_job(run_dir, SETTINGS, reporter=reporter)
     for step in (2, 4):
         begin = f"the checkpoint of step {step} could not be written, training goes on without it: cannot write"
         assert sum(line.startswith(begin) for line in reporter.errors) == 1, reporter.errors
+    spare = {**SETTINGS, "run.spare_checkpoints": str(tmp_path / "spare")}
+    job = run_job(run_dir, spare)
+    assert [record.path for record in job.result.checkpoints] == [f"spare-checkpoints/step-0000000{n}" for n in (2, 4)]
     assert job.computation == run_job(tmp_path / "reference", SETTINGS).computation
+
+
+def test_a_thread_that_cannot_be_started_costs_a_checkpoint_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a limit of processes, which threads count to; the last checkpoint is then written without one."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "checkpoint" or "_load_committing" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    reporter = QuietReporter()
+    job = run_job(tmp_path / "run", SETTINGS, reporter=reporter)
+    assert [record.step for record in job.result.checkpoints] == [4] and job.result.recoveries == []
+    (said,) = [line for line in reporter.errors if line.startswith("the checkpoint of step 2 could not be written")]
+    assert "its thread cannot be started (can't start new thread); raise the limit of pids" in said
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(

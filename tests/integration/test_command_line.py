@@ -160,7 +160,7 @@ def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     saved = (tmp_path / "run" / "config.toml").read_bytes()
     edited = re.sub(rb"(?m)^lr = .*$", b"lr = 0.5", saved)
     (tmp_path / "run" / "config.toml").write_bytes(edited)
-    code, _, errors = ended(tmp_path / "t5", "--run-dir", "run", "--resume")
+    code, _, errors = ended(tmp_path / "edited", "--run-dir", "run", "--resume")
     assert (code, "Traceback" in errors) == (2, False)
     assert "is of another computation" in errors and "here. Ask for its values" in errors
     assert re.search(r"optimizer\.lr is 0\.\d+ there and 0\.5 here", errors)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 from tests.integration.jobs import QuietReporter, coordinator_of, run_job
 
-from elaswave.control import job_end
+from elaswave.control import checkpoints, job_end
 from elaswave.control.file_store import FileStore
 from elaswave.control.journal import Entered
 from elaswave.errors import RecoveryError, RunFolderError
 from elaswave.observability.events import EventsLost, RunFinished, StepCommitted, read_events
 from elaswave.protocol.engine import Phase
+from elaswave.worker import shard_writer
 
 SETTINGS = {"run.steps": 70, "layout.widths": "[1, 1]"}
 
@@ -26,13 +28,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("a file system can be mounted by root only")
+    mounted("-t", "tmpfs", "-o", "size=8m", "tmpfs", folder)
     try:
         yield folder
     finally:
         subprocess.run(["umount", folder], check=True)
+
+
+def mounted(*arguments: str | Path) -> None:
+    """Mounts; skips the test where that may not be done."""
+    if subprocess.run(["mount", *arguments], capture_output=True).returncode:
+        pytest.skip("a file system can be mounted by root only")
 
 
 class FillsTheDisk:
@@ -78,15 +84,67 @@ def test_a_disk_that_is_full_for_a_while_costs_lines_of_the_log(small_disk: Path
     assert job.computation == reference.computation
 
 
-@pytest.mark.slow
-def test_a_disk_that_stays_full_is_named_at_the_end(small_disk: Path) -> None:
+def test_a_disk_that_stays_full_costs_the_weights_which_is_said_or_they_go_to_the_spare_disk(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (checkpoints, shard_writer):
+        monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+        monkeypatch.setattr(module, "RETRY_S", 0.05)
     reporter = QuietReporter()
-    with pytest.raises(RecoveryError, match="all 70 steps are trained, but their result cannot be written") as raised:
-        run_job(small_disk / "run", SETTINGS, probe=FillsTheDisk(small_disk, until=99), reporter=reporter)
+    settings = {**SETTINGS, "run.steps": 8}
+    lost = r"all 8 steps are trained, but the trained weights are lost, since the checkpoint of step 8 could not be"
+    with pytest.raises(RecoveryError, match=lost) as raised:
+        run_job(small_disk / "run", settings, probe=FillsTheDisk(small_disk, until=99), reporter=reporter)
     assert "No space left on device" in str(raised.value)
-    assert any(line.startswith("the checkpoint of step 70 could not be written") for line in reporter.errors)
+    assert any(line.startswith("the checkpoint of step 8 could not be written") for line in reporter.errors)
+    assert sum(" step 8, cannot be written and is tried again for" in line for line in reporter.messages) == 1
     assert any("lacks the last" in line for line in reporter.errors)
-    assert len(reporter.losses) == 70
+    assert len(reporter.losses) == 8 and not (small_disk / "run" / "result.json").exists()
+
+    (small_disk / "filler").unlink()
+    spare = {**settings, "run.spare_checkpoints": str(tmp_path / "spare")}
+    with contextlib.suppress(RecoveryError):  # the disk may not take the result
+        run_job(small_disk / "other", spare, probe=FillsTheDisk(small_disk, until=99))
+    (small_disk / "filler").unlink()
+    resumed = run_job(small_disk / "other", spare, resume=True)
+    assert resumed.result.steps == 8 and (small_disk / "other" / "spare-checkpoints" / "step-00000008").is_dir()
+    assert resumed.computation == run_job(tmp_path / "reference", settings).computation
+
+
+class TurnsReadOnly:
+    """Worker 0 has the run's folder be one that cannot be written any more, in step 3, and kills the coordinator."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+        if (engine.worker, phase, index, engine.step) == (0, "forward", 0, 3):
+            while not (self._run_dir / "checkpoints" / "step-00000002").is_dir():
+                time.sleep(0.01)
+            subprocess.run(["mount", "--bind", self._run_dir, self._run_dir], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", self._run_dir], check=True)
+            os.kill(coordinator_of(self._run_dir), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_folder_that_turns_read_only_names_the_checkpoint_to_go_on_from_also_after_a_new_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (checkpoints, shard_writer):
+        monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    reporter = QuietReporter()
+    run_dir = tmp_path / "run"
+    settings = {**SETTINGS, "run.steps": 6, "run.checkpoint_every": 2}
+    try:
+        with pytest.raises(RecoveryError, match=r"weights are lost.*Read-only file system.*the checkpoint of step 2$"):
+            run_job(run_dir, settings, probe=TurnsReadOnly(run_dir), reporter=reporter)
+    finally:
+        subprocess.run(["umount", run_dir], check=True)
+    assert len(reporter.losses) == 6, "a coordinator has followed"
+    log = (run_dir / "logs" / "coordinator.log").read_text()
+    assert "Traceback" not in log
+    resumed = run_job(run_dir, settings, resume=True)
+    assert resumed.computation == run_job(tmp_path / "reference", settings).computation
 
 
 def test_a_journal_that_takes_no_more_records_ends_the_job_with_that_reason(

@@ -124,9 +124,9 @@ def test_a_coordinator_can_be_heard_while_it_verifies_checkpoints(
     """Checksums of large files take longer than it may be silent before it is taken for hung."""
     where = tmp_path / "where"
 
-    def find_and_tell(run_dir: Path) -> CheckpointSearch:
+    def find_and_tell(run_dir: Path, objection: Any) -> CheckpointSearch:
         where.write_text("main" if threading.current_thread() is threading.main_thread() else "beside")
-        return find_newest_checkpoint(run_dir)
+        return find_newest_checkpoint(run_dir, objection)
 
     monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", find_and_tell)
     settings = {"run.steps": 5, "run.checkpoint_every": 1, "elastic.num_followers": 0}

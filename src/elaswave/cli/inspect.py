@@ -255,6 +255,7 @@ def _event_lines(summary: RunSummary, width: int) -> list[str]:
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [f"{len(notes) - _MAX_NOTES} more skipped or repeated steps; --json lists all"]
     notes += [f"error: {event.message}" for event in summary.errors]
+    notes += [f"the log lacks {event.num_events} event(s): {event.reason}" for event in summary.lost]
     if notes:
         lines.append("")
     for note in notes:

@@ -28,6 +28,9 @@ from elaswave.planning.layout import resolve_widths
 BUILT_IN_SOURCES = ("python-docs",)
 """Values of ``data.source`` that are not paths."""
 
+_PATHS = {"net": ("keys",), "sites": ("network",), "run": ("spare_checkpoints",)}
+"""Keys, by section, whose paths are written out."""
+
 Values = dict[str, Any]
 """What a file holds: tables by name, and anything else that a person may have written."""
 
@@ -126,7 +129,7 @@ def build_config(
             _resolve_data(sections[name], given, found)
         if name == "elastic" and "policy" in sections[name]:
             sections[name]["policy"] = _resolved_policy(sections[name]["policy"])
-        for key in ("keys",) if name == "net" else ("network",) if name == "sites" else ():
+        for key in _PATHS.get(name, ()):
             if sections[name].get(key) is not None:
                 sections[name][key] = _absolute(sections[name][key])
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct) if field.name not in given}

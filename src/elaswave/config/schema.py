@@ -442,6 +442,9 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is only the checkpoint after the last step."""
     keep_checkpoints: Count = 2
     """Number of checkpoints that are kept; older ones are removed."""
+    spare_checkpoints: Name | None = None
+    """Folder on another disk for checkpoints that the run's own folder does not take, as it is full or read-only; all
+    workers must see it. The run has a folder of its own in it."""
     eval_every: CountOrZero = 0
     """Steps between evaluations on the validation split; 0: none."""
     eval_microbatches: Annotated[int, Meta(ge=1, le=65536)] = 8

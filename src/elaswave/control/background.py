@@ -72,7 +72,10 @@ def in_thread(function: Callable[[], _T]) -> "asyncio.Future[_T]":
         with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
             loop.call_soon_threadsafe(settle, call)
 
-    threading.Thread(target=work, name="planner", daemon=True).start()
+    try:
+        threading.Thread(target=work, name="planner", daemon=True).start()
+    except RuntimeError as error:  # the system has no room for a thread
+        future.set_exception(error)
     return future
 
 
@@ -85,4 +88,5 @@ def call_at_end(deaths: DeathWatch, worker: int, turn: Callable[[], None]) -> No
             with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
                 loop.call_soon_threadsafe(turn)
 
-    threading.Thread(target=wait, name=f"end of worker {worker}", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no room for a thread: its agent tells its end, or its silence
+        threading.Thread(target=wait, name=f"end of worker {worker}", daemon=True).start()

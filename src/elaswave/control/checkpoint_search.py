@@ -3,8 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from elaswave.control.background import in_thread
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.events import FindCheckpoint
@@ -60,7 +62,11 @@ class CheckpointFinder:
             while checkpoints.is_committing:
                 await asyncio.sleep(0.01)
             known = list(checkpoints.records)
-            search = await asyncio.to_thread(find_newest_checkpoint, self._run_dir, self._objection)
+            find = partial(find_newest_checkpoint, self._run_dir, self._objection)
+            try:
+                search = await in_thread(find)
+            except RuntimeError:  # the system has no room for a thread
+                search = find()
             if not self._core.awaits(question) or self._is_over():
                 return  # another search follows, or none; what this one has found damaged may have been replaced since
         checkpoints.hold()

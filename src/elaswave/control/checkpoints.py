@@ -23,7 +23,14 @@ from elaswave.errors import CheckpointError
 from elaswave.observability.result import CheckpointRecord
 from elaswave.protocol.messages import Decision
 from elaswave.protocol.shards import Complete, GivenUp, Shards
-from elaswave.state.checkpoint import discard_checkpoint, folder_of, prune, shard_name, temporary_folder
+from elaswave.state.checkpoint import (
+    discard_checkpoint,
+    folder_there,
+    places,
+    prune,
+    shard_name,
+    temporary_folder,
+)
 from elaswave.state.checkpoint_format import SHARD_SUFFIX, CheckpointMeta, WrittenItem
 from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
 from elaswave.worker.run_plan import RunPlan
@@ -34,6 +41,8 @@ BREAK_OFF_S_MAX = 30.0
 """If after so much more it is not known to have ended (its disk is gone, so that it cannot be killed), the job goes on
 without knowing."""
 COMMIT_TRIES = 2
+PATIENCE_S, RETRY_S = 60.0, 1.0
+"""How long a commit of the run's last checkpoint is tried again, since what it does not hold is lost; and how often."""
 REQUEST_BYTES_MAX = MAX_MESSAGE_BYTES - 1024
 """Of what describes a checkpoint; some 250 bytes for each of its pieces."""
 
@@ -50,6 +59,7 @@ class _Commit(NamedTuple):
     step: int
     request: bytes
     num_bytes: int
+    began_s: float
     tries: int = 1
 
 
@@ -86,6 +96,9 @@ class Checkpoints:
         """Those that are durable and have not been pruned, in the order in which they were made."""
         self._run_dir = run_dir
         self._keep = plan.config.run.keep_checkpoints
+        self._last_step = plan.config.run.steps
+        self.given_up: dict[int, str] = {}
+        """Why a step's checkpoint was given up."""
         self._describe, self._begun_s = describe, begun_s
         self._ask, self._break_off = commit, break_off
         self._on_written, self._on_given_up, self._say = on_written, on_given_up, say
@@ -99,6 +112,10 @@ class Checkpoints:
         # Not repeated by the next coordinator: what has been answered to one says nothing to another.
         self._numbers = itertools.count(time.monotonic_ns())
         self._asked_s = 0.0
+        self._again_s: float | None = None
+        """When the first commit is to be asked for again, after it could not be made."""
+        self._said_again: set[int] = set()
+        """Steps of which people were told that their checkpoint is tried again."""
         self._is_breaking_off = False
         """Whether the first commit takes too long, and its end has been asked for."""
         self._abandoned: set[int] = set()
@@ -147,6 +164,9 @@ class Checkpoints:
 
     def part(self, message: ShardWritten | ShardFailed) -> None:
         """A worker's part of a checkpoint; may be said again."""
+        if isinstance(message, ShardFailed) and message.again:
+            self._say_again(message.step, message.reason, PATIENCE_S)
+            return
         step = message.step if isinstance(message, ShardFailed) else message.standing.step
         epoch = message.epoch if isinstance(message, ShardFailed) else message.standing.epoch
         if self._shards.is_committing(step):
@@ -202,15 +222,15 @@ class Checkpoints:
     def _commit(self, complete: Complete[_Key, WrittenItem], meta: CheckpointMeta) -> None:
         step, items = complete.step, list(complete.pieces.values())
         sizes = {f"{shard_name(*part)}{SHARD_SUFFIX}": num_bytes for part, num_bytes in complete.files.items()}
-        folder = temporary_folder(self._run_dir, step)
-        request = msgspec.msgpack.encode(CommitRequest(folder=str(folder), items=items, meta=meta, sizes=sizes))
+        folders = [str(temporary_folder(self._run_dir, step, place)) for place in places(self._run_dir)]
+        request = msgspec.msgpack.encode(CommitRequest(folders=folders, items=items, meta=meta, sizes=sizes))
         if len(request) > REQUEST_BYTES_MAX:
             what = f"its description of {len(items)} pieces has {len(request)} bytes"
             self._give_up(step, None, f"{what}, and at most {REQUEST_BYTES_MAX} can be sent; use larger blocks")
             return
         self._shards.commit(step)
         num_bytes = sum(item.length for item in items)
-        self._commits.append(_Commit(next(self._numbers), step, request, num_bytes))
+        self._commits.append(_Commit(next(self._numbers), step, request, num_bytes, time.monotonic()))
         if len(self._commits) == 1:
             self._ask_first()
 
@@ -222,7 +242,7 @@ class Checkpoints:
 
     def ask_again(self) -> None:
         """Repeats what has been asked for and not answered: question or answer may have been lost on the way."""
-        if self._commits:
+        if self._commits and self._again_s is None:
             self._ask(self._commits[0].number, self._commits[0].request)
             if self._is_breaking_off:
                 self._break_off(self._commits[0].number)
@@ -233,6 +253,11 @@ class Checkpoints:
         Returns:
             Whether it has given one up.
         """
+        if self._again_s is not None:
+            if now_s >= self._again_s:
+                self._again_s = None
+                self._ask_first()
+            return False
         late_s = now_s - self._asked_s - COMMIT_S_MAX
         if not self._commits or late_s <= 0.0:
             return False
@@ -253,16 +278,32 @@ class Checkpoints:
             error: why there is no checkpoint; None if it is durable.
             again: whether another try may end better.
         """
-        if not self._commits or self._commits[0].number != number:
+        if not self._commits or self._commits[0].number != number or self._again_s is not None:
             return
         commit, is_late, self._is_breaking_off = self._commits.popleft(), self._is_breaking_off, False
         if error is None:
             self._on_durable(commit)
         elif again and not is_late and commit.tries < COMMIT_TRIES:
             self._commits.appendleft(commit._replace(number=next(self._numbers), tries=commit.tries + 1))
+        elif self._may_try_again(commit) and not is_late:
+            self._commits.appendleft(commit._replace(number=next(self._numbers)))
+            self._again_s = time.monotonic() + RETRY_S
+            self._say_again(commit.step, error, PATIENCE_S)
+            return
         else:
             self._give_up(commit.step, None, _TOO_SLOW if is_late else error)
         self._ask_first()
+
+    def _may_try_again(self, commit: _Commit) -> bool:
+        return commit.step == self._last_step and time.monotonic() < commit.began_s + PATIENCE_S
+
+    def _say_again(self, step: int, reason: str, patience_s: float) -> None:
+        if step not in self._said_again:
+            self._said_again.add(step)
+            self._say(
+                f"the last checkpoint, of step {step}, cannot be written and is tried again for {patience_s:g} s: "
+                f"{reason}; free space, or the trained weights are lost"
+            )
 
     def _on_durable(self, commit: _Commit) -> None:
         self._settle(commit.step)
@@ -271,7 +312,7 @@ class Checkpoints:
         now_s = time.monotonic()
         record = CheckpointRecord(
             step=commit.step,
-            path=str(folder_of(self._run_dir, commit.step).relative_to(self._run_dir)),
+            path=str(folder_there(self._run_dir, commit.step).relative_to(self._run_dir)),
             num_bytes=commit.num_bytes,
             duration_s=max(0.0, now_s - (self._begun_s(commit.step) or now_s)),
         )
@@ -288,6 +329,7 @@ class Checkpoints:
     def _give_up(self, step: int, worker: int | None, reason: str) -> None:
         self._settle(step)
         self._discard(step)
+        self.given_up[step] = reason
         self._on_given_up(step, worker, reason)
 
     def _settle(self, step: int) -> None:
@@ -297,7 +339,8 @@ class Checkpoints:
     def _discard(self, step: int) -> None:
         self._standings.pop(step, None)
         if step not in self._abandoned:
-            discard_checkpoint(temporary_folder(self._run_dir, step))
+            for place in places(self._run_dir):
+                discard_checkpoint(temporary_folder(self._run_dir, step, place))
 
 
 def _num_elements(item: WrittenItem) -> int:

@@ -102,8 +102,12 @@ def leave_signals_to_launcher() -> None:
 
 
 def redirect_output(path: Path) -> None:
-    """Points standard output and error at a log file and standard input at nothing."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Points standard output and error at a log file, or at nothing where the file cannot be opened (a file system that
+    has turned read-only), and standard input at nothing."""
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        log = os.open(os.devnull, os.O_WRONLY)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(log, 1)

@@ -80,6 +80,10 @@ class JobEnd:
             self.come(Ended(outcome="stopped", reason=f"stopped after step {state.last_step}"))
             return
         result, digests = self._recorder.result()
+        lost = self._recorder.lost_weights(result.steps)
+        if lost:  # without them there is no result that a restart, or a person, should take for the run's end
+            self.come(Ended(outcome="failed", reason=lost + self._recorder.advice()))
+            return
         try:
             write_digests(run_dir, digests)
             write_result(run_dir, result)

@@ -310,10 +310,14 @@ def _way_on(config: Config, run_dir: Path, post: Post | None) -> str:
 
 def _close_log(run_dir: Path, started_s: float, reporter: Reporter) -> None:
     """The log of a run always ends with how it ended, also when the coordinator could not say it."""
-    events = read_events(run_dir / EVENTS_FILE) if (run_dir / EVENTS_FILE).exists() else []
-    if not events or isinstance(events[-1], RunFinished):
-        return
     error = sys.exception()
+    try:
+        events = read_events(run_dir / EVENTS_FILE) if (run_dir / EVENTS_FILE).exists() else []
+    except (RunFolderError, OSError) as trouble:  # of the log only: it must not hide how the run has ended
+        reporter.message(f"{trouble}: the log of the run stays as it is")
+        return
+    if error is None or not events or isinstance(events[-1], RunFinished):
+        return
     steps = max((event.step for event in events if isinstance(event, StepCommitted)), default=0)
     with EventLog(run_dir / EVENTS_FILE, on_trouble=reporter.message) as log:
         stopped = isinstance(error, StoppedBySignalError)

@@ -84,6 +84,7 @@ from elaswave.data.sampler import Sampler
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.observability.progress import Reporter
+from elaswave.observability.run_folder import prepare_spare
 from elaswave.protocol.agent import Agent, JobEnded, WorkerEnded
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.protocol.template import COORDINATOR
@@ -160,6 +161,7 @@ class LocalJob:
         self._logs = LogSending(run_dir)
         self._key = key.secret
         self._alone = Alone(config.control, post.job, run_dir)
+        prepare_spare(run_dir, config, post.job)
         self._place = place = JobPlace(config, run_dir, post, key)
         self._deaths = DeathWatch()
         setup = TemplateSetup(

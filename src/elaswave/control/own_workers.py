@@ -11,7 +11,6 @@ from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.log_sending import LogSending
 from elaswave.control.template_messages import KillWorkers, SpawnRefused, SpawnWorkers, StartingPoint
 from elaswave.errors import LaunchError
-from elaswave.observability.run_folder import CHECKPOINTS_DIR
 from elaswave.protocol.agent import Agent, JoinerWanted, ReportEnd, StartJoiner, WorkerEnded
 
 
@@ -85,5 +84,6 @@ def _as_seen_from(run_dir: Path, checkpoint: StartingPoint | None) -> StartingPo
     """A checkpoint that the coordinator names by its own path, as this host has it."""
     if checkpoint is None:
         return None
-    folder = run_dir / CHECKPOINTS_DIR / Path(checkpoint.folder).name
+    there = Path(checkpoint.folder)
+    folder = run_dir / there.parent.name / there.name
     return StartingPoint(folder=str(folder), meta=checkpoint.meta)

@@ -334,6 +334,20 @@ class RunRecorder:
         verb = "run" if is_script else "train"
         return "" if newest is None else f"; `elaswave {verb} --resume` continues from the checkpoint of step {newest}"
 
+    def lost_weights(self, steps: int) -> str:
+        """Why the weights after the last step are nowhere but in the workers' memory; empty if a checkpoint has them.
+
+        Args:
+            steps: of the run.
+        """
+        if steps < self.state.first_step or any(record.step == steps for record in self.checkpoints.records):
+            return ""
+        reason = self.checkpoints.given_up.get(steps, "its parts were lost")
+        return (
+            f"all {steps} steps are trained, but the trained weights are lost, since the checkpoint of step {steps} "
+            f"could not be written: {reason}"
+        )
+
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def step(self, report: StepReport, finished_s: float) -> bool:

@@ -388,8 +388,10 @@ class _Serving:
     def _load_for_commits(self) -> None:
         """Loads what commits need, beside: that takes half a second of work, and ends must be told meanwhile."""
         if self._loading is None:
-            self._loading = threading.Thread(target=_load_committing, daemon=True)
-            self._loading.start()
+            loading = threading.Thread(target=_load_committing, daemon=True)
+            with contextlib.suppress(RuntimeError):  # the system has no room for a thread: the committer loads it
+                loading.start()
+                self._loading = loading
 
     def _fork_committer(self, request: bytes) -> None:
         self._answer_fd, answer = os.pipe2(os.O_CLOEXEC)
@@ -414,11 +416,11 @@ def commit(request: bytes, answer: int) -> int:
     Returns:
         0 if the checkpoint is durable.
     """
-    from elaswave.state.checkpoint_commit import commit_checkpoint  # loaded by the template
+    from elaswave.state.checkpoint_commit import commit_in_one_of  # loaded by the template
 
     asked = msgspec.msgpack.decode(request, type=CommitRequest)
     try:
-        commit_checkpoint(Path(asked.folder), asked.items, asked.meta, sizes=asked.sizes)
+        commit_in_one_of(list(map(Path, asked.folders)), asked.items, asked.meta, sizes=asked.sizes)
     except CheckpointError as error:
         os.write(answer, str(error).encode()[:_ANSWER_BYTES_MAX])
         return 1

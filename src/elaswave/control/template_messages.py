@@ -65,9 +65,9 @@ class AbandonCommits(Message, frozen=True, kw_only=True):
 
 
 class CommitRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a committer needs to know; see `elaswave.state.checkpoint_commit.commit_checkpoint`."""
+    """What a committer needs to know; see `elaswave.state.checkpoint_commit.commit_in_one_of`."""
 
-    folder: str
+    folders: list[str]
     items: list[WrittenItem]
     meta: CheckpointMeta
     sizes: dict[str, int]

@@ -222,7 +222,8 @@ class ErrorRaised(Event, frozen=True, kw_only=True, tag="error"):
 
 
 class EventsLost(Event, frozen=True, kw_only=True, tag="events_lost"):
-    """The log could not be written for a while; this is the first line after that."""
+    """The log could not be written for a while; this is the first line after that. Also what is read in place of a
+    damaged line."""
 
     num_events: int
     """That are missing here."""
@@ -273,7 +274,7 @@ class EventLog:
         on_trouble: called with one line when the log cannot be written any more, and again when it can; events of the
             time between are counted and left out. None: `write` raises.
     Raises:
-        RunFolderError: the file cannot be opened for writing.
+        RunFolderError: the file cannot be opened for writing, and there is no `on_trouble`.
     """
 
     def __init__(
@@ -290,13 +291,25 @@ class EventLog:
         self._on_trouble = on_trouble
         self._lost: EventsLost | None = None
         """What is missing since the newest line."""
+        self._fd, self._end, self._is_closed = -1, 0, False
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            self._end = _cut_torn_line(self._fd)
+            self._open()
         except OSError as error:
-            raise RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another --run-dir") from error
+            if on_trouble is None:
+                raise RunFolderError(
+                    f"cannot write {path}: {error.strerror or error}; choose another --run-dir"
+                ) from error
         self._start = clock()
         self._encoder = msgspec.json.Encoder()
+
+    def _open(self) -> None:
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            self._end = _cut_torn_line(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        self._fd = fd
 
     @property
     def num_lost(self) -> int:
@@ -334,6 +347,8 @@ class EventLog:
 
     def _append(self, data: bytes) -> None:
         """Appends bytes wholly, or not at all."""
+        if self._fd < 0 and not self._is_closed:  # its file system could not be written when it was to be opened
+            self._open()
         rest = memoryview(data)
         try:
             while rest:
@@ -346,6 +361,7 @@ class EventLog:
 
     def close(self) -> None:
         """Closes the file; further writes fail. Closing twice is allowed."""
+        self._is_closed = True
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -382,14 +398,15 @@ class _Kind(msgspec.Struct):
 def read_events(path: Path) -> list[AnyEvent]:
     """Reads a log, also one that is being written.
 
-    A last line without its end is left out, and so are kinds of events that this version does not know.
+    A last line without its end is left out, and so are kinds of events that this version does not know. In place of a
+    damaged line there is an `EventsLost` that names it: nothing of a run depends on its log.
 
     Args:
         path: ``events.jsonl``.
     Returns:
         The events in the order they were written.
     Raises:
-        RunFolderError: the file is missing, cannot be read, or has a damaged line other than the last.
+        RunFolderError: the file is missing, or cannot be read.
     """
     try:
         content = path.read_bytes()
@@ -407,5 +424,7 @@ def read_events(path: Path) -> list[AnyEvent]:
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 unknown = False
             if not unknown:
-                raise RunFolderError(f"{path}, line {number}, is damaged: {error}") from error
+                time, elapsed_s = (events[-1].time, events[-1].elapsed_s) if events else ("", 0.0)
+                reason = f"{path.name}, line {number}, is damaged: {error}"
+                events.append(EventsLost(num_events=1, since=time, reason=reason, time=time, elapsed_s=elapsed_s))
     return events

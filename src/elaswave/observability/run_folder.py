@@ -25,6 +25,7 @@ from elaswave.config.load import load_config
 from elaswave.config.own import OWN
 from elaswave.config.schema import SECTIONS, Config
 from elaswave.errors import CheckpointError, ConfigError, DataError, RunFolderError, UsageError
+from elaswave.hashing import key64
 from elaswave.observability.processes import PROCESSES_FILE
 from elaswave.observability.result import (
     DIGESTS_FILE,
@@ -35,6 +36,7 @@ from elaswave.observability.result import (
     atomic_write,
 )
 from elaswave.observability.worker_logs import LOGS_DIR
+from elaswave.state.checkpoint import CHECKPOINTS, SPARE, link_spare
 
 MARKER_FILE = "run.json"
 CONFIG_FILE = "config.toml"
@@ -42,7 +44,7 @@ LOCK_FILE = ".lock"
 CONTROL_FILE = "control.json"
 AGENTS_FILE = "agents.json"
 """In a run's folder and in its folder of checkpoints: shows agents of other hosts that they have the same one."""
-CHECKPOINTS_DIR = "checkpoints"
+CHECKPOINTS_DIR, SPARE_DIR = CHECKPOINTS, SPARE
 DATA_FILE = "data.json"
 TERMINAL_LOG = "terminal.log"
 """In the folder of logs: what the terminal would not show any more."""
@@ -66,6 +68,7 @@ WRITTEN_NAMES = (
     TRACE_FILE,
     DATA_FILE,
     CHECKPOINTS_DIR,
+    SPARE_DIR,
     LOGS_DIR,
     DATA_DIR,
     EXPORT_DIR,
@@ -200,6 +203,28 @@ def open_run_dir(
             raise
 
 
+def prepare_spare(path: Path, config: Config, job: str = "") -> None:
+    """Makes the second place for a run's checkpoints, if it is to have one.
+
+    Args:
+        path: the run's folder.
+        config: of the run.
+        job: its name, where several hosts take part; else the run's folder names what is the run's alone.
+    Raises:
+        RunFolderError: it cannot be made.
+    """
+    if config.run.spare_checkpoints is None:
+        return
+    target = Path(config.run.spare_checkpoints) / (job or f"{path.name}-{key64(str(path)):016x}")
+    try:
+        link_spare(path, target)
+    except OSError as error:
+        raise RunFolderError(
+            f"run.spare_checkpoints: {target} cannot be used: {error.strerror or error}; name a folder that can be "
+            "written"
+        ) from error
+
+
 def write_data_facts(path: Path, facts: object) -> None:
     """Keeps in a run's folder what is known of its data file, a struct."""
     atomic_write(path / DATA_FILE, [msgspec.json.encode(facts), b"\n"])
@@ -309,7 +334,7 @@ def _check_usable(path: Path, *, resume: bool, overwrite: bool) -> None:
 def _is_in_the_way(item: Path) -> bool:
     """Whether a run's own name is taken by what no run has written. A folder of checkpoints may be somewhere else, and
     empty: all hosts share it."""
-    if item.name == CHECKPOINTS_DIR and item.is_symlink() and item.is_dir():
+    if item.name in (CHECKPOINTS_DIR, SPARE_DIR) and item.is_symlink() and item.is_dir():
         return any(item.glob("step-*"))
     return os.path.lexists(item)
 
@@ -326,7 +351,7 @@ def _remove_run(path: Path) -> None:
     for item in [*found, path / MARKER_FILE]:
         if item.is_dir() and not item.is_symlink():
             shutil.rmtree(item)
-        elif item.name == CHECKPOINTS_DIR and item.is_dir():  # it is somewhere else, and stays there, empty
+        elif item.name in (CHECKPOINTS_DIR, SPARE_DIR) and item.is_dir():  # it is somewhere else, and stays, empty
             for folder in item.glob("step-*"):
                 shutil.rmtree(folder)
         else:

@@ -16,6 +16,7 @@ from elaswave.observability.events import (
     CheckpointWritten,
     ErrorRaised,
     Evaluated,
+    EventsLost,
     Holdings,
     LayoutChosen,
     Recovered,
@@ -125,6 +126,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     skipped: list[StepSkipped]
     retries: list[Retry]
     errors: list[ErrorRaised]
+    lost: list[EventsLost]
+    """What the log lacks."""
     state_digest: str | None
 
 
@@ -212,6 +215,7 @@ def build_summary(run_dir: str, result: RunResult | None, events: Sequence[AnyEv
         skipped=list(skipped.values()),
         retries=[Retry(step=step, reason=reason) for step, reasons in retries.items() for reason in reasons],
         errors=[event for event in latest if isinstance(event, ErrorRaised)],
+        lost=[event for event in events if isinstance(event, EventsLost)],
         state_digest=result.state_digest if result is not None else None,
     )
 

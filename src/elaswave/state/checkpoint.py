@@ -5,12 +5,15 @@ Every worker writes its own shard into the checkpoint's temporary folder in the 
 (``checkpoint_commit.commit_checkpoint``). A folder without the final name was never committed; a folder with it is
 whole unless the disk lied, which its checksums show.
 
-All workers must see the folder of checkpoints (one machine, or a shared file system).
+All workers must see the folder of checkpoints (one machine, or a shared file system). A run may have a second one, a
+link in its folder to another disk, for what the first does not take; readers look into both.
 """
 
 import contextlib
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,6 +35,8 @@ from elaswave.state.checkpoint_format import DCP_METADATA_FILE, META_FILE, Check
 
 _COMMITTED_NAME = re.compile(r"step-(\d{8,})")
 _DAMAGED_SUFFIX = ".damaged"
+CHECKPOINTS, SPARE = "checkpoints", "spare-checkpoints"
+"""In a run's folder: where its checkpoints stand, and perhaps a link to where those go that this does not take."""
 
 
 class CheckpointRef(msgspec.Struct, frozen=True):
@@ -62,18 +67,41 @@ def shard_name(worker: int, epoch: int) -> str:
     return f"worker-{worker}-epoch-{epoch}"
 
 
-def temporary_folder(run_dir: Path, step: int) -> Path:
+def places(run_dir: Path) -> tuple[str, ...]:
+    """Where a run's checkpoints may be written, the first choice first."""
+    return (CHECKPOINTS, SPARE) if (run_dir / SPARE).is_dir() else (CHECKPOINTS,)
+
+
+def link_spare(run_dir: Path, target: Path) -> None:
+    """Gives a run a second place for checkpoints.
+
+    Args:
+        run_dir: its folder.
+        target: the folder of this run alone, made if it is not there.
+    Raises:
+        OSError: it cannot be made or written, or not be linked to.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=target):
+        pass
+    link = run_dir / SPARE
+    if not (link.is_symlink() and os.readlink(link) == str(target)):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+
+
+def temporary_folder(run_dir: Path, step: int, place: str = CHECKPOINTS) -> Path:
     """Where the shards of a step's checkpoint stand until it is committed; the folder need not be there."""
-    return folder_of(run_dir, step).with_suffix(TEMPORARY_SUFFIX)
+    return folder_of(run_dir, step, place).with_suffix(TEMPORARY_SUFFIX)
 
 
-def shard_folder(run_dir: Path, step: int) -> Path:
+def shard_folder(run_dir: Path, step: int, place: str = CHECKPOINTS) -> Path:
     """The temporary folder for the shards of a checkpoint; the first worker that asks for it makes it.
 
     Raises:
         CheckpointError: the folder cannot be made.
     """
-    folder = temporary_folder(run_dir, step)
+    folder = temporary_folder(run_dir, step, place)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -157,11 +185,11 @@ def checkpoint_of_step(run_dir: Path, step: int) -> CheckpointRef:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    there = sorted(found for found, folder in _numbered(run_dir) if folder.suffix != TEMPORARY_SUFFIX)
+    there = {found: folder for found, folder in sorted(_numbered(run_dir)) if folder.suffix != TEMPORARY_SUFFIX}
     if step not in there:
         steps = f"those of steps {', '.join(map(str, there))}" if there else "none"
         raise CheckpointError(f"run {run_dir} has no checkpoint of step {step}; there are {steps}")
-    return verify_checkpoint(folder_of(run_dir, step))
+    return verify_checkpoint(there[step])
 
 
 def verify_checkpoint(folder: Path) -> CheckpointRef:
@@ -224,24 +252,27 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     return removed
 
 
-def _checkpoints_dir(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
+def folder_of(run_dir: Path, step: int, place: str = CHECKPOINTS) -> Path:
+    """Where the committed checkpoint of a step stands, in one of the run's places."""
+    return run_dir / place / f"step-{step:08d}"
 
 
-def folder_of(run_dir: Path, step: int) -> Path:
-    """Where the committed checkpoint of a step stands."""
-    return _checkpoints_dir(run_dir) / f"step-{step:08d}"
+def folder_there(run_dir: Path, step: int) -> Path:
+    """Where the committed checkpoint of a step is: a commit removes one of the same step in another place."""
+    spare = folder_of(run_dir, step, SPARE)
+    return spare if spare.is_dir() else folder_of(run_dir, step)
 
 
 def _entries(run_dir: Path) -> list[Path]:
-    try:
-        return sorted(_checkpoints_dir(run_dir).iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot list the checkpoints in {_checkpoints_dir(run_dir)}: {error.strerror}"
-        ) from error
+    found: list[Path] = []
+    for place in (CHECKPOINTS, SPARE):
+        try:
+            found += sorted((run_dir / place).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise CheckpointError(f"cannot list the checkpoints in {run_dir / place}: {error.strerror}") from error
+    return found
 
 
 def _numbered(run_dir: Path) -> Iterator[tuple[int, Path]]:

@@ -5,7 +5,9 @@ the manifest; then ``.metadata``; then the folder gets its final name in one ren
 killed at any point.
 """
 
+import contextlib
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -35,6 +37,61 @@ from elaswave.state.checkpoint_format import (
     encode_meta,
 )
 from elaswave.state.dcp_index import encode_dcp_metadata
+
+
+def commit_in_one_of(
+    folders: Sequence[Path], items: Sequence[WrittenItem], meta: CheckpointMeta, *, sizes: Mapping[str, int]
+) -> CheckpointRef:
+    """Commits a checkpoint in the first place that takes all of it; shards that stand in another one are copied.
+
+    Args:
+        folders: the checkpoint's temporary folder in each place, the first choice first.
+        items, meta, sizes: as of `commit_checkpoint`.
+    Returns:
+        The committed checkpoint.
+    Raises:
+        CheckpointError: there is none; what each place has said.
+    """
+    troubles = []
+    for folder in folders:
+        try:
+            _gather(folder, folders, {name: sizes[name] for name in {item.relative_path for item in items}})
+            made = commit_checkpoint(folder, items, meta, sizes=sizes)
+        except CheckpointError as error:
+            troubles.append(str(error))
+            continue
+        for other in folders:
+            if other != folder and other.with_suffix("").is_dir():  # a damaged one that a resumed run has passed again
+                with contextlib.suppress(OSError):
+                    remove_committed(other.with_suffix(""))
+        return made
+    raise CheckpointError("; ".join(troubles))
+
+
+def _gather(folder: Path, folders: Sequence[Path], sizes: Mapping[str, int]) -> None:
+    """Copies shards that are not in a folder, but in another one; those that are nowhere the commit will miss."""
+    for name, num_bytes in sorted(sizes.items()):
+        whole = [each for each in folders if _size_of(each / name) == num_bytes]
+        if not whole or folder in whole:
+            continue
+        copy = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (whole[0] / name).open("rb") as source, copy.open("wb") as target:
+                shutil.copyfileobj(source, target)
+                target.flush()
+                os.fsync(target.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                copy.unlink(missing_ok=True)
+            raise cannot_write(copy, error) from error
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 def commit_checkpoint(

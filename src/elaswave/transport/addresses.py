@@ -247,7 +247,11 @@ class NameLookup:
         self._wake = wake
         thread = threading.Thread(target=self._look_up, name=f"look-up of {self._host}", daemon=True)
         _looking_up.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no room for a thread: a later look-up may find some
+            _looking_up.discard(thread)
+            self._error, self.is_done = OSError(str(error)), True
 
     def _look_up(self) -> None:
         try:

@@ -182,6 +182,8 @@ class ShardFailed(Message, frozen=True, kw_only=True):
     epoch: int
     step: int
     reason: str
+    again: bool = False
+    """It tries again for a while, since there is no later checkpoint; says so once."""
 
 
 class Settled(Message, frozen=True, kw_only=True):

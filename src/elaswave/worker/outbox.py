@@ -96,6 +96,8 @@ class ControlOutbox:
         """When `Timings` told last how long was waited for data."""
         self._runs_s: deque[float] = deque(maxlen=256)
         """Seconds of RUN of the steps since `Timings` were sent last."""
+        self.is_stopping = False
+        """Whether the newest committed step is the last one because the job was asked to stop."""
         self._finished_s: dict[int, float] = {}
         """When the newest steps were done."""
         self._has_warmed_up = False
@@ -123,6 +125,7 @@ class ControlOutbox:
     def committed(self, committed: Committed) -> StepReport:
         """A committed step; now and then also how long actions take."""
         self._mailbox.on_commit()
+        self.is_stopping = committed.request is Request.STOP
         if committed.request in (Request.CHECKPOINT, Request.STOP):
             self._mailbox.asked_for_checkpoint(self.machine.member.epoch, committed.step)
         if committed.was_run:

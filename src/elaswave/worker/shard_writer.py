@@ -1,12 +1,16 @@
 """Writes a worker's part of durable checkpoints in a background thread, from copies, one at a time."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
+
 from elaswave.errors import CheckpointError, WaitTimeoutError
-from elaswave.state.checkpoint import shard_folder, shard_name
+from elaswave.state.checkpoint import places, shard_folder, shard_name, temporary_folder
+from elaswave.state.checkpoint_format import SHARD_SUFFIX
 from elaswave.state.checkpoint_shards import Piece, write_shard
 from elaswave.state.store import BlockStore, Scalars
 from elaswave.worker.frozen import frozen_pieces
@@ -17,6 +21,10 @@ from elaswave.worker.torch_engine import TorchEngine
 
 WRITE_TIMEOUT_S = 1800.0
 """Bound of waiting for one shard's writing."""
+PATIENCE_S = 60.0
+"""How long the last checkpoint of a run is tried again: what it does not hold is lost."""
+RETRY_S = 1.0
+"""Between two tries."""
 TURN_S = 0.05
 """How long the worker waits for the writing before it looks whether something else has happened."""
 
@@ -41,7 +49,14 @@ class ShardWriter:
         """Whether a shard is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, store: BlockStore, standing: Standing, scalars: Scalars = (), fixed: Iterable[Piece] = ()) -> None:
+    def start(
+        self,
+        store: BlockStore,
+        standing: Standing,
+        scalars: Scalars = (),
+        fixed: Iterable[Piece] = (),
+        patience_s: float = 0.0,
+    ) -> None:
         """Copies the owned blocks and begins to write them; the shard before this one must be written.
 
         Args:
@@ -49,22 +64,49 @@ class ShardWriter:
             standing: where training stands.
             scalars: the optimizer's states that tensors have once.
             fixed: further pieces, whose values do not change.
+            patience_s: how long it is tried again where the disk does not take it.
         """
         assert not self.is_busy
         pieces = [*owned_pieces(store, scalars), *fixed]
-
-        def write() -> None:
-            try:
-                folder = shard_folder(self._run_dir, standing.step)
-                items = write_shard(folder, shard_name(self._worker, standing.epoch), pieces)
-            except (CheckpointError, OSError) as error:
-                epoch, step = standing.epoch, standing.step
-                self._report(ShardFailed(worker=self._worker, epoch=epoch, step=step, reason=str(error)))
+        thread = threading.Thread(
+            target=lambda: self._write_for(patience_s, standing, pieces), name="checkpoint", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no room for a thread
+            if patience_s:
+                self._write_for(0.0, standing, pieces)  # nothing is trained any more that it could keep waiting
             else:
-                self._report(ShardWritten(worker=self._worker, standing=standing, items=items))
+                self._report(self._failed(standing, f"its thread cannot be started ({error}); raise the limit of pids"))
+            return
+        self._thread = thread
 
-        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
-        self._thread.start()
+    def _write_for(self, patience_s: float, standing: Standing, pieces: list[Piece]) -> None:
+        """Writes and reports; tries again for so long."""
+        deadline_s = time.monotonic() + patience_s
+        has_said = False
+        while isinstance(message := self._write(standing, pieces), ShardFailed) and time.monotonic() < deadline_s:
+            if not has_said:
+                self._report(msgspec.structs.replace(message, again=True))
+                has_said = True
+            time.sleep(RETRY_S)
+        self._report(message)
+
+    def _write(self, standing: Standing, pieces: list[Piece]) -> ShardWritten | ShardFailed:
+        """Writes to the first place that takes it."""
+        name, troubles = shard_name(self._worker, standing.epoch), []
+        for place in places(self._run_dir):
+            try:
+                folder = shard_folder(self._run_dir, standing.step, place)
+                return ShardWritten(worker=self._worker, standing=standing, items=write_shard(folder, name, pieces))
+            except (CheckpointError, OSError) as error:
+                troubles.append(str(error))
+                with contextlib.suppress(OSError):
+                    (temporary_folder(self._run_dir, standing.step, place) / f"{name}{SHARD_SUFFIX}").unlink()
+        return self._failed(standing, "; ".join(troubles))
+
+    def _failed(self, standing: Standing, reason: str) -> ShardFailed:
+        return ShardFailed(worker=self._worker, epoch=standing.epoch, step=standing.step, reason=reason)
 
     def finish(self, check: Callable[[], None]) -> None:
         """Waits until the shard in hand is written and reported.
@@ -120,7 +162,9 @@ class ShardDisk:
         assert isinstance(machine.engine, TorchEngine)
         frozen = frozen_pieces(machine.engine.layers, machine.layout, machine.worker)
         standing = self._outbox.standing(step)
-        self._writer.start(BlockStore(machine.copies), standing, self._outbox.scalars(), frozen)
+        is_last = step == machine.terms.num_steps or self._outbox.is_stopping
+        patience_s = PATIENCE_S if is_last else 0.0
+        self._writer.start(BlockStore(machine.copies), standing, self._outbox.scalars(), frozen, patience_s)
 
     def finish(self, check: Callable[[], None]) -> None:
         """Waits until nothing is being written; see `ShardWriter.finish`."""

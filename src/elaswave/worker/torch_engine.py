@@ -19,7 +19,7 @@ from elaswave.protocol.engine import Imbalance, Loaded, Measured, Unfinished
 from elaswave.protocol.environment import ENVIRONMENT, Environment
 from elaswave.protocol.salvage import Keep
 from elaswave.protocol.scores import Scores
-from elaswave.state.checkpoint import read_meta
+from elaswave.state.checkpoint import folder_there, read_meta
 from elaswave.state.checkpoint_format import EMA, MASTER
 from elaswave.state.device_verify import Found, run_hashes, square_sums
 from elaswave.state.flat import FlatLayer, FlatUnit
@@ -545,7 +545,7 @@ class TorchEngine:
         """Loads a durable checkpoint, every used byte of which is checked, or begins from the seed."""
         checkpoint = None
         if step > 0:
-            folder = self.context.run_dir / "checkpoints" / f"step-{step:08d}"
+            folder = folder_there(self.context.run_dir, step)
             checkpoint = (folder, read_meta(folder))
         context = self.context
         self.layers.clear()

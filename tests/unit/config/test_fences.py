@@ -1,19 +1,18 @@
 """Fences in a configuration: how they are written, what is refused, and that they are part of the model."""
 
 import tomllib
-from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elaswave.config.devices import emulated_costs
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.errors import ConfigError, RunFolderError
-from elaswave.observability.run_folder import open_run_dir
+from elaswave.observability.run_folder import check_same_computation
 
 OWN_MODEL = OwnModel((10, 10), "float32", has_optimizer=False, grad_clip=0.0)
-NOW = datetime(2026, 11, 23, tzinfo=UTC)
 
 
 def test_they_are_written_and_read_back(tmp_path: Path) -> None:
@@ -51,15 +50,10 @@ def test_a_scripts_own_model_has_them_too_and_keeps_them_over_a_resume() -> None
 
 def test_a_resume_with_other_fences_is_refused_with_both_sides(tmp_path: Path) -> None:
     first, other = (load_config(None, [f"model.fences={fences}"]) for fences in ('["block.0:int8"]', "[]"))
-    with open_run_dir(tmp_path / "run", first, now=NOW):
-        pass
-    with (
-        pytest.raises(RunFolderError, match=r'model.fences is \["block.0:int8"\] there and \[\] here'),
-        open_run_dir(tmp_path / "run", other, now=NOW, resume=True),
-    ):
-        pass
-    with open_run_dir(tmp_path / "run", first, now=NOW, resume=True):
-        pass
+    there = msgspec.json.decode(msgspec.json.encode(first.to_dict()))
+    with pytest.raises(RunFolderError, match=r'model.fences is \["block.0:int8"\] there and \[\] here'):
+        check_same_computation(there, other, tmp_path)
+    check_same_computation(there, first, tmp_path)
 
 
 def test_emulated_devices_plan_with_the_smaller_bytes() -> None:

@@ -9,16 +9,26 @@ import pytest
 
 from elaswave.config.load import load_config
 from elaswave.control import checkpoints
-from elaswave.control.checkpoints import BREAK_OFF_S_MAX, COMMIT_S_MAX, Checkpoints
+from elaswave.control.checkpoints import BREAK_OFF_S_MAX, COMMIT_S_MAX, PATIENCE_S, RETRY_S, Checkpoints
 from elaswave.control.template_messages import CommitRequest
 from elaswave.observability.result import CheckpointRecord
-from elaswave.state.checkpoint import shard_folder, shard_name, verify_checkpoint
-from elaswave.state.checkpoint_commit import commit_checkpoint
+from elaswave.state.checkpoint import (
+    CHECKPOINTS,
+    SPARE,
+    checkpoint_of_step,
+    find_newest_checkpoint,
+    link_spare,
+    newest_committed_step,
+    shard_folder,
+    shard_name,
+    verify_checkpoint,
+)
+from elaswave.state.checkpoint_commit import commit_in_one_of
 from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.checkpoint_shards import write_shard
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.materialise import materialise, owned_pieces
-from elaswave.worker.messages import ShardWritten, Standing
+from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
 
 SMALL = ("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2", "layout.widths=[1,1]")
 
@@ -33,6 +43,7 @@ class Job:
         self.given_up: list[tuple[int, str]] = []
         self.asked: list[tuple[int, bytes]] = []
         """Commits that have been asked for, as far as `answer` has not made them."""
+        self.said: list[str] = []
         self.broken_off: list[int] = []
         """Commits whose end has been asked for."""
         self.checkpoints = Checkpoints(
@@ -44,7 +55,7 @@ class Job:
             begun_s=lambda step: None,
             on_written=self.written.append,
             on_given_up=lambda step, worker, reason: self.given_up.append((step, reason)),
-            say=lambda text: None,
+            say=self.said.append,
         )
 
     def meta(self, standing: Standing) -> CheckpointMeta:
@@ -64,10 +75,10 @@ class Job:
             extra={},
         )
 
-    def write(self, step: int, epoch: int, worker: int) -> ShardWritten:
+    def write(self, step: int, epoch: int, worker: int, place: str = CHECKPOINTS) -> ShardWritten:
         layout, placement = self.blueprint.layout, self.blueprint.placement
         _, store, progress = materialise(self.blueprint, worker, layout, placement, None)
-        folder = shard_folder(self.run_dir, step)
+        folder = shard_folder(self.run_dir, step, place)
         standing = Standing(
             epoch=epoch, step=step, num_updates=0, exponents=list(progress.grids.exponents), calibrated=True
         )
@@ -85,7 +96,7 @@ class Job:
         while self.asked:
             number, request = self.asked.pop(0)
             asked = msgspec.msgpack.decode(request, type=CommitRequest)
-            commit_checkpoint(Path(asked.folder), asked.items, asked.meta, sizes=asked.sizes)
+            commit_in_one_of(list(map(Path, asked.folders)), asked.items, asked.meta, sizes=asked.sizes)
             self.checkpoints.committed(number, None, again=False)
 
     def folders(self) -> list[str]:
@@ -173,6 +184,68 @@ def test_a_commit_that_fails_is_given_up_and_the_next_one_made(tmp_path: Path) -
     assert [record.step for record in job.written] == [4]
 
 
+def test_a_commit_of_the_last_checkpoint_is_tried_again_within_a_bound_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: clock[0])
+    job = Job(tmp_path)
+    last = job.blueprint.config.run.steps
+    complete(job, last)
+    for _ in range(3):
+        (number, request), job.asked[:] = job.asked[0], []
+        job.checkpoints.committed(number, "No space left on device", again=False)
+        assert job.given_up == [] and job.checkpoints.is_committing and not job.asked
+        job.checkpoints.committed(number, "again", again=False)  # an answer that comes twice
+        job.checkpoints.ask_again()
+        assert not job.asked and not job.checkpoints.tick(clock[0] + RETRY_S / 2)
+        clock[0] += RETRY_S
+        assert not job.checkpoints.tick(clock[0])
+        assert job.asked[0][0] != number and job.asked[0][1] == request
+    (said,) = job.said
+    assert f"the last checkpoint, of step {last}, cannot be written and is tried again for 60 s: No space" in said
+    job.answer()
+    assert [record.step for record in job.written] == [last]
+
+    job = Job(tmp_path / "stays full")
+    complete(job, last)
+    clock[0] += PATIENCE_S
+    job.checkpoints.committed(job.asked[0][0], "No space left on device", again=False)
+    assert job.given_up == [(last, "No space left on device")]
+    assert job.checkpoints.given_up == {last: "No space left on device"}
+
+
+def test_a_part_that_is_tried_again_is_said_and_still_waited_for(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    for again in (True, True, False):
+        job.checkpoints.part(ShardFailed(worker=0, epoch=1, step=4, reason="full", again=again))
+        assert job.given_up == []
+    assert len(job.said) == 1 and "step 4, cannot be written and is tried again" in job.said[0]
+    job.checkpoints.part(job.write(4, 1, 1))
+    assert job.given_up == [(4, "full")]
+
+
+def test_a_checkpoint_goes_as_a_whole_to_the_spare_place_wherever_its_parts_are(tmp_path: Path) -> None:
+    run_dir, spare = tmp_path / "run", tmp_path / "other disk" / "run"
+    run_dir.mkdir()
+    link_spare(run_dir, spare)
+    job = Job(run_dir)
+    first, second = job.write(4, 1, 0), job.write(4, 1, 1, SPARE)
+    (run_dir / "checkpoints" / "step-00000004.tmp" / "worker-1-epoch-1.distcp").mkdir()  # what cannot be written
+    for part in (first, second):
+        job.checkpoints.part(part)
+    job.answer()
+    (record,) = job.written
+    assert record.path == "spare-checkpoints/step-00000004"
+    assert find_newest_checkpoint(run_dir).newest == verify_checkpoint(run_dir / record.path)
+    assert checkpoint_of_step(run_dir, 4).folder == run_dir / record.path and newest_committed_step(run_dir) == 4
+    assert [folder.name for folder in spare.iterdir()] == ["step-00000004"] and job.folders() == []
+    complete(job, 6, 8)
+    job.answer()
+    assert [record.path for record in job.checkpoints.records] == [f"checkpoints/step-0000000{step}" for step in (6, 8)]
+    assert not list(spare.iterdir()), "the newest two are kept, wherever they are"
+
+
 TOO_SLOW = "its commit has not ended within 600 s; is the disk too slow, or gone?"
 
 
@@ -225,7 +298,7 @@ def test_files_stay_where_a_committer_may_be_at_work_that_cannot_be_ended(
     assert job.folders() == ["step-00000002.tmp"]
     number, request = job.asked.pop()
     asked = msgspec.msgpack.decode(request, type=CommitRequest)
-    commit_checkpoint(Path(asked.folder), asked.items, asked.meta, sizes=asked.sizes)
+    commit_in_one_of(list(map(Path, asked.folders)), asked.items, asked.meta, sizes=asked.sizes)
     job.checkpoints.committed(number, None, again=False)
     assert job.written == [], "it was given up"
     assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000002").step == 2
@@ -254,7 +327,7 @@ def test_parts_that_survivors_write_once_more_during_a_commit_do_not_stay(tmp_pa
     job.decide(2, resume_step=5, again=True)
     number, request = job.asked.pop()
     asked = msgspec.msgpack.decode(request, type=CommitRequest)
-    commit_checkpoint(Path(asked.folder), asked.items, asked.meta, sizes=asked.sizes)
+    commit_in_one_of(list(map(Path, asked.folders)), asked.items, asked.meta, sizes=asked.sizes)
     job.checkpoints.part(job.write(4, 2, 0))  # before the answer has come
     assert job.folders() == ["step-00000004", "step-00000004.tmp"]
     job.checkpoints.committed(number, None, again=False)

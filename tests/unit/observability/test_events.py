@@ -143,14 +143,32 @@ def test_kinds_of_a_newer_version_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"kind":"step","step":"one"}', "garbage", "", '{"step":1}', "\udcff"])
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, line: str) -> None:
+def test_a_damaged_line_in_the_middle_is_named_and_the_others_are_read(tmp_path: Path, line: str) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         log.write(step(1))
     with path.open("ab") as file:
         file.write(line.encode("utf-8", "surrogateescape") + b"\n")
-    with pytest.raises(RunFolderError, match=r"events\.jsonl, line 2, is damaged"):
-        read_events(path)
+    with EventLog(path) as log:
+        log.write(step(2))
+    first, lost, last = read_events(path)
+    assert [first.step, last.step] == [1, 2]  # type: ignore[union-attr]
+    assert isinstance(lost, EventsLost) and lost.num_events == 1 and lost.time == first.time
+    assert lost.reason.startswith("events.jsonl, line 2, is damaged: ")
+
+
+def test_a_log_that_cannot_be_opened_is_opened_once_it_can(tmp_path: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(RunFolderError, match="cannot write"):
+        EventLog(tmp_path / "later" / "events.jsonl")
+    with EventLog(tmp_path / "later" / "events.jsonl", on_trouble=told.append) as log:
+        log.write(step(1))
+        assert log.num_lost == 1 and "No such file or directory): training goes on" in told[0]
+        (tmp_path / "later").mkdir()
+        log.write(step(2))
+    lost, kept = read_events(tmp_path / "later" / "events.jsonl")
+    assert isinstance(lost, EventsLost) and lost.num_events == 1
+    assert isinstance(kept, StepCommitted) and kept.step == 2
 
 
 def test_a_missing_log_is_an_error_of_the_user(tmp_path: Path) -> None:
