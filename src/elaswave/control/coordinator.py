@@ -373,6 +373,7 @@ class CoordinatorProcess(JobDriver):
             since_s=message.since_s,
             moved_bytes=message.moved_bytes,
             starved_s=message.starved_s,
+            first_s=message.first_s,
         )
         self._detector.heartbeat(message.worker, position, now_s)
         self._desk.heard(message)

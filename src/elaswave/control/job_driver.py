@@ -202,6 +202,8 @@ class JobDriver(CoordinatorDriver):
             num_steps=plan.config.run.steps,
             coordinator_ends_s=self._ends_to_tell(),
         )
+        self._suspected = ""
+        """Why workers are held for lost, while the core hears of it."""
         self._detector = Detector(
             takes_over=self._has_begun,
             domains=self.core.domains,
@@ -422,7 +424,7 @@ class JobDriver(CoordinatorDriver):
         self._end.come(
             Ended(
                 outcome="failed",
-                reason=effect.reason + self._recorder.advice(),
+                reason=effect.reason + (f": {self._suspected}" if self._suspected else "") + self._recorder.advice(),
                 worker=effect.worker,
                 traceback_text="" if failure is None else failure.traceback_text,
             )
@@ -638,7 +640,9 @@ class JobDriver(CoordinatorDriver):
     def _take_suspicions(self, suspicions: Sequence[Suspicion]) -> None:
         if suspicions and not self._end.is_there:
             lost = self._agents.with_their_hosts(suspicions, self.core.members)
+            self._suspected = "; ".join(each.reason for each in lost)
             self.suspect(lost)
+            self._suspected = ""
             self._agents.hang_up_on_lost(lost)
 
 

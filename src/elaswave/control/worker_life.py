@@ -26,7 +26,7 @@ from elaswave.protocol.messages import Fenced
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
 from elaswave.worker.batches import BatchMaker
-from elaswave.worker.loader import serve
+from elaswave.worker.loader import say_who, serve
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.messages import ToWorker
 from elaswave.worker.probe import NoProbe, Probe, Probes
@@ -158,8 +158,7 @@ def live(
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         return client
 
-    if setup.config.model.foreign:
-        os.setpgid(0, 0)  # so that the launcher finds the servers that are left when this process is killed
+    os.setpgid(0, 0)  # so that the launcher finds what is left when this process is killed: servers, compilers
     offer_to_kernel()
     hold_notices()
     return run_worker(worker_setup, make_client)
@@ -195,6 +194,7 @@ def load(setup: TemplateSetup, line: socket.socket) -> int:
     torch.set_num_threads(1)
     os.setpriority(os.PRIO_PROCESS, 0, COMPUTE_NICENESS)
     offer_to_kernel()
+    say_who(line)
     samples = setup.training.open_samples(setup.run_dir / "data")
     sampler = sampler_of(setup.config, samples.num_samples("train"), samples.sources)
     return serve(BatchMaker(setup.config, samples, sampler), line)

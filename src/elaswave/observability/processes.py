@@ -43,6 +43,8 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     parent: int
     cpu_s: float
     """Processor time that it has used, in user and system mode, as fine as the clock ticks (10 ms)."""
+    ended_cpu_s: float
+    """That of its children that have ended."""
     start_ticks: int
 
 
@@ -57,6 +59,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
         state=fields[0],
         parent=int(fields[1]),
         cpu_s=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+        ended_cpu_s=(int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK"),
         start_ticks=int(fields[19]),
     )
 
@@ -68,6 +71,35 @@ def children_of(pid: int) -> list[int]:
     except OSError:
         return []
     return [each for each in found if (facts := facts_of(each)) is not None and facts.parent == pid]
+
+
+def family_cpu_s(pid: int) -> float:
+    """The processor time that a process and all that it has started have used, such as compilers and the processes of
+    a pool: it grows while any of them computes. 0 where there is no process, or no ``/proc``."""
+    total_s, todo = 0.0, [pid]
+    while todo:
+        each = todo.pop()
+        facts = facts_of(each)
+        if facts is not None:
+            total_s += facts.cpu_s + facts.ended_cpu_s
+            todo += _children_at_once(each)
+    return total_s
+
+
+def _children_at_once(pid: int) -> list[int]:
+    """The same as `children_of`, by what the kernel keeps: a look at all processes of a machine takes too long."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        return [int(child) for thread in threads for child in _contents(f"/proc/{pid}/task/{thread}/children").split()]
+    except OSError:
+        return []
+
+
+def _contents(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""  # the thread has just ended, or the kernel does not tell
 
 
 def described(role: Role, number: int, pid: int) -> RunProcess:

@@ -34,7 +34,7 @@ from types import MappingProxyType
 from elaswave.protocol.awake import TICK_S, AwakeTime
 from elaswave.protocol.events import Suspected
 from elaswave.protocol.host_silence import HOST_SILENT_S, LOOK_S, Counters, HostSilence
-from elaswave.protocol.position import IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
+from elaswave.protocol.position import FIRST_S, IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
 from elaswave.protocol.starvation import EXCUSED_MAX_S, Stillness
 from elaswave.protocol.watched import LongestLately, Watched
 
@@ -564,7 +564,7 @@ class Detector:
         previous = watched.position
         if previous is not None:
             entered_s = max(watched.heard_s, entered_s)  # at its last heartbeat it did something else
-            if previous.computing:
+            if previous.computing and not previous.first_s:  # how long compiling takes says nothing of what is compiled
                 # When exactly it ended that is not known, only that it was before it began this.
                 took_s = max(0.0, previous.since_s - previous.starved_s) + min(entered_s - watched.heard_s, UNSEEN_S)
                 longest = self._busy.setdefault(kind_of(previous.label), LongestLately(DURATION_HALF_LIFE_S))
@@ -579,12 +579,13 @@ class Detector:
     def _learned(self) -> bool:
         return self._steps.count >= LEARNED_STEPS
 
-    def busy_bound_s(self, label: str) -> float:
-        """Seconds for which a worker may compute what is called `label`."""
+    def busy_bound_s(self, label: str, *, is_first: bool = False) -> float:
+        """Seconds for which a worker may compute what is called `label`; the first time, without using a processor."""
         kind = kind_of(label)
         longest = self._busy.get(kind)
         longest_s = 0.0 if longest is None else longest.value_s
-        floor_s = BUSY_FLOOR_S if kind in PHASES and longest is not None and self._learned else UNLEARNED_S
+        is_tight = kind in PHASES and longest is not None and self._learned and not is_first
+        floor_s = BUSY_FLOOR_S if is_tight else UNLEARNED_S
         return max(floor_s, PROGRESS_FACTOR * longest_s)
 
     def _computing_too_long(self) -> list[Suspicion]:
@@ -593,12 +594,20 @@ class Detector:
             position = watched.position
             if position is None or not position.computing:
                 continue
-            age_s = watched.heard_s - watched.entered_s  # as it said itself: silence is another matter
+            # As it said itself: silence is another matter.
+            age_s = position.since_s if position.first_s else watched.heard_s - watched.entered_s
             age_s -= min(position.starved_s, EXCUSED_MAX_S)
-            if age_s <= BUSY_FLOOR_S:
+            if max(age_s, position.first_s) <= BUSY_FLOOR_S:
                 continue
-            bound_s = self.busy_bound_s(position.label)
-            if age_s > bound_s:
+            bound_s = self.busy_bound_s(position.label, is_first=position.first_s > 0.0)
+            if position.first_s > FIRST_S or (position.first_s and age_s > bound_s):
+                reason = (
+                    f"worker {watched.worker} has been computing {position} for {position.first_s:.1f} s, for the "
+                    f"first time (bound {FIRST_S:.0f} s), and neither it nor what it has started has used a processor "
+                    f"for {age_s:.1f} s (bound {bound_s:.1f} s)"
+                )
+                suspicions.append(self._suspect(watched.worker, "progress", reason))
+            elif age_s > bound_s:
                 reason = (
                     f"worker {watched.worker} has been computing {position} for {age_s:.1f} s (bound "
                     f"{bound_s:.1f} s, {PROGRESS_FACTOR:.0f} times the longest lately)"

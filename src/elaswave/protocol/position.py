@@ -19,8 +19,12 @@ far longer for one sample than for all before."""
 FOREIGN = "foreign"
 """Label of a worker that waits for the server of a foreign part: it bounds that wait itself, and the first answers,
 for which the server loads its software, may take far longer than all before."""
+RECOVER = "recover"
+"""Label of a worker that goes over to a decision: it waits for it, moves state, and makes or loads what it lacks."""
 PAUSED = "paused"
 """Label of a worker that waits between two steps, because the membership is about to change."""
+FIRST_S = 3600.0
+"""The longest first run of anything, however busily it computes."""
 IDLE = ("idle", "end", START, PAUSED)
 """Labels of workers that wait for the coordinator: never a sign of trouble by themselves."""
 PHASES = ("F", "B", "I", "W", "reduce", "vote", "apply", "gather")
@@ -45,6 +49,9 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     """Changes whenever bytes move over its links, however slowly."""
     starved_s: float = 0.0
     """Seconds of `since_s` in which it was seen to wait for a processor, if it computes."""
+    first_s: float = 0.0
+    """Seconds for which it has been at its first run of this kind, which may compile, load and build and take any time;
+    0 if it is none. `since_s` is then counted from when it, or a process that it has started, used a processor last."""
 
     def same_stay(self, later: "Position") -> bool:
         """Whether a later heartbeat tells of the same thing still going on."""

@@ -139,6 +139,7 @@ class Batches:
         before = self._activity.doing
         self._activity.compute(DATA)
         pair = self._supply.get(name)
+        self._activity.has_run()
         if before.computing:
             self._activity.compute(before.label)
         return pair

@@ -13,7 +13,7 @@ from elaswave.devices.interface import Device, Mark, wait_for
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
 from elaswave.planning.layout import peers_of
 from elaswave.protocol.engine import FrameKind, Key, Pause, Wait
-from elaswave.protocol.position import LINK
+from elaswave.protocol.position import FIRST_S, LINK
 from elaswave.protocol.traffic import doubling_partners
 from elaswave.state.placement import Block, Placement
 from elaswave.transport.frames import Tag
@@ -23,7 +23,7 @@ from elaswave.worker.activity import Activity
 from elaswave.worker.payloads import pack, unpack
 from elaswave.worker.values import flatten, unflatten
 
-WAIT_TIMEOUT_S = 600.0
+WAIT_TIMEOUT_S = FIRST_S + 600.0
 """Bound of every wait on a peer while no byte moves. A peer's death ends a wait at once; this is for a peer that is
 alive and silent."""
 LINK_TURN_S = 10.0

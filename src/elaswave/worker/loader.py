@@ -4,6 +4,7 @@ It holds no state but the data: whichever loader is asked, and whenever, the mic
 worker does.
 """
 
+import contextlib
 import os
 import socket
 import time
@@ -29,6 +30,12 @@ class Made(msgspec.Struct, frozen=True, tag=True):
     """That it took to make."""
 
 
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """A loader's first word: which process it is."""
+
+    pid: int
+
+
 class NotMade(msgspec.Struct, frozen=True, tag=True):
     """A micro-batch cannot be made; see `BatchError`."""
 
@@ -36,6 +43,12 @@ class NotMade(msgspec.Struct, frozen=True, tag=True):
     kind: str
     summary: str
     traceback_text: str
+
+
+def say_who(line: socket.socket) -> None:
+    """Tells the worker which process this is, before the data are opened: it looks whether that computes."""
+    with contextlib.suppress(ConnectionError):  # it has ended
+        line.send(msgspec.msgpack.encode(Begun(os.getpid())))
 
 
 def serve(maker: BatchMaker, line: socket.socket) -> int:

@@ -19,16 +19,19 @@ from typing import Any
 import msgspec
 
 from elaswave.errors import WaitTimeoutError
+from elaswave.observability.processes import family_cpu_s
 from elaswave.planning.layout import evaluation_layout
-from elaswave.protocol.position import DATA
+from elaswave.protocol.position import DATA, FIRST_S
 from elaswave.types import Layout
 from elaswave.worker.activity import Activity
 from elaswave.worker.batch_memory import from_memory
 from elaswave.worker.batches import BatchError, BatchName
-from elaswave.worker.loader import MESSAGE_BYTES_MAX, Made, NotMade
+from elaswave.worker.loader import MESSAGE_BYTES_MAX, Begun, Made, NotMade
 
 AHEAD = 2
 """Micro-batches that are asked for ahead, per loader."""
+LOOK_S = 1.0
+"""Between two looks at how much processor time a loader has used."""
 TURN_S = 0.01
 """How long a wait lasts before bytes of other transfers move again."""
 ENDS_MAX = 3
@@ -36,11 +39,12 @@ ENDS_MAX = 3
 HANGS_MAX = 2
 """Loaders that may hang over one micro-batch; the second may take twice as long as the first."""
 HANG_S = 50.0
-"""How long a loader may be at one micro-batch until `LEARNED` have been made."""
-HANG_FLOOR_S = 5.0
+"""How long a loader may be at one micro-batch until `LEARNED` have been made, without using a processor."""
+HANG_FLOOR_S = 40.0
 HANG_FACTOR = 4.0
 """Afterwards: this many times as long as the longest has taken, and no less than the floor. Less than what the
-coordinator grants a worker that is at its data (`elaswave.protocol.detection`)."""
+coordinator grants a worker that is at its data (`elaswave.protocol.detection`), and with what the second loader may
+take as much: a file system that stands still is waited for as long with loaders as without."""
 LEARNED = 4
 REPLACE_S = 60.0
 """How long the template may take to fork a loader."""
@@ -61,6 +65,18 @@ class _Loader:
         """In the order in which it will answer; it is at the first one."""
         self.since_s = 0.0
         """When it began with the first one, at the latest."""
+        self.pid = 0
+        """Its process; 0 if that is not known."""
+        self._cpu_s = self._looked_s = self._stirred_s = 0.0
+
+    def still_s(self, now_s: float) -> float:
+        """For how long it has not been seen to use a processor while it was at that one; looked at now and then."""
+        if self.pid and now_s - self._looked_s >= LOOK_S:
+            self._looked_s, before_s = now_s, self._cpu_s
+            self._cpu_s = family_cpu_s(self.pid)
+            if self._cpu_s != before_s:
+                self._stirred_s = now_s
+        return now_s - max(self.since_s, self._stirred_s)
 
 
 class LoaderSupply:
@@ -235,7 +251,10 @@ class LoaderSupply:
         if not message:
             self._replace(loader, self._ends)
             return False
-        answer = msgspec.msgpack.decode(message, type=Made | NotMade)
+        answer = msgspec.msgpack.decode(message, type=Begun | Made | NotMade)
+        if isinstance(answer, Begun):
+            loader.pid = answer.pid
+            return True
         loader.asked.remove(answer.name)
         loader.since_s = time.monotonic()
         if isinstance(answer, NotMade):
@@ -292,9 +311,16 @@ class LoaderSupply:
         now_s = time.monotonic()
         for loader in [loader for loader in self._loaders.values() if name in loader.asked]:
             at = loader.asked[0]
-            if now_s - loader.since_s > self.hang_bound_s(at):
+            if self._is_hung(loader, self.hang_bound_s(at), now_s):
                 self._replace(loader, self._hangs)
                 self._activity.compute(DATA)  # the coordinator grants the next one its time as well
+
+    def _is_hung(self, loader: _Loader, bound_s: float, now_s: float) -> bool:
+        """Before it is known how long micro-batches take, one may be made for any time, but not stand still."""
+        age_s = now_s - loader.since_s
+        if self._num_made < LEARNED and age_s <= FIRST_S:
+            return loader.still_s(now_s) > bound_s
+        return age_s > bound_s
 
 
 def _at_the_ends(layout: Layout, worker: int) -> tuple[int, ...]:

@@ -146,7 +146,7 @@ class Mailbox:
         """Where the main thread is; None of a worker that is no member yet, of which nobody asks."""
         if self.joining is not None:
             return None
-        doing = self.activity.told()
+        doing, now_s = self.activity.told(), time.monotonic()
         epoch, step, attempt = self.place
         return Heartbeat(
             worker=self.registration.worker,
@@ -156,11 +156,12 @@ class Mailbox:
             label=doing.label,
             computing=doing.computing,
             waiting_on=doing.waiting_on,
-            since_s=time.monotonic() - doing.since_s,
+            since_s=now_s - doing.since_s,
             num_owned=self.num_held[0],
             num_followed=self.num_held[1],
             moved_bytes=self._transport.moved_bytes,
             starved_s=doing.starved_s,
+            first_s=now_s - doing.began_s if doing.is_first else 0.0,
         )
 
     @property

@@ -58,7 +58,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     num_followed: int = 0
     moved_bytes: int = 0
     starved_s: float = 0.0
-    """Both as of `Position`."""
+    first_s: float = 0.0
+    """All as of `Position`."""
 
 
 class LinkLost(Message, frozen=True, kw_only=True):

@@ -169,6 +169,7 @@ class Worker:
             on_layout=self._use_layout,
             on_begin=batches.begin,
             elsewhere=lambda: mailbox.activity.during(FOREIGN),
+            building=mailbox.activity.building,
             slow_down=self._slow_down,
             slow_links=(lambda factor: None) if setup.sites is None else setup.sites.slow_down,
             device=setup.device,

@@ -71,6 +71,8 @@ class EngineContext(NamedTuple):
     """Told of each step that begins, perhaps again."""
     elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
     """Stands around waits for foreign parts."""
+    building: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Stands around the making and loading of layers."""
     slow_down: Callable[[float], None] = lambda factor: None
     """Makes the worker compute at a share of its speed (fault injection)."""
     slow_links: Callable[[float], None] = lambda factor: None
@@ -146,7 +148,9 @@ class TorchEngine:
     def use_layout(self, layout: Layout, execution: ExecutionParameters, copies: Iterable[HeldBlock]) -> frozenset[int]:
         """Makes and drops units so that exactly those of the worker's stage are here."""
         layers = layout.layers_of(self.context.worker)
-        new = self._materialise((*layout.shared_units(layers), *layers), copies)
+        wanted = (*layout.shared_units(layers), *layers)
+        with nullcontext() if self.layers.keys() >= set(wanted) else self.context.building():
+            new = self._materialise(wanted, copies)
         self._num_microbatches = layout.num_microbatches
         self.compute.use_ratios(execution.ratios)
         self.context.on_execution(execution)
@@ -549,9 +553,10 @@ class TorchEngine:
             checkpoint = (folder, read_meta(folder))
         context = self.context
         self.layers.clear()
-        layers, store, progress = materialise(
-            context.blueprint, context.worker, layout, placement, checkpoint, self.device
-        )
+        with context.building():
+            layers, store, progress = materialise(
+                context.blueprint, context.worker, layout, placement, checkpoint, self.device
+            )
         self.layers.update(layers)
         self._note_layers()
         self.reduction.hold(list(self.layers))

@@ -9,7 +9,7 @@ from elaswave.devices.gauges import Gauges
 from elaswave.observability.trace import ACTION, PHASE, TraceRecorder
 from elaswave.protocol.engine import Phase, StepObserver
 from elaswave.protocol.messages import Decision
-from elaswave.protocol.position import DATA
+from elaswave.protocol.position import DATA, RECOVER
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.placement import Role
 from elaswave.state.store import HeldBlock
@@ -99,6 +99,7 @@ class StepWatch(StepObserver):
 
     def acted(self, action: Action) -> None:
         """Records the action."""
+        self.activity.has_run()
         if self._trace.enabled:
             self._trace.add("wait", "wait", self._asked_ns, self._computing_ns, {"for": str(action)})
             self._trace.add(str(action), ACTION, self._computing_ns, time.monotonic_ns(), {"step": self.machine.step})
@@ -116,6 +117,8 @@ class StepWatch(StepObserver):
     def leave(self, phase: str) -> None:
         """Records the phase."""
         end_ns = self._end_phase(phase)
+        if phase == "apply":
+            self.activity.has_run()
         where = {"step": self.machine.step, "attempt": self.machine.attempt}
         self._trace.add(phase.upper(), PHASE, self._phase_ns, end_ns, where)
         if phase == "vote" and self._trace.enabled and (gauges := self._gauges()) is not None:
@@ -140,7 +143,7 @@ class StepWatch(StepObserver):
         self._interrupt_phase()
         if self.recovery_began_ns is None:
             self.recovery_began_ns = time.monotonic_ns()
-        self.activity.wait("recover")
+        self.activity.wait(RECOVER)
 
     def moved(self) -> None:
         """A new connection's first words are other ones now."""

@@ -12,7 +12,7 @@ from tests.starving import busy_core, feed, starve
 
 from elaswave.protocol.engine import FrameKind, Key
 from elaswave.transport.frames import Tag
-from elaswave.worker.activity import STIR_S, Activity, own_cpu_clock
+from elaswave.worker.activity import STIR_S, Activity, work_cpu_s
 from elaswave.worker.links import TransportLinks
 
 
@@ -58,16 +58,49 @@ def test_while_it_starts_the_use_of_the_processor_is_the_progress():
     assert activity.told() == activity.doing, "a worker that waits has nothing to get on with"
 
 
-def test_the_clock_is_of_the_thread_that_made_it():
-    clock = own_cpu_clock()
-    before_s = clock()
-    while clock() - before_s < STIR_S:
+def test_the_clock_counts_other_threads_and_what_the_process_has_started_but_not_who_asks():
+    before_s = work_cpu_s()
+    while time.thread_time() < 2 * STIR_S:
         pass
-    seen: list[float] = []
-    thread = threading.Thread(target=lambda: seen.append(clock()))
+    code = "import time\nwhile time.process_time() < 0.3: pass"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}])"]
+    ):
+        deadline_s = time.monotonic() + 60.0
+        while work_cpu_s() < before_s + 0.3:
+            assert time.monotonic() < deadline_s, "a grandchild's time counts"
+            time.sleep(0.01)
+    before_s = work_cpu_s()
+    stop = threading.Event()
+
+    def burn() -> None:
+        while not stop.is_set():
+            pass
+
+    thread = threading.Thread(target=burn)
     thread.start()
+    while work_cpu_s() < before_s + 0.1:
+        time.sleep(0.01)
+    stop.set()
     thread.join()
-    assert seen[0] >= before_s + STIR_S
+
+
+def test_each_kind_is_run_for_the_first_time_once_and_again_when_layers_are_new():
+    activity = Activity(lambda: 0.0)
+
+    def is_first(label: str) -> bool:
+        activity.compute(label)
+        return activity.told().is_first
+
+    assert is_first("0F0") and is_first("0F1"), "none has run to its end"
+    activity.has_run()
+    assert not is_first("0F2") and is_first("1F0") and is_first("0B0") and is_first("apply") and is_first("data")
+    activity.has_run()
+    assert not is_first("data")
+    assert not is_first("foreign"), "it bounds its wait itself"
+    with activity.building():
+        assert activity.told()[:2] == ("recover", True) and activity.told().is_first
+    assert is_first("0F3")
 
 
 def test_to_wait_on_for_the_same_peers_is_one_wait():

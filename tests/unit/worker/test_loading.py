@@ -4,6 +4,7 @@ The loaders are threads here, each with the socket of a real one; real processes
 """
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -244,14 +245,33 @@ class TestTrouble:
             crew.get(1, 0)
         gate.set()
 
+    def test_the_first_batches_may_take_any_time_as_long_as_the_loader_computes(
+        self, crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(loading, "HANG_S", 0.02)
+        monkeypatch.setattr(loading, "LOOK_S", 0.0)
+        cpu_s = itertools.count()
+        monkeypatch.setattr(loading, "family_cpu_s", lambda pid: float(next(cpu_s)))
+        crew = crews(0, 1)
+        crew.supply._take_what_came()
+        (loader,) = crew.supply._loaders.values()
+        loader.pid = 1
+        crew.maker.before = lambda name: time.sleep(0.3)
+        assert same(crew.get(1, 0), 1, 0)
+        assert crew.forks == [0]
+        monkeypatch.setattr(loading, "FIRST_S", 0.05)
+        crew.maker.before = lambda name: time.sleep(0.3) if len(crew.forks) == 1 else None
+        assert same(crew.get(1, 4), 1, 4)
+        assert crew.forks == [0, 0], "but not for ever"
+
     def test_the_bound_is_learned(self, crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
         crew, name = crews(0, 1), BatchName("train", 1, 0)
         assert crew.supply.hang_bound_s(name) == loading.HANG_S
         for index in range(loading.LEARNED):
             crew.get(1, index)
         assert crew.supply.hang_bound_s(name) == loading.HANG_FLOOR_S
-        crew.supply._longest_s = 9.0
-        assert crew.supply.hang_bound_s(name) == 36.0
+        crew.supply._longest_s = 15.0
+        assert crew.supply.hang_bound_s(name) == 60.0
 
     def test_an_exception_comes_to_the_worker_when_the_batch_is_asked_for(self, crews: Callable[..., Crew]) -> None:
         crew = crews(0, 1)
