@@ -43,7 +43,7 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     parent: int
     cpu_s: float
     """Processor time that it has used, in user and system mode, as fine as the clock ticks (10 ms)."""
-    ended_cpu_s: float
+    ended_cpu_s: float = 0.0
     """That of its children that have ended."""
     start_ticks: int
 
