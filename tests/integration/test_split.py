@@ -10,7 +10,7 @@ from tests.integration.crew import locked
 from tests.integration.crew import train as crew_train
 from tests.integration.own import computation, train
 from tests.networks import KINDS, LENGTH, VOCABULARY, Pictures, Texts, pictures, seeded, tokens
-from torch import Tensor
+from torch import Tensor, nn
 
 import elaswave
 from elaswave.api.model import OwnModelSpec
@@ -39,6 +39,36 @@ class Drawn:
         return torch.randn(2, 5, 5, generator=generator), torch.tensor(index % KINDS)
 
 
+class Numbers:
+    """Rows of numbers, and their sums."""
+
+    def __len__(self) -> int:
+        return 31
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        found = torch.linspace(-1, 1, 4) * (index % 7) / 3
+        return found, found.sin().sum(-1, keepdim=True)
+
+
+class Routed(nn.Module):
+    """Routers with auxiliary losses before experts that are used again and again, with dropout."""
+
+    def __init__(self, dropout: float = 0.1, rounds: int = 3) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList(nn.Linear(4, 2) for _ in range(rounds))
+        self.experts, self.last = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.Linear(4, 1)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        for router in self.routers:
+            shares = router(x).softmax(-1)
+            elaswave.aux_loss(2 * shares.mean(0).square().sum())
+            mixed = sum(shares[:, at : at + 1] * expert(x).tanh() for at, expert in enumerate(self.experts))
+            x = x + F.dropout(mixed, self.dropout, self.training)
+        result: Tensor = self.last(x)
+        return result
+
+
 class Written:
     """Texts of several lengths, and their next tokens."""
 
@@ -61,17 +91,20 @@ def cut(name: str, cuts: Any = None) -> Any:
     return elaswave.split(seeded(Pictures, dropout=0.1), pictures(ROWS), 4, cuts=cuts), F.cross_entropy, Drawn()
 
 
-@pytest.mark.parametrize("name", ["pictures", "texts"])
-def test_the_layout_does_not_show(name: str, tmp_path: Path) -> None:
-    layers, loss, dataset = cut(name)
+def training_of(layers: Any, loss: Any, dataset: Any) -> Training:
     samples = DatasetSamples(dataset, torch.utils.data.default_collate, dataset).seeded(0)
     samples.batch = locked(samples.batch)  # it seeds the generator that layers of other threads draw from
-    training = Training(
+    return Training(
         model=OwnModelSpec(layers, loss).spec,
         dtype=torch.float32,
         make_optimizer=lambda shapes: ConfiguredOptimizer(OptimizerConfig(lr=0.01), 4),
         open_samples=lambda folder: samples,
     )
+
+
+@pytest.mark.parametrize("name", ["pictures", "texts"])
+def test_the_layout_does_not_show(name: str, tmp_path: Path) -> None:
+    training = training_of(*cut(name))
     settings = {
         "model.num_layers": 2,
         "batch.microbatch_size": ROWS,
@@ -82,6 +115,33 @@ def test_the_layout_does_not_show(name: str, tmp_path: Path) -> None:
     alone = found["1x1"]
     for each, training_found in found.items():
         assert (training_found.losses, training_found.digests) == (alone.losses, alone.digests), each
+
+
+def test_neither_cuts_nor_layout_show_where_parameters_are_used_again(tmp_path: Path) -> None:
+    layers = elaswave.split(seeded(Routed), torch.randn(ROWS, 4), 4)
+    costs = layers.network.costs.cross_s
+    places = [place for place in range(1, len(costs) - 1) if costs[place] < float("inf")]
+    settings = {"model.num_layers": 2, "batch.microbatch_size": ROWS, "elastic.block_size": 64}
+    found = [
+        crew_train(LAYOUTS[layout], tmp_path, settings, model=training_of(layers.cut_at(cuts), F.mse_loss, Numbers()))
+        for layout, cuts in (
+            ("1x1", layers.cuts), ("1x1", places[1:4]), ("2x2", places[-9::4]), ("2x2", places[3:40:14]),
+        )
+    ]  # fmt: skip
+    for each in found[1:]:
+        assert (each.losses, each.digests) == (found[0].losses, found[0].digests)
+
+
+def test_auxiliary_losses_of_a_network_train_it_as_those_of_a_layer(tmp_path: Path) -> None:
+    settings = {"model.num_layers": 2, "batch.microbatch_size": ROWS}
+    alone = make_layout(widths=(1,), layers_per_stage=(1,), num_microbatches=5)
+    network = seeded(Routed, dropout=0.0, rounds=1)
+    cut_network = elaswave.split(network, torch.randn(ROWS, 4), 4)
+    found, as_layer = (
+        crew_train(layout, tmp_path, settings, model=training_of(model, F.mse_loss, Numbers()))
+        for layout, model in ((LAYOUTS["2x2"], cut_network), (alone, [network]))
+    )
+    assert found.losses == as_layer.losses
 
 
 def test_a_run_survives_two_kills_and_keeps_its_cuts_when_it_resumes(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class OwnModelSpec:
         model_shapes(self.spec)  # says what cannot be tied or kept
         self.dtype = parameters[0].dtype
         """That all layers compute in."""
-        self.layer_parameters = tuple(sum(each.numel() for each in module.parameters()) for module in modules)
+        self.layer_parameters = tuple(map(_num_parameters, layers, modules))
         """Number of parameters of each layer."""
         self.foreign = tuple(
             kind_line(where, part.kind)
@@ -70,6 +70,12 @@ class OwnModelSpec:
             for where, part in foreign_in(layer.name, module).items()
         )
         """Kinds of foreign parts."""
+
+
+def _num_parameters(layer: Layer, module: nn.Module) -> int:
+    """Of a layer; one that it uses several times counts once."""
+    found = {layer.ties.get(name, layer.full_name(name)): each.numel() for name, each in module.named_parameters()}
+    return sum(found.values())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -186,7 +192,7 @@ def _problems_with_builders(layers: Sequence[Layer], modules: Sequence[nn.Module
         id(parameter): (layer.full_name(name), parameter)
         for layer, module in both
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and not parameter.is_meta
+        if parameter.requires_grad and not parameter.is_meta and not layer.is_further_use(name)
     }
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for full, parameter in trained.values():

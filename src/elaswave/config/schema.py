@@ -132,7 +132,7 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     the network of ``sites``, anew with each planned change of layout."""
     cuts: tuple[int, ...] = ()
     """own: where ``elaswave.split`` has cut the network; set by ``elaswave.Trainer``, so that a resumed run has the
-    same parts, whatever is measured then."""
+    same parts."""
     network: str = ""
     """own: fingerprint of the operators of that network; set by ``elaswave.Trainer``."""
     foreign: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ import os
 import torch
 
 from elaswave.devices.gauges import Gauges
+from elaswave.devices.generators import seed_at
 from elaswave.devices.interface import Batch, DeviceMemory, Mark
 from elaswave.devices.nvml import Nvml
 from elaswave.errors import DeviceError
@@ -86,8 +87,7 @@ class Cuda:
 
     def seed(self, key: int) -> None:
         """Philox takes all 64 bits, and begins at offset 0."""
-        index = self.place.index
-        torch.cuda.default_generators[index].manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+        seed_at(self.place, key)
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies from pinned memory on the side stream; what is computed next waits for it on the device."""

@@ -71,12 +71,20 @@ def check_hooks(layer: str, module: nn.Module) -> None:
     Raises:
         UsageError: names layer and parameter.
     """
+    name = hooked_parameter(module)
+    if name is not None:
+        raise UsageError(
+            f"parameter {name} of layer {layer} has a gradient hook: remove it, and change the gradient in the "
+            "layer itself, with a torch.autograd.Function say"
+        )
+
+
+def hooked_parameter(module: nn.Module) -> str | None:
+    """The first parameter with a gradient hook, if there is one."""
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UsageError(
-                f"parameter {name} of layer {layer} has a gradient hook: remove it, and change the gradient in the "
-                "layer itself, with a torch.autograd.Function say"
-            )
+            return name
+    return None
 
 
 def _check_embedding(where: str, part: nn.Embedding | nn.EmbeddingBag) -> None:

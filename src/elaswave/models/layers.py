@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elaswave.devices.generators import seed_host
 from elaswave.errors import ConfigError
 from elaswave.fences import Codec, FenceRatio, codecs_at, fence_problems, fence_ratio_of, ratio_problems
 from elaswave.hashing import key64
@@ -44,7 +45,9 @@ class Layer:
         recompute: keep only the layer's input, and run it again in backward: less memory, more time, the same bits.
         compile: run it through ``torch.compile``.
         keeps_names: the full name of a parameter is its name in the module alone, as in a network that was cut into
-            layers. Names of tied parameters that are left out of `Result.state_dict` are those of other layers.
+            layers. Names of tied parameters that are left out of `Result.state_dict` are those of other layers. A
+            layer may then be tied with itself: each use of a parameter brings a gradient of its own.
+        only_reads: names of tied parameters that no training uses here, so that they bring no gradient.
     """
 
     name: str
@@ -54,10 +57,15 @@ class Layer:
     recompute: bool = False
     compile: bool = False
     keeps_names: bool = False
+    only_reads: frozenset[str] = frozenset()
 
     def full_name(self, name: str) -> str:
         """The name in the model of a tensor of this layer's module."""
         return name if self.keeps_names else f"{self.name}.{name}"
+
+    def is_further_use(self, name: str) -> bool:
+        """Whether a parameter of this layer's module is another one's memory, used once more."""
+        return self.keeps_names and name in self.ties
 
     def own_name(self, full: str) -> str:
         """The inverse of `full_name`."""
@@ -112,7 +120,7 @@ def build_layer(spec: Layer, seed: int, index: int) -> nn.Module:
         index: position of the layer in the model.
     """
     key = key64(seed, index, "init")
-    torch.default_generator.manual_seed(key & 0xFFFFFFFF)
+    seed_host(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     return spec.build()

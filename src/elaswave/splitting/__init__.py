@@ -1,1 +1,1 @@
-"""Any network as layers: traced to a flat list of operators, measured, cut where the slowest part is fastest."""
+"""Any network as layers: traced to a flat list of operators, cut where the slowest part is fastest."""

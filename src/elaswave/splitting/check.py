@@ -1,5 +1,6 @@
 """Whether a cut network computes the bits of the network itself, and if not, which operator is the first to differ."""
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,13 +12,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave.models.calls import Call, inside
+from elaswave.models.instances import without_values
 from elaswave.models.layers import Layer
 from elaswave.splitting.attributes import attributes_kept
 from elaswave.splitting.inputs import call_of
-from elaswave.splitting.parts import Part
+from elaswave.splitting.parts import Part, Program
 from elaswave.splitting.program import RUNNING, Op
 
 _SEED = 20
+_SCALES = (-16.0, 1 / 64)
+"""Of further inputs to compare with."""
 _KEY = (_SEED, 0, 0)
 """Of draws in evaluation: the cuts must not show in them."""
 
@@ -26,8 +30,9 @@ class Outcome(NamedTuple):
     """What one forward and backward gives."""
 
     outputs: list[torch.Tensor]
-    gradients: dict[str, torch.Tensor | None]
-    """By name in the network."""
+    """Auxiliary losses last."""
+    gradients: dict[str, list[torch.Tensor | None]]
+    """By name in the network; of parts, one for each use of a parameter."""
     buffers: dict[str, torch.Tensor]
 
 
@@ -50,13 +55,39 @@ class Difference(NamedTuple):
         return f"{self.what} has other bits than in the network itself{where}"
 
 
+def scales_of(model: nn.Module, example_inputs: Any) -> Iterator[Any]:
+    """The example inputs, and the same with floating-point numbers of other sizes and signs, as far as the network
+    computes finite numbers of them: what a backward does may not show where all numbers are small, or large.
+
+    Args:
+        model: in training.
+        example_inputs: of a micro-batch.
+    """
+    yield example_inputs
+    if not any(leaf.is_floating_point() for leaf in tensors_in(example_inputs)):
+        return
+    for scale in _SCALES:
+        inputs = pytree.tree_map(functools.partial(_scaled, scale), example_inputs)
+        try:
+            found = _of_model(model, inputs)
+        except Exception:
+            continue  # a network may refuse such inputs
+        values = [*found.outputs, *(each for gradients in found.gradients.values() for each in gradients)]
+        if all(bool(each.isfinite().all()) for each in values if each is not None):
+            yield inputs
+
+
+def _scaled(scale: float, leaf: Any) -> Any:
+    return leaf * scale if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
 def difference(
     model: nn.Module, layers: Sequence[Layer], whole: Sequence[Layer], example_inputs: Any
 ) -> Difference | None:
     """Compares one forward and backward of the layers with the network's, bit for bit, dropout included.
 
-    Gradients of parameters that several parts use are not compared: each part's is added exactly, not in the order of
-    autograd.
+    The gradients of a parameter's uses are added exactly, and not by autograd: they are compared with the network's one
+    as far as it can be rounded.
 
     Args:
         model: in training.
@@ -64,7 +95,6 @@ def difference(
         whole: the traced network as one part.
         example_inputs: of a micro-batch.
     """
-    tied = {target for layer in layers for target in layer.ties.values()}
 
     def own() -> Outcome:
         return _of_model(model, example_inputs)
@@ -73,11 +103,12 @@ def difference(
         return _of_parts([layer.build() for layer in parts], parts, example_inputs)
 
     expected = own()
-    what = _first_difference(expected, traced(layers), tied)
+    coarsest = _coarsest(whole)
+    what = _first_difference(expected, traced(layers), coarsest)
     if what is None:
         return None
     # While it is traced, a network may choose other operators: then only those of the trace can be compared.
-    is_trace_equal = _first_difference(expected, traced(whole), set()) is None
+    is_trace_equal = _first_difference(expected, traced(whole), coarsest) is None
     known = _Bits()
     with known:
         traced(whole) if is_trace_equal else own()
@@ -105,10 +136,10 @@ def difference_in_evaluation(layers: Sequence[Layer], whole: Sequence[Layer], ex
                 part = layer.build().eval()
                 with inside(Call(lambda: batch, _KEY)):
                     value = part(pytree.tree_map(_at_boundary, value))
-        return Outcome(_ends(value), {}, {})
+        return Outcome(tensors_in(value), {}, {})
 
     expected = run(whole)
-    what = _first_difference(expected, run(layers), set())
+    what = _first_difference(expected, run(layers), 0.0)
     if what is None:
         return None
     known = _Bits()
@@ -122,26 +153,51 @@ def difference_in_evaluation(layers: Sequence[Layer], whole: Sequence[Layer], ex
 
 def _users(what: str, whole: Sequence[Layer]) -> str:
     """The operators of the traced network that use a parameter or buffer, with their lines."""
-    (part,) = [layer.build() for layer in whole]
-    assert isinstance(part, Part)
-    program = part._elaswave_programs[0]
-    values = {value for value, state in program.state if what.endswith(f" {state.name}")}
+    (layer,), program = whole, _program_of(whole)
+    values = {value for value, state in program.state if what.endswith(f" {layer.ties.get(state.name, state.name)}")}
     users = [f"{op.target} at {op.source}" for op in program.ops if values & set(op.values)]
     return ", ".join(users[:3])
 
 
-def _first_difference(one: Outcome, other: Outcome, tied: set[str]) -> str | None:
+def _program_of(whole: Sequence[Layer]) -> Program:
+    (part,) = map(without_values, whole)
+    assert isinstance(part, Part)
+    return part._elaswave_programs[0]
+
+
+def _coarsest(whole: Sequence[Layer]) -> float:
+    """The relative size of a rounding in which autograd may add a network's gradients; 0: that of their type."""
+    types = [op.context.autocast[1] for op in _program_of(whole).ops if op.context.autocast is not None]
+    return max((torch.finfo(each).eps for each in types if each is not None), default=0.0)
+
+
+def _first_difference(one: Outcome, other: Outcome, coarsest: float) -> str | None:
+    """The first thing that differs between a network's outcome and that of parts.
+
+    Args:
+        coarsest: of `_coarsest`.
+    """
     for index, (ours, theirs) in enumerate(zip(one.outputs, other.outputs, strict=True)):
         if not _same_bits(ours, theirs):
             return f"output {index}"
-    for kind, ours_by, theirs_by in (
-        ("the gradient of", one.gradients, other.gradients),
-        ("buffer", one.buffers, other.buffers),
-    ):
-        for name, value in ours_by.items():
-            if name not in tied and name in theirs_by and not _same_bits(value, theirs_by[name]):
-                return f"{kind} {name}"
+    for name, (whole,) in one.gradients.items():
+        terms = other.gradients.get(name, [whole])
+        if not (_same_bits(whole, terms[0]) if len(terms) == 1 else _adds_up(whole, terms, coarsest)):
+            return f"the gradient of {name}"
+    for name, value in one.buffers.items():
+        if name in other.buffers and not _same_bits(value, other.buffers[name]):
+            return f"buffer {name}"
     return None
+
+
+def _adds_up(whole: torch.Tensor | None, terms: Sequence[torch.Tensor | None], coarsest: float) -> bool:
+    """Whether a gradient is the sum of terms, whatever the order in which it was rounded."""
+    found = [each.double() for each in terms if each is not None]
+    if whole is None or not found:
+        return not any(bool(each.any()) for each in (whole, *found) if each is not None)
+    rounding = max(coarsest, torch.finfo(whole.dtype).eps) * len(found)
+    exact, bound = torch.stack(found).sum(0), torch.stack(found).abs().sum(0) * rounding
+    return not bool(((whole.double() - exact).abs() > bound).any())
 
 
 def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -165,7 +221,8 @@ def copies_of(inputs: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, inputs)
 
 
-def _ends(outputs: Any) -> list[torch.Tensor]:
+def tensors_in(outputs: Any) -> list[torch.Tensor]:
+    """The tensors of a tree."""
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
@@ -192,12 +249,16 @@ def _of_model(model: nn.Module, inputs: Any) -> Outcome:
     with attributes_kept(model), buffers_kept(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         args, kwargs = call_of(copies_of(inputs))
-        outputs = _ends(model(*args, **kwargs))
+        call = Call(lambda: copies_of(inputs))
+        with inside(call):
+            returned = model(*args, **kwargs)
+        outputs = [*tensors_in(returned), *call.aux_losses]
         floats = [each for each in outputs if each.is_floating_point()]
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         found = _gradients_of(floats, list(named.values()), _loss_gradients(outputs))
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        return Outcome([each.detach() for each in outputs], dict(zip(named, found, strict=True)), buffers)
+        gradients = {name: [gradient] for name, gradient in zip(named, found, strict=True)}
+        return Outcome([each.detach() for each in outputs], gradients, buffers)
 
 
 @contextmanager
@@ -217,36 +278,45 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 def _of_parts(parts: Sequence[nn.Module], layers: Sequence[Layer], inputs: Any) -> Outcome:
     """As the engine runs layers: every boundary is contiguous, and a graph of its own."""
     batch = copies_of(inputs)
-    gradients: dict[str, torch.Tensor | None] = {}
+    gradients: dict[str, list[torch.Tensor | None]] = {}
     buffers: dict[str, torch.Tensor] = {}
     runs = []
     value: Any = copies_of(inputs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         for index, part in enumerate(parts):
-            given = [_at_boundary(leaf) for leaf in _ends(value)]
+            given = [_at_boundary(leaf) for leaf in tensors_in(value)]
             for leaf in given:
                 leaf.requires_grad_(index > 0 and leaf.is_floating_point())
             copies = iter([leaf.clone() for leaf in given])  # a part may write what it is given
             argument = pytree.tree_map(lambda leaf, copies=copies: next(copies), value)
-            with buffers_kept(part), inside(Call(lambda: batch)):
+            call = Call(lambda: batch)
+            with buffers_kept(part), inside(call):
                 value = part(argument)
                 buffers.update((name, each.detach().clone()) for name, each in part.named_buffers())
-            runs.append((part, layers[index], given, _ends(value)))
-            outputs = _ends(value)
+            outputs = tensors_in(value)
+            runs.append((part, layers[index], given, outputs, call.aux_losses))
             value = pytree.tree_map(lambda leaf: leaf if leaf is None else leaf.detach(), value)
-    reached = _loss_gradients(runs[-1][3])
-    for part, layer, given, made in reversed(runs):
+    told = [each for *_, aux_losses in runs for each in aux_losses]
+    reached = _loss_gradients([*outputs, *told])
+    of_aux_losses = [reached.pop() for _ in told]  # the last one first
+    for part, layer, given, made, aux_losses in reversed(runs):
         named = [(name, each) for name, each in part.named_parameters() if each.requires_grad]
         inner = [leaf for leaf in given if leaf.requires_grad]
         floats = [leaf for leaf in made if leaf.is_floating_point()]
-        found = _gradients_of(floats, [*(each for _, each in named), *inner], [_at_boundary(each) for each in reached])
-        gradients.update((layer.full_name(name), gradient) for (name, _), gradient in zip(named, found))
+        last = [of_aux_losses.pop(0) for _ in aux_losses][::-1]
+        found = _gradients_of(
+            [*floats, *aux_losses],
+            [*(each for _, each in named), *inner],
+            [_at_boundary(each) for each in (*reached, *last)],
+        )
+        for (name, _), gradient in zip(named, found):
+            gradients.setdefault(layer.ties.get(name, layer.full_name(name)), []).append(gradient)
         reached = [
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(inner, found[len(named) :], strict=True)
         ]
-    return Outcome([each.detach() for each in outputs], gradients, buffers)
+    return Outcome([each.detach() for each in (*outputs, *told)], gradients, buffers)
 
 
 def _at_boundary(leaf: torch.Tensor) -> torch.Tensor:

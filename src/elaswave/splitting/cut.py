@@ -7,7 +7,8 @@ computes it for itself from the inputs.
 
 The parts are found by a dynamic programme over all places: the slowest part is as fast as it can be. The time of a part
 is what its operators take forward and backward, and what it takes to move the bytes at its two ends, values and their
-gradients.
+gradients. Operators count by their products and bytes, not by measured seconds: so the cuts are the same whenever and
+wherever a script runs.
 """
 
 import bisect
@@ -22,8 +23,14 @@ import torch
 
 from elaswave.errors import UsageError
 from elaswave.splitting.measure import Facts
-from elaswave.splitting.program import GETITEM, Op, Ref
+from elaswave.splitting.program import AUX_LOSS, GETITEM, Op, Ref
 from elaswave.splitting.trace import Traced
+
+FLOPS_PER_S, BYTES_PER_S, LAUNCH_S = 5e10, 1e10, 5e-6
+"""Of a core of a usual processor: floating-point operations, bytes that an operator reads and writes, and what each
+operator takes at least. Only their proportions matter, and that to a link."""
+_LOOK_UP = ("aten.embedding.", "aten.index.", "aten.index_select.", "aten.gather.")
+"""Operators that read as much as they make of what they are given."""
 
 
 class Crossing(NamedTuple):
@@ -78,7 +85,8 @@ class Flow:
         while True:
             known, places = set(values), set()
             for place, op in enumerate(traced.ops):
-                is_free = not op.draws and known.issuperset(op.values) and not self._storages(op) & spoiled
+                is_free = known.issuperset(op.values) and not self._storages(op) & spoiled
+                is_free = is_free and not op.draws and op.target != AUX_LOSS
                 if is_free:
                     known.add(op.out)
                     places.add(place)
@@ -99,7 +107,7 @@ class Flow:
         place = self.maker.get(value)
         return value not in self.traced.state and (place is None or place in self.free)
 
-    def _path(self, value: int) -> list[int]:
+    def path(self, value: int) -> list[int]:
         """From the value that has memory of its own to this view of it."""
         found = [value]
         while (parent := self.parent(found[-1])) is not None:
@@ -116,7 +124,16 @@ class Flow:
         op = self.traced.ops[place]
         if op.target == GETITEM and self.facts.several.get(op.args[0].value) is not None:
             return int(op.args[0].value)
-        return self.facts.values[value].parent
+        facts = self.facts.values.get(value)  # an auxiliary loss that is told makes nothing
+        return None if facts is None else facts.parent
+
+    def made_by(self, place: int) -> list[int]:
+        """The tensors that an operator makes: one, or those that are taken out of several."""
+        ops, known = self.traced.ops, self.facts.values
+        out = ops[place].out
+        if out in known:
+            return [out]
+        return [op.out for op in ops[place + 1 :] if op.target == GETITEM and Ref(out) in op.args[:1]]
 
     def live(self, place: int) -> list[int]:
         """The values that are made before a place, used at or after it, and not free."""
@@ -145,7 +162,7 @@ class Flow:
     def _crossing(self, place: int, live: Sequence[int]) -> Crossing | None:
         groups: dict[int, list[list[int]]] = {}
         for value in live:
-            path = self._path(value)
+            path = self.path(value)
             groups.setdefault(path[0], []).append(path)
         carried = []
         for root, paths in groups.items():
@@ -230,15 +247,35 @@ class Costs(NamedTuple):
         return float(self.compute_s[start:stop].sum() + self.cross_s[start] + self.cross_s[stop])
 
 
-def costs_of(
-    flow: Flow, there: Sequence[int | None], seconds: Sequence[tuple[float, float]], link_bytes_per_s: float
-) -> Costs:
+def counted_s(flow: Flow, place: int) -> float:
+    """What the operator at a place takes forward and backward, by what can be counted: the same in every process and on
+    every machine, where measured seconds are not. A backward makes the gradient of each tensor that has one, and a
+    product takes as long for the gradient of each factor as it took itself.
+    """
+    op, known = flow.traced.ops[place], flow.facts.values
+    given = [known[value] for value in dict.fromkeys(op.values) if value in known]
+    made = [known[value] for value in flow.made_by(place)]
+    out = sum(each.num_bytes for each in made if each.parent is None)
+    num_gradients = sum(each.has_gradient(place) for each in given) if op.context.grad else 0
+    if not out and not op.writes and not flow.facts.flops[place]:  # a view
+        return LAUNCH_S
+    looked_up = op.target.startswith(_LOOK_UP)
+    moved = out + (out if looked_up else sum(each.num_bytes for each in given))
+    gradients = sum(each.num_bytes for each in given if each.has_gradient(place)) if num_gradients else 0
+    num_products = flow.facts.flops[place] * (1 + min(num_gradients, 2))
+    return (
+        LAUNCH_S * (2 if num_gradients else 1)
+        + num_products / FLOPS_PER_S
+        + (moved + gradients + (moved if num_gradients else 0)) / BYTES_PER_S
+    )
+
+
+def costs_of(flow: Flow, there: Sequence[int | None], link_bytes_per_s: float) -> Costs:
     """The costs of a network.
 
     Args:
         flow: of its operators.
         there: of `places_in_evaluation`.
-        seconds: by operator, forward and backward.
         link_bytes_per_s: between two parts.
     """
     cross = np.array([np.inf if found is None else found.num_bytes / link_bytes_per_s for found in flow.crossings()])
@@ -246,7 +283,8 @@ def costs_of(
     cross[0] = cross[-1] = 0.0
     for first, last, _ in flow.closed_spans():
         cross[first + 1 : last + 1] = np.inf
-    return Costs(np.array([sum(pair) for pair in seconds], dtype=np.float64), cross)
+    compute = [counted_s(flow, place) for place in range(len(flow.traced.ops))]
+    return Costs(np.array(compute, dtype=np.float64), cross)
 
 
 def best_cuts(costs: Costs, num_parts: int) -> tuple[int, ...] | None:

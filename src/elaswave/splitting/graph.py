@@ -6,9 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaswave.splitting.measure import Facts
-from elaswave.splitting.program import Ref
-from elaswave.splitting.trace import Traced
+from elaswave.splitting.cut import Flow
 
 if TYPE_CHECKING:
     from elaswave.splitting.estimates import Estimate
@@ -169,20 +167,19 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
-def graph_of(traced: Traced, facts: Facts, cuts: Sequence[int] = ()) -> OperatorGraph:
-    """The public graph of a traced network.
+def graph_of(flow: Flow, cuts: Sequence[int] = ()) -> OperatorGraph:
+    """The public graph of a network.
 
     Args:
-        traced: the network.
-        facts: of runs of it.
+        flow: of its operators.
         cuts: places where it is cut.
     """
+    traced, facts = flow.traced, flow.facts
     maker: dict[int, int] = {}
     writers: dict[int, int] = {}  # by memory, which views share
     nodes = []
     for place, op in enumerate(traced.ops):
-        made = [op.out] if op.out in facts.values else _taken_from(traced, op.out)
-        values = [facts.values[value] for value in made if value in facts.values]
+        values = [facts.values[value] for value in flow.made_by(place)]
         given = dict.fromkeys(op.values)
         memory = {facts.values[value].storage for value in given if value in facts.values}
         before = {maker[value] for value in given if value in maker} | {
@@ -203,8 +200,3 @@ def graph_of(traced: Traced, facts: Facts, cuts: Sequence[int] = ()) -> Operator
         for value in op.writes:
             maker[value] = writers[facts.values[value].storage] = place
     return OperatorGraph(tuple(nodes), tuple(cuts))
-
-
-def _taken_from(traced: Traced, value: int) -> list[int]:
-    """What is taken out of the several tensors that an operator makes."""
-    return [op.out for op in traced.ops if op.target == "getitem" and Ref(value) in op.args[:1]]

@@ -1,6 +1,6 @@
 """The inputs of a micro-batch: how a network is called with them, and which can be example inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,18 @@ def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any], like: Any) -> Any:
+    """The inverse of `call_of`.
+
+    Args:
+        args, kwargs: of a call.
+        like: inputs that are put together in the same way.
+    """
+    if isinstance(like, Mapping):
+        return dict(kwargs)
+    return list(args) if isinstance(like, list) else tuple(args) if isinstance(like, tuple) else args[0]
 
 
 def leaves_of(inputs: Any) -> list[tuple[str, torch.Tensor]]:

@@ -1,6 +1,7 @@
-"""What only a real run of a network's operators shows: seconds, aliases, strides, and what has a gradient."""
+"""What only a real run of a network's operators shows: aliases, strides, what has a gradient; and seconds."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,16 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from elaswave.errors import UsageError
+from elaswave.splitting.backward import functions_in, nodes_of
 from elaswave.splitting.inputs import leaves_of
-from elaswave.splitting.program import GETITEM, Op, Ref, execute, last_uses
+from elaswave.splitting.program import GETITEM, Op, Ref, execute, filled, function_of, last_uses
 from elaswave.splitting.trace import Traced, copy_of
 
 _BUDGET_S = 8.0
 _RUNS_MAX, _RUNS_MIN = 5, 2
+_META = torch.device("meta")
 
 
 @dataclass
@@ -68,14 +71,16 @@ class Facts:
     Args:
         values: by value; without those that are several tensors.
         several: values that are several tensors, with the value that they are views of.
-        seconds: by operator: forward, backward.
+        seconds: by operator: forward, backward; zeros until they are measured.
         flops: by operator, forward, as formulas have it.
+        functions: how often each Python `autograd.Function` stands in the graph.
     """
 
     values: dict[int, ValueFacts]
     several: dict[int, int | None]
     seconds: list[tuple[float, float]]
     flops: list[int]
+    functions: Counter[type] = field(default_factory=Counter)
 
 
 def state_values(traced: Traced, model: nn.Module) -> dict[int, torch.Tensor]:
@@ -99,29 +104,26 @@ def input_values(traced: Traced, inputs: Any) -> dict[int, torch.Tensor]:
     return dict(zip(traced.inputs, leaves, strict=True))
 
 
-def measure(traced: Traced, model: nn.Module, example_inputs: Any, *, is_timed: bool = True) -> Facts:
-    """Runs all operators, forward and backward.
+def measure(traced: Traced, model: nn.Module, example_inputs: Any) -> Facts:
+    """Runs all operators, forward and backward; takes no times.
 
     Args:
         traced: the network.
         model: with its values.
         example_inputs: of a micro-batch.
-        is_timed: False: only what shows in one run, and no backward.
     Raises:
-        UsageError: an operator writes a buffer and says nothing of it.
+        UsageError: an operator writes a buffer or draws and says nothing of it, or has a gradient that is sparse.
     """
-    run = _Run(traced, state_values(traced, model) | input_values(traced, example_inputs))
-    facts = run.facts()
-    if not is_timed:
-        return facts
+    return _Run(traced, state_values(traced, model) | input_values(traced, example_inputs)).facts()
+
+
+def seconds_of(traced: Traced, model: nn.Module, example_inputs: Any) -> list[tuple[float, float]]:
+    """Seconds by operator, forward and backward: the least of a few runs; arguments as of `measure`."""
     start_s = time.perf_counter()
     runs: list[list[tuple[float, float]]] = []
     while len(runs) < _RUNS_MIN or (len(runs) < _RUNS_MAX and time.perf_counter() - start_s < _BUDGET_S):
         runs.append(_timed(traced, state_values(traced, model) | input_values(traced, example_inputs)))
-    facts.seconds = [
-        (min(run[place][0] for run in runs), min(run[place][1] for run in runs)) for place in range(len(traced.ops))
-    ]
-    return facts
+    return [(min(run[place][0] for run in runs), min(run[place][1] for run in runs)) for place in range(len(runs[0]))]
 
 
 class _Run:
@@ -138,19 +140,21 @@ class _Run:
         self._buffers = {value: values[value].clone() for value in values if not values[value].requires_grad}
         self._places: dict[int, int] = {}
         """By number of a node of autograd, the place of the operator that has made it."""
+        self._sparse: list[int] = []
+        """Values whose gradient is sparse."""
 
     def facts(self) -> Facts:
         facts, values = self._facts, self._values
         for value, tensor in values.items():
             facts.values[value] = _facts_of(tensor, -1)
-        flops = FlopCounterMode(display=False)
         for place, op in enumerate(self._traced.ops):
-            before = flops.get_total_flops()
-            first = _sequence()
-            with flops, _failure_named(op):
+            facts.flops.append(_flops_of(op, values))
+            first, drawn = _sequence(), torch.get_rng_state()
+            with _failure_named(op):
                 execute([op], values, ((),))
             self._places.update(dict.fromkeys(range(first, _sequence()), place))
-            facts.flops.append(flops.get_total_flops() - before)
+            if not op.draws and not torch.equal(drawn, torch.get_rng_state()):
+                _refuse_silent_draws(op)
             self._note(place, op)
             self._refuse_silent_writes(op)
         facts.seconds = [(0.0, 0.0)] * len(self._traced.ops)
@@ -160,12 +164,12 @@ class _Run:
     def _note_gradients(self) -> None:
         """How gradients lie in memory: kernels that add may round by it."""
         known, values = self._facts.values, self._values
-        for value, facts in known.items():
+        for value in known:
             if values[value].requires_grad and values[value].grad_fn is not None:
-                values[value].register_hook(lambda gradient, facts=facts: _note_stride(facts, gradient))
-        ends = [values[each.value] for each in self._traced.outputs if isinstance(each, Ref)]
-        ends = [end for end in ends if end.requires_grad]
-        wanted = [values[value] for value in self._traced.state if values[value].requires_grad]
+                values[value].register_hook(lambda gradient, value=value: self._note_gradient(value, gradient))
+        ends = [values[value] for value in self._traced.ends if values[value].requires_grad]
+        self._facts.functions = functions_in(ends)
+        wanted = {value: values[value] for value in self._traced.state if values[value].requires_grad}
         if ends and wanted:
             began: list[int] = []
             hooks = [
@@ -173,12 +177,34 @@ class _Run:
                 for node in nodes_of(ends) if (place := self._places.get(node._sequence_nr())) is not None
             ]  # fmt: skip
             try:
-                torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+                gradients = [torch.ones_like(end) for end in ends]
+                found = torch.autograd.grad(ends, list(wanted.values()), gradients, allow_unused=True)
+                for value, gradient in zip(wanted, found):
+                    if gradient is not None and gradient.layout is not torch.strided:
+                        self._sparse.append(value)
             except Exception as error:
+                self._refuse_sparse()
                 raise self._backward_failed(error, began) from error
             finally:
                 for hook in hooks:
                     hook.remove()
+            self._refuse_sparse()
+
+    def _note_gradient(self, value: int, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            self._sparse.append(value)
+        else:
+            self._facts.values[value].gradient_stride = tuple(gradient.stride())
+
+    def _refuse_sparse(self) -> None:
+        for value in self._sparse:
+            user = next(op for op in reversed(self._traced.ops) if value in op.values)
+            state = self._traced.state.get(value)
+            raise UsageError(
+                f"{user.target} at {user.source} makes a sparse gradient of "
+                f"{'what it is given' if state is None else state.name}: look vectors up with sparse=False, sums of "
+                "gradients are dense"
+            )
 
     def _backward_failed(self, error: Exception, began: Sequence[int]) -> UsageError:
         """What a backward has raised, with the operator whose gradient it was at."""
@@ -254,8 +280,28 @@ def _facts_of(tensor: torch.Tensor, place: int) -> ValueFacts:
     )  # fmt: skip
 
 
-def _note_stride(facts: ValueFacts, gradient: torch.Tensor) -> None:
-    facts.gradient_stride = tuple(gradient.stride())
+def _refuse_silent_draws(op: Op) -> None:
+    raise UsageError(
+        f"operator {op.target} at {op.source} draws random numbers and does not say so, so that they would depend on "
+        "the cuts: give torch.library.custom_op tags=(torch.Tag.nondeterministic_seeded,)"
+    )
+
+
+def _flops_of(op: Op, values: Mapping[int, Any]) -> int:
+    """Of a forward, counted without numbers: so no processor's choice of kernels shows. 0 of an operator that cannot
+    run like that."""
+    given = {value: pytree.tree_map_only(torch.Tensor, _without_numbers, values[value]) for value in op.values}
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter, op.context.entered(_META):
+            function_of(op.target)(*filled(op.args, given, _META), **filled(dict(op.kwargs), given, _META))
+    except Exception:
+        return 0
+    return int(counter.get_total_flops())
+
+
+def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -268,8 +314,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _timed(traced: Traced, values: dict[int, Any]) -> list[tuple[float, float]]:
     """Seconds of one run, forward and backward, by operator."""
-    outputs = {each.value for each in traced.outputs if isinstance(each, Ref)}
-    released = last_uses(traced.ops, outputs | values.keys())
+    outputs = traced.ends
+    released = last_uses(traced.ops, {*outputs, *values})
     wanted = [value for value in values.values() if value.requires_grad]
     forward, places = [], {}
     first = _sequence()
@@ -325,15 +371,3 @@ class _clocked:
     def __exit__(self, *exception: object) -> None:
         for hook in self._hooks:
             hook.remove()
-
-
-def nodes_of(ends: Sequence[torch.Tensor]) -> Iterator[Node]:
-    """All nodes of a graph, once each."""
-    seen: set[Node] = set()
-    waiting = [end.grad_fn for end in ends if end.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [child for child, _ in node.next_functions if child is not None]

@@ -159,13 +159,20 @@ class Part(nn.Module):
         programs: in training and in evaluation.
         tensors: parameters and buffers by dotted name; what stands under several names is one tensor.
         persistent: names of buffers that are state.
+        uses: name in the module, of a further use of a parameter -> name of the parameter, in the module too. A use has
+            a Parameter of its own, on the same memory, so that its gradient is by itself.
     """
 
     def __init__(
-        self, programs: tuple[Program, Program], tensors: Mapping[str, torch.Tensor], persistent: set[str]
+        self,
+        programs: tuple[Program, Program],
+        tensors: Mapping[str, torch.Tensor],
+        persistent: set[str],
+        uses: Mapping[str, str],
     ) -> None:
         super().__init__()
         self._elaswave_programs = programs
+        self._elaswave_uses = dict(uses)
         for name, tensor in tensors.items():
             path, _, key = name.rpartition(".")
             owner = _container(self, path)
@@ -173,6 +180,23 @@ class Part(nn.Module):
                 owner.register_parameter(key, tensor)
             else:
                 owner.register_buffer(key, tensor, persistent=name in persistent)
+        self._add_uses()
+
+    def _add_uses(self) -> None:
+        for name, parameter in self._elaswave_uses.items():
+            path, _, key = name.rpartition(".")
+            values = self.get_parameter(parameter).detach()
+            _container(self, path).register_parameter(key, nn.Parameter(values))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without further uses: copies, and what travels, have each parameter once."""
+        modules = {name: each for name, each in self._modules.items() if not name.startswith(_USE)}
+        return self.__dict__ | {"_modules": modules}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        super().__setstate__(state)
+        self._add_uses()
 
     def extra_repr(self) -> str:
         """What ``repr`` shows between the brackets."""
@@ -191,6 +215,10 @@ class Part(nn.Module):
         found = owner._buffers.get(key) if found is None else found
         assert found is not None, state.name
         return found
+
+
+_USE = "_use"
+"""Begins the names of further uses."""
 
 
 def _container(module: nn.Module, path: str) -> nn.Module:
@@ -286,7 +314,7 @@ class _Needed:
         waiting = set(wanted)
         for place in reversed(range(start, stop)):
             op = flow.traced.ops[place]
-            if place not in flow.free and (op.writes or op.draws or op.out in waiting):
+            if place not in flow.free and (op.has_effect or op.out in waiting):
                 self._places.add(place)
                 waiting.update(op.values)
         self._stop = stop
@@ -337,24 +365,86 @@ def make_layers(model: nn.Module, train: Made, evaluation: Made, example_inputs:
         for index in range(len(train.bounds))
     ]
     naming = _Naming(model, {**train.flow.traced.constants, **evaluation.flow.traced.constants})
-    states = [list(dict.fromkeys(each for _, each in (*one.state, *other.state))) for one, other in programs]
+    states = [{each for _, each in (*one.state, *other.state)} for one, other in programs]
     for name in train.flow.written_buffers():
         assert sum(State("buffer", name) in each for each in states) <= 1, f"parts share {name}"
     layers = []
     for index, (one, other) in enumerate(programs):
-        tensors, persistent, ties, names = naming.tensors_of(index, states[index])
+        found = _Tensors(naming, index)
+        named = found.named(one, is_training=True), found.named(other, is_training=False)
         if index == 0:
             unused = naming.unused({each.name for state in states for each in state})
-            tensors.update(unused)
-            persistent.update(unused)
-        part = Part((_named(one, names), _named(other, names)), naming.in_order(tensors), persistent)
+            found.tensors.update(unused)
+            found.persistent.update(unused)
+        part = Part(named, naming.in_order(found.tensors), found.persistent, found.uses)
         name = f"part{index}"
-        layers.append(Layer(name, CopyOf(part, name), ties=ties, keeps_names=True))
+        layers.append(
+            Layer(name, CopyOf(part, name), ties=found.ties, keeps_names=True, only_reads=frozenset(found.only_reads))
+        )
     return layers
 
 
-def _named(program: Program, names: Mapping[str, str]) -> Program:
-    return replace(program, state=tuple((value, State(each.kind, names[each.name])) for value, each in program.state))
+class _Tensors:
+    """The tensors of one part.
+
+    Args:
+        naming: of the network; parts are made in their order.
+        part: its number.
+    """
+
+    def __init__(self, naming: "_Naming", part: int) -> None:
+        self._naming, self._part = naming, part
+        self.tensors: dict[str, torch.Tensor] = {}
+        """By name in the part."""
+        self.persistent: set[str] = set()
+        """Names of those that are state."""
+        self.uses: dict[str, str] = {}
+        """As `Part` has them."""
+        self.ties: dict[str, str] = {}
+        self.only_reads: set[str] = set()
+        """Names of trained parameters that bring no gradient here."""
+        self._names: dict[tuple[int, int], str] = {}
+        """By tensor and use, the name in the part."""
+
+    def named(self, program: Program, *, is_training: bool) -> Program:
+        """A program with the names of this part instead of the network's; training comes first."""
+        state = tuple((value, State(each.kind, self._name(each, is_training))) for value, each in program.state)
+        return replace(program, state=state)
+
+    def _name(self, state: State, is_training: bool) -> str:
+        if state.kind == "constant":
+            self.tensors.setdefault(state.name, self._naming.constant(state.name))
+            return state.name
+        tensor = self._naming.tensor(state.name)
+        first = next((name for (key, _), name in self._names.items() if key == id(tensor)), None)
+        if first is not None and not is_training:
+            return first
+        known = self._names.get((id(tensor), state.use))
+        if known is None:
+            known = self._first(tensor, state.name, is_training) if first is None else self._further(state, first)
+            self._names[id(tensor), state.use] = known
+        return known
+
+    def _first(self, tensor: torch.Tensor, name: str, is_training: bool) -> str:
+        """In the first part that uses a tensor it has all of its names."""
+        own = self._naming.names_of(tensor)
+        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        if self._naming.is_home(tensor, self._part):
+            self.tensors.update(dict.fromkeys(own, tensor))
+            self.persistent.update(own)
+            found = own[0]
+        else:
+            found = f"_part{self._part}.{name}"
+            self.tensors[found] = nn.Parameter(tensor.detach()) if is_trained else tensor.detach()
+            self.ties.update({found: own[0]} if is_trained else {})  # else a constant here: nothing writes it
+        if is_trained and not is_training:
+            self.only_reads.add(found)
+        return found
+
+    def _further(self, state: State, first: str) -> str:
+        name = f"{_USE}{state.use}.{state.name}"
+        self.uses[name], self.ties[name] = first, self._naming.names_of(self._naming.tensor(state.name))[0]
+        return name
 
 
 class _Naming:
@@ -379,34 +469,21 @@ class _Naming:
                 self._tensors[name] = tensor
         self._home: dict[int, int] = {}
 
-    def tensors_of(
-        self, part: int, state: Sequence[State]
-    ) -> tuple[dict[str, torch.Tensor], set[str], dict[str, str], dict[str, str]]:
-        """The tensors of a part, to be called in order: by name in it, which of them are state, ties, and the name in
-        the part of each name in the network."""
-        tensors: dict[str, torch.Tensor] = {}
-        persistent: set[str] = set()
-        ties: dict[str, str] = {}
-        names: dict[str, str] = {}
-        for each in state:
-            if each.kind == "constant":
-                tensors[each.name] = copy_of(self._constants[each.name])
-                names[each.name] = each.name
-                continue
-            tensor = self._tensors[each.name]
-            if self._home.setdefault(id(tensor), part) == part:
-                own = self._names[id(tensor)]
-                tensors.update(dict.fromkeys(own, tensor))
-                names[each.name] = own[0]
-                persistent.update(own)
-                continue
-            names[each.name] = again = f"_part{part}.{each.name}"
-            if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
-                tensors[again] = tensor.detach()  # a constant here: nothing writes it
-            else:
-                tensors[again] = tensor
-                ties[again] = self._names[id(tensor)][0]
-        return tensors, persistent, ties, names
+    def constant(self, name: str) -> torch.Tensor:
+        """A copy of it."""
+        return copy_of(self._constants[name])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter or buffer."""
+        return self._tensors[name]
+
+    def names_of(self, tensor: torch.Tensor) -> list[str]:
+        """All names of a parameter or buffer."""
+        return self._names[id(tensor)]
+
+    def is_home(self, tensor: torch.Tensor, part: int) -> bool:
+        """Whether a part, asked in order, is the first that uses a tensor."""
+        return self._home.setdefault(id(tensor), part) == part
 
     def in_order(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """In the network's order, so that a tensor of several names has the same first one."""

@@ -9,16 +9,21 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from elaswave.devices.generators import seed_at
 from elaswave.hashing import key64
-from elaswave.models.calls import draw_key
+from elaswave.models.calls import aux_loss, draw_key
 
 GETITEM = "getitem"
-"""The one target that is no operator of torch: it takes a tensor out of the several that an operator has made."""
+"""A target that is no operator of torch: it takes a tensor out of the several that an operator has made."""
+AUX_LOSS = "aux_loss"
+"""The other one: it tells an auxiliary loss, and makes nothing."""
+_OWN: Mapping[str, Callable[..., Any]] = {GETITEM: operator.getitem, AUX_LOSS: aux_loss}
+_HOST = torch.device("cpu")
 
 
 class Ref(NamedTuple):
@@ -36,14 +41,15 @@ class Context:
     """Device type, type to compute in, whether it is on, whether casts are kept; None: none is around it."""
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """What runs inside runs as it did in the network."""
+    def entered(self, place: torch.device = _HOST) -> Iterator[None]:
+        """What runs inside runs as it did in the network, on another device perhaps."""
         with contextlib.ExitStack() as stack:
             if not self.grad:
                 stack.enter_context(torch.no_grad())
             if self.autocast is not None:
-                device, dtype, enabled, keeps = self.autocast
-                stack.enter_context(torch.autocast(device, dtype, enabled, keeps))
+                # Casts are not kept: a part keeps those of what it is given, which the network makes anew.
+                _, dtype, enabled, _ = self.autocast
+                stack.enter_context(torch.autocast(place.type, dtype, enabled, False))
             yield
 
 
@@ -80,13 +86,18 @@ class Op:
         """The values that it is given."""
         return tuple(refs_in((self.args, tuple(self.kwargs.values()))))
 
-    def __call__(self, values: Mapping[int, Any]) -> Any:
-        """Runs it; an exception carries its line of code."""
+    @property
+    def has_effect(self) -> bool:
+        """Whether it does something beside what it makes, so that it runs once and in its place."""
+        return self.draws or bool(self.writes) or self.target == AUX_LOSS
+
+    def __call__(self, values: Mapping[int, Any], place: torch.device = _HOST) -> Any:
+        """Runs it on a device; an exception carries its line of code."""
         if self.draws and (key := draw_key()) is not None:
-            torch.default_generator.manual_seed(key64(*key, self.number, "operator") & 0xFFFFFFFF)
+            seed_at(place, key64(*key, self.number, "operator"))
         try:
-            args = filled(self.args, values)
-            return function_of(self.target)(*args, **{name: filled(each, values) for name, each in self.kwargs.items()})
+            args, kwargs = filled(self.args, values, place), filled(dict(self.kwargs), values, place)
+            return function_of(self.target)(*args, **kwargs)
         except Exception as error:
             error.add_note(f"in operator {self.number}, {self.target}, of {self.source}")
             raise
@@ -111,22 +122,39 @@ def refs_in(tree: Any) -> Iterator[int]:
         yield from refs_in(tuple(tree.values()))
 
 
-def filled(tree: Any, values: Mapping[int, Any]) -> Any:
-    """Arguments with the values that they stand for."""
+def filled(tree: Any, values: Mapping[int, Any], place: torch.device = _HOST) -> Any:
+    """Arguments with the values that they stand for, and with the device that computes for the one of the trace."""
     if isinstance(tree, Ref):
         return values[tree.value]
     if isinstance(tree, tuple | list):
-        return type(tree)(filled(each, values) for each in tree)
+        return type(tree)(filled(each, values, place) for each in tree)
     if isinstance(tree, dict):
-        return {key: filled(each, values) for key, each in tree.items()}
-    return tree
+        return {key: filled(each, values, place) for key, each in tree.items()}
+    return place if isinstance(tree, torch.device) else tree
+
+
+def renamed_in(tree: Any, names: Mapping[int, int]) -> Any:
+    """Arguments that stand for other values."""
+    if isinstance(tree, Ref):
+        return Ref(names.get(tree.value, tree.value))
+    if isinstance(tree, tuple | list):
+        return type(tree)(renamed_in(each, names) for each in tree)
+    return {key: renamed_in(each, names) for key, each in tree.items()} if isinstance(tree, dict) else tree
+
+
+def renamed(op: Op, names: Mapping[int, int]) -> Op:
+    """An operator that is given, and writes, other values."""
+    if not names:
+        return op
+    writes = tuple(names.get(value, value) for value in op.writes)
+    return replace(op, args=renamed_in(op.args, names), kwargs=renamed_in(dict(op.kwargs), names), writes=writes)
 
 
 @functools.cache
 def function_of(target: str) -> Callable[..., Any]:
     """The function that a target names."""
-    if target == GETITEM:
-        return operator.getitem
+    if target in _OWN:
+        return _OWN[target]
     namespace, name, overload = target.split(".")
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return found
@@ -141,14 +169,15 @@ def execute(ops: Sequence[Op], values: dict[int, Any], released: Sequence[Sequen
         released: for each operator, values that nothing needs after it.
     """
     context, stack = PLAIN, contextlib.ExitStack()
+    place = next((each.device for each in values.values() if isinstance(each, torch.Tensor)), _HOST)
     try:
         for op, gone in zip(ops, released, strict=True):
             if op.context != context:
                 stack.close()
-                stack.enter_context(op.context.entered())
+                stack.enter_context(op.context.entered(place))
                 context = op.context
             RUNNING.op = op
-            values[op.out] = op(values)
+            values[op.out] = op(values, place)
             for value in gone:
                 del values[value]
     finally:

@@ -9,8 +9,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elaswave.errors import UsageError
+from elaswave.models.calls import Call, inside
 from elaswave.models.layers import Layer
 from elaswave.splitting.attributes import ChangingAttributes
+from elaswave.splitting.backward import BackwardCode, refuse_registered
 from elaswave.splitting.check import (
     Difference,
     bits_of,
@@ -18,13 +20,16 @@ from elaswave.splitting.check import (
     copies_of,
     difference,
     difference_in_evaluation,
+    scales_of,
+    tensors_in,
 )
 from elaswave.splitting.cut import Flow, best_cuts, bounds_of, costs_of, places_in_evaluation, problem_with_cuts
 from elaswave.splitting.graph import OperatorGraph, graph_of
 from elaswave.splitting.inputs import call_of
-from elaswave.splitting.measure import Facts, measure
+from elaswave.splitting.measure import Facts, measure, seconds_of
 from elaswave.splitting.parts import Made, in_mode, make_layers
 from elaswave.splitting.trace import trace
+from elaswave.splitting.uses import with_own_uses
 
 LINK_BYTES_PER_S = 1e9
 """What two workers of one machine reach about."""
@@ -33,8 +38,8 @@ LINK_BYTES_PER_S = 1e9
 class SplitLayers(list[Layer]):
     """The parts of a network: a list of layers for `elaswave.Trainer`, and how they came about.
 
-    A run keeps the cuts that it began with (``model.cuts`` in its configuration): measured times differ from one call
-    to the next, so the Trainer cuts the network again where the run that it resumes was cut.
+    A run keeps the cuts that it began with (``model.cuts`` in its configuration): the Trainer cuts the network again
+    where the run that it resumes was cut.
     """
 
     def __init__(self, network: "TracedNetwork", cuts: tuple[int, ...]) -> None:
@@ -55,7 +60,7 @@ class SplitLayers(list[Layer]):
 
     @property
     def part_s(self) -> list[float]:
-        """What each part takes: its operators forward and backward, and what crosses at its ends."""
+        """What each part takes by counted costs: its operators forward and backward, and what crosses at its ends."""
         costs = self.network.costs
         return [costs.part_s(start, stop) for start, stop in bounds_of(self.cuts, len(self.network.train.ops))]
 
@@ -78,7 +83,7 @@ class SplitLayers(list[Layer]):
 
 
 class TracedNetwork:
-    """A network, traced in both modes and measured.
+    """A network, traced and run in both modes.
 
     Args:
         model: the network, with its values; stays as it is.
@@ -89,28 +94,38 @@ class TracedNetwork:
     def __init__(self, model: nn.Module, example_inputs: Any, link_bytes_per_s: float) -> None:
         _refuse_arguments(model, link_bytes_per_s)
         self.model, self.example_inputs = model, example_inputs
+        self._is_timed = False
         if not any(part.training for part in model.modules()):
             model.train()
         with torch.random.fork_rng(devices=[]):
             self.train = trace(model, example_inputs)
             self._train_flow = Flow(self.train, measure(self.train, model, example_inputs))
+            apart = with_own_uses(self._train_flow)
+            if apart is not self.train:
+                self.train = apart
+                self._train_flow = Flow(apart, measure(apart, model, example_inputs))
             with in_mode(model, train=False):
                 self._evaluation = trace(model, example_inputs, self.train.constants)
-            facts = measure(self._evaluation, model, example_inputs, is_timed=False)
+            facts = measure(self._evaluation, model, example_inputs)
             self._evaluation_flow = Flow(self._evaluation, facts, self._train_flow.written_buffers())
-            self._refuse_changing_attributes()
+            self._refuse_what_no_trace_holds()
         self._there = places_in_evaluation(self._train_flow, self._evaluation_flow)
-        self.costs = costs_of(self._train_flow, self._there, self._facts.seconds, link_bytes_per_s)
+        self.costs = costs_of(self._train_flow, self._there, link_bytes_per_s)
 
-    def _refuse_changing_attributes(self) -> None:
-        """After the traces, which refuse what is written in place."""
-        found = ChangingAttributes(self.model)
+    def _refuse_what_no_trace_holds(self) -> None:
+        """In ordinary calls: attributes that change, and the network's own code in its backward. After the traces,
+        which refuse what is written in place."""
+        attributes, backward = ChangingAttributes(self.model), BackwardCode()
         for is_training in (True, False):
             args, kwargs = call_of(copies_of(self.example_inputs))
-            with in_mode(self.model, train=is_training), buffers_kept(self.model), found.watched():
-                with torch.set_grad_enabled(is_training):
-                    self.model(*args, **kwargs)
-        found.refuse()
+            call = Call(lambda: copies_of(self.example_inputs))
+            with in_mode(self.model, train=is_training), buffers_kept(self.model), attributes.watched():
+                with torch.set_grad_enabled(is_training), inside(call), backward.watched():
+                    returned = self.model(*args, **kwargs)
+            if is_training:
+                refuse_registered(self.model)  # also what the forward has registered
+                backward.refuse([*tensors_in(returned), *call.aux_losses], self._facts.functions)
+        attributes.refuse()
 
     @property
     def _facts(self) -> Facts:
@@ -124,8 +139,11 @@ class TracedNetwork:
         return hashlib.blake2b(b"".join([text.encode(), *constants]), digest_size=8).hexdigest()
 
     def graph(self, cuts: Sequence[int] = ()) -> OperatorGraph:
-        """The public graph."""
-        return graph_of(self.train, self._facts, cuts)
+        """The public graph; the first time, operators are timed."""
+        if not self._is_timed:
+            self._facts.seconds = seconds_of(self.train, self.model, self.example_inputs)
+            self._is_timed = True
+        return graph_of(self._train_flow, cuts)
 
     def best_cuts(self, num_parts: int) -> tuple[int, ...]:
         """Where the slowest of so many parts is fastest.
@@ -185,8 +203,9 @@ def split(
 ) -> SplitLayers:
     """Cuts any network into layers for `elaswave.Trainer`.
 
-    The network is traced to a flat list of operators, each is measured, and the list is cut where the slowest part is
-    fastest. Tensors keep the names that they have in the network.
+    The network is traced to a flat list of operators, and the list is cut where the slowest part is fastest, by what
+    can be counted of each operator: so the cuts are the same in every process. Tensors keep the names that they have in
+    the network; each use of a parameter brings a gradient of its own, so that the cuts do not show in the weights.
 
     Args:
         model: the network, with values; it stays as it is. Its first call decides nothing: it is traced here.
@@ -195,25 +214,31 @@ def split(
         num_parts: how many layers to make.
         cuts: numbers of operators before which to cut, instead of the best ones.
         link_bytes_per_s: how fast bytes cross a cut.
-        verify: compare outputs, gradients and buffers of the parts with the network's, bit for bit, and what they
-            return in evaluation with the traced network's.
+        verify: compare outputs, gradients and buffers of the parts with the network's, bit for bit, also for inputs of
+            other sizes, and what they return in evaluation with the traced network's.
     Returns:
         The layers; `SplitLayers.graph` shows what was found.
     Raises:
-        UsageError: the network cannot be traced or cut, or the parts compute other bits than the network; names the
-            line of code and the reason.
+        UsageError: the network cannot be traced or cut, runs code of its own in its backward, or the parts compute
+            other bits than the network; names the line of code and the reason.
     """
     network = TracedNetwork(model, example_inputs, link_bytes_per_s)
     found = network.best_cuts(num_parts) if cuts is None else network.checked_cuts(cuts)
     layers = SplitLayers(network, found)
     if verify:
-        whole = network.layers(())
-        differs = difference(model, layers, whole, example_inputs)
-        if differs is None:
-            differs = difference_in_evaluation(layers, whole, example_inputs)
+        _compare(model, layers, network.layers(()), example_inputs)
+    return layers
+
+
+def _compare(model: nn.Module, layers: Sequence[Layer], whole: Sequence[Layer], example_inputs: Any) -> None:
+    """Refuses layers that compute something else than the network."""
+    for inputs in scales_of(model, example_inputs):
+        differs = difference(model, layers, whole, inputs)
         if differs is not None:
             raise UsageError(_not_equal(differs))
-    return layers
+    differs = difference_in_evaluation(layers, whole, example_inputs)
+    if differs is not None:
+        raise UsageError(_not_equal(differs))
 
 
 def operator_graph(model: nn.Module, example_inputs: Any) -> OperatorGraph:
@@ -225,10 +250,9 @@ def _not_equal(differs: Difference) -> str:
     advice = "A cut elsewhere may be exact (num_parts, cuts=), or change that line"
     if differs.is_of_trace:
         advice = (
-            "The trace differs before it is cut: it lacks an autograd.Function or a hook, or what earlier calls or "
-            "global variables decide, or the code there asks whether it is traced (transformers does, with an "
-            "attention_mask or position_ids: leave them out where they mask nothing, or set "
-            'attn_implementation="eager"). Change that line'
+            "The trace differs before it is cut: it lacks what earlier calls or global variables decide, or the code "
+            "there asks whether it is traced (transformers does, with an attention_mask or position_ids: leave them "
+            'out where they mask nothing, or set attn_implementation="eager"). Change that line'
         )
     return (
         f"the parts do not compute what the network computes: {differs}. {advice}; with verify=False the parts are "
@@ -241,6 +265,7 @@ def _refuse_arguments(model: object, link_bytes_per_s: float) -> None:
         raise UsageError("split was given a TorchScript module, needed: the nn.Module that it was made of")
     if not isinstance(model, nn.Module):
         raise UsageError(f"split was given a {type(model).__name__}, needed: an nn.Module")
+    refuse_registered(model)
     if isinstance(link_bytes_per_s, bool) or not isinstance(link_bytes_per_s, int | float) or not link_bytes_per_s > 0:
         raise UsageError(f"link_bytes_per_s is {link_bytes_per_s!r}, needed: more than 0")
     lazy = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]

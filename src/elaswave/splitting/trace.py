@@ -26,7 +26,7 @@ from elaswave.splitting.assigned import Assigning, own_path
 from elaswave.splitting.attributes import attributes_kept
 from elaswave.splitting.inputs import call_of, refuse_inputs
 from elaswave.splitting.ordinary import as_in_a_call, is_torch
-from elaswave.splitting.program import GETITEM, PLAIN, Context, Op, Ref, refs_in
+from elaswave.splitting.program import AUX_LOSS, GETITEM, PLAIN, Context, Op, Ref, refs_in, renamed
 
 _SILENT_WRITES = {
     "aten.batch_norm.default": (("running_mean", "running_var"), "training"),
@@ -58,6 +58,8 @@ class State(NamedTuple):
     """"parameter", "buffer" (persistent), "constant" (any other)."""
     name: str
     """The first that it has in the network."""
+    use: int = 0
+    """Of a trained parameter: which of its uses (`elaswave.splitting.uses`)."""
 
 
 class Traced(NamedTuple):
@@ -76,6 +78,12 @@ class Traced(NamedTuple):
     """`Ref` or None for each leaf of what the network returns."""
     out_tree: Any
     """How they are put together: a tree of positions in `outputs`."""
+
+    @property
+    def ends(self) -> list[int]:
+        """Values that a backward begins at, as far as they have gradients: outputs and auxiliary losses."""
+        told = [op.args[0] for op in self.ops if op.target == AUX_LOSS]
+        return list(dict.fromkeys(each.value for each in (*self.outputs, *told) if isinstance(each, Ref)))
 
 
 def copy_of(constant: torch.Tensor) -> torch.Tensor:
@@ -118,7 +126,8 @@ def _traced(
     args, kwargs = call_of(example_inputs)
     with attributes_kept(model), _no_foreign_draws(), _errors_named(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exported = torch.export.export(Assigning(model, around), args, dict(sorted(kwargs.items())), strict=False)
+        whole = Assigning(model, around, example_inputs)
+        exported = torch.export.export(whole, args, dict(sorted(kwargs.items())), strict=False)
     return _Flat(model, exported, others).made()
 
 
@@ -220,12 +229,14 @@ class _Flat:
                 given[node] = Ref(by_name[state.name])
         outputs = self._inline(self._exported.graph_module, given, PLAIN, "")
         leaves = tuple(outputs[len(outputs) - self._exported.call_spec.out_spec.num_leaves :])
+        tree, aux_losses = self._out_tree()
         strange = [each for each in leaves if each is not None and not isinstance(each, Ref)]
         if strange:
             raise UsageError(f"{_NO_TREE} ({strange[0]!r:.80} of type {type(strange[0]).__name__})")
         self._refuse_writes()
         kept = {each.value for each in leaves if isinstance(each, Ref)}
-        ops = self._with_own_inputs(self._with_assigned_buffers(_pruned(self._ops, kept)))
+        ops = self._with_assigned_buffers(_pruned(self._ops, kept))
+        ops = self._with_own_inputs(self._with_aux_losses(ops, [leaves[place] for place in aux_losses]))
         if not ops:
             raise UsageError(
                 "the network computes nothing: what it returns does not come from an operator, so there is nothing to "
@@ -233,13 +244,15 @@ class _Flat:
             )
         return Traced(
             tuple(ops), tuple(self._modules[op.number] for op in ops), tuple(self._inputs), self._state,
-            self._constants, leaves, self._out_tree(),
+            self._constants, leaves[: len(leaves) - len(aux_losses)], tree,
         )  # fmt: skip
 
-    def _out_tree(self) -> Any:
+    def _out_tree(self) -> tuple[Any, Sequence[int]]:
+        """What the network returns as a tree of places among the leaves, and the places of auxiliary losses."""
         spec = self._exported.call_spec.out_spec
         try:
-            return plain_tree(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+            returned, aux_losses = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+            return plain_tree(returned), aux_losses
         except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{_NO_TREE} ({type(error).__name__}: {error})") from error
 
@@ -387,9 +400,9 @@ class _Flat:
             if first is not None:
                 copy = self._added("aten.clone.default", (Ref(value),), ops[first].source)
                 copies[value] = copy.out
-                ops = [*ops[:first], copy, *(_renamed(op, {value: copy.out}) for op in ops[first:])]
+                ops = [*ops[:first], copy, *(renamed(op, {value: copy.out}) for op in ops[first:])]
         for value, op in assigned.items():
-            new = _renamed(op, copies).args[1]
+            new = renamed(op, copies).args[1]
             memory = self._memory(new.value)
             places = [
                 place for place, each in enumerate(ops)
@@ -401,12 +414,27 @@ class _Flat:
             ops.insert(place, replace(op, args=(Ref(value), new), source=source))
         return ops
 
+    def _with_aux_losses(self, ops: list[Op], told: Sequence[Ref]) -> list[Op]:
+        """Auxiliary losses are told, in their order, as soon as they are there: by the part that makes them."""
+        place = 0
+        for ref in told:
+            memory = self._memory(ref.value)
+            made = [
+                before for before, op in enumerate(ops)
+                if op.out in memory or any(self._memory(written) & memory for written in op.writes)
+            ]  # fmt: skip
+            place = max([place, *(before + 1 for before in made)])
+            last = ops[max(place - 1, 0)]
+            ops.insert(place, replace(self._added(AUX_LOSS, (ref,), last.source), context=last.context))
+            place += 1
+        return ops
+
     def _with_own_inputs(self, ops: list[Op]) -> list[Op]:
         """An input that the network writes is copied first: it is the data's own memory."""
         written = {each for op in ops for value in op.writes for each in self._memory(value)} & set(self._inputs)
         first = [self._added("aten.clone.default", (Ref(value),), "an input") for value in sorted(written)]
         copies = {op.args[0].value: op.out for op in first}
-        return [*first, *(_renamed(op, copies) for op in ops)]
+        return [*first, *(renamed(op, copies) for op in ops)]
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -479,25 +507,11 @@ def _seen_through(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     )
 
 
-def _renamed(op: Op, names: Mapping[int, int]) -> Op:
-    def new(tree: Any) -> Any:
-        if isinstance(tree, Ref):
-            return Ref(names.get(tree.value, tree.value))
-        if isinstance(tree, tuple | list):
-            return type(tree)(new(each) for each in tree)
-        return {key: new(each) for key, each in tree.items()} if isinstance(tree, dict) else tree
-
-    if not names:
-        return op
-    writes = tuple(names.get(value, value) for value in op.writes)
-    return replace(op, args=new(op.args), kwargs=new(dict(op.kwargs)), writes=writes)
-
-
 def _pruned(ops: Sequence[Op], outputs: set[int]) -> list[Op]:
     """Without operators that nothing depends on. What an operator makes out of several is taken out right after it."""
     needed, kept = set(outputs), []
     for op in reversed(ops):
-        if op.out in needed or op.writes or op.draws:
+        if op.out in needed or op.has_effect:
             needed.update(op.values)
             kept.append(op)
     kept.reverse()

@@ -42,7 +42,8 @@ def model_shapes(model: ModelSpec) -> tuple[LayerShape, ...]:
     for spec, module in zip(model.layers, modules, strict=True):
         spans: dict[int, list[tuple[int, int, str]]] = {}
         for name, parameter in module.named_parameters():
-            refuse_overlap(spec.full_name(name), parameter, spans)
+            if not spec.is_further_use(name):
+                refuse_overlap(spec.full_name(name), parameter, spans)
         check_module(spec.name, module)
     return _Shapes(model.layers, modules).made()
 
@@ -92,8 +93,10 @@ class _Shapes:
             place = first_buffers + with_buffers.index(layer) if layer in with_buffers else None
             shapes.append(self._unit(layer, slots)._replace(shared=tuple(shared), buffers=place, frozen=tuple(frozen)))
         for full, unit in units.items():
-            users = tuple(use.layer for use in self._uses[full])
-            shapes.append(self._unit(unit, [(full, self._parameter(self._uses[full][0]), False)], users))
+            uses = self._uses[full]
+            made = self._unit(unit, [(full, self._parameter(uses[0]), False)], tuple(use.layer for use in uses))
+            num_idle = sum(use.name in self._layers[use.layer].only_reads for use in uses)
+            shapes.append(made._replace(num_idle=num_idle))
         for unit, layer in enumerate(with_buffers, start=first_buffers):
             spec = self._layers[layer]
             slots = [(spec.full_name(name), buffer, True) for name, buffer in buffers[layer].items()]
@@ -169,7 +172,7 @@ def _tied(layers: Sequence[Layer], modules: Sequence[nn.Module]) -> dict[str, li
                 "out the tie and let both builds make the same values, or give the layers as instances that share "
                 "the Parameter"
             )
-        if use.layer == owner.layer:
+        if use.layer == owner.layer and not layers[use.layer].keeps_names:
             raise UsageError(
                 f"ties: {full} and {target} are in one layer; assign the same Parameter to both in its module instead"
             )

@@ -114,11 +114,18 @@ class LayerShape(NamedTuple):
     """Of a layer: the unit of its persistent buffers; None: it has none."""
     frozen: tuple[FrozenTensor, ...] = ()
     """Of a layer: its parameters that are not trained, but for those that an earlier layer has under another name."""
+    num_idle: int = 0
+    """Uses that bring no gradient."""
 
     @property
     def num_uses(self) -> int:
         """How often each micro-batch adds to the unit."""
         return max(1, len(self.users))
+
+    @property
+    def num_terms(self) -> int:
+        """How many of them may be other than zero, so that grids leave headroom for them."""
+        return max(1, self.num_uses - self.num_idle)
 
     @property
     def is_buffers(self) -> bool:

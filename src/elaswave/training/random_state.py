@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from elaswave.devices.generators import seed_host
 from elaswave.hashing import key64
 
 
@@ -30,6 +31,6 @@ def seed_everything(*parts: int | str) -> None:
         parts: what the draws are for, such as (run seed, step, micro-batch, layer, "forward").
     """
     key = key64(*parts)
-    torch.default_generator.manual_seed(key & 0xFFFFFFFF)  # torch's CPU generator uses only the low 32 bits
+    seed_host(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)

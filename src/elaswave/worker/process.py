@@ -415,7 +415,7 @@ def terms_of(blueprint: Blueprint) -> JobTerms:
         eval_microbatches=run.eval_microbatches,
         checkpoint_every=run.checkpoint_every,
         lowest_trained=blueprint.state.lowest_trained,
-        uses={slot.id: shape.num_uses for shape in blueprint.shapes for slot in shape.tensors if shape.num_uses > 1},
+        uses={slot.id: shape.num_terms for shape in blueprint.shapes for slot in shape.tensors if shape.num_terms > 1},
         buffers=tuple(BufferTensor(slot.id, slot.is_whole) for slot in blueprint.tensors if slot.is_buffer),
         tensor_name=lambda tensor: blueprint.tensors[tensor].name,
         accumulator_bits=elastic.accumulator_bits,
