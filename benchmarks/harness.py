@@ -154,12 +154,13 @@ def elaswave_program(config: Config, training: Callable[[Config], Training | Non
 
 
 def configuration(*settings: str, own: OwnModel | None = None) -> Config:
-    """The resolved configuration with ``section.key=value`` settings.
+    """The resolved configuration with ``section.key=value`` settings; without spot checks unless they say so, since few
+    steps are measured, and a run's first ones have many checks (`spot_checks.py` measures what one takes).
 
     Args:
         own: a script's model; None: the configuration describes the model.
     """
-    return load_config(overrides=settings, own=own)
+    return load_config(overrides=("elastic.spot_checks=0", *settings), own=own)
 
 
 def with_steps(config: Config, num_steps: int) -> Config:

@@ -28,6 +28,7 @@ ElaswaveError
 ├── VoteError                  a step that cannot be committed; says which part of the certificate failed
 │   ├── NonFiniteError         a loss or gradient that is not finite: names step, micro-batch and layer
 │   └── UnequalBufferError     a buffer of whole numbers in which the micro-batches of a step do not agree
+├── SpotCheckError             a layer or the loss that gives other bits when it is run again, later than at the start
 ├── WorkerError                a worker ended with an error: names worker, step, micro-batch and layer
 ├── ControlError               a running job cannot be talked to, or refuses what it was asked for
 ├── LaunchError                the system refuses a process or a folder that a job needs
@@ -167,6 +168,11 @@ class NonFiniteError(VoteError):
 
 class UnequalBufferError(VoteError):
     """A buffer of whole numbers in which the micro-batches of a step have left different values."""
+
+
+class SpotCheckError(ElaswaveError):
+    """What a worker computes has other bits when it is computed again. Nobody knows since when: what the worker has
+    made of the step counts nowhere."""
 
 
 class WorkerError(ElaswaveError):

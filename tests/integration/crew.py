@@ -172,6 +172,7 @@ def one_at_a_time(engine: TorchEngine) -> None:
     """Keeps the layers of other threads from seeding and drawing in between."""
     compute = engine.compute
     compute._run_layer = locked(compute._run_layer)  # type: ignore[method-assign]
+    compute._check_forward = locked(compute._check_forward)  # type: ignore[method-assign]  # keeps generators
     compute._forward_loss = locked(compute._forward_loss)  # type: ignore[method-assign]
     compute.backward = locked(compute.backward)  # type: ignore[method-assign]  # a checkpoint may draw again
     compute.backward_input = locked(compute.backward_input)  # type: ignore[method-assign]

@@ -66,6 +66,13 @@ def test_the_tax_of_every_part_is_measured() -> None:
 
 
 @pytest.mark.slow
+def test_what_a_spot_check_takes_is_measured() -> None:
+    document = run("spot_checks.py", "--sizes", "tiny", "--pairs", "2")
+    (row,) = document["rows"]
+    assert row["run"][0] > 0 and row["average"] == pytest.approx((row["run"][1] + row["probe"][1]) / 2)
+
+
+@pytest.mark.slow
 def test_a_foreign_part_is_compared_with_the_same_layer() -> None:
     document = run("foreign.py", "--widths", "16", "--rows", "8", "--rounds", "2")
     (row,) = document["rows"]

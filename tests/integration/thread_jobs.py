@@ -47,10 +47,12 @@ from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker import process as worker_module
 from elaswave.worker import torch_engine
 from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.failure import failure
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.messages import (
     EvaluationReport,
     Exit,
+    Failed,
     Finished,
     FromWorker,
     LinkLost,
@@ -110,6 +112,8 @@ class ThreadJob(CoordinatorDriver):
         self.new_epochs: list[events.NewEpoch] = []
         self.decisions: list[Decision] = []
         self.finished: dict[int, Finished] = {}
+        self.failures: list[Failed] = []
+        """Of workers that a spot check has ended; any other error ends the job."""
         self.machines: dict[int, Machine] = {}
         """The machine of each worker."""
         self._folder = folder
@@ -255,8 +259,15 @@ class ThreadJob(CoordinatorDriver):
         except (Killed, FencedError):
             pass
         except BaseException as error:
+            said = failure(worker, error, made.whereabouts)
             with self._lock:
-                if worker not in self._dead:
+                if worker in self._dead:
+                    return
+                if said.is_wrong:
+                    self.failures.append(said)
+                    self.feed(events.WorkerFailed(worker, said.signature, said.summary, is_wrong=True))
+                    self.kill(worker, silently=True)
+                else:
                     self._errors.append(error)
                     self._dismiss()
 

@@ -25,9 +25,11 @@ from elaswave.protocol.events import (
     Persist,
     Record,
     Send,
+    StartRecord,
     WorkerFailed,
 )
 from elaswave.protocol.messages import Copies, Decision, Installed, Report
+from elaswave.protocol.salvage import Partial, Rows
 
 
 def persisted(effects) -> list[Record]:
@@ -391,6 +393,27 @@ def test_the_same_error_twice_ends_the_job():
     assert shown(machine.handle(WorkerFailed(0, "step 3, micro-batch 2", "ValueError: bad token"), 0.0)) == [
         "end: ValueError: bad token; the same error has ended worker 1"
     ]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_was_computed_with_wrong_numbers_is_kept_by_nobody(is_wrong):
+    """Also if another coordinator takes over before the decision, and not beyond it."""
+
+    def with_sums(worker, epoch, step=1):
+        rows = (Rows(0, 1, 0, "1"),) if worker == 0 else (Rows(1, 2, 0, "3"),)
+        partial = Partial(worker=worker, step=step, root=1, num_microbatches=2, can_be_kept=True, rows=rows)
+        return msgspec.structs.replace(report(worker, epoch, step=step), partial=partial)
+
+    machine = started()
+    effects = machine.handle(WorkerFailed(1, "SpotCheckError at step 1", "other bits", is_wrong=is_wrong), 0.0)
+    records = [effect.record for effect in effects if isinstance(effect, Persist)]
+    for each in (machine, coordinator([StartRecord(term=1), *records])):
+        if each is not machine:
+            each.begin()
+        for worker in (0, 2):
+            each.handle(with_sums(worker, 2), 0.0)
+        assert each.decision.epoch == 2 and (each.decision.kept == ()) is is_wrong
+        assert not each.doubts_step
 
 
 def test_an_error_that_a_vote_has_shown_ends_the_job_at_once():

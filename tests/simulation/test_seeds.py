@@ -63,6 +63,8 @@ def test_seeded_schedules_have_no_violation(first):
         ("3-workers-2-agents-join-1-fault", 10),
         ("4-workers-2-kills", 60),
         ("4-workers-salvage-1-fault", 20),
+        ("4-workers-spoiled", 6),
+        ("3-workers-spoiled-and-usurped", 100),
         ("3-workers-salvage-2-kills", 60),
     ],
 )

@@ -234,7 +234,13 @@ class CoordinatorProcess(JobDriver):
             self._failures[message.worker] = message
             self._detector.left(message.worker)
             self.feed(
-                events.WorkerFailed(message.worker, message.signature, message.summary, is_common=message.is_common)
+                events.WorkerFailed(
+                    message.worker,
+                    message.signature,
+                    message.summary,
+                    is_common=message.is_common,
+                    is_wrong=message.is_wrong,
+                )
             )
         elif self._end.is_there:
             _log.info("%s of worker %d comes after the end", type(message).__name__, message.worker)

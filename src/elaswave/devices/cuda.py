@@ -9,6 +9,8 @@ attention is not used.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -88,6 +90,16 @@ class Cuda:
     def seed(self, key: int) -> None:
         """Philox takes all 64 bits, and begins at offset 0."""
         seed_at(self.place, key)
+
+    @contextmanager
+    def generator_kept(self) -> Iterator[None]:
+        """Seed and offset are the host's to read."""
+        generator = torch.cuda.default_generators[self.place.index]
+        state = generator.get_state()
+        try:
+            yield
+        finally:
+            generator.set_state(state)
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies from pinned memory on the side stream; what is computed next waits for it on the device."""

@@ -2,6 +2,7 @@
 
 import platform
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -46,6 +47,10 @@ class Host:
 
     def seed(self, key: int) -> None:
         """The host's generators are seeded elsewhere."""
+
+    def generator_kept(self) -> AbstractContextManager[None]:
+        """It has none of its own."""
+        return nullcontext()
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself."""

@@ -10,6 +10,7 @@ template): a worker opens its own (`elaswave.devices.opening`).
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -94,6 +95,10 @@ class Device(Protocol):
         Args:
             key: in [0, 2**64).
         """
+        ...
+
+    def generator_kept(self) -> AbstractContextManager[None]:
+        """Gives the device's own generator its state back at the end."""
         ...
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ It computes what the host computes, with the same bits.
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -91,6 +92,10 @@ class Loopback:
 
     def seed(self, key: int) -> None:
         """It draws from the host's generator."""
+
+    def generator_kept(self) -> AbstractContextManager[None]:
+        """It has none of its own."""
+        return nullcontext()
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy."""

@@ -294,6 +294,7 @@ class Coordinator(JobHistory):
         self.lost = (*self.lost, *leaving)
         self.joined = tuple(worker for worker in self.joined if worker not in leaving)
         self._suspicions = fresh
+        self.doubts_step = self.doubts_step or (failure is not None and failure.is_wrong)
         reason = "; ".join(suspicion.reason for suspicion in fresh)
         self._begin_epoch(members, reason, now_s, failure=failure)
         return self._go(Cause.SUSPECTED)
@@ -354,7 +355,9 @@ class Coordinator(JobHistory):
         self._errors[event.worker] = event.summary
         if event.worker in self.members and len(self.members) <= max(1, self._bounds.min_workers):
             return self._give_up(Cause.LAST_FAILED, event.summary, event.worker)
-        failure = WorkerFailure(worker=event.worker, signature=event.signature, summary=event.summary)
+        failure = WorkerFailure(
+            worker=event.worker, signature=event.signature, summary=event.summary, is_wrong=event.is_wrong
+        )
         return self.suspect([Suspected(event.worker, "exit", event.summary)], now_s, failure)
 
     def _give_up(

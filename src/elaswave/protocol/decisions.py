@@ -118,20 +118,25 @@ def deliveries(layout: Layout, reports: Sequence[Report], base: int) -> tuple[tu
     return tuple(found)
 
 
-def salvaged(question: PlanRecovery, layout: Layout, pending: PendingWork, reports: Sequence[Report]) -> Salvage:
+def salvaged(
+    question: PlanRecovery, layout: Layout, pending: PendingWork, reports: Sequence[Report], *, doubts_step: bool
+) -> Salvage:
     """What of the step that was being tried is kept (S5): nothing after a return to a checkpoint, or where an
-    evaluation must be made before the step, which computes losses of its own.
+    evaluation must be made before the step, which computes losses of its own; and nothing where what a lost worker has
+    handed on may be wrong, since survivors have computed with it.
 
     Args:
         question: what was planned.
         layout: to go on with.
         pending: what of the base step is still to be done.
         reports: of all members.
+        doubts_step: whether that is so.
     """
     if question.rollback or pending.evaluate:
         return Salvage((), 0)
+    partials = [report.partial for report in reports if report.partial is not None]
     return salvage(
-        [report.partial for report in reports if report.partial is not None],
+        [msgspec.structs.replace(partial, can_be_kept=partial.can_be_kept and not doubts_step) for partial in partials],
         {report.worker: range(*report.layers) for report in reports},
         layout,
         question.base + 1,
@@ -226,6 +231,7 @@ def make_decision(
     joined: tuple[int, ...] = (),
     left: tuple[int, ...] = (),
     newcomers: Sequence[int] = (),
+    doubts_step: bool = False,
 ) -> Decision:
     """The decision that follows from a plan.
 
@@ -239,12 +245,13 @@ def make_decision(
         reason: of the loss, or of what else has changed the membership.
         joined, left: as of `Decision`.
         newcomers: members without state.
+        doubts_step: as of `salvaged`.
     """
     assert plan.layout.workers == question.members, (
         f"a plan for workers {plan.layout.workers}, but the members are {question.members}"
     )
     base, rollback = question.base, question.rollback
-    kept = salvaged(question, plan.layout, pending, reports)
+    kept = salvaged(question, plan.layout, pending, reports, doubts_step=doubts_step)
     return Decision(
         term=term,
         epoch=question.epoch,

@@ -45,6 +45,8 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     worker: int
     signature: str
     summary: str
+    is_wrong: bool = False
+    """Whether what it has computed of the step may be wrong."""
 
 
 class NewEpochRecord(msgspec.Struct, frozen=True, kw_only=True, tag="new epoch"):
@@ -100,6 +102,8 @@ class WorkerFailed(NamedTuple):
     summary: str
     is_common: bool = False
     """Whether a vote has shown it: then every member comes to it, sooner or later."""
+    is_wrong: bool = False
+    """Whether what it has computed of the step may be wrong: nobody keeps anything of that attempt (S5)."""
 
 
 class EvidenceSeen(NamedTuple):

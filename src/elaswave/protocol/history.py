@@ -113,6 +113,8 @@ class JobHistory:
         """Signature of an error -> the worker that ended with it."""
         self._errors: dict[int, str] = {}
         """Workers that have ended with an error of their own since the newest decision -> what it was."""
+        self.doubts_step = False
+        """Whether a worker that was lost since the newest decision may have computed its step wrongly."""
         self._changes: dict[int, LayoutChange] = {}
         """Planned changes since the newest decision, by number; each may have come into force, or may yet."""
         self._num_changes = 0
@@ -137,6 +139,7 @@ class JobHistory:
             if record.failure is not None:
                 self._failures[record.failure.signature] = record.failure.worker
                 self._errors[record.failure.worker] = record.failure.summary
+                self.doubts_step = self.doubts_step or record.failure.is_wrong
             self.state = State.COLLECTING
         elif isinstance(record, LeavingRecord):
             self.admissions.leaving.add(record.worker)
@@ -154,6 +157,7 @@ class JobHistory:
         self._changes.clear()
         self.lost = self.joined = self.left = ()
         self._errors.clear()
+        self.doubts_step = False
         if decision.rollback is not None:
             self.evidence = None
             self.rollback_epoch = decision.epoch

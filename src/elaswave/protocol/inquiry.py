@@ -179,6 +179,7 @@ class Inquiry:
             joined=history.joined,
             left=history.left,
             newcomers=[report.worker for report in self.reports if history.is_new(report)],
+            doubts_step=history.doubts_step,
         )
         self._reports.clear()
         self.question = None

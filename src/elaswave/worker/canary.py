@@ -17,7 +17,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +151,19 @@ def environment(device: Device = HOST) -> Environment:
     return Environment(text, {name: _run_operator(name, function, device) for name, function in _operators().items()})
 
 
+def changed_operator(known: Environment, key: int, device: Device = HOST) -> str | None:
+    """Runs one operator once more, and names it if it has other bits.
+
+    Args:
+        known: what the operators made before.
+        key: chooses the operator.
+        device: that computes.
+    """
+    operators = _operators()
+    name = sorted(operators)[key % len(operators)]
+    return None if _run_operator(name, operators[name], device) == known.operators[name] else name
+
+
 def _run_operator(name: str, function: Callable[[_Source], torch.Tensor], device: Device) -> int:
     draw = _Source(name, device)
     with torch.enable_grad():
@@ -236,7 +249,7 @@ def check_again(
         UsageError: the second run has other bits, or has written what it was lent.
     """
     run, found = done.run, done.found
-    given = _with(done.given, elsewhere)
+    given = remade(done.given, elsewhere)
     reached = done.reached._replace(gradients=list(map(elsewhere, done.reached.gradients)))
     with with_parameters(module, lambda name, values: elsewhere(values)) as changed:
         second, its = again(given, reached)
@@ -283,7 +296,7 @@ def _probe(module: nn.Module, given: Given, run: Run, from_scratch: Again) -> in
     reached = Reached(numbers("gradient", filter(is_differentiable, run.leaves)), None)
     with with_parameters(module, lambda name, values: made_up(values, key64("canary", name))):
         try:
-            made, gradients = from_scratch(_with(given, lambda leaf: next(inputs)), reached)
+            made, gradients = from_scratch(remade(given, lambda leaf: next(inputs)), reached)
         except InterruptedWaitError:  # the layer is left, and proved anew when it is run again
             raise
         except ForeignError as error:
@@ -295,7 +308,7 @@ def _probe(module: nn.Module, given: Given, run: Run, from_scratch: Again) -> in
         return hash_of([*made.leaves, *gradients]) or 1
 
 
-def _with(given: Given, make: Callable[[torch.Tensor], torch.Tensor]) -> Given:
+def remade(given: Given, make: Callable[[torch.Tensor], torch.Tensor]) -> Given:
     """Other tensors of which gradients are wanted as before."""
     return given._replace(leaves=[make(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in given.leaves])
 
@@ -313,13 +326,28 @@ def check_equal(
         UsageError: names the first difference, and what to do.
     """
     for name, one, other in zip(names, first, second, strict=True):
-        if hash_of([one]) != hash_of([other]):
-            raise UsageError(
-                f"{who} is not deterministic: run twice on the same micro-batch, with its memory at other addresses, "
-                f"{name} differs{_by(one, other)}. It must keep nothing between calls, draw from the generators "
-                "of torch, numpy and random only, and use kernels that do not depend on addresses: products of fewer "
-                "than 4 rows may (raise batch.microbatch_size), and so may operations that add with scatter"
-            )
+        if not (same_bits(one, other) if one is not None and other is not None else one is other):
+            _refuse_other_bits(who, f"{name} differs{_by(one, other)}")
+
+
+def check_hashes(who: str, names: Sequence[str], first: Sequence[torch.Tensor | None], second: Sequence[int]) -> None:
+    """The same where only the hashes of the second run are left.
+
+    Raises:
+        UsageError: names the first difference, and what to do.
+    """
+    for name, one, other in zip(names, first, second, strict=True):
+        if hash_of([one]) != other:
+            _refuse_other_bits(who, f"{name} differs")
+
+
+def _refuse_other_bits(who: str, what: str) -> NoReturn:
+    raise UsageError(
+        f"{who} is not deterministic: run twice on the same micro-batch, with its memory at other addresses, {what}. "
+        "It must keep nothing between calls, draw from the generators of torch, numpy and random only, and use kernels "
+        "that do not depend on addresses: products of fewer than 4 rows may (raise batch.microbatch_size), and so may "
+        "operations that add with scatter"
+    )
 
 
 def _by(one: torch.Tensor | None, other: torch.Tensor | None) -> str:

@@ -35,7 +35,14 @@ from elaswave.training.raised import said
 from elaswave.training.random_state import seed_everything
 from elaswave.worker.admission import check_dense, check_graph
 from elaswave.worker.batches import BatchError
-from elaswave.worker.canary import canary_of, check_again, made_up_tree
+from elaswave.worker.canary import (
+    canary_of,
+    check_again,
+    check_equal,
+    check_hashes,
+    hash_of,
+    made_up_tree,
+)
 from elaswave.worker.compiled import CompiledLayers
 from elaswave.worker.fences import NO_MASKS, Fences
 from elaswave.worker.flights import Flights, Front
@@ -43,6 +50,7 @@ from elaswave.worker.layer_runs import Done, Given, Reached, Run, Saved, receive
 from elaswave.worker.reduction import Accumulator
 from elaswave.worker.scoring import Scored, Scoring
 from elaswave.worker.split import Gradients, WeightHalf, input_half, is_exact
+from elaswave.worker.spot_checks import Kind, SpotChecks, check_probe
 from elaswave.worker.unwritten import Unwritten
 from elaswave.worker.values import TENSOR, Signatures, at_boundary, flatten, is_differentiable, unflatten
 
@@ -93,6 +101,8 @@ class _Half(NamedTuple):
     buffers: Sequence[torch.Tensor]
     """As its forward has left them."""
     half: WeightHalf
+    expected: Sequence[int] | None
+    """Where the place is checked: hashes of the gradients that it is to find."""
 
 
 class _Known(NamedTuple):
@@ -127,6 +137,7 @@ class Compute:
         elsewhere: stands around waits for foreign parts.
         device: where the layers are.
         move: called while the device is waited for; never raises.
+        spots: what is run again later than at a first micro-batch; None: nothing.
     """
 
     def __init__(
@@ -144,6 +155,7 @@ class Compute:
         elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
         device: Device = HOST,
         move: Callable[[], None] = lambda: None,
+        spots: SpotChecks | None = None,
     ) -> None:
         self.model = model
         self.layers = layers
@@ -163,6 +175,7 @@ class Compute:
         self.canaries: dict[int, int] = {}
         """By layer, what it makes of made-up numbers; of those that have run here."""
         self._has_canary = has_canary
+        self._spots = spots
         if not has_canary and (names := [layer.name for layer in model.layers if layer.compile]):
             raise UsageError(
                 f"layers {', '.join(names)} are to be compiled: whether they compute the same bits in every process is "
@@ -229,6 +242,8 @@ class Compute:
             keep: as of `elaswave.protocol.engine.Engine.begin`.
         """
         self._step = step
+        if self._spots is not None:
+            self._spots.begin(step)
         self._replay_ratios(step)
         self.refresh()
         keep = keep or Keep(frozenset(), 0, {}, ())
@@ -339,13 +354,17 @@ class Compute:
             with self._at(microbatch, index):
                 given = self._given(index, value if self.fences is None else self.fences.opened(value), train)
                 run = self._run_layer(index, microbatch, given, train)
+                left: Sequence[torch.Tensor] = ()
+                if train and keeps:
+                    left = self.layers[index].buffers.left()
+                    self._check_forward(index, microbatch, given, run, left)
                 before, value = value, run.value()
                 if self.fences is not None:
                     value = self.fences.closed(index, value, before, given.leaves)
                 if train and keeps:
                     kept = None if self._is_recomputed(index) or not self._keeps_run(index) else run
                     masks = NO_MASKS if self.fences is None else self.fences.masks(before, value)
-                    self._saved[index, microbatch] = Saved(given, kept, self.layers[index].buffers.left(), masks)
+                    self._saved[index, microbatch] = Saved(given, kept, left, masks)
                     self._flights.went(microbatch, layers, index + 1, value)
             self._between_layers()
         if layers.stop == self.num_layers:
@@ -393,6 +412,7 @@ class Compute:
                 if isinstance(left, _Half):
                     with inside(self._call(microbatch, train=True)):
                         found = left.half.run()
+                    self._check_weights(index, found, left.expected)
                     self._add(index, microbatch, found, left.buffers)
                 elif isinstance(left, _Deferred):
                     self._backward_layer(index, microbatch, *left)
@@ -598,7 +618,9 @@ class Compute:
                 halves = input_half(output, inputs[0], parameters, gradient)
             if halves is not None:
                 input_gradient, half = halves
-                self._left[index, microbatch] = _Half(saved.buffers, half)
+                done = Done(saved.given, run, reached, [input_gradient])
+                expected = self._check_input_half(index, microbatch, done)
+                self._left[index, microbatch] = _Half(saved.buffers, half, expected)
                 return zeros_where_none(inputs, [input_gradient])
         is_first = index not in self._splits
         found, passed_on = self._whole(index, microbatch, saved, run, reached, retain_graph=is_first)
@@ -629,6 +651,7 @@ class Compute:
             values = [self._readings.note(value) for value in run.aux_losses]
             self.scoring.note_aux_losses(index, microbatch, values, reached.weight)
         found = self._gradients(index, microbatch, run, reached, inputs, retain_graph=retain_graph)
+        self._check_backward(index, microbatch, Done(saved.given, run, reached, found))
         if self.model.layers[index].compile and self._compiled.has_grown():
             self.canaries.pop(index, None)
         if self._has_canary and index not in self.canaries:
@@ -663,6 +686,17 @@ class Compute:
         done = Done(saved.given, run, reached, found)
         self.check_layer_again(index, microbatch, done)
 
+        canary, is_known_by_bits = self._canary_of(index, microbatch, done)
+        if self.model.layers[index].compile and not is_known_by_bits:
+            raise UsageError(
+                f"{self._who(index)} is to be compiled, and does not run on made-up numbers: whether it computes the "
+                "same bits in every process cannot be told. Leave out compile=True"
+            )
+        self.canaries[index] = canary
+
+    def _canary_of(self, index: int, microbatch: int, done: Done) -> tuple[int, bool]:
+        """A layer's canary, and whether it is one of bits."""
+
         def from_scratch(given: Given, reached: Reached) -> tuple[Run, Gradients]:
             """The same in any process at any time: nothing but shapes and types goes into it."""
             step, fetch = self._step, self._fetch
@@ -675,13 +709,7 @@ class Compute:
                 self._step, self._fetch = step, fetch
 
         layer = self.layers[index]
-        canary, is_known_by_bits = canary_of(layer.module, layer.built, done, from_scratch)
-        if self.model.layers[index].compile and not is_known_by_bits:
-            raise UsageError(
-                f"{self._who(index)} is to be compiled, and does not run on made-up numbers: whether it computes the "
-                "same bits in every process cannot be told. Leave out compile=True"
-            )
-        self.canaries[index] = canary
+        return canary_of(layer.module, layer.built, done, from_scratch)
 
     def check_layer_again(self, index: int, microbatch: int, done: Done) -> None:
         """Runs a layer forward and backward a second time, with its memory elsewhere; adds nothing to any sum.
@@ -720,6 +748,92 @@ class Compute:
         lends = self._writes.get((self.num_layers, True)) is False
         done = Done(loss.given, _run_of(loss.scored), Reached([], None), found)
         check_again(self._who(self.num_layers), module, [], done, again, lends=lends)
+
+    # ------------------------------------------------------------------------------------------------------ spot checks
+
+    @property
+    def checking_ns(self) -> int:
+        """Time that spot checks of the present attempt have taken."""
+        return 0 if self._spots is None else self._spots.spent_ns
+
+    def _due(self, index: int, microbatch: int) -> Kind | None:
+        """What is checked of a place; nothing of one that is in some worker's sums already."""
+        if self._spots is None or self._is_covered(index, microbatch):
+            return None
+        return self._spots.due(index, microbatch)
+
+    def _check_forward(self, index: int, microbatch: int, given: Given, run: Run, left: Sequence[torch.Tensor]) -> None:
+        """Before a forward's output goes on: runs it again, or the layer's probe, where that is due.
+
+        Args:
+            left: in buffers.
+        """
+        kind = self._due(index, microbatch)
+        if self._spots is None or kind is None or (kind is Kind.PROBE and index not in self.canaries):
+            return
+        self._between_layers()  # a check takes longer than a layer
+        layer, who, done = self.layers[index], self._who(index), Done(given, run, Reached([], None), [])
+        left_again: list[torch.Tensor] = []
+
+        def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+            run = self._run_layer(index, microbatch, given, train=True)
+            left_again.extend(layer.buffers.left())
+            return run, []
+
+        with self._spots.aside():
+            if kind is Kind.RUN:
+                check_again(who, layer.module, [], done, again)
+                names = [f"what it leaves in buffer {slot.name}" for slot in layer.buffers.tensors]
+                check_equal(who, names, left, left_again)
+            else:
+                canary, is_known_by_bits = self._canary_of(index, microbatch, done)
+                if is_known_by_bits:
+                    check_probe(who, canary, self.canaries[index])
+
+    def _check_backward(self, index: int, microbatch: int, done: Done) -> None:
+        """Before gradients go on or are added: makes them again where that is due."""
+        if self._spots is not None and self._due(index, microbatch) is Kind.RUN:
+            with self._spots.aside():
+                self.check_layer_again(index, microbatch, done)
+
+    def _check_input_half(self, index: int, microbatch: int, done: Done) -> Sequence[int] | None:
+        """The same between the halves of a backward.
+
+        Args:
+            done: with the gradient of the input alone.
+        Returns:
+            Hashes of the gradients of parameters that the second half is to find; None where nothing is due.
+        """
+        if self._spots is None or self._due(index, microbatch) is not Kind.RUN:
+            return None
+        layer, expected = self.layers[index], list[int]()
+
+        def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+            run = self._run_layer(index, microbatch, given, train=True)
+            *found, passed_on = self._gradients(index, microbatch, run, reached, given.inputs)
+            expected.extend(hash_of([gradient]) for gradient in found)
+            return run, [passed_on]
+
+        with self._spots.aside():
+            check_again(self._who(index), layer.module, [], done, again)
+        return expected
+
+    def _check_weights(self, index: int, found: Gradients, expected: Sequence[int] | None) -> None:
+        """The same of what the second half has found."""
+        if expected is not None and self._spots is not None:
+            names = [f"the gradient of {name}" for name in self.layers[index].parameter_names]
+            with self._spots.aside():
+                check_hashes(self._who(index), names, found, expected)
+
+    def _check_loss(self, microbatch: int, loss: _LossRun, found: Gradients) -> None:
+        """Before the loss's gradient goes on: runs it again, or an operator of the environment, where that is due."""
+        kind = self._due(self.num_layers, microbatch)
+        if self._spots is not None and kind is not None:
+            with self._spots.aside():
+                if kind is Kind.RUN:
+                    self.check_loss_again(microbatch, loss, found)
+                else:
+                    self._spots.check_operator()
 
     # ------------------------------------------------------------------------------------------------------------- sums
 
@@ -803,6 +917,7 @@ class Compute:
         inputs = loss.given.inputs
         with self._at(microbatch, index):
             found: Gradients = list(torch.autograd.grad(loss.scored.total, inputs, allow_unused=True))
+            self._check_loss(microbatch, loss, found)
             if self._has_canary and index not in self._proven:
                 self.check_loss_again(microbatch, loss, found)
                 self._proven.add(index)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from elaswave.devices.faults import DeviceFault, fault_of
-from elaswave.errors import VoteError
+from elaswave.errors import SpotCheckError, VoteError
 from elaswave.protocol.position import PHASES, kind_of
 from elaswave.training.raised import readable, said, traceback_of
 from elaswave.worker.batches import BatchError
@@ -55,6 +55,8 @@ def failure(worker: int, error: BaseException, at: Whereabouts = NOWHERE) -> Fai
     place = f"step {at.step}"
     if isinstance(error, LayerError):
         place = _microbatch(error)
+        if isinstance(cause, SpotCheckError):  # workers of one stage look at the same layer in the same step
+            place = f"step {error.position.step}, layer {error.position.layer}"
     elif at.step and not isinstance(error, VoteError):
         summary += f" (in step {at.step})"
     return Failed(
@@ -65,6 +67,7 @@ def failure(worker: int, error: BaseException, at: Whereabouts = NOWHERE) -> Fai
         # The vote's finding says all; the place in this code where it was raised does not help the user.
         traceback_text="" if isinstance(error, VoteError) else traceback_of(cause),
         is_common=isinstance(error, VoteError),
+        is_wrong=isinstance(cause, SpotCheckError),
     )
 
 

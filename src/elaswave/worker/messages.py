@@ -246,6 +246,8 @@ class Failed(Message, frozen=True, kw_only=True):
     traceback_text: str
     is_common: bool = False
     """Whether a vote has shown it, so that every member comes to it."""
+    is_wrong: bool = False
+    """Whether what it has computed of the step may be wrong: a check has found other bits."""
 
 
 FromWorker = (

@@ -455,6 +455,7 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     worker: Worker | None = None
     transport: StreamTransport | None = None
     client: ClosableClient | None = None
+    flush_s = FLUSH_TIMEOUT_S
     try:
         transport = StreamTransport(
             setup.worker,
@@ -485,14 +486,17 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
             gc.freeze()  # also what nothing refers to any more
         if client is not None:
             at = NOWHERE if worker is None else worker.whereabouts
-            client.send(failure(setup.worker, error, at), durable=True)
+            said = failure(setup.worker, error, at)
+            client.send(said, durable=True)
+            if said.is_wrong:  # who hears of its end alone would let others keep what they have of it
+                flush_s = NO_COORDINATOR_S
         return 1
     finally:
         if worker is not None:
             worker.close()
         close_all()
         if client is not None:
-            client.close(FLUSH_TIMEOUT_S)
+            client.close(flush_s)
         if transport is not None:
             transport.close()
 

@@ -30,11 +30,13 @@ from elaswave.state.verify import run_hash
 from elaswave.training.optimizer import Updater, average, clip_factor
 from elaswave.types import Action, ExecutionParameters, Layout
 from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.canary import changed_operator
 from elaswave.worker.compute import Compute
 from elaswave.worker.materialise import materialise, updater_after
 from elaswave.worker.microbatches import Microbatches
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.reduction import Reduction
+from elaswave.worker.spot_checks import SpotChecks
 from elaswave.worker.update_canary import environment_of
 
 RUN_AHEAD_ACTIONS = 2
@@ -136,12 +138,27 @@ class TorchEngine:
             elsewhere=context.elsewhere,
             device=device,
             move=context.move,
+            spots=self._spot_checks(),
         )
         self._num_microbatches = blueprint.layout.num_microbatches
         self._began_ns = time.monotonic_ns()
         self.updater = updater or blueprint.optimizer.updater()
         self._environment = environment_of(blueprint, device) if elastic.verify else None
         """Found out now, since that takes as long as a small step."""
+
+    def _spot_checks(self) -> SpotChecks | None:
+        """Whoever repeats a micro-batch has to check the same places, so they follow from the first layout."""
+        config, layout = self.context.blueprint.config, self.context.blueprint.layout
+        if not config.elastic.verify or not config.elastic.spot_checks:
+            return None
+        return SpotChecks(
+            config.run.seed,
+            config.elastic.spot_checks,
+            layout.num_microbatches,
+            max(stage.width for stage in layout.stages),
+            lambda key: changed_operator(self.environment(), key, self.device),
+            self.device,
+        )
 
     # ---------------------------------------------------------------------------------------------------- layouts
 
@@ -224,7 +241,7 @@ class TorchEngine:
         if action.kind == "F" and (first or last):
             inputs, targets = self._microbatches.get(step, microbatch, train=True)
             value = inputs if first else value
-        start_ns, start = time.monotonic_ns(), self.device.mark()
+        start_ns, start, checking_ns = time.monotonic_ns(), self.device.mark(), compute.checking_ns
         output: Any = None
         if action.kind == "F":
             output = compute.forward(layers, microbatch, value, targets if last else None, keeps=keeps)
@@ -239,10 +256,10 @@ class TorchEngine:
         if self.device.is_host or self.context.timer.holds:
             wait_for(end, self.context.check)
             if left:
-                self.context.timer.on_computed(action, left, start_ns)
+                self.context.timer.on_computed(action, left, start_ns + compute.checking_ns - checking_ns)
             return output
         self._running.append(end)
-        if left:
+        if left and compute.checking_ns == checking_ns:  # a check lies between the marks
             self._untimed.append((action, left, start, end))
         return output
 
@@ -359,7 +376,7 @@ class TorchEngine:
             nonfinite,
             self._canaries(),
             dict(compute.writes),
-            (time.monotonic_ns() - self._began_ns) // 1000,
+            (time.monotonic_ns() - self._began_ns - compute.checking_ns) // 1000,
         )
 
     def _canaries(self) -> dict[int, int]:

@@ -1,17 +1,24 @@
 """What an engine keeps to on a device that computes behind the worker's back."""
 
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.jobs import small_config
 
 from elaswave.data.sampler import Draw
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device
 from elaswave.devices.loopback import Loopback
 from elaswave.state.placement import place_blocks
 from elaswave.types import Action
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.materialise import materialise
 from elaswave.worker.pacing import ActionTimer
+from elaswave.worker.spot_checks import Kind, SpotChecks
 from elaswave.worker.torch_engine import RUN_AHEAD_ACTIONS, EngineContext, TorchEngine
 
 SETTINGS = {
@@ -27,7 +34,11 @@ SETTINGS = {
 @pytest.fixture
 def engine(tmp_path: Path) -> TorchEngine:
     """Of the first of two stages."""
-    blueprint, device = Blueprint(small_config(SETTINGS)), Loopback()
+    return engine_of(tmp_path, Loopback(), SETTINGS)
+
+
+def engine_of(tmp_path: Path, device: Device, settings: Mapping[str, Any]) -> TorchEngine:
+    blueprint = Blueprint(small_config(settings))
     layout, source = blueprint.layout, blueprint.open_samples(tmp_path)
     placement = place_blocks(layout, blueprint.blocks, num_followers=0, scatter_width=blueprint.scatter_width)
     here, _, _ = materialise(blueprint, 0, layout, placement, None, device)
@@ -42,6 +53,36 @@ def engine(tmp_path: Path) -> TorchEngine:
         device=device,
     )
     return TorchEngine(context, here)
+
+
+class Checks(SpotChecks):
+    """Looks at micro-batch 1 in all layers, for what counts as a thousand seconds."""
+
+    def due(self, layer: int, microbatch: int) -> Kind | None:
+        return Kind.RUN if microbatch == 1 else None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        with super().aside():
+            yield
+        self.spent_ns += 10**12
+
+
+@pytest.mark.parametrize("device", [HOST, Loopback()])
+def test_the_time_of_spot_checks_is_no_part_of_an_action_or_an_attempt(device: Device, tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, device, {**SETTINGS, "elastic.verify": True})
+    engine.compute._spots = Checks(1, 1.0, 5, 1)
+    layers, began_ns, starts_ns = engine.context.blueprint.layout.layers_of(0), time.monotonic_ns(), list[int]()
+    engine.context.timer.on_computed = lambda *where: starts_ns.append(where[-1])  # type: ignore[method-assign]
+    engine.begin(1, [0] * len(engine.context.blueprint.tensors))
+    for microbatch in (0, 1):
+        engine.run(Action(0, "F", microbatch), layers, 1, None, first=True, last=False)
+    shift_ns = len(layers) * 10**12
+    if device.is_host:
+        assert starts_ns[0] - began_ns < 10**12 <= shift_ns <= starts_ns[1] - began_ns < shift_ns + 10**12
+    else:
+        assert [action.microbatch for action, *_ in engine._untimed] == [0]
+    assert engine.measured().duration_us <= (time.monotonic_ns() - began_ns - shift_ns) // 1000
 
 
 def test_actions_are_timed_once_the_device_has_come_to_their_ends(engine: TorchEngine) -> None:

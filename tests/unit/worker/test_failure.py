@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elaswave.errors import DeviceError, FencedError
+from elaswave.errors import DeviceError, FencedError, SpotCheckError, UsageError
 from elaswave.worker import process as worker_process
 from elaswave.worker.compute import ErrorPlace, LayerError
 from elaswave.worker.failure import Whereabouts, failure
@@ -60,6 +60,15 @@ def test_a_device_that_cannot_be_opened_is_the_same_on_all_workers() -> None:
     failed = failure(1, DeviceError("cuda:0 cannot be used"))
     assert failed.summary == "device cannot be opened: cuda:0 cannot be used"
     assert failed.signature == failure(2, DeviceError("cuda:1 cannot be used")).signature
+
+
+def test_what_a_spot_check_has_found_makes_the_workers_step_doubtful() -> None:
+    found = [failure(worker, in_layer(SpotCheckError("other bits"), 3), Whereabouts(7, "1F3")) for worker in (1, 2)]
+    assert {each.signature for each in found} == {"SpotCheckError at step 7, layer 2"}
+    assert failure(3, in_layer(SpotCheckError("other bits"), 4)).signature == found[0].signature
+    assert found[0].is_wrong and not found[0].is_common
+    assert found[0].summary == "SpotCheckError: other bits (at step 7, micro-batch 3, layer 2 (block.1))"
+    assert not failure(1, in_layer(UsageError("not deterministic"), 3), Whereabouts(7, "1F3")).is_wrong
 
 
 class Held:

@@ -33,6 +33,7 @@ from elaswave.protocol.events import (
     RecoveryPlan,
     Resumed,
     Suspected,
+    WorkerFailed,
 )
 from elaswave.protocol.heads import Head, Heard, judge
 from elaswave.protocol.messages import (
@@ -310,6 +311,9 @@ class SimCoordinator(CoordinatorDriver):
         if isinstance(message, StepDone):
             self._on_step_done(message)
         elif isinstance(message, Linked):
+            self.feed(message)
+        elif isinstance(message, WorkerFailed):
+            self.world.suspected.add(message.worker)
             self.feed(message)
         elif not self.hears(message.worker):
             pass

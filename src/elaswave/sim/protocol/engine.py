@@ -106,8 +106,10 @@ class ToyEngine:
     ) -> Any:
         """Runs an action, from where an earlier attempt was interrupted in it."""
         if action.kind == "F":
-            return self._forward(layers, step, action.microbatch, value, first=first, last=last, keeps=keeps)
-        return self._backward(layers, step, action.microbatch, value, last=last)
+            output = self._forward(layers, step, action.microbatch, value, first=first, last=last, keeps=keeps)
+        else:
+            output = self._backward(layers, step, action.microbatch, value, last=last)
+        return self._host.handed_on(output)
 
     def _forward(
         self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool, keeps: bool
@@ -233,6 +235,7 @@ class ToyEngine:
 
     def measured(self) -> Measured:
         """What was computed."""
+        self._host.check()
         sums = self.sums
         balance = (sum(sums.checksums.values()) + self._sent) & MASK64
         duration = self._host.world.now - self._began

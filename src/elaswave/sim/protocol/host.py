@@ -17,6 +17,12 @@ class Host(WorkerActor, Protocol):
     def between_layers(self) -> None:
         """A layer of an action has run."""
 
+    def handed_on(self, value: int) -> int:
+        """What an action's output is on the way to the next worker."""
+
+    def check(self) -> None:
+        """Looks whether the processor is right."""
+
     @property
     def machine(self) -> WorkerMachine[Any]:
         """The machine that it drives."""

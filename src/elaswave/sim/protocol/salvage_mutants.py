@@ -6,8 +6,11 @@ from typing import Any
 
 import msgspec
 
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.events import CoordinatorEffect, WorkerFailed
 from elaswave.protocol.salvage import Keep, Partial
 from elaswave.protocol.worker import WorkerMachine
+from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.engine import ToyCopy
 from elaswave.sim.protocol.mutant import Mutant
 from elaswave.sim.protocol.run import Build
@@ -78,6 +81,17 @@ class KeepsTooLong(_Machine):
         super().begin_sums()
 
 
+class _Trusts(Coordinator):
+    def _on_failed(self, event: WorkerFailed, now_s: float) -> list[CoordinatorEffect]:
+        return super()._on_failed(event._replace(is_wrong=False), now_s)
+
+
+class KeepsWhatIsWrong(SimCoordinator):
+    """Survivors keep what they have computed with numbers of a worker whose processor is wrong (S5)."""
+
+    core_class = _Trusts
+
+
 SALVAGE_MUTANTS = (
     Mutant(
         "keep-coverage-only",
@@ -109,6 +123,12 @@ SALVAGE_MUTANTS = (
         Build(machine=KeepsOldSums),
         "widths=3,2 num_microbatches=3 num_followers=2 checkpoint_every=1 retry_step=3 keeps_in_flight=0 "
         "disconnect:0@78 kill:4@170",
+    ),
+    Mutant(
+        "keep-what-is-wrong",
+        "survivors keep what they have computed with numbers that a spot check has found to be wrong",
+        Build(coordinator=KeepsWhatIsWrong),
+        "spoil:0@0+1",
     ),
     Mutant(
         "keep-too-long",

@@ -23,6 +23,7 @@ KINDS = {
     "suspect": "the coordinator is told that a worker is lost, which is not true",
     "hang": "a worker stops for a while, and is suspected if that lasts long enough",
     "isolate": "nothing reaches a worker, or comes from it, for a while",
+    "spoil": "a worker hands on wrong numbers, until a spot check finds it after so many actions, or before its vote",
     "cut": "the link between two workers closes; both say so",
     "delay": "what two workers send each other is held back for a while",
     "disconnect": "the control connection of a worker closes; it connects again",

@@ -36,10 +36,15 @@ STORE_KINDS = ("lost", "mute", "late", "back", "shut")
 """Of jobs with candidates."""
 MAIN_KINDS = ("kill", "suspect", "disconnect")
 """Of workers and, for kill, the coordinator."""
-_DURATIONS = {"hang": (20, 150), "isolate": (20, 150), "delay": (20,), "usurp": (5, 60)} | dict.fromkeys(
-    STORE_KINDS, (10, 60)
-)
-"""Shorter and longer than the silence after which a worker is suspected, and a coordinator followed."""
+_DURATIONS = {
+    "spoil": (0, 1, 3),
+    "hang": (20, 150),
+    "isolate": (20, 150),
+    "delay": (20,),
+    "usurp": (5, 60),
+} | dict.fromkeys(STORE_KINDS, (10, 60))
+"""Shorter and longer than the silence after which a worker is suspected, and a coordinator followed; of one that is
+spoiled, actions."""
 
 
 class Failure(NamedTuple):
@@ -249,6 +254,8 @@ SPACES = {
         ),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
         Space("4-workers-salvage-1-fault", LONG_JOB, _in_the_midst(range(1, 9)), (("kill", "suspect"),)),
+        Space("4-workers-spoiled", LONG_JOB, _in_the_midst((1,)), (("spoil",),)),
+        Space("3-workers-spoiled-and-usurped", LONG_JOB_OF_3, _in_the_midst((1,)), (("spoil",), ("usurp",))),
         Space("3-workers-salvage-2-kills", LONG_JOB_OF_3, _in_the_midst((1,)), (("kill",), ("kill", "suspect"))),
     )
 }

@@ -11,7 +11,7 @@ from elaswave.errors import InterruptedWaitError
 from elaswave.protocol.ballot import Request, VoteOutcome
 from elaswave.protocol.decisions import with_members
 from elaswave.protocol.engine import Committed, Key, Pause, Phase, StepObserver
-from elaswave.protocol.events import JoinerCame
+from elaswave.protocol.events import JoinerCame, WorkerFailed
 from elaswave.protocol.facts import Facts
 from elaswave.protocol.heads import Head
 from elaswave.protocol.messages import (
@@ -19,6 +19,7 @@ from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
     Evidence,
+    Fenced,
     Installed,
     LayoutChange,
     Prepare,
@@ -37,6 +38,7 @@ from elaswave.sim.protocol.messages import (
     SimReady,
     StepDone,
 )
+from elaswave.sim.protocol.store import ActorDead
 from elaswave.sim.protocol.world import World
 from elaswave.state.placement import Role, roles_of
 from elaswave.types import ExecutionParameters
@@ -91,6 +93,10 @@ class SimWorker:
         """Whether it is in a moment, and goes on by itself."""
         self._layers_left: int | None = None
         """Until it notices that it is asked to report."""
+        self._right_in: int | None = None
+        """Of a processor that is wrong: actions after which that is found."""
+        self._failure: WorkerFailed | None = None
+        """Its last words; it does nothing more, and ends once they are heard."""
         self._turn = 0
         """Distinguishes the present life's moments from those of earlier ones."""
         copies = {
@@ -142,6 +148,8 @@ class SimWorker:
     def on_acknowledged(self, message: Any) -> None:
         """A coordinator has handled a durable message."""
         self.unacknowledged = [other for other in self.unacknowledged if other is not message]
+        if message is self._failure:
+            self.world.leave(self, self._failure.summary)
 
     def on_settled(self, message: CheckpointSettled) -> None:
         """A checkpoint is complete, or given up."""
@@ -155,6 +163,10 @@ class SimWorker:
 
     def on_message(self, message: CoreToWorker) -> None:
         """A message of the coordinator's core."""
+        if self._failure is not None:
+            if isinstance(message, Fenced):
+                self.world.leave(self, message.reason)
+            return
         is_urgent = isinstance(message, Prepare) and message.epoch > self.machine.member.epoch
         if is_urgent and self._is_computing and self.world.conditions.mid_action:
             self._run_into_it()
@@ -188,8 +200,38 @@ class SimWorker:
             if self._layers_left == 0:
                 raise InterruptedWaitError("the coordinator asks for a report")
 
+    def spoil(self, num_actions: int) -> None:
+        """Its processor is wrong from now on, and that is found after so many actions, or before its vote."""
+        self._right_in = num_actions
+
+    def handed_on(self, value: int) -> int:
+        """What an action's output is on the way to the next worker; a spot check looks before it leaves."""
+        if self._right_in is None:
+            return value
+        if self._right_in == 0:
+            self.check()
+        self._right_in -= 1
+        return value + 1
+
+    def check(self) -> None:
+        """Looks whether the processor is right.
+
+        Raises:
+            ActorDead: it is not; nothing more is done here.
+        """
+        if self._right_in is None:
+            return
+        self._failure = WorkerFailed(self.id, f"worker {self.id}", "a spot check has failed", is_wrong=True)
+        self._turn += 1
+        self._waiting = set()
+        self.unacknowledged.append(self._failure)
+        self.world.to_coordinator(self, self._failure, durable=True)
+        raise ActorDead
+
     def on_frame(self, key: Key, frame: SimFrame) -> None:
         """A frame arrives; goes on if it was the last one that was missing."""
+        if self._failure is not None:
+            return
         if self.links.arrive(key, frame) and key in self._waiting:
             self._waiting.discard(key)
             if not self._waiting:
@@ -201,6 +243,8 @@ class SimWorker:
         if dead:
             self.links.dead.add(peer)
         self.links.close(peer)
+        if self._failure is not None:
+            return
         if self._waiting and (self.links.broken is not None or any(key.peer == peer for key in self._waiting)):
             self._lose(peer)
         else:

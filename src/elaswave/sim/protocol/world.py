@@ -65,6 +65,9 @@ class WorkerActor(Protocol):
     def on_pause_over(self, turn: int) -> None:
         """It has computed for a moment."""
 
+    def spoil(self, num_actions: int) -> None:
+        """Its processor is wrong from now on."""
+
     def registration(self) -> Registered | JoinerCame:
         """Its first words on a new connection."""
 
@@ -657,6 +660,9 @@ class World:
         coordinator = self.coordinator
         if silent and not worker.dead and coordinator is not None:
             self._act(coordinator, coordinator.on_suspicion, (worker.id, "heartbeat"))
+
+    def _spoil(self, worker: WorkerActor, duration: int) -> None:
+        worker.spoil(duration)
 
     def _isolate(self, worker: WorkerActor, duration: int) -> None:
         self._isolated_until[worker.id] = max(self._isolated_until.get(worker.id, 0), self.now + duration)

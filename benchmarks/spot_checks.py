@@ -1,0 +1,101 @@
+"""What a spot check takes: a micro-batch run again or probed in all layers, against one that is not checked.
+
+    python benchmarks/spot_checks.py [--sizes default 10m] [--pairs 15] [--json]
+
+One worker with all layers of the model, in this process; in turns, CPU time. `elastic.spot_checks` is kept by counting
+with `elaswave.worker.spot_checks.COST` for the average of both kinds.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from harness import SIZES, configuration, machine, print_header, quartiles
+
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.compute import Compute
+from elaswave.worker.reduction import Reduction
+from elaswave.worker.spot_checks import COST, Kind, SpotChecks
+
+
+class Chosen(SpotChecks):
+    """Looks at all places in one way, or at none."""
+
+    kind: Kind | None = None
+
+    def due(self, layer: int, microbatch: int) -> Kind | None:
+        """The same everywhere."""
+        return self.kind
+
+
+def measure(size: str, num_pairs: int) -> dict:
+    """One size: quartiles of what each kind adds, in micro-batches."""
+    config = configuration(*SIZES[size], "layout.stages=1", "layout.replicas=1")
+    blueprint = Blueprint(config)
+    layers = {index: blueprint.flat_layer(index, {}) for index in range(blueprint.state.num_layers)}
+    reduction = Reduction(0, blueprint.blocks, blueprint.shapes, exact=True)
+    reduction.hold(list(layers))
+    spots = Chosen(config.run.seed, 1.0, 1, 1)
+    compute = Compute(
+        blueprint.model,
+        layers,
+        reduction.accumulators,
+        seed=config.run.seed,
+        recompute=False,
+        between_layers=lambda: None,
+        has_canary=True,
+        spots=spots,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        samples = blueprint.open_samples(Path(folder))
+        inputs, targets = samples.batch(blueprint.sampler(samples).draws(1, 0), "train")
+    exponents = [[40] * len(shape.tensors) for shape in blueprint.shapes]
+
+    def cpu_s(kind: Kind | None) -> float:
+        spots.kind = kind
+        compute.begin(1, exponents)
+        begin_s = time.process_time()
+        compute.forward(range(len(layers)), 0, inputs, targets)
+        compute.backward(range(len(layers)), 0, None)
+        return time.process_time() - begin_s
+
+    added: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    for pair in range(-2, num_pairs):
+        plain_s = cpu_s(None)
+        for kind, found in added.items():
+            ratio = cpu_s(kind) / plain_s - 1
+            if pair >= 0:
+                found.append(ratio)
+    rows = {kind.value: quartiles(found) for kind, found in added.items()}
+    return {"size": size, "pairs": num_pairs, **rows, "average": sum(found[1] for found in rows.values()) / len(rows)}
+
+
+def main() -> int:
+    """Runs the benchmark; the exit code is 1 if checks take more than is counted with."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", choices=SIZES, nargs="+", default=["default", "10m"])
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    where = machine()
+    rows = [measure(size, options.pairs) for size in options.sizes]
+    if options.json:
+        print(json.dumps({"machine": where, "rows": rows}, indent=2))
+    else:
+        print_header(where)
+        print("CPU time that a check adds to a micro-batch, in micro-batches (median of pairs, quartiles)")
+        print(f"{'size':<8} {'run again':>20} {'probe':>20} {'average':>8}")
+        for row in rows:
+            kinds = [f"{row[kind][1]:.2f} ({row[kind][0]:.2f} to {row[kind][2]:.2f})" for kind in ("run", "probe")]
+            print(f"{row['size']:<8} {kinds[0]:>20} {kinds[1]:>20} {row['average']:>8.2f}")
+    return 1 if any(row["average"] > COST for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
