@@ -1,24 +1,34 @@
 """The template in a fresh interpreter, for a script's process that has threads or a GPU's state and must not fork.
 
-What a fork would have inherited is sent: the training by cloudpickle (functions and classes of the script itself by
-value, all else by the name of its module), where modules are looked for, and torch's settings that change results.
+What a fork would have inherited is sent: where modules are looked for, what the script has set in modules
+(`elaswave.control.module_state`), settings of the interpreter, of torch and of the processor that change results, and
+then the training by cloudpickle (functions and classes of the script itself by value, all else by the name of its
+module).
 """
 
 import contextlib
+import decimal
+import locale
 import os
 import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy
 
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import Child, leave_signals_to_launcher, redirect_output
 from elaswave.control.job_folder import refused
+from elaswave.control.module_state import ModuleState, states_of_modules
 from elaswave.control.parent_death import end_with_parent
 from elaswave.control.read_files import open_descriptors, read_files
+from elaswave.control.taking_over import TakenOver
 from elaswave.control.template import TemplateSetup, run_template
 from elaswave.control.template_messages import Unprepared, framed, pack, read_framed
 from elaswave.errors import LaunchError, UsageError
@@ -27,12 +37,19 @@ from elaswave.training.raised import said
 _LINK_FD = 3
 
 
+class _Ground(NamedTuple):
+    """What the interpreter gets before it reads the training, whose classes may look at it."""
+
+    arguments: list[str]
+    settings: dict[str, Any]
+    modules: dict[str, ModuleState]
+
+
 class _Handed(NamedTuple):
-    """What the interpreter gets."""
+    """What the interpreter gets then."""
 
     setup: TemplateSetup
     """Without the watch for deaths, whose memory it makes itself: it forks all that share it."""
-    settings: dict[str, Any]
     classes: dict[str, Any]
     """The script's own named tuples, by name."""
 
@@ -47,9 +64,10 @@ def pickled_setup(setup: TemplateSetup) -> bytes:
     """
     from elaswave.control.by_value import dumps  # late: a launcher that forks its template needs no cloudpickle
 
-    sent = _Handed(setup._replace(deaths=None, commits=None), _torch_settings(), _named_tuples_of_script())
+    ground = _Ground(list(sys.argv), current_settings(), states_of_modules())
+    sent = _Handed(setup._replace(deaths=None, commits=None), _named_tuples_of_script())
     try:
-        return framed(dumps(sent))
+        return framed(pickle.dumps(ground)) + framed(dumps(sent))
     except Exception as error:
         raise UsageError(
             f"{_culprit(setup.training)} cannot be sent to the processes of the job: {said(error)}. "
@@ -82,7 +100,8 @@ def spawn(log: Path, link: socket.socket, environment: Mapping[str, str]) -> Chi
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
     try:
-        return Child(os.posix_spawn(sys.executable, [sys.executable, "-c", code], environment, file_actions=actions))
+        command = [sys.executable, *["-O"] * sys.flags.optimize, "-c", code]  # without its assertions, as here
+        return Child(os.posix_spawn(sys.executable, command, environment, file_actions=actions))
     except OSError as error:
         raise refused(
             error,
@@ -106,8 +125,12 @@ def main(parent: int, log: str) -> int:
     link = socket.socket(fileno=_LINK_FD)
     try:
         ours = open_descriptors()
+        ground: _Ground = pickle.loads(read_framed(link))
+        sys.argv[:] = ground.arguments
+        apply_settings(ground.settings)
+        taken = TakenOver(ground.modules)
+        taken.install()
         sent: _Handed = pickle.loads(read_framed(link))
-        _apply_torch_settings(sent.settings)
         vars(sys.modules["__main__"]).update(sent.classes)
         opened = read_files(ours)
     except BaseException as error:
@@ -116,7 +139,7 @@ def main(parent: int, log: str) -> int:
             link.sendall(pack(Unprepared(text=f"what the script trains cannot be loaded: {said(error)}")))
         return 1
     deaths = DeathWatch()
-    return run_template(sent.setup._replace(deaths=deaths, read_files=opened), link)
+    return run_template(sent.setup._replace(deaths=deaths, read_files=opened, not_taken=taken.left), link)
 
 
 def _module_folders() -> list[str]:
@@ -142,26 +165,101 @@ def _named_tuples_of_script() -> dict[str, Any]:
     return found
 
 
-def _torch_settings() -> dict[str, Any]:
-    """What a script may have set in torch and a fork would inherit, as far as it changes results."""
-    import torch  # a script's process has loaded it
+class _Setting(NamedTuple):
+    """One setting that a fork would inherit and that may change results."""
 
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+def _of(label: str, holder: Any, *names: str) -> dict[str, _Setting]:
+    """Settings that are attributes."""
     return {
-        "default_dtype": torch.get_default_dtype(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "mkldnn": torch.backends.mkldnn.enabled,
+        f"{label}.{name}": _Setting(partial(getattr, holder, name), partial(setattr, holder, name)) for name in names
     }
 
 
-def _apply_torch_settings(settings: Mapping[str, Any]) -> None:
+def _settings() -> dict[str, _Setting]:
+    """In the order in which they are set: torch's newer names say the same as older ones, once more finely."""
+    import torch  # a script's process has loaded it
+
+    backends, cuda = torch.backends, torch.backends.cuda
+    are_deterministic = torch.are_deterministic_algorithms_enabled
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled
+    return {
+        "recursion": _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
+        "locale": _Setting(partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+        "decimal": _Setting(decimal.getcontext, decimal.setcontext),
+        "numpy errors": _Setting(numpy.geterr, lambda value: numpy.seterr(**value)),
+        "denormals": _Setting(flushes_denormals, torch.set_flush_denormal),
+        "type": _Setting(torch.get_default_dtype, torch.set_default_dtype),
+        "device": _Setting(torch.get_default_device, torch.set_default_device),
+        "deterministic": _Setting(
+            lambda: (are_deterministic(), warns_only()),
+            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+        ),
+        **_of("deterministic", torch.utils.deterministic, "fill_uninitialized_memory"),
+        "anomalies": _Setting(
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda value: torch.autograd.set_detect_anomaly(*value),
+        ),
+        "autocast": _Setting(
+            lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")), _set_autocast
+        ),
+        "autocast cache": _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        "matmul_precision": _Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        **_of("mkldnn", backends.mkldnn, "enabled", "deterministic", "fp32_precision"),
+        **_of("mkldnn.matmul", backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
+        **_of("mkldnn.conv", backends.mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+        **_of("mkldnn.rnn", backends.mkldnn.rnn, "fp32_precision"),  # type: ignore[attr-defined]
+        **_of("cudnn", backends.cudnn, "enabled", "benchmark", "deterministic", "allow_tf32"),
+        **_of(
+            "cuda",
+            cuda.matmul,
+            "allow_tf32",
+            *(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
+        ),
+        **_of("einsum", backends.opt_einsum, "enabled", "strategy"),
+        "attention, fast": _Setting(backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled),
+        "attention, flash": _Setting(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        "attention, efficient": _Setting(cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        "attention, plain": _Setting(cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    }
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread's processor takes results that are too small for zeros: torch can set that, but not tell.
+    Threads and processes begin with the state of the one that has started them."""
+    return sys.float_info.min * float("0.5") == 0.0  # not known when this is compiled
+
+
+def _set_autocast(value: tuple[bool, Any]) -> None:
     import torch
 
-    torch.set_default_dtype(settings["default_dtype"])
-    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["deterministic_warn_only"])
-    torch.set_float32_matmul_precision(settings["matmul_precision"])
-    torch.backends.mkldnn.enabled = settings["mkldnn"]
+    torch.set_autocast_enabled("cpu", value[0])
+    torch.set_autocast_dtype("cpu", value[1])
+
+
+def current_settings() -> dict[str, Any]:
+    """What this thread and process have set, by name; None of what cannot be told."""
+    return {name: _told(setting) for name, setting in _settings().items()}
+
+
+def _told(setting: _Setting) -> Any:
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")  # of old and new names of a setting that contradict each other; torch may raise
+        return setting.get()
+
+
+def apply_settings(settings: Mapping[str, Any]) -> None:
+    """Sets what is not so already.
+
+    Args:
+        settings: of `current_settings`, elsewhere.
+    """
+    for name, setting in _settings().items():
+        if settings[name] is not None and _told(setting) != settings[name]:
+            setting.set(settings[name])
 
 
 def _culprit(training: Any) -> str:

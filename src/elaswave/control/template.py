@@ -123,6 +123,8 @@ class TemplateSetup(NamedTuple):
     """Of the job, see `elaswave.protocol.heads.Head`."""
     suffix: str = ""
     """Of the names of files of which every host has its own in the run's folder."""
+    not_taken: Sequence[str] = ()
+    """What a fresh interpreter has not taken over of the script's modules; grows while modules are imported."""
     frozen: Any = None
     """Frozen parameters that the checkpoint has otherwise than they are built, by full name; the template reads them
     before it forks workers."""
@@ -159,7 +161,8 @@ def run_template(setup: TemplateSetup, link: socket.socket, inherited: Sequence[
         return 1
     samples = [] if setup.training is None else _survey(setup)
     given = {} if setup.training is None else _given(plan)
-    link.sendall(pack(Prepared(state=plan.state, samples=samples, given=given)))
+    not_taken = list(setup.not_taken)
+    link.sendall(pack(Prepared(state=plan.state, samples=samples, given=given, not_taken=not_taken)))
     serving = _Serving(setup, plan, link, worker_life.live, worker_life.load)
     return serving.run()
 

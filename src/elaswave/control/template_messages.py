@@ -81,6 +81,8 @@ class Prepared(Message, frozen=True, kw_only=True):
     """Of own datasets: what a resumed run compares."""
     given: dict[str, str] = {}
     """What else a script gives; see `elaswave.training.given`."""
+    not_taken: list[str] = []
+    """What the script has set in modules, and a fresh interpreter cannot take over."""
 
 
 class Unprepared(Message, frozen=True, kw_only=True):
