@@ -1,9 +1,12 @@
 """Objects of a script as bytes, functions and classes by value, with the names of the files that they stand in.
 
-cloudpickle leaves those names out from 3.1.3 on, and a traceback could then show no line of the script.
+cloudpickle leaves those names out from 3.1.3 on, and a traceback could then show no line of the script. absl's flags
+refuse to be pickled: here `FLAGS` is the one of the other side, whose flags `elaswave.control.taking_over` sets.
 """
 
+import copyreg
 import io
+import sys
 import types
 from collections import ChainMap
 from collections.abc import Callable
@@ -39,4 +42,19 @@ _REDUCE = cast(
 
 
 class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return _absl_reduced(value) or super().reducer_override(value)
+
     dispatch_table: ClassVar[Any] = ChainMap({types.CodeType: _code_reduced}, cloudpickle.Pickler.dispatch_table)
+
+
+def _absl_reduced(value: Any) -> Any:
+    """How one of absl's flags travels; None of anything else."""
+    absl = sys.modules.get("absl.flags")
+    if absl is None:
+        return None
+    if value is absl.FLAGS:
+        return getattr, (absl, "FLAGS")
+    if issubclass(type(value), absl.Flag | absl.FlagHolder):
+        return copyreg.__newobj__, (type(value),), dict(vars(value))  # type: ignore[attr-defined]
+    return None

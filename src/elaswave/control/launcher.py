@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +62,10 @@ from elaswave.training.tokens import open_tokens, sampler_of
 from elaswave.worker.frequency import check_available, remove_groups
 from elaswave.worker.probe import Probe
 from elaswave.worker.run_plan import RunPlan
+
+
+NOT_TAKEN_SHOWN = 5
+"""Names of values that a warning lists."""
 
 
 def train(
@@ -128,6 +132,7 @@ def train(
         data = open_data(config, run_dir, script)  # bad data ends here, not in a worker
         checkpoint = _look_around(config, run_dir, data, job.dataset_facts, reporter, resume=resume)
         plan = RunPlan(config, job.await_template())
+        _say_not_taken(job.not_taken(), reporter)
         if checkpoint is not None:
             _check_same_tensors(plan, checkpoint)
         _ = plan.programs, plan.placement  # computed and checked once, inherited by all coordinators
@@ -252,6 +257,16 @@ def _newest_checkpoint(run_dir: Path, reporter: Reporter) -> StartingPoint:
             "run.checkpoint_every or run.checkpoint_every_s to have one sooner next time"
         )
     return StartingPoint(folder=str(search.newest.folder), meta=search.newest.meta)
+
+
+def _say_not_taken(places: Sequence[str], reporter: Reporter) -> None:
+    if places:
+        shown = ", ".join(places[:NOT_TAKEN_SHOWN]) + (" and others" if len(places) > NOT_TAKEN_SHOWN else "")
+        reporter.message(
+            "warning: this process has threads or a GPU's state, so the job's processes are not forked from it but "
+            f"import its modules anew, and cannot take over {shown}: they have what a fresh import gives. Make such "
+            "values where they are first used"
+        )
 
 
 def _check_same_tensors(plan: RunPlan, checkpoint: StartingPoint) -> None:

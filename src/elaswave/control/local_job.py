@@ -224,6 +224,10 @@ class LocalJob:
         prepared = self._await_prepared()
         return DatasetFingerprint(num_samples=num_samples, hashes=prepared.samples, script=prepared.given)
 
+    def not_taken(self) -> list[str]:
+        """What a fresh template could not take over of the script's modules; waits for it, as `await_template`."""
+        return self._await_prepared().not_taken
+
     def _await_prepared(self) -> Prepared:
         if self._prepared is not None:
             return self._prepared

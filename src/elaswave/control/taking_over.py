@@ -198,7 +198,9 @@ def _fill(here: Any, sent: Any, seen: dict[int, Any]) -> bool:
         set.update(here, sent)
     elif kind.__module__.partition(".")[0] in ("numpy", "torch") and hasattr(sent, "shape"):
         return _fill_numbers(here, sent)
-    elif any(name in vars(each) for each in kind.__mro__[:-1] for name in ("__reduce__", "__reduce_ex__")):
+    elif not issubclass(kind, types.SimpleNamespace) and any(
+        name in vars(each) for each in kind.__mro__[:-1] for name in ("__reduce__", "__reduce_ex__")
+    ):
         return False
     elif not hasattr(sent, "__dict__") or any("__slots__" in vars(each) for each in kind.__mro__):
         return False
