@@ -1,5 +1,6 @@
 """A script's own model: the same bits under any layout, through losses, from any template, and after a resume."""
 
+import importlib
 import math
 import os
 import re
@@ -280,6 +281,58 @@ def test_what_cannot_be_pickled_is_named(tmp_path, monkeypatch):
     points.lock = threading.Lock()
     with pytest.raises(UsageError, match=r"the dataset \(or collate\) cannot be sent .*TypeError.*than one thread"):
         train(tmp_path / "run", {"layout.widths": [1]}, dataset=points)
+
+
+SMALL = """
+import torch
+SCALE = 1.0
+
+class Small(torch.nn.Module):
+    def forward(self, x):
+        return x * 1e-3 * 1e-18 * 1e-18 * 1e18 * 1e18 * 1e3 * SCALE  # passes through denormals
+"""
+
+
+def test_what_a_script_has_set_reaches_a_fresh_interpreter(tmp_path, monkeypatch):
+    (tmp_path / "small.py").write_text(SMALL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    small = importlib.import_module("small")
+    monkeypatch.setattr(small, "SCALE", 3.0)
+    found = {}
+    torch.set_flush_denormal(True)
+    try:
+        for way in (FORK, FRESH):
+            use(way, monkeypatch)
+            torch.manual_seed(4)
+            layers = [torch.nn.Linear(6, 8), small.Small(), torch.nn.Linear(8, 2)]
+            settings = {"layout.widths": [1], "run.steps": 1, "batch.num_microbatches": 1}
+            found[way] = computation(train(tmp_path / way, settings, model=layers))
+    finally:
+        torch.set_flush_denormal(False)
+        del sys.modules["small"]
+    assert found[FORK] == found[FRESH]
+
+
+class OfParent(torch.nn.Module):
+    """Computes something else in another process than the script's."""
+
+    parent = os.getpid()
+
+    def forward(self, x):
+        return x if os.getpid() == self.parent else 2 * x
+
+
+def test_a_loss_that_is_another_one_in_the_script_ends_the_job_before_its_first_step(tmp_path, monkeypatch, capfd):
+    use(FORK, monkeypatch)
+    with pytest.raises(
+        UsageError, match=r"the loss of the first micro-batch is \S+ .* script's process and \S+ .* job's"
+    ):
+        train(tmp_path / "run", {"layout.widths": [1]}, model=[OfParent(), *mlp()])
+    assert not (tmp_path / "run" / EVENTS_FILE).exists(), "no coordinator has begun"
+    monkeypatch.setattr("elaswave.control.launcher.memory_bytes", lambda: (1, "a file"))
+    monkeypatch.setattr("elaswave.control.template.memory_bytes", lambda: (1, "a file"))
+    train(tmp_path / "large", {"layout.widths": [1], "run.steps": 1}, model=[OfParent(), *mlp()])
+    assert "was not compared between this process and the job's: the model has" in "".join(capfd.readouterr())
 
 
 PAIR = """

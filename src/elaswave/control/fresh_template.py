@@ -189,7 +189,7 @@ def _settings() -> dict[str, _Setting]:
     return {
         "recursion": _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
         "locale": _Setting(partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
-        "decimal": _Setting(decimal.getcontext, decimal.setcontext),
+        "decimal": _Setting(lambda: decimal.getcontext().copy(), decimal.setcontext),
         "numpy errors": _Setting(numpy.geterr, lambda value: numpy.seterr(**value)),
         "denormals": _Setting(flushes_denormals, torch.set_flush_denormal),
         "type": _Setting(torch.get_default_dtype, torch.set_default_dtype),

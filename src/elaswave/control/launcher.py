@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from elaswave.control.descriptors import provide_descriptors
 from elaswave.control.job_folder import sweep_dead
 from elaswave.control.key_files import JobKey, new_key
 from elaswave.control.local_job import LocalJob
+from elaswave.control.machine import memory_bytes
 from elaswave.control.post import Post
 from elaswave.control.script import Script
 from elaswave.control.template_messages import StartingPoint
@@ -62,7 +63,6 @@ from elaswave.training.tokens import open_tokens, sampler_of
 from elaswave.worker.frequency import check_available, remove_groups
 from elaswave.worker.probe import Probe
 from elaswave.worker.run_plan import RunPlan
-
 
 NOT_TAKEN_SHOWN = 5
 """Names of values that a warning lists."""
@@ -132,7 +132,8 @@ def train(
         data = open_data(config, run_dir, script)  # bad data ends here, not in a worker
         checkpoint = _look_around(config, run_dir, data, job.dataset_facts, reporter, resume=resume)
         plan = RunPlan(config, job.await_template())
-        _say_not_taken(job.not_taken(), reporter)
+        if script is not None:
+            _compare_with_script(config, run_dir, script, job, reporter)
         if checkpoint is not None:
             _check_same_tensors(plan, checkpoint)
         _ = plan.programs, plan.placement  # computed and checked once, inherited by all coordinators
@@ -259,9 +260,23 @@ def _newest_checkpoint(run_dir: Path, reporter: Reporter) -> StartingPoint:
     return StartingPoint(folder=str(search.newest.folder), meta=search.newest.meta)
 
 
-def _say_not_taken(places: Sequence[str], reporter: Reporter) -> None:
-    if places:
-        shown = ", ".join(places[:NOT_TAKEN_SHOWN]) + (" and others" if len(places) > NOT_TAKEN_SHOWN else "")
+def _compare_with_script(config: Config, run_dir: Path, script: Script, job: LocalJob, reporter: Reporter) -> None:
+    """Compares what the job's processes see with what the script's sees.
+
+    Raises:
+        UsageError: they find other samples or another loss.
+    """
+    from elaswave.worker.blueprint import Blueprint  # a script's process has loaded torch
+    from elaswave.worker.rehearsal import Rehearsal, repeat
+
+    lost = job.not_taken()
+    memory, _ = memory_bytes() or (None, "")
+    here = Rehearsal(Blueprint(config, script.training), script.training.open_samples(run_dir / "data"), memory)
+    warning = repeat(here, job.findings(), lost)
+    if warning:
+        reporter.message(warning)
+    if lost:
+        shown = ", ".join(lost[:NOT_TAKEN_SHOWN]) + (" and others" if len(lost) > NOT_TAKEN_SHOWN else "")
         reporter.message(
             "warning: this process has threads or a GPU's state, so the job's processes are not forked from it but "
             f"import its modules anew, and cannot take over {shown}: they have what a fresh import gives. Make such "

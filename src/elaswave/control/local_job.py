@@ -79,7 +79,7 @@ from elaswave.control.template_messages import (
 from elaswave.control.template_start import await_prepared
 from elaswave.control.wire import agent_id
 from elaswave.control.worker_looks import WorkerLooks
-from elaswave.data.fingerprint import DatasetFingerprint
+from elaswave.data.fingerprint import DatasetFingerprint, Finding, SampleHash
 from elaswave.data.sampler import Sampler
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
@@ -222,11 +222,18 @@ class LocalJob:
             num_samples: of each dataset, by name.
         """
         prepared = self._await_prepared()
-        return DatasetFingerprint(num_samples=num_samples, hashes=prepared.samples, script=prepared.given)
+        found = ((each.sample, each.value) for each in prepared.findings)
+        hashes = [SampleHash(sample=sample, hash=value) for sample, value in found if sample is not None]
+        return DatasetFingerprint(num_samples=num_samples, hashes=hashes, script=prepared.given)
 
     def not_taken(self) -> list[str]:
         """What a fresh template could not take over of the script's modules; waits for it, as `await_template`."""
         return self._await_prepared().not_taken
+
+    def findings(self) -> list[Finding]:
+        """What samples and loss of a script are like in the job's processes; waits for the template, as
+        `await_template`."""
+        return self._await_prepared().findings
 
     def _await_prepared(self) -> Prepared:
         if self._prepared is not None:

@@ -32,6 +32,7 @@ from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import Child, fork
 from elaswave.control.job_network import JobNetwork
 from elaswave.control.loader_lines import LoaderLines
+from elaswave.control.machine import memory_bytes
 from elaswave.control.notices import holding_notices
 from elaswave.control.read_files import ReadFile, apart, open_anew, open_descriptors, read_files
 from elaswave.control.template_messages import (
@@ -56,7 +57,7 @@ from elaswave.control.template_messages import (
     Unprepared,
     pack,
 )
-from elaswave.data.fingerprint import SampleHash
+from elaswave.data.fingerprint import Finding
 from elaswave.errors import CheckpointError, LaunchError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.observability.worker_logs import worker_log
@@ -159,18 +160,26 @@ def run_template(setup: TemplateSetup, link: socket.socket, inherited: Sequence[
         traceback.print_exc()
         link.sendall(pack(Unprepared(text=said(error))))
         return 1
-    samples = [] if setup.training is None else _survey(setup)
+    findings = [] if setup.training is None else _survey(setup, plan)
     given = {} if setup.training is None else _given(plan)
     not_taken = list(setup.not_taken)
-    link.sendall(pack(Prepared(state=plan.state, samples=samples, given=given, not_taken=not_taken)))
+    link.sendall(pack(Prepared(state=plan.state, findings=findings, given=given, not_taken=not_taken)))
     serving = _Serving(setup, plan, link, worker_life.live, worker_life.load)
     return serving.run()
 
 
-def _survey(setup: TemplateSetup) -> list[SampleHash]:
-    """Hashes of own samples; see `elaswave.control.data_survey`."""
+def _survey(setup: TemplateSetup, plan: RunPlan) -> list[Finding]:
+    """See `elaswave.control.data_survey`."""
+    from elaswave.worker.rehearsal import Rehearsal  # loads torch, as `run_template` has
+
     log = setup.run_dir / "logs" / "loader-survey.log"
-    return survey(lambda: setup.training.open_samples(setup.run_dir / "data"), log, setup.read_files)
+    memory, _ = memory_bytes() or (None, "")
+
+    def begin() -> Rehearsal:
+        # The plan is a blueprint, a class that needs torch.
+        return Rehearsal(plan, setup.training.open_samples(setup.run_dir / "data"), memory)  # type: ignore[arg-type]
+
+    return survey(begin, log, setup.read_files)
 
 
 def _given(plan: Any) -> dict[str, str]:

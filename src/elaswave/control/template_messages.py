@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from elaswave.data.fingerprint import SampleHash
+from elaswave.data.fingerprint import Finding
 from elaswave.state.checkpoint_format import CheckpointMeta, WrittenItem
 from elaswave.state.shapes import StateShapes
 from elaswave.worker.messages import Message
@@ -77,10 +77,10 @@ class Prepared(Message, frozen=True, kw_only=True):
     """The template has loaded torch and built the model: workers can be forked."""
 
     state: StateShapes
-    samples: list[SampleHash] = []
-    """Of own datasets: what a resumed run compares."""
     given: dict[str, str] = {}
     """What else a script gives; see `elaswave.training.given`."""
+    findings: list[Finding] = []
+    """Of a script's data and loss; see `elaswave.control.data_survey`."""
     not_taken: list[str] = []
     """What the script has set in modules, and a fresh interpreter cannot take over."""
 

@@ -15,6 +15,8 @@ from elaswave.hashing import key64
 
 NUM_BLOCKS = 64
 BLOCK_BYTES = 1 << 16
+FIRST_LOSS = "the loss of the first micro-batch"
+"""What a `Finding` is of."""
 _READ_BYTES = 1 << 22
 
 PYTHON = "python"
@@ -28,6 +30,18 @@ class SampleHash(msgspec.Struct, frozen=True, kw_only=True):
 
     sample: int
     hash: str
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What two processes find out of a script's data or loss, and compare; see `elaswave.worker.rehearsal`."""
+
+    what: str
+    value: str
+    """What is compared: a hash, or all bits of a number; empty: it was not found out."""
+    text: str = ""
+    """The same for a person, or why it was not found out."""
+    sample: int | None = None
+    """Of a sample's hash."""
 
 
 class DatasetFingerprint(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,7 +165,9 @@ class DatasetSamples:
         for sample in sorted(spread, key=key64):
             try:
                 pair = self.batch([Draw(sample, -1, sample)], "train")
-            except (UserDataError, DataError):
+            except (UserDataError, DataError) as error:
+                if isinstance(error.__cause__, KeyboardInterrupt):
+                    raise
                 continue
             yield SampleHash(sample=sample, hash=hash_of(pair))
 

@@ -203,12 +203,12 @@ class _Made:
         return results
 
 
-def stored_layers(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta]) -> dict[int, FlatLayer]:
-    """All layers of the model as a checkpoint has them, in this process, without the optimizer's states.
+def all_layers(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] | None) -> dict[int, FlatLayer]:
+    """All layers of the model, in this process, without the optimizer's states.
 
     Args:
         blueprint: the run.
-        checkpoint: its folder and description.
+        checkpoint: folder and description of the one that has their values; None: they have their initial ones.
     Raises:
         CheckpointError: the checkpoint is damaged or does not fit the model.
     """

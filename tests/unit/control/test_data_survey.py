@@ -1,4 +1,4 @@
-"""The survey of own data: hashes come from another process, which may fail, exit or hang."""
+"""The survey of own data and the loss: findings come from another process, which may fail, exit or hang."""
 
 import os
 import threading
@@ -7,59 +7,66 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from elaswave.control import data_survey
-from elaswave.control.data_survey import NUM_HASHES, survey
-from elaswave.data.fingerprint import SampleHash
+from elaswave.control.data_survey import survey
+from elaswave.data.fingerprint import FIRST_LOSS, Finding
 from elaswave.errors import LaunchError
 from elaswave.observability.processes import children_of
-from elaswave.training.dataset import DatasetSamples
+
+LOSS = Finding(what=FIRST_LOSS, value="0x1.0p+1")
 
 
-class StartsThreads:
-    """A dataset that leaves threads behind in its process, as libraries do."""
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-        return torch.rand(3), index
+def nothing() -> None:
+    """Does no harm."""
 
 
-def test_another_process_finds_the_hashes(tmp_path: Path) -> None:
+class Says:
+    """Finds two samples and a loss, and does something else after each."""
+
+    def __init__(self, after_data: Callable[[], object] = nothing, before_loss: Callable[[], object] = nothing) -> None:
+        self._after_data, self._before_loss = after_data, before_loss
+
+    def data(self) -> Iterator[Finding]:
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # as libraries leave threads behind
+        yield Finding(what="a", value="1", sample=0)
+        yield Finding(what="b", value="2", sample=9)
+        self._after_data()
+
+    def loss(self) -> Finding:
+        self._before_loss()
+        return LOSS
+
+
+def test_another_process_finds_out(tmp_path: Path) -> None:
     descriptors, threads = os.listdir("/proc/self/fd"), threading.active_count()
-    found = survey(lambda: DatasetSamples(StartsThreads()), tmp_path / "log")
-    assert found == list(DatasetSamples(Quiet()).hashes(NUM_HASHES))
-    assert len(found) == NUM_HASHES
+    found = survey(Says, tmp_path / "log")
+    assert [each.what for each in found] == ["a", "b", FIRST_LOSS] and found[-1] == LOSS
     assert os.listdir("/proc/self/fd") == descriptors and threading.active_count() == threads
 
 
-class Quiet(StartsThreads):
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.rand(3), index
+HARM = [lambda: time.sleep(60), lambda: os._exit(3), lambda: 1 / 0]
 
 
-class Partly:
-    """Says two hashes, and then does something else."""
-
-    def __init__(self, then: Callable[[], object]) -> None:
-        self._then = then
-
-    def hashes(self, num_hashes: int) -> Iterator[SampleHash]:
-        yield SampleHash(sample=0, hash="a")
-        yield SampleHash(sample=9, hash="b")
-        self._then()
-
-
-@pytest.mark.parametrize("then", [lambda: time.sleep(60), lambda: os._exit(3), lambda: 1 / 0])
+@pytest.mark.parametrize("then", HARM)
 def test_what_has_been_said_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
     monkeypatch.setattr(data_survey, "SURVEY_S_MAX", 0.5)
     before = children_of(os.getpid())
-    found = survey(lambda: Partly(then), tmp_path / "log")
+    found = survey(lambda: Says(after_data=then), tmp_path / "log")
     assert [each.sample for each in found] == [0, 9]
     assert children_of(os.getpid()) == before
+
+
+@pytest.mark.parametrize("then", HARM)
+def test_a_loss_that_does_not_come_leaves_the_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]
+) -> None:
+    monkeypatch.setattr(data_survey, "LOSS_S_MAX", 0.5)
+    found = survey(lambda: Says(before_loss=then), tmp_path / "log")
+    assert [each.sample for each in found[:2]] == [0, 9]
+    if then is HARM[0]:
+        assert found[2] == Finding(what=FIRST_LOSS, value="", text="it takes more than 0.5 s")
+    assert len(found) == (3 if then is HARM[0] else 2)
 
 
 def test_a_process_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,5 +75,5 @@ def test_a_process_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(data_survey, "fork", refuse)
     descriptors = os.listdir("/proc/self/fd")
-    assert survey(lambda: Partly(lambda: None), tmp_path / "log") == []
+    assert survey(Says, tmp_path / "log") == []
     assert os.listdir("/proc/self/fd") == descriptors

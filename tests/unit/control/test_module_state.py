@@ -157,15 +157,15 @@ def test_whoever_holds_an_object_of_a_module_sees_what_was_set_in_it(again: Modu
 
 def test_modules_that_import_each_other_are_taken_over_when_both_are_whole(again: Modules) -> None:
     registry = "KNOWN = {}\ndef known(kind):\n    assert kind.__name__ not in KNOWN\n    KNOWN[kind.__name__] = kind\n"
-    registry += "    return kind\nimport shapes\n"
+    registry += "    return kind\nimport shapes\nclass Late:\n    pass\n"
     shapes = "from registry import known\n@known\nclass Square:\n    sides = 4\n"
     before, first, reimport = again({"registry": registry, "shapes": shapes})
     before.KNOWN["Alias"] = first.Square
-    first.Square.sides = 5
+    first.Square.sides, first.LATE = 5, before.Late()
     taken, after, second = reimport("registry", "shapes")
     assert taken.left == []
     assert after.KNOWN == {"Square": second.Square, "Alias": second.Square}
-    assert second.Square.sides == 5
+    assert second.Square.sides == 5 and type(second.LATE) is after.Late
 
 
 def test_a_module_that_nobody_imports_stays_out(again: Modules) -> None:

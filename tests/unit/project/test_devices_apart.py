@@ -63,6 +63,7 @@ REASONS = {
     "worker/links.py: .tolist()": "words of the vote, which are fetched behind a mark",
     "worker/materialise.py: .cpu()": "what a checkpoint or a peer brings, once",
     "worker/reduction.py: .tolist()": "checksums, which are fetched behind a mark",
+    "worker/rehearsal.py: .item()": "a micro-batch in host memory, before training",
     "worker/scoring.py: .item()": "metrics and counts, which the host looks at in each micro-batch (docs/devices.md)",
     "worker/top_k.py: .tolist()": "codecs of fences compute in host memory, and are refused with GPUs",
 }

@@ -1,0 +1,173 @@
+"""The first micro-batch in two processes: what differs is refused with both values, and nothing is done that has not
+been done without harm."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import elaswave
+from elaswave.api.model import OwnModelSpec
+from elaswave.config.load import load_config
+from elaswave.config.own import OwnModel
+from elaswave.data.fingerprint import FIRST_LOSS, Finding
+from elaswave.errors import UsageError
+from elaswave.training.dataset import DatasetSamples
+from elaswave.training.definition import Training
+from elaswave.training.optimizer import ConfiguredOptimizer
+from elaswave.worker import rehearsal as module
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.rehearsal import Rehearsal, as_in_a_worker, repeat
+
+
+class Points:
+    """Samples that count how often they are drawn."""
+
+    def __init__(self, shift: Callable[[int], float] = lambda index: 0.0) -> None:
+        self.drawn: list[int] = []
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.drawn.append(index)
+        point = torch.arange(4, dtype=torch.float32) * index + torch.rand(4) + self.shift(index)
+        return point, point[:1]
+
+
+def rehearsal(
+    points: Points | None = None, loss: Any = nn.functional.mse_loss, memory: int | None = None, layers: Any = None
+) -> Rehearsal:
+    torch.manual_seed(3)
+    spec = OwnModelSpec(layers or [nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)], loss)
+    own = OwnModel(spec.layer_parameters, "float32", False, 0.0, (), "", ())
+    settings = {"batch.microbatch_size": 4, "batch.num_microbatches": 2, "layout.widths": [1]}
+    config = load_config(None, (), None, settings=settings, own=own)
+    samples = DatasetSamples(points or Points())
+    training = Training(
+        model=spec.spec,
+        dtype=spec.dtype,
+        make_optimizer=lambda shapes: ConfiguredOptimizer(config.optimizer, config.run.steps),
+        open_samples=lambda folder: samples,
+        loaders=0,
+    )
+    return Rehearsal(Blueprint(config, training), samples, memory)
+
+
+def found(of: Rehearsal) -> list[Finding]:
+    with as_in_a_worker():
+        findings = list(of.data())
+        loss = of.loss()
+    return findings if loss is None else [*findings, loss]
+
+
+def test_what_is_the_same_passes_and_leaves_no_trace() -> None:
+    there = found(rehearsal())
+    assert there[0].what == "the first micro-batch" and there[1].what == f"sample {there[1].sample}"
+    assert there[-1].what == FIRST_LOSS and float.fromhex(there[-1].value) > 0
+    here = rehearsal()
+    states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]
+    threads = torch.get_num_threads()
+    assert repeat(here, there, []) == ""
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert states[2] == np.random.get_state()[1].tolist() and torch.get_num_threads() == threads
+
+
+def shifted(loss: Any) -> Any:
+    return lambda outputs, targets: loss(outputs, targets) + 1
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (
+            {"points": Points(lambda index: 0.5)},
+            r"the first micro-batch is float32 \[4, 4\] of mean .* in the script's",
+        ),
+        ({"points": Points(lambda index: float(index == 39))}, "sample 39 is [0-9a-f]{32} in the script's process and"),
+        ({"loss": shifted(nn.functional.mse_loss)}, rf"{FIRST_LOSS} is (\S+) \(0x\S+\) in the .* and (\S+) \(0x"),
+    ],
+)
+def test_what_differs_is_refused_with_both_values(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], named: str
+) -> None:
+    monkeypatch.setattr(module, "HASHES_S_MAX", 60.0)
+    there = found(rehearsal())
+    with pytest.raises(UsageError, match=f"{named}.*could not be taken over from it: settings.CLIENT"):
+        repeat(rehearsal(**other), there, ["settings.CLIENT"])
+
+
+def test_nothing_is_repeated_that_the_other_process_has_not_done() -> None:
+    there, points = found(rehearsal()), Points()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the other process has not come to it")
+
+    assert repeat(rehearsal(points, loss), there[:2], []) == ""
+    assert points.drawn[4:] == [there[1].sample], "the micro-batch, and one sample"
+    points.drawn.clear()
+    assert repeat(rehearsal(points), [], []) == "" and not points.drawn
+
+
+def test_samples_are_repeated_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HASHES_S_MAX", -1.0)
+    there, points = found(rehearsal()), Points()
+    with pytest.raises(UsageError, match=FIRST_LOSS):
+        repeat(rehearsal(points, shifted(nn.functional.mse_loss)), there, [])
+    assert len(points.drawn) == 4
+
+
+@pytest.mark.parametrize("error", [ValueError("only there"), SystemExit(3)])
+def test_what_raises_here_only_is_said(error: BaseException) -> None:
+    there = found(rehearsal())
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    assert f"could not be compared with the job's processes: {type(error).__name__}" in repeat(
+        rehearsal(loss=loss), there, []
+    )
+
+
+def test_an_interrupt_ends_it_as_itself() -> None:
+    there = found(rehearsal())
+
+    def interrupt(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        repeat(rehearsal(loss=interrupt), there, [])
+    with pytest.raises(KeyboardInterrupt):
+        repeat(rehearsal(Points(lambda index: interrupt() if index == 39 else 0.0)), there, [])
+
+
+def test_a_large_models_loss_is_left_out_with_the_reason() -> None:
+    there = found(rehearsal(memory=100))
+    assert there[-1].value == "" and there[-1].text.startswith("the model has 0.0 GiB, more than 1/8 of the memory")
+    assert "was not compared between this process and the job's: the model has" in repeat(rehearsal(), there, [])
+
+
+def test_what_does_not_compute_on_the_processor_alone_has_no_loss() -> None:
+    layer = elaswave.Layer("first", lambda: nn.Linear(4, 1), compile=True)
+    assert found(rehearsal(layers=[layer]))[-1].what != FIRST_LOSS
+
+
+def test_numpys_matrices_have_one_thread_meanwhile() -> None:
+    def threads() -> list[int]:
+        return [getattr(library, get)() for library, get, _ in module._libraries_of_matrices()]
+
+    libraries = module._libraries_of_matrices()
+    assert libraries, "numpy brings one"
+    before = threads()
+    for library, _, set_ in libraries:
+        getattr(library, set_)(2)
+    with as_in_a_worker():
+        assert set(threads()) == {1}
+    assert set(threads()) == {2}
+    for (library, _, set_), number in zip(libraries, before, strict=True):
+        getattr(library, set_)(number)
