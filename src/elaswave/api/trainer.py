@@ -15,6 +15,7 @@ from elaswave.api.model import OwnModelSpec, dtype_name
 from elaswave.api.process import template_environment
 from elaswave.api.result import Result
 from elaswave.api.session import current_session
+from elaswave.config.checks import plain
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
@@ -39,6 +40,13 @@ _FACTORIES = {
 
 LOADERS_MAX = 64
 """Processes beside each worker."""
+
+
+class UserTraceback(Exception):
+    """The traceback of an exception in a worker, as the cause of a `WorkerError`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"in a worker\n{text.rstrip()}")
 
 
 class Trainer:
@@ -88,6 +96,7 @@ class Trainer:
         run_dir: str | Path | None = None,
         resume: bool = False,
     ) -> None:
+        grad_clip, loaders = plain(grad_clip), plain(loaders)
         problems = _problems_with_optimizer(optimizer, lr_scheduler, grad_clip)
         problems += _problems_with_run(config, loaders, callbacks, run_dir, resume)
         if problems:
@@ -130,9 +139,9 @@ class Trainer:
             layer_parameters = self._model.layer_parameters
             job = run_job(config, options, script=script, layer_parameters=layer_parameters, key=given_key())
         except WorkerError as error:
-            if error.traceback_text:
-                error.add_note(f"\nIn worker {error.worker}:\n{error.traceback_text.rstrip()}")
-            raise
+            # Python shows a cause first: what a person's own code has raised, then where that was.
+            cause = UserTraceback(error.traceback_text) if error.traceback_text else None
+            raise error.with_traceback(None) from cause
         session.jobs.append(job)
         self._newest = job.run_dir
         return Result(job.run_dir, job.result, self._model.spec.layers)
@@ -151,6 +160,7 @@ class Trainer:
             UsageError: there is no evaluation dataset, or no run.
             CheckpointError: there is no such checkpoint, or it is damaged.
         """
+        checkpoint = plain(checkpoint)
         if isinstance(checkpoint, bool) or not isinstance(checkpoint, str | os.PathLike | int | None):
             raise UsageError(
                 f"evaluate was given {checkpoint!r}, needed: the step of a checkpoint, its folder, or nothing for the "

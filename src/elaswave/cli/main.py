@@ -22,6 +22,7 @@ import msgspec
 
 from elaswave import __version__
 from elaswave.cli.groups import LazyGroup
+from elaswave.config.checks import path_problem
 from elaswave.errors import ConfigError, ElaswaveError, RetryError, StoppedBySignalError, UsageError, WorkerError
 from elaswave.observability.output import lead_elsewhere, open_closed_streams, say_error
 from elaswave.observability.wrapping import wrap
@@ -114,6 +115,7 @@ def _was_printing(error: OSError) -> bool:
 def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments[: _options_end(arguments)]
     try:
+        _refuse_undecodable(arguments[: _options_end(arguments) + 1])
         with _signals_raise():
             result = cli.main(arguments, prog_name="elaswave", standalone_mode=False)
         return result if isinstance(result, int) else EXIT_SUCCESS
@@ -130,6 +132,16 @@ def _run(arguments: list[str]) -> int:
     except ElaswaveError as error:
         _tell(error)
         return _failed(error, str(error), _code_of(error), as_json)
+
+
+def _refuse_undecodable(arguments: Sequence[str]) -> None:
+    """Refuses arguments that are no text; those of a script are its own.
+
+    Raises:
+        UsageError: names the first one.
+    """
+    for problem in filter(None, map(path_problem, arguments)):
+        raise UsageError(problem)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ and speaks of its own types; here every value is judged, and the answer says wha
 
 import difflib
 import math
+import operator
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,6 +45,30 @@ def check_values(
         except msgspec.ValidationError:
             problems.append(f"{section}.{key}: got {shown(value)}, expected {expectation(fields[key].type)}")
     return good, problems
+
+
+def path_problem(path: str | os.PathLike[str]) -> str:
+    """What is wrong with a path that is no text: no file and no message of a run could hold it. Empty for any other."""
+    text = os.fspath(path)
+    if text.isprintable() or not any("\ud800" <= character <= "\udfff" for character in text):
+        return ""
+    return (
+        f"the path {os.fsencode(text)!r} is no UTF-8 text, which the files of a run could not hold: rename what is "
+        "called so, or give another path"
+    )
+
+
+def plain(value: Any) -> Any:
+    """A value with Python's own numbers and lists for numpy's, also within Python's own containers; the value itself
+    where there are none. Does not load numpy, whose threads would keep a process from forking."""
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    if type(value) in (tuple, list):
+        parts = [plain(part) for part in value]
+        return value if all(map(operator.is_, parts, value)) else type(value)(parts)
+    if type(value) is dict:
+        return {plain(key): plain(part) for key, part in value.items()}
+    return value
 
 
 def unknown_section(name: str, value: Any, sections: Mapping[str, type[msgspec.Struct]]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from elaswave.config.checks import check_values, shown, unknown_section
+from elaswave.config.checks import check_values, path_problem, plain, shown, unknown_section
 from elaswave.config.far_layout import planned_keys
 from elaswave.config.layout import resolve
 from elaswave.config.own import OWN, OwnModel, free_keys, problems_with_own
@@ -181,6 +181,7 @@ def _by_section(settings: Mapping[Any, Any], problems: list[str]) -> Values:
     """A script's settings, by key or by dotted key, by section."""
     values: Values = {}
     for name, value in settings.items():
+        value = plain(dict(value) if isinstance(value, Mapping) else value)
         section, dot, key = name.partition(".") if isinstance(name, str) else (str(name), "", "")
         if isinstance(value, Mapping) and not dot:
             table = values.setdefault(section, {})
@@ -259,4 +260,14 @@ def _resolved_policy(policy: str) -> str:
 
 
 def _absolute(source: str) -> str:
-    return source if source in BUILT_IN_SOURCES else os.path.abspath(os.path.expanduser(source))
+    """A path that does not depend on the working directory.
+
+    Raises:
+        ConfigError: that is no text.
+    """
+    if source in BUILT_IN_SOURCES:
+        return source
+    found = os.path.abspath(os.path.expanduser(source))
+    if problem := path_problem(found):
+        raise ConfigError([problem])
+    return found

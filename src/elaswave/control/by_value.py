@@ -43,7 +43,7 @@ _REDUCE = cast(
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        return _absl_reduced(value) or super().reducer_override(value)
+        return _absl_reduced(value) or _bits_reduced(value) or super().reducer_override(value)
 
     dispatch_table: ClassVar[Any] = ChainMap({types.CodeType: _code_reduced}, cloudpickle.Pickler.dispatch_table)
 
@@ -58,3 +58,20 @@ def _absl_reduced(value: Any) -> Any:
     if issubclass(type(value), absl.Flag | absl.FlagHolder):
         return copyreg.__newobj__, (type(value),), dict(vars(value))  # type: ignore[attr-defined]
     return None
+
+
+def _bits_reduced(value: Any) -> Any:
+    """How a tensor of eight-bit floating point travels: torch's own way of pickling it cannot be read back. None of
+    anything else."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(value) is not torch.Tensor or value.layout is not torch.strided:
+        return None
+    if not value.dtype.is_floating_point or value.dtype.itemsize > 1:
+        return None
+    return _of_bits, (value.detach().view(torch.uint8), str(value.dtype).removeprefix("torch."), value.requires_grad)
+
+
+def _of_bits(bits: Any, dtype: str, requires_grad: bool) -> Any:
+    import torch  # where there are such tensors, it is there
+
+    return bits.view(getattr(torch, dtype)).requires_grad_(requires_grad)

@@ -14,6 +14,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from elaswave.config.checks import path_problem
 from elaswave.errors import LaunchError
 
 PREFIX = "elaswave-"
@@ -28,6 +29,8 @@ class JobFolder:
     """
 
     def __init__(self) -> None:
+        if problem := path_problem(tempfile.gettempdir()):
+            raise LaunchError(f"TMPDIR: {problem}")
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
             unnamed = self.path / f"{_LOCK_FILE}.new"

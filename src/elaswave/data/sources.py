@@ -217,7 +217,10 @@ def files_of(source: str | Sequence[str]) -> list[Path]:
         if path.exists() or not glob.has_magic(name):
             paths.append(path)
             continue
-        found = sorted(glob.glob(str(path), recursive=True))
+        # A folder that is there is no pattern either, whatever its name holds.
+        folder = next(parent for parent in path.parents if parent.is_dir() or parent == parent.parent)
+        pattern = str(path.relative_to(folder))
+        found = sorted(glob.glob(os.path.join(glob.escape(str(folder)), pattern), recursive=True))
         if not found:
             raise DataError(f"{path}: no file matches this pattern (working directory {os.getcwd()})")
         paths += map(Path, found)

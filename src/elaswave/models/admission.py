@@ -30,8 +30,25 @@ def check_module(layer: str, module: nn.Module) -> None:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             _check_embedding(where, part)
     check_sizes_known(layer, module)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if problem := why_not_computed(tensor):
+            raise UsageError(f"{name} of layer {layer} is {problem}")
     for name, parameter in module.named_parameters():
         _check_parameter(f"parameter {name} of layer {layer}", parameter)
+
+
+def why_not_computed(tensor: torch.Tensor) -> str:
+    """What is special in a tensor of a type that only few operators take, and what to do; empty for any other. Its bits
+    could neither be hashed nor copied as those of others are."""
+    if tensor.is_quantized:
+        return f"quantized ({str(tensor.dtype).removeprefix('torch.')}): use tensor.dequantize()"
+    if tensor.is_floating_point() and tensor.dtype.itemsize < 2:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return (
+            f"{dtype}: keep it in float32, bfloat16 or float16, or its bits in torch.uint8 (tensor.view(torch.uint8)), "
+            f"and make {dtype} of it where it is used"
+        )
+    return ""
 
 
 def check_sizes_known(layer: str, module: nn.Module) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from elaswave import __version__
+from elaswave.config.checks import path_problem
 from elaswave.config.load import load_config
 from elaswave.config.own import OWN
 from elaswave.config.schema import SECTIONS, Config
@@ -160,6 +161,8 @@ def open_run_dir(
     """
     assert not (resume and overwrite), "resume keeps what overwrite removes"
     path = Path(os.path.abspath(path))
+    if problem := path_problem(path):
+        raise RunFolderError(f"the run's folder: {problem}")
     _check_usable(path, resume=resume, overwrite=overwrite)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:

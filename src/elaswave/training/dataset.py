@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from elaswave.config.checks import plain
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Draw, Source
 from elaswave.data.sources import Split
 from elaswave.errors import DataError
 from elaswave.hashing import key64
+from elaswave.models.admission import why_not_computed
 from elaswave.training.raised import said
 from elaswave.training.random_state import seed_everything
 
@@ -210,6 +212,8 @@ def as_pair(collated: Any) -> tuple[Any, Any]:
                 f"{place} of a micro-batch is a tensor of layout {leaf.layout} on {leaf.device}; needed a dense tensor "
                 "on the CPU: elaswave moves it itself"
             )
+        if leaf.is_quantized:
+            raise DataError(f"{place} of a micro-batch is {why_not_computed(leaf)}")
     return _plain(pair[0]), _plain(pair[1])
 
 
@@ -257,12 +261,13 @@ def _weighted(mixture: Mapping[Any, Any]) -> tuple[dict[str, Any], list[float]]:
     parts, weights = {}, []
     for name, value in mixture.items():
         place = f"dataset[{name!r}]"
-        if not isinstance(value, tuple | list) or len(value) != 2 or not isinstance(value[1], int | float):
+        weight = plain(value[1]) if isinstance(value, tuple | list) and len(value) == 2 else None
+        if not isinstance(weight, int | float):
             raise DataError(
                 f"{place} is {_kind(value)}; a dictionary mixes datasets, and its values are (dataset, weight): write "
                 f"{{{name!r}: (dataset, 1.0), ...}}, or give the one dataset that is meant"
             )
-        weight = float(value[1])
+        weight = float(weight)
         if not 0 < weight < float("inf"):
             raise DataError(f"{place} has weight {weight}; needed a number above 0: leave out what is not wanted")
         parts[place] = value[0]

@@ -10,7 +10,7 @@ that are too large are cut to fit `ELEMENTS_MAX`. Seeded, and nothing of the pro
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -143,6 +143,7 @@ class _Trial:
                 f"the callable of {self._kind} gives parameters other groups when it is called again; it is called in "
                 "every process, and must do the same each time"
             )
+        _keep_only(optimizer, sampled.values())
         return optimizer, sampled
 
     def _states_before(
@@ -174,6 +175,7 @@ class _Trial:
         except Exception as error:
             for slot in self._samples:  # each alone, to name one that fails
                 optimizer, single = self._whole()
+                _keep_only(optimizer, [single[slot.name]])
                 single[slot.name].grad = torch.zeros(slot.shape)
                 try:
                     optimizer.step()
@@ -334,6 +336,13 @@ class _Trial:
             "tensor's elements, so an optimizer must update every element by itself, as torch.optim's Adam, AdamW, "
             "SGD, RMSprop, Adagrad, Adamax, NAdam and RAdam do"
         ) from error
+
+
+def _keep_only(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Takes the others out of an optimizer's groups: they have no gradient, which a class need not look for."""
+    kept = set(map(id, parameters))
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
 
 
 def _cut(shape: Sequence[int], num_elements: int) -> tuple[int, ...]:

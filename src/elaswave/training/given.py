@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from elaswave.config.checks import plain
 from elaswave.data.fingerprint import PYTHON
 from elaswave.hashing import key64
 from elaswave.models.instances import CopyOf
@@ -71,17 +72,6 @@ def options_given(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str,
 def _shown(value: object) -> str:
     text = repr(plain(value))
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}... ({key64(text):016x})"
-
-
-def plain(value: Any) -> Any:
-    """A value with Python's own numbers for numpy's, also in tuples, lists and dictionaries of Python."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) in (tuple, list):
-        return type(value)(map(plain, value))
-    if type(value) is dict:
-        return {plain(key): plain(each) for key, each in value.items()}
-    return value
 
 
 def hash_of_code(value: Any) -> str:

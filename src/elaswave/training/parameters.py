@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from elaswave.config.checks import plain
 from elaswave.errors import OptimizerError
 from elaswave.state.shapes import TensorSlot
 from elaswave.training.raised import said, traceback_of
@@ -145,6 +146,8 @@ def make_optimizer(factory: Callable[[Parameters], object], parameters: Paramete
             f"returned {type(optimizer).__name__}: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
         )
     groups_of(optimizer, parameters)
+    for group in optimizer.param_groups:  # numpy's numbers could not be kept in a checkpoint
+        group.update({name: plain(value) for name, value in group.items() if name != "params"})
     return optimizer
 
 

@@ -1,10 +1,16 @@
 """What a person's code has raised, as texts that can be sent and shown: however long they are, whatever they hold, and
 also where an exception cannot say what it is."""
 
+import os
 import traceback
+from pathlib import Path
 
 CHARACTERS_MAX = 15_000
 """Of one text. Two of them fit into a loader's answer, also where each character takes four bytes."""
+_CAUSES_MAX = 32
+_OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+_TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
+_CALL_OF_A_MODULE = f"{os.sep}torch{os.sep}nn{os.sep}modules{os.sep}module.py"
 
 
 def said(error: BaseException) -> str:
@@ -17,11 +23,34 @@ def said(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of an exception, with those of its causes, ending with its message."""
+    """The traceback of an exception, with those of its causes, ending with its message. It begins where a person's code
+    does: the calls that led there are left out, unless there is nothing else."""
     try:
-        return readable("".join(traceback.format_exception(error)))
+        told = traceback.TracebackException.from_exception(error)
+        _from_own_code_on(told)
+        return readable("".join(told.format()))
     except Exception:  # of what an exception says of itself
         return readable("".join(traceback.format_tb(error.__traceback__)) + said(error) + "\n")
+
+
+def _from_own_code_on(told: traceback.TracebackException) -> None:
+    for part in (told, *_causes(told)):
+        files = [frame.filename for frame in part.stack]
+        first = next((at for at, file in enumerate(files) if not file.startswith(_OURS)), len(files))
+        inside = next((at for at in range(first, len(files)) if not files[at].endswith(_CALL_OF_A_MODULE)), len(files))
+        if first == inside < len(files) and _TORCH in files[first]:
+            continue  # what our own code has asked of torch
+        if inside < len(files):
+            part.stack = traceback.StackSummary.from_list(list(part.stack)[inside:])
+
+
+def _causes(told: traceback.TracebackException) -> list[traceback.TracebackException]:
+    found: list[traceback.TracebackException] = []
+    below = told.__cause__ or told.__context__
+    while below is not None and len(found) < _CAUSES_MAX:
+        found.append(below)
+        below = below.__cause__ or below.__context__
+    return found
 
 
 def readable(text: str) -> str:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from elaswave.config.checks import plain
 from elaswave.errors import CheckpointError, OptimizerError
 from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.checkpoint_shards import DTYPES
@@ -79,7 +80,7 @@ def lend_and_step(
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a parameter group, by name."""
-    return {key: value for key, value in group.items() if key not in _NO_OPTIONS}
+    return {key: plain(value) for key, value in group.items() if key not in _NO_OPTIONS}
 
 
 class _Part(NamedTuple):
@@ -262,7 +263,7 @@ class TorchUpdater:
             "num_updates": self._num_updates,
             "options": [options_of(group) for group in self._groups],
             "scalars": self._scalars,
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scheduler": None if self._scheduler is None else plain(self._scheduler.state_dict()),
         }
         data = io.BytesIO()
         torch.save(content, data)

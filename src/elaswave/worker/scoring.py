@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elaswave.config.checks import plain
 from elaswave.devices.readings import Reading, Readings
 from elaswave.errors import UsageError
 from elaswave.models.calls import describe
@@ -149,6 +150,7 @@ def _refuse_written(before: list[int], now: list[int], what: str) -> None:
 def _total_and_count(name: str, returned: Any) -> tuple[float, int]:
     what = f"the metric {name} returned"
     total, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, 1)
+    total = plain(total)
     if isinstance(total, torch.Tensor) and total.numel() == 1 and not total.is_complex():
         total = total.item()
     if not isinstance(total, int | float):
@@ -159,7 +161,7 @@ def _total_and_count(name: str, returned: Any) -> tuple[float, int]:
 
 
 def _whole_count(what: str, count: Any) -> int:
-    value = count.item() if isinstance(count, torch.Tensor) and count.numel() == 1 else count
+    value = count.item() if isinstance(count, torch.Tensor) and count.numel() == 1 else plain(count)
     if not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < _LARGEST_COUNT:
         raise UsageError(f"{what} {describe(count)} as its count, needed is a whole number, at least 0")
     if value != int(value):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elaswave.errors import UsageError
+from elaswave.models.admission import why_not_computed
 from elaswave.models.calls import describe
 
 Structure = Any
@@ -198,7 +199,7 @@ def _why_not(leaf: torch.Tensor, place: torch.device) -> str:
     if leaf.is_inference():
         return "that torch.inference_mode() has made, with which others cannot compute: use torch.no_grad()"
     if leaf.is_quantized:
-        return "that is quantized: dequantize it"
+        return f"that is {why_not_computed(leaf)}"
     if leaf.is_complex():
         return "of complex numbers: hand it on with torch.view_as_real"
     if leaf.device != place:

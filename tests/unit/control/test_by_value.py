@@ -4,6 +4,8 @@ import pickle
 import traceback
 
 import pytest
+import torch
+from torch import nn
 
 from elaswave.control.by_value import dumps
 
@@ -32,3 +34,12 @@ def test_code_within_code_keeps_its_file_too() -> None:
 def test_what_cannot_be_pickled_raises() -> None:
     with pytest.raises(TypeError, match="cannot pickle"):
         dumps(each for each in "ab")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float32])
+def test_tensors_of_any_floating_point_travel_with_their_bits(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, -2.0, 0.5]).to(dtype)
+    for each in (values, nn.Parameter(values, requires_grad=False), values.view(3, 1)):
+        (back,) = pickle.loads(dumps([each]))
+        assert type(back) is type(each) and (back.dtype, back.shape) == (dtype, each.shape)
+        assert torch.equal(back.view(torch.uint8), each.view(torch.uint8))

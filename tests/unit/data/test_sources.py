@@ -122,6 +122,15 @@ class TestSeveralFiles:
         path = bytes_file(tmp_path, 9).rename(tmp_path / "a[1].txt")
         assert opened(path, tmp_path).paths == (path,)
 
+    def test_a_folder_that_exists_is_no_part_of_a_pattern(self, tmp_path: Path):
+        folder = tmp_path / "a[1]" / "b?*"
+        folder.mkdir(parents=True)
+        path = bytes_file(tmp_path, 9).rename(folder / "x.txt")
+        assert opened(f"{folder}/*.txt", tmp_path).paths == (path,)
+        assert opened(f"{tmp_path}/a[1]/**/x.tx?", tmp_path).paths == (path,)
+        with pytest.raises(DataError, match="no file matches"):
+            opened(f"{folder}/[y].txt", tmp_path)
+
     def test_a_pattern_without_a_match(self, tmp_path: Path):
         with pytest.raises(DataError, match=r"\*.txt: no file matches this pattern \(working directory"):
             opened(f"{tmp_path}/*.txt", tmp_path)

@@ -48,6 +48,22 @@ def test_parameters_with_hooks_are_refused(register):
         check_hooks("name", hooked(register))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own about quantized tensors
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "temporary buffer"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.qint8, torch.quint8])
+def test_tensors_of_types_that_few_operators_take_are_refused_by_name(kind, dtype):
+    module, values = nn.Linear(4, 4), torch.ones(4)
+    is_quantized = dtype in (torch.qint8, torch.quint8)
+    special = torch.quantize_per_tensor(values, 0.1, 0, dtype) if is_quantized else values.to(dtype)
+    if kind == "parameter":
+        module.special = nn.Parameter(special, requires_grad=False)
+    else:
+        module.register_buffer("special", special, persistent=kind == "buffer")
+    words = r"quantized \(q.*dequantize\(\)" if is_quantized else r"float8_.*its bits in torch\.uint8"
+    with pytest.raises(UsageError, match=f"special of layer name is {words}"):
+        check_module("name", module)
+
+
 def test_ordinary_modules_are_taken():
     for module in (nn.Conv2d(3, 8, 1), nn.LSTM(4, 4), nn.TransformerEncoderLayer(8, 2), nn.BatchNorm2d(3)):
         check_module("name", module)

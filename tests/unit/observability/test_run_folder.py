@@ -388,3 +388,19 @@ def test_checkpoints_may_be_somewhere_else_and_are_all_that_is_removed_there(tmp
     (other / "checkpoints").symlink_to(shared)
     with pytest.raises(RunFolderError, match="holds checkpoints, where a run would write"), opened(other):
         pass
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_also_as_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "text.txt").write_bytes(b"words " * 100)
+    monkeypatch.chdir(folder)
+    for path in (folder, Path("run")):
+        with pytest.raises(RunFolderError, match=r"caf\\xe9.* is no UTF-8 text"), opened(path):
+            pass
+    for key in ("data.source", "run.spare_checkpoints", "net.keys"):
+        with pytest.raises(ConfigError, match=r"caf\\xe9.* is no UTF-8 text"):
+            load_config(None, [f"{key}=text.txt"])
+    assert [path.name for path in folder.iterdir()] == ["text.txt"]

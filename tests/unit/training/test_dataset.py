@@ -181,6 +181,13 @@ class TestRefusals:
         with pytest.raises(DataError, match=message):
             DatasetSamples(PLAIN, lambda rows: collated).batch(draws(1), "train")
 
+    @pytest.mark.filterwarnings("ignore")  # torch's own about quantized tensors
+    def test_quantized_samples_are_refused_and_eight_bit_floats_are_taken(self) -> None:
+        special = X.float().to(torch.float8_e4m3fn)
+        assert as_pair((special, Y))[0] is special and hash_of((special, Y))
+        with pytest.raises(DataError, match=r"inputs\[0\] of a micro-batch is quantized \(qint8\): use tensor"):
+            as_pair(([torch.quantize_per_tensor(X.float(), 0.1, 0, torch.qint8)], Y))
+
     def test_structures_that_are_taken(self) -> None:
         Pair = namedtuple("Pair", "x y")
         for collated in ((X, Y), [X, Y], Pair(X, Y), (Pair(X, None), {"b": (Y, [Y])})):

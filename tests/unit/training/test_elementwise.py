@@ -12,7 +12,8 @@ from tests.unit.training.test_torch_optimizer import OPTIMIZERS
 from elaswave.errors import OptimizerError
 from elaswave.training import elementwise
 from elaswave.training.elementwise import try_out
-from elaswave.training.parameters import stand_ins
+from elaswave.training.own_optimizer import OwnOptimizer
+from elaswave.training.parameters import make_optimizer, stand_ins
 
 MATRICES = make_shape([(8, 6), (40, 33)])
 
@@ -33,6 +34,21 @@ class MuonForMatrices(torch.optim.AdamW):
         self.param_groups = [{**kept[0], "params": vectors}]
         super().step()
         self.param_groups = kept
+
+
+class NeedsGradients(torch.optim.Optimizer):
+    """Does not look whether there is a gradient: the rule that it may rely on is that all are there."""
+
+    def __init__(self, parameters, lr=0.1, decay=0.5):
+        super().__init__(parameters, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                average.mul_(group["decay"]).add_(parameter.grad)
+                parameter.sub_(average, alpha=group["lr"])
 
 
 class Normed(torch.optim.SGD):
@@ -283,3 +299,33 @@ def test_a_group_without_elements_is_no_obstacle():
 def test_a_learning_rate_of_zero_changes_nothing_and_is_accepted(name):
     assert OPTIMIZERS[name] is not None
     assert tried(lambda p: torch.optim.AdamW(p, lr=0.0)).slots == ("exp_avg", "exp_avg_sq")
+
+
+def test_an_optimizer_need_not_look_whether_there_are_gradients(monkeypatch):
+    monkeypatch.setattr(elementwise, "TENSORS_MAX", 2)
+    shape = make_shape([(8, 6), (8, 6), (5,), (0,), (), (40, 33), (3, 3)])
+    for factory in (
+        NeedsGradients,
+        lambda p: NeedsGradients([{"params": p.named("*.t0", "*.t2", "*.t3")}, {"params": p.except_named("*.t[023]")}]),
+    ):
+        assert try_out(factory, shape.tensors).slots == ("average",)
+
+
+def test_numpys_numbers_are_options_as_pythons_are():
+    def make(parameters):
+        return torch.optim.AdamW(parameters, lr=np.float32(0.5), betas=(np.float64(0.5), 0.25), eps=np.float64(0.125))
+
+    optimizer = make_optimizer(make, stand_ins(SHAPE.tensors))
+    group = optimizer.param_groups[0]
+    assert [type(group[name]) for name in ("lr", "eps")] == [float, float] and group["betas"] == (0.5, 0.25)
+    assert type(group["betas"][0]) is float
+    updaters = [
+        OwnOptimizer(make, lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: np.float64(0.5) ** step))(
+            (SHAPE,)
+        ).updater()
+        for _ in range(2)
+    ]
+    for step in (1, 2):
+        updaters[0].committed(step, 0.0, updates=True)
+    updaters[1].load(updaters[0].state(), 2)
+    assert updaters[1].state() == updaters[0].state() and updaters[1].learning_rate == 0.125

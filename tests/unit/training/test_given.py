@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from elaswave.config.checks import plain
 from elaswave.models.instances import CopyOf
-from elaswave.training.given import hash_of_code, options_given, plain
+from elaswave.training.given import hash_of_code, options_given
 
 SCALE = 2.0
 
@@ -123,4 +124,7 @@ def test_options_of_optimizer_and_scheduler_have_their_values() -> None:
 def test_numpys_numbers_become_pythons() -> None:
     value = plain({"a": (np.float64(0.5), [np.int64(3), np.bool_(True)]), "b": "text"})
     assert value == {"a": (0.5, [3, True]), "b": "text"}
+    assert plain((np.arange(2), 1)) == ([0, 1], 1)
+    same = (1, [2.0, "a"])
+    assert plain(same) is same
     assert [type(each) for each in (value["a"][0], *value["a"][1])] == [float, int, bool]

@@ -184,6 +184,7 @@ def test_what_travels_lies_where_the_worker_computes():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own about quantized tensors
-def test_quantized_tensors_cannot_travel():
+def test_quantized_tensors_cannot_travel_and_float8_tensors_can():
     with pytest.raises(UsageError, match="dequantize"):
         Signatures(str, CPU).check(0, True, *flatten(torch.quantize_per_tensor(A, 0.1, 0, torch.qint8)))
+    Signatures(str, CPU).check(0, True, *flatten(A.to(torch.float8_e5m2)))
