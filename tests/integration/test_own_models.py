@@ -232,9 +232,8 @@ def test_exceptions_of_the_script_end_the_job_with_their_traceback_and_place(
         train(tmp_path / "run", {"layout.widths": [2]}, **arguments)
     assert re.search(rf"worker [01]: {error}.* \(at step \d+, {place}", str(raised.value))
     shown = "".join(traceback.format_exception(raised.value))
-    assert shown.count("no such feature\n") <= 1 and shown.count(f"\n{error}") == 1
     first, _, place_told = shown.partition("The above exception was the direct cause")
-    assert error in first and "launcher.py" not in shown and "compute.py" not in shown
+    assert first.count(error) == 1 and "launcher.py" not in shown and "compute.py" not in shown
     assert re.search(rf"WorkerError: worker [01]: {error}", place_told)
 
 
