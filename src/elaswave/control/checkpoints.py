@@ -285,7 +285,7 @@ class Checkpoints:
             self._on_durable(commit)
         elif again and not is_late and commit.tries < COMMIT_TRIES:
             self._commits.appendleft(commit._replace(number=next(self._numbers), tries=commit.tries + 1))
-        elif self._may_try_again(commit) and not is_late:
+        elif not is_late and self._may_try_again(commit):
             self._commits.appendleft(commit._replace(number=next(self._numbers)))
             self._again_s = time.monotonic() + RETRY_S
             self._say_again(commit.step, error, PATIENCE_S)

@@ -96,7 +96,7 @@ class _Description:
     def of(self, value: Any) -> Iterator[str]:
         """Texts of an object and of all that it is made of."""
         if isinstance(value, np.generic):
-            value = value.item()
+            value = plain(value)
         if isinstance(value, _PLAIN):
             yield repr(value)
             return
