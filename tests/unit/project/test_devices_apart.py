@@ -54,7 +54,6 @@ REASONS = {
     "training/random_state.py: torch.set_rng_state": "the host's generator is kept around what is drawn there",
     "training/torch_optimizer.py: .item()": "a scalar of the optimizer's, which is in host memory",
     "training/torch_optimizer.py: device.type": "whether a scalar is filled in or shared",
-    "worker/admission.py: .cpu()": "two trials that differ, once they have failed",
     "worker/canary.py: .cpu()": "hashes of a layer's trial, once a layer",
     "worker/canary.py: device.type": "numbers of the trial are drawn on the device as well",
     "worker/codecs.py: .tolist()": "codecs of fences compute in host memory, and are refused with GPUs",
