@@ -3,6 +3,7 @@ not the layer's own, a checkpoint that cannot be run again here, a gradient that
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -79,18 +80,15 @@ def _kind(kind: str, shape: Sequence[int], dtype: object = "") -> str:
     return f"{what} of shape {list(shape)}{of_type}"
 
 
-def check_graph(
-    who: str, outputs: Iterable[torch.Tensor], own: Iterable[torch.Tensor], others: Mapping[int, str]
-) -> None:
-    """Refuses a graph that leaves its layer.
+def leaves_of_others(who: str, outputs: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves of a graph that are no own ones.
 
     Args:
         who: layer or loss, for errors.
         outputs: with their graphs.
         own: parameters of the layer, and its inputs.
-        others: names of other parameters of this worker, by ``id``.
     Raises:
-        UsageError: names what is wrong.
+        UsageError: the graph does not show all of its leaves.
     """
     outputs = list(outputs)
     known = {id(tensor) for tensor in own}
@@ -104,13 +102,22 @@ def check_graph(
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             leaves.append(variable)
-    for leaf in leaves:
-        if id(leaf) not in known:
-            name = others.get(id(leaf), f"{describe(leaf)} that requires a gradient")
-            raise UsageError(
-                f"{who} reaches {name}, which is not its own: its gradient would be lost. Tie a parameter with "
-                "Layer(ties=...), or hand the tensor on from layer to layer"
-            )
+    return [leaf for leaf in leaves if id(leaf) not in known]
+
+
+def refuse_leaf(who: str, leaf: torch.Tensor, others: Mapping[int, str]) -> NoReturn:
+    """A graph leaves its layer.
+
+    Args:
+        who: layer or loss.
+        leaf: that it reaches.
+        others: names of other parameters of this worker, by ``id``.
+    """
+    name = others.get(id(leaf), f"{describe(leaf)} that requires a gradient")
+    raise UsageError(
+        f"{who} reaches {name}, which is not its own: its gradient would be lost. Tie a parameter with "
+        "Layer(ties=...), or hand the tensor on from layer to layer"
+    )
 
 
 def check_dense(who: str, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:

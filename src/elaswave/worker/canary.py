@@ -31,8 +31,8 @@ from elaswave.models.kernels import linear
 from elaswave.protocol.environment import Environment
 from elaswave.worker.layer_runs import Again, Done, Given, Reached, Run
 from elaswave.worker.unwritten import (
+    WRITES_NOW,
     refuse_written_gradient,
-    refuse_written_input,
     refuse_written_parameter,
     same_bits,
 )
@@ -263,7 +263,7 @@ def check_again(
     if written is not None:
         refuse_written_parameter(who, written)
     if lends and not all(map(same_bits, given.leaves, done.given.leaves)):
-        refuse_written_input(who)
+        raise UsageError(WRITES_NOW.format(who=who))
     if not all(map(same_bits, reached.gradients, done.reached.gradients)):
         refuse_written_gradient(who)
 

@@ -6,12 +6,13 @@ A backward runs whole (B), or in two halves (I, W) with the same bits. No commun
 values between workers.
 
 A layer never shares the memory that it is given with another one that could still read it: a layer that writes its
-input gets copies of it. Which layers do is found out at the first micro-batch, by the versions of the tensors.
+input gets copies of it (`elaswave.worker.unwritten`).
 """
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,7 +34,7 @@ from elaswave.protocol.salvage import Keep, encode_rows, mask_of
 from elaswave.state.flat import FlatLayer
 from elaswave.training.raised import said
 from elaswave.training.random_state import seed_everything
-from elaswave.worker.admission import check_dense, check_graph
+from elaswave.worker.admission import check_dense, leaves_of_others, refuse_leaf
 from elaswave.worker.batches import BatchError
 from elaswave.worker.canary import (
     canary_of,
@@ -46,13 +47,25 @@ from elaswave.worker.canary import (
 from elaswave.worker.compiled import CompiledLayers
 from elaswave.worker.fences import NO_MASKS, Fences
 from elaswave.worker.flights import Flights, Front
-from elaswave.worker.layer_runs import Done, Given, Reached, Run, Saved, received, to_send, zeros_where_none
+from elaswave.worker.layer_runs import Again, Done, Given, Reached, Run, Saved, received, to_send, zeros_where_none
 from elaswave.worker.reduction import Accumulator
 from elaswave.worker.scoring import Scored, Scoring
 from elaswave.worker.split import Gradients, WeightHalf, input_half, is_exact
 from elaswave.worker.spot_checks import Kind, SpotChecks, check_probe
-from elaswave.worker.unwritten import Unwritten
+from elaswave.worker.unwritten import (
+    Guarded,
+    Lending,
+    Lent,
+    Unwritten,
+    Watched,
+    Watching,
+    refuse_writing_loss,
+    refuse_written_gradient,
+    refuse_written_parameter,
+)
 from elaswave.worker.values import TENSOR, Signatures, at_boundary, flatten, is_differentiable, unflatten
+
+_BATCH_WRITTEN = "what elaswave.batch() returns, which other layers read too: work on a copy"
 
 
 class ErrorPlace(NamedTuple):
@@ -98,8 +111,8 @@ class _Deferred(NamedTuple):
 class _Half(NamedTuple):
     """A layer in whose graph W goes on."""
 
-    buffers: Sequence[torch.Tensor]
-    """As its forward has left them."""
+    saved: Saved
+    run: Run
     half: WeightHalf
     expected: Sequence[int] | None
     """Where the place is checked: hashes of the gradients that it is to find."""
@@ -118,6 +131,7 @@ class _LossRun(NamedTuple):
 
     given: Given
     scored: Scored
+    lent: Lent
     targets: Any
 
 
@@ -163,7 +177,9 @@ class Compute:
         self._device = device
         self._readings = Readings(device, move)
         """What the device has computed and the host is to know: losses, and whether gradients were finite."""
-        self.scoring = Scoring(model, self._readings)
+        self._watching = Watching(self._readings, by_sums=has_canary)
+        self._lending = Lending(self._who, self._watching)
+        self.scoring = Scoring(model, self._readings, self._watching)
         """Losses and metrics of the micro-batches whose last layer ran here."""
         self.counts: dict[tuple[int, int], int] = {}
         """How often (unit, micro-batch) was added; names the culprit when coverage fails."""
@@ -200,13 +216,19 @@ class Compute:
         self._splits: dict[int, bool] = {}
         """Whether the halves of a layer's backward have the bits of the whole; found out at its first one."""
         self._signatures = Signatures(self._boundary_name, device.place)
-        self._writes: dict[tuple[int, bool], bool] = {}
-        """By layer (or loss), and whether in training: whether it writes its input; found out at its first run."""
+        self._borrowed: list[Watched] = []
+        """What `elaswave.batch` has returned to the layer that runs."""
+        self._guards: dict[int, Guarded] = {}
+        """By layer (or loss): its parameters, as they are until the next step."""
+        self._is_repeated = False
+        """A run is done again, with parameters at other places."""
         self._compiled = CompiledLayers()
-        self._proven: set[int] = set()
-        """Of what has no canary, the loss: what has run twice."""
-        self._admitted: set[int] = set()
-        """Layers (or loss) whose graph has been looked at."""
+        self._proven: set[tuple[int, bool]] = set()
+        """What has run twice, beside layers in training, which have a canary: the loss, and all in evaluation."""
+        self._needs_graph: set[int] = set()
+        """Layers (or loss) that differentiate within their forward, and run with a graph in evaluation too."""
+        self._admitted: set[tuple[int, bool]] = set()
+        """Layers (or loss) whose first run has been looked at, and whether in training."""
 
     @property
     def losses(self) -> Mapping[int, float]:
@@ -280,6 +302,7 @@ class Compute:
 
     def forget(self, layers: Collection[int]) -> None:
         """These layers are here no more, nor is what depends on them."""
+        self._guards.clear()
         for microbatch in self._flights.through(layers):
             self._flights.end(microbatch)
         self._saved = {place: saved for place, saved in self._saved.items() if place[0] not in layers}
@@ -327,6 +350,7 @@ class Compute:
 
     def refresh(self) -> None:
         """Takes over the buffers that lie in flat storage now: a step or an evaluation begins."""
+        self._guards.clear()
         for layer in self.layers.values():
             layer.refresh()
 
@@ -358,11 +382,16 @@ class Compute:
                 if train and keeps:
                     left = self.layers[index].buffers.left()
                     self._check_forward(index, microbatch, given, run, left)
+                if not train:
+                    again = partial(self._run_layer, index, microbatch, train=False)
+                    self._prove_evaluation(index, given, run, again)
                 before, value = value, run.value()
                 if self.fences is not None:
                     value = self.fences.closed(index, value, before, given.leaves)
                 if train and keeps:
                     kept = None if self._is_recomputed(index) or not self._keeps_run(index) else run
+                    if kept is None:
+                        self._look(index, given, run.lent, train=True, is_over=False, is_dropped=True)
                     masks = NO_MASKS if self.fences is None else self.fences.masks(before, value)
                     self._saved[index, microbatch] = Saved(given, kept, left, masks)
                     self._flights.went(microbatch, layers, index + 1, value)
@@ -412,8 +441,9 @@ class Compute:
                 if isinstance(left, _Half):
                     with inside(self._call(microbatch, train=True)):
                         found = left.half.run()
+                    self._look_after_backward(index, left.saved.given, left.run)
                     self._check_weights(index, found, left.expected)
-                    self._add(index, microbatch, found, left.buffers)
+                    self._add(index, microbatch, found, left.saved.buffers)
                 elif isinstance(left, _Deferred):
                     self._backward_layer(index, microbatch, *left)
                 else:
@@ -441,7 +471,10 @@ class Compute:
                 before = reached.gradients
                 gradients = before if self.fences is None else self.fences.opened_gradients(before, saved.masks)
                 aligned = reached._replace(gradients=list(map(at_boundary, gradients)))
+                versions = [each._version for each in aligned.gradients]
                 passed_on = one_layer(index, microbatch, saved, aligned)
+                if [each._version for each in aligned.gradients] != versions:
+                    refuse_written_gradient(self._who(index))
                 if self.fences is not None:
                     passed_on = self.fences.closed_gradients(
                         index - 1, passed_on, before, aligned.gradients, saved.masks
@@ -500,25 +533,117 @@ class Compute:
                     leaf.requires_grad_(True)
         return given
 
-    def _run_layer(self, index: int, microbatch: int, given: Given, train: bool) -> Run:
+    def _run_layer(self, index: int, microbatch: int, given: Given, train: bool, *, admits: bool = True) -> Run:
         layer = self.layers[index]
         layer.set_training(train)
         layer.buffers.restore()
         call = self._call(microbatch, train)
         self._seed_draws(microbatch, index)
         has_graph = train and self._has_backward(index)
-        is_first = train and index not in self._admitted
+        is_first = admits and (index, train) not in self._admitted
         unwritten = Unwritten(layer.module) if is_first and self._has_canary else None
-        with inside(call), torch.set_grad_enabled(has_graph), self._argument(index, given, train) as argument:
-            structure, leaves = flatten(self._callable(index)(argument))
+        guard = self._guard(index, layer.module)
+        with inside(call), torch.set_grad_enabled(has_graph or index in self._needs_graph):
+            lent = self._lending.lend(index, given.leaves, train=train)
+            try:
+                structure, leaves = flatten(self._callable(index)(unflatten(given.structure, lent.leaves)))
+            except RuntimeError as error:
+                if not self._begins_to_need_a_graph(index, error):
+                    raise
+                return self._run_layer(index, microbatch, given, train, admits=admits)
         self._signatures.check(index, train, structure, leaves)
-        run = Run(structure, leaves, call.aux_losses)
+        wrote = self._look(index, given, lent, train=train, is_over=not has_graph)
+        if wrote and train and self._is_recomputed(index):
+            off = "model.recompute=false" if self._recompute else "Layer(recompute=False)"
+            raise UsageError(
+                f"{self._who(index)} writes its input, and is to be run again from it: use operations that do not "
+                f"work in place, or switch recomputation off ({off})"
+            )
         if unwritten is not None:
             unwritten.check(self._who(index))
-        if is_first:
+        if (name := guard.written(elsewhere=self._is_repeated)) is not None:
+            refuse_written_parameter(f"the forward of {self._who(index)}", name)
+        run = Run(structure, leaves, call.aux_losses, lent if not wrote and has_graph else None)
+        if is_first and train:
             check_hooks(self.layer_name(index), layer.module)
-            self._admit(index, [*leaves, *run.aux_losses], [*layer.parameters, *given.leaves])
+
+            def again() -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+                second = self._run_layer(index, microbatch, given, train, admits=False)
+                return [*second.leaves, *second.aux_losses], [*layer.parameters, *given.leaves]
+
+            self._admit(index, [*leaves, *run.aux_losses], [*layer.parameters, *given.leaves], again)
+        if is_first:
+            self._admitted.add((index, train))
         return run
+
+    def _guard(self, index: int, module: nn.Module) -> Guarded:
+        """The parameters of a layer, or what the loss has as a module."""
+        guard = self._guards.get(index)
+        if guard is None or guard.module is not module:
+            guard = self._guards[index] = Guarded(module, buffers=index == self.num_layers)
+        return guard
+
+    def _begins_to_need_a_graph(self, index: int, error: RuntimeError) -> bool:
+        """Whether a run without a graph has failed for want of one; from now on there is one."""
+        if torch.is_grad_enabled() or "does not require grad" not in str(error):
+            return False
+        self._needs_graph.add(index)
+        return True
+
+    def _look(
+        self, index: int, given: Given, lent: Lent | None, *, train: bool, is_over: bool, is_dropped: bool = False
+    ) -> bool:
+        """After a forward or a backward: whether the layer writes its input. Refuses what may not be written."""
+        borrowed, self._borrowed = self._borrowed, []
+        for watched in borrowed:
+            self._watching.expect(watched, f"{self._who(index)} writes {_BATCH_WRITTEN}")
+        if lent is None:
+            return False
+        return self._lending.look(
+            index, given.leaves, lent, train=train, is_over=is_over or (is_dropped and not lent.are_copies)
+        )
+
+    def _look_after_backward(self, index: int, given: Given, run: Run) -> None:
+        self._look(index, given, run.lent, train=True, is_over=True)
+        name = self._guard(index, self.layers[index].module).written(elsewhere=self._is_repeated)
+        if name is not None:
+            refuse_written_parameter(f"the backward of {self._who(index)}", name)
+
+    def _prove_evaluation(self, index: int, given: Given, run: Run, again: Callable[[Given], Run]) -> None:
+        """Runs the first micro-batch of evaluation here a second time: a module may do something else then.
+
+        Args:
+            index: of the layer, or the loss.
+            given, run: of the first run.
+            again: the second run.
+        """
+        if self._has_canary and (index, False) not in self._proven:
+            module = self._loss_module if index == self.num_layers else self.layers[index].module
+            done = Done(given, run, Reached([], None), [])
+            self._run_again(index, module, [], done, lambda given, reached: (again(given), []))
+            self._proven.add((index, False))
+
+    def _run_again(
+        self,
+        index: int,
+        module: nn.Module | None,
+        names: Sequence[str],
+        done: Done,
+        again: Again,
+        *,
+        lends: bool = False,
+    ) -> None:
+        """Compares with a second run; see `elaswave.worker.canary.check_again`."""
+        with self._repeating():
+            check_again(self._who(index), module, names, done, again, lends=lends)
+
+    @contextmanager
+    def _repeating(self) -> Iterator[None]:
+        self._is_repeated = True
+        try:
+            yield
+        finally:
+            self._is_repeated = False
 
     def _seed_draws(self, microbatch: int, index: int) -> None:
         """Whatever a forward draws is keyed by what it is for."""
@@ -541,44 +666,48 @@ class Compute:
     def _call(self, microbatch: int, train: bool) -> Call:
         """For one run of a layer; what a part that is run again says goes to a call of its own, which is forgotten."""
         key = (self._seed, self._step, microbatch)
-        return Call(
-            lambda: self._fetch(self._step, microbatch, train=train), key, self._between_layers, self._elsewhere
-        )
+        return Call(lambda: self._lend_batch(microbatch, train), key, self._between_layers, self._elsewhere)
 
-    @contextmanager
-    def _argument(self, index: int, given: Given, train: bool) -> Iterator[Any]:
-        """What a layer or the loss is called with: what is kept, or copies of it where it writes them."""
-        writes = self._writes.get((index, train))
-        leaves = given.leaves if writes is False else [leaf.clone() for leaf in given.leaves]
-        before = [leaf._version for leaf in leaves]
-        yield unflatten(given.structure, leaves)
-        wrote = [leaf._version for leaf in leaves] != before
-        if writes is None:
-            self._writes[index, train] = wrote
-        if wrote and writes is False:
-            raise UsageError(
-                f"{self._who(index)} writes its input now, but did not in its first micro-batch: write to a copy"
-            )
-        if wrote and train and index < self.num_layers and self._is_recomputed(index):
-            off = "model.recompute=false" if self._recompute else "Layer(recompute=False)"
-            raise UsageError(
-                f"{self._who(index)} writes its input, and is to be run again from it: use operations that do not "
-                f"work in place, or switch recomputation off ({off})"
-            )
+    def _lend_batch(self, microbatch: int, train: bool) -> Any:
+        value = self._fetch(self._step, microbatch, train=train)
+        self._borrowed.append(self._watching.watch(value))
+        return value
 
     def _is_recomputed(self, index: int) -> bool:
         return self._recompute or self.model.layers[index].recompute
 
-    def _admit(self, index: int, outputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
-        """Looks at the graph of a first micro-batch."""
+    def _admit(
+        self,
+        index: int,
+        outputs: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor],
+        again: Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+    ) -> None:
+        """Looks at the graph of a first micro-batch. A leaf that is not the layer's own is one that it makes within the
+        call, as a force field does to differentiate by it, if a second run has another one.
+
+        Args:
+            index: of the layer, or the loss.
+            outputs, own: of its first run: with their graphs; parameters and inputs.
+            again: runs it a second time; answers with the same.
+        """
+        who = self._who(index)
+        found = leaves_of_others(who, outputs, own)
+        if not found:
+            return
+        lasting = {id(leaf) for leaf in leaves_of_others(who, *again())}
+        for leaf in found:
+            if id(leaf) in lasting:
+                refuse_leaf(who, leaf, self._parameter_names())
+
+    def _parameter_names(self) -> dict[int, str]:
+        """By ``id``, of all layers that are here."""
         instances = [(each, each.build.module) for each in self.model.layers if isinstance(each.build, CopyOf)]
-        others = {
+        return {
             id(parameter): f"parameter {layer.full_name(name)}"
             for layer, module in (*instances, *((each.spec, each.module) for each in self.layers.values()))
             for name, parameter in module.named_parameters()
         }
-        check_graph(self._who(index), outputs, own, others)
-        self._admitted.add(index)
 
     # --------------------------------------------------------------------------------------------------------- backward
 
@@ -618,13 +747,16 @@ class Compute:
                 halves = input_half(output, inputs[0], parameters, gradient)
             if halves is not None:
                 input_gradient, half = halves
+                self._look_after_backward(index, saved.given, run)
                 done = Done(saved.given, run, reached, [input_gradient])
                 expected = self._check_input_half(index, microbatch, done)
-                self._left[index, microbatch] = _Half(saved.buffers, half, expected)
+                self._left[index, microbatch] = _Half(saved, run._replace(leaves=[]), half, expected)
                 return zeros_where_none(inputs, [input_gradient])
         is_first = index not in self._splits
         found, passed_on = self._whole(index, microbatch, saved, run, reached, retain_graph=is_first)
-        if is_first:
+        if is_first and run.lent is not None and not self._lending.lends(index):
+            self._splits[index] = False  # its backward writes its copy of the input, so it cannot be compared
+        elif is_first:
             with inside(self._call(microbatch, train=True)):
                 answer = is_exact(output, inputs[0], parameters, gradient, [*found, *passed_on])
             if answer is not None:
@@ -651,6 +783,7 @@ class Compute:
             values = [self._readings.note(value) for value in run.aux_losses]
             self.scoring.note_aux_losses(index, microbatch, values, reached.weight)
         found = self._gradients(index, microbatch, run, reached, inputs, retain_graph=retain_graph)
+        self._look_after_backward(index, saved.given, run)
         self._check_backward(index, microbatch, Done(saved.given, run, reached, found))
         if self.model.layers[index].compile and self._compiled.has_grown():
             self.canaries.pop(index, None)
@@ -702,9 +835,9 @@ class Compute:
             step, fetch = self._step, self._fetch
             self._step, self._fetch = 0, lambda *place, train: made_up_tree(fetch(step, microbatch, train=train))
             try:
-                with self.layers[index].buffers.made_up():
+                with self._repeating(), self.layers[index].buffers.made_up():
                     run = self._run_layer(index, 0, given, train=True)
-                return run, self._gradients(index, 0, run, reached, given.inputs)
+                    return run, self._gradients(index, 0, run, reached, given.inputs)
             finally:
                 self._step, self._fetch = step, fetch
 
@@ -726,8 +859,8 @@ class Compute:
             run = self._run_layer(index, microbatch, given, train=True)
             return run, self._gradients(index, microbatch, run, reached, given.inputs)
 
-        layer, lends = self.layers[index], self._writes.get((index, True)) is False
-        check_again(self._who(index), layer.module, layer.parameter_names, done, again, lends=lends)
+        layer, lends = self.layers[index], self._lending.lends(index)
+        self._run_again(index, layer.module, layer.parameter_names, done, again, lends=lends)
 
     def check_loss_again(self, microbatch: int, loss: _LossRun, found: Gradients) -> None:
         """Runs the loss forward and backward a second time, as `check_layer_again` does a layer.
@@ -741,13 +874,11 @@ class Compute:
         """
 
         def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
-            scored = self._run_loss(microbatch, given, loss.targets, train=True, counts=False)
+            scored, _ = self._run_loss(microbatch, given, loss.targets, train=True, counts=False)
             return _run_of(scored), list(torch.autograd.grad(scored.total, given.inputs, allow_unused=True))
 
-        module = self.model.loss if isinstance(self.model.loss, nn.Module) else None
-        lends = self._writes.get((self.num_layers, True)) is False
-        done = Done(loss.given, _run_of(loss.scored), Reached([], None), found)
-        check_again(self._who(self.num_layers), module, [], done, again, lends=lends)
+        index, done = self.num_layers, Done(loss.given, _run_of(loss.scored), Reached([], None), found)
+        self._run_again(index, self._loss_module, [], done, again, lends=self._lending.lends(index))
 
     # ------------------------------------------------------------------------------------------------------ spot checks
 
@@ -782,7 +913,7 @@ class Compute:
 
         with self._spots.aside():
             if kind is Kind.RUN:
-                check_again(who, layer.module, [], done, again)
+                self._run_again(index, layer.module, [], done, again)
                 names = [f"what it leaves in buffer {slot.name}" for slot in layer.buffers.tensors]
                 check_equal(who, names, left, left_again)
             else:
@@ -815,7 +946,7 @@ class Compute:
             return run, [passed_on]
 
         with self._spots.aside():
-            check_again(self._who(index), layer.module, [], done, again)
+            self._run_again(index, layer.module, [], done, again)
         return expected
 
     def _check_weights(self, index: int, found: Gradients, expected: Sequence[int] | None) -> None:
@@ -886,42 +1017,81 @@ class Compute:
         counts = not train or not self._is_covered(index, microbatch)
         with self._at(microbatch, index):
             given = self._given(index, output, train)
-            scored = self._run_loss(microbatch, given, targets, train, counts=counts)
+            scored, lent = self._run_loss(microbatch, given, targets, train, counts=counts)
             if train and given.inputs and not scored.total.requires_grad:
                 raise UsageError(
                     "the loss returned a tensor without a graph, so nothing could be trained: compute it from the "
                     "last layer's output by torch's operations, without detach(), torch.no_grad() or numbers in between"
                 )
-            if train and index not in self._admitted:
-                self._admit(index, [scored.total], given.leaves)
+            if train and (index, train) not in self._admitted:
+
+                def again() -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+                    return [self._run_loss(microbatch, given, targets, train, counts=False)[0].total], given.leaves
+
+                self._admit(index, [scored.total], given.leaves, again)
+                self._admitted.add((index, train))
+            if not train:
+                self._prove_evaluation(
+                    index,
+                    given,
+                    _run_of(scored),
+                    lambda given: _run_of(self._run_loss(microbatch, given, targets, train=False, counts=False)[0]),
+                )
             if self.model.metrics and counts:
                 self.scoring.measure(microbatch, output, targets)
         if train and keeps:
-            self._losses[microbatch] = _LossRun(given, scored, targets)
+            self._losses[microbatch] = _LossRun(given, scored, lent, targets)
         if train and counts:
             self.counts[LOSS, microbatch] = self.counts.get((LOSS, microbatch), 0) + 1
             self._watched.append((microbatch, index, self.scoring.scored[microbatch]))
 
-    def _run_loss(self, microbatch: int, given: Given, targets: Any, train: bool, *, counts: bool) -> Scored:
-        index = self.num_layers
+    def _run_loss(
+        self, microbatch: int, given: Given, targets: Any, train: bool, *, counts: bool
+    ) -> tuple[Scored, Lent]:
+        index, call = self.num_layers, self._call(microbatch, train)
         self._seed_draws(microbatch, index)
-        call = self._call(microbatch, train)
-        with inside(call), torch.set_grad_enabled(train), self._argument(index, given, train) as argument:
-            scored = self.scoring.loss(microbatch, argument, targets, counts=counts)
-            if call.aux_losses:
-                raise UsageError("aux_loss was called in the loss: add the value to what the loss returns")
-        return scored
+        guard = None if self._loss_module is None else self._guard(index, self._loss_module)
+        with inside(call), torch.set_grad_enabled(train or index in self._needs_graph):
+            lent = self._lending.lend(index, given.leaves, train=train)
+            try:
+                argument = unflatten(given.structure, lent.leaves)
+                scored = self.scoring.loss(microbatch, argument, targets, counts=counts)
+            except RuntimeError as error:
+                if not self._begins_to_need_a_graph(index, error):
+                    raise
+                return self._run_loss(microbatch, given, targets, train, counts=counts)
+        if call.aux_losses:
+            raise UsageError("aux_loss was called in the loss: add the value to what the loss returns")
+        self._look(index, given, lent, train=train, is_over=not train)
+        if guard is not None and (name := guard.written(elsewhere=self._is_repeated)) is not None:
+            refuse_writing_loss(name)
+        return scored, lent
+
+    @property
+    def _loss_module(self) -> nn.Module | None:
+        return self.model.loss if isinstance(self.model.loss, nn.Module) else None
 
     def _backward_loss(self, microbatch: int) -> Reached:
         index, loss = self.num_layers, self._losses.pop(microbatch)
         inputs = loss.given.inputs
         with self._at(microbatch, index):
             found: Gradients = list(torch.autograd.grad(loss.scored.total, inputs, allow_unused=True))
+            self._look(index, loss.given, loss.lent, train=True, is_over=True)
             self._check_loss(microbatch, loss, found)
-            if self._has_canary and index not in self._proven:
+            if self._has_canary and (index, True) not in self._proven:
                 self.check_loss_again(microbatch, loss, found)
-                self._proven.add(index)
+                self._proven.add((index, True))
         return Reached(zeros_where_none(inputs, found), loss.scored.count)
+
+    def look_at_late(self) -> None:
+        """Waits for the device, and refuses what was written there since this was called before.
+
+        Raises:
+            LayerError: names the first.
+        """
+        if (late := self._watching.late()) is not None:
+            (microbatch, layer), message = late
+            raise LayerError(self.place(microbatch, layer), UsageError(message))
 
     def _note_nonfinite(self, microbatch: int, layer: int) -> None:
         """Keeps the first in the order (micro-batch, loss first, last layer first)."""
@@ -975,7 +1145,8 @@ class _Located:
     def __init__(self, compute: Compute, microbatch: int, layer: int) -> None:
         self._compute, self._microbatch, self._layer = compute, microbatch, layer
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._compute._watching.at = (self._microbatch, self._layer)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # Also sys.exit and an interrupt that the layer raises. What ends a wait of the worker within `elaswave.batch`

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elaswave.worker.fences import NO_MASKS, Masks
+from elaswave.worker.unwritten import Lent
 from elaswave.worker.values import Structure, at_boundary, unflatten
 
 
@@ -28,6 +29,8 @@ class Run(NamedTuple):
     leaves: list[torch.Tensor]
     """With their graphs."""
     aux_losses: list[torch.Tensor]
+    lent: Lent | None = None
+    """What it was called with; None where nothing is to be found out of it any more."""
 
     def value(self) -> Any:
         """What goes on to the next layer."""

@@ -12,9 +12,13 @@ from elaswave.errors import UsageError
 from elaswave.models.calls import describe
 from elaswave.models.layers import ModelSpec
 from elaswave.protocol.scores import MetricSum, Scores
-from elaswave.worker.values import versions
+from elaswave.worker.unwritten import Watching
 
 _LARGEST_COUNT = 1 << 53
+_WRITTEN = (
+    "{what}, which may be the dataset's own memory, read again in later passes, or what the backward needs: work on a "
+    "copy (targets = targets.clone())"
+)
 
 
 class Scored(NamedTuple):
@@ -32,11 +36,12 @@ class Scoring:
     Args:
         model: with loss and metrics.
         readings: of the device that computes them.
+        watching: looks after what loss and metrics are given.
     """
 
-    def __init__(self, model: ModelSpec, readings: Readings) -> None:
+    def __init__(self, model: ModelSpec, readings: Readings, watching: Watching) -> None:
         self._model = model
-        self._readings = readings
+        self._readings, self._watching = readings, watching
         self._has_counts: bool | None = None
         """Whether the loss returns counts; its first micro-batch says so."""
         self.scored: dict[int, Reading] = {}
@@ -92,9 +97,9 @@ class Scoring:
             UsageError: it returns neither a scalar nor total and count, or not always the same of them, or it writes
                 its targets.
         """
-        before = versions(targets)
+        watched = self._watching.watch(targets)
         returned = self._model.loss(output, targets)
-        _refuse_written(before, versions(targets), "the loss writes its targets")
+        self._watching.expect(watched, _WRITTEN.format(what="the loss writes its targets"))
         total, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         what = "the loss returned"
         if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
@@ -123,9 +128,9 @@ class Scoring:
         found = []
         with torch.no_grad():
             for name, metric in self._model.metrics.items():
-                before = versions(output, targets)
+                watched = self._watching.watch(output, targets)
                 returned = metric(output, targets)
-                _refuse_written(before, versions(output, targets), f"the metric {name} writes what it is given")
+                self._watching.expect(watched, _WRITTEN.format(what=f"the metric {name} writes what it is given"))
                 found.append(MetricSum().plus(*_total_and_count(name, returned)))
         self._metrics[microbatch] = found
 
@@ -137,14 +142,6 @@ class Scoring:
             weight: the count of the micro-batch, if losses have counts, else 1.
         """
         self._aux_losses[layer, microbatch] = (list(values), weight)
-
-
-def _refuse_written(before: list[int], now: list[int], what: str) -> None:
-    if before != now:
-        raise UsageError(
-            f"{what}, which may be the dataset's own memory, read again in later passes, or what the backward needs: "
-            "work on a copy (targets = targets.clone())"
-        )
 
 
 def _total_and_count(name: str, returned: Any) -> tuple[float, int]:

@@ -361,6 +361,7 @@ class TorchEngine:
         compute = self.compute
         self.reduction.read()
         nonfinite = compute.nonfinite
+        compute.look_at_late()
         self._note_times()
         maxima = {
             slot.id: maximum

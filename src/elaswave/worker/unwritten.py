@@ -14,12 +14,207 @@ Writes to parameters past torch's counting (`.data`, numpy) that begin later sho
 compute with. Nothing here decides what is lent: see `elaswave.worker.compute`.
 """
 
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
+from elaswave.devices.readings import Reading, Readings
 from elaswave.errors import UsageError
+from elaswave.worker.values import tensors_of
+
+_PARTS = 16
+"""Of a tensor, each with a sum of its own, so that a sum sees most changes of order too."""
+_WORD_BYTES = 8
+
+
+def sums_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of the words of a tensor, in parts, modulo 2**64; int64, where it lies. Nothing is waited for."""
+    if tensor.is_complex() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    size = flat.numel() // (_PARTS * _WORD_BYTES) * _PARTS * _WORD_BYTES
+    found = [flat[:size].view(torch.int64).view(_PARTS, -1).sum(1)] if size else []
+    return found if size == flat.numel() else [*found, flat[size:].sum()]
+
+
+class Watched:
+    """Tensors that are lent, as they were.
+
+    Args:
+        tensors: that are lent.
+        by_sums: whether their content is looked at too, and not only torch's count of writes.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, by_sums: bool) -> None:
+        self._tensors = [each for each in tensors if not each.is_inference() and each.layout is torch.strided]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._sums = self._summed() if by_sums else None
+
+    def _summed(self) -> list[torch.Tensor]:
+        return [part for tensor in self._tensors for part in sums_of(tensor)]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether torch has counted a write."""
+        return [tensor._version for tensor in self._tensors] != self._versions
+
+    def differs(self) -> bool | torch.Tensor:
+        """Whether one was written; on a device a number that is 0 if none was, since nothing is waited for."""
+        if self.is_counted or self._sums is None:
+            return self.is_counted
+        before, now = self._sums, self._summed()
+        if [part.shape for part in before] != [part.shape for part in now]:
+            return True
+        if all(part.device.type == "cpu" for part in before):
+            return not all(map(torch.equal, before, now))
+        return torch.stack([(one != other).sum() for one, other in zip(before, now, strict=True)]).sum()
+
+
+class Watching:
+    """Refuses what was written; at once on the host, before the vote on a device.
+
+    Args:
+        readings: of the device.
+        by_sums: as of `Watched`.
+    """
+
+    def __init__(self, readings: Readings, *, by_sums: bool) -> None:
+        self._readings, self._by_sums = readings, by_sums
+        self._late: list[tuple[Reading, tuple[int, int], str]] = []
+        self.at = (0, 0)
+        """Micro-batch and layer that are being computed."""
+
+    def watch(self, *values: Any) -> Watched:
+        """Looks at the tensors of some values, whatever containers they stand in."""
+        return Watched(tensors_of(*values), by_sums=self._by_sums)
+
+    def expect(self, watched: Watched, message: str) -> None:
+        """Refuses them if they were written.
+
+        Raises:
+            UsageError: has the message.
+        """
+        found = watched.differs()
+        if isinstance(found, torch.Tensor):
+            self._late.append((self._readings.note(found), self.at, message))
+        elif found:
+            raise UsageError(message)
+
+    def late(self) -> tuple[tuple[int, int], str] | None:
+        """Micro-batch and layer, and message, of the first refusal that was not known when it was expected; waits for
+        the device."""
+        late, self._late = self._late, []
+        return next(((at, message) for reading, at, message in late if reading.value), None)
+
+
+class Lent(NamedTuple):
+    """What a run of a layer or the loss is called with."""
+
+    leaves: list[torch.Tensor]
+    """Of its input, or copies that it may write."""
+    watched: Watched
+    are_copies: bool
+
+
+class Lending:
+    """Lends layers and the loss of a worker their inputs: the very tensors that others read too, or copies of them to
+    those that write them. Which do is found out at their first micro-batch here, in training and in evaluation.
+
+    Args:
+        who: names a layer, or the loss.
+        watching: looks after what is lent.
+    """
+
+    def __init__(self, who: Callable[[int], str], watching: Watching) -> None:
+        self._who, self._watching = who, watching
+        self._writes: dict[tuple[int, bool], bool] = {}
+        """By layer (or loss), and whether in training."""
+
+    def lends(self, index: int) -> bool:
+        """Whether a layer is lent its very input in training."""
+        return self._writes.get((index, True)) is False
+
+    def lend(self, index: int, leaves: Sequence[torch.Tensor], *, train: bool) -> Lent:
+        """For one run.
+
+        Args:
+            index: of the layer.
+            leaves: of its input.
+            train: whether in training.
+        """
+        if self._writes.get((index, train)) is False:
+            # Other objects, so that nobody can make a leaf of them that wants a gradient.
+            own = [leaf if leaf.requires_grad else leaf.detach() for leaf in leaves]
+            return Lent(own, self._watching.watch(leaves), are_copies=False)
+        copies = [leaf.clone() for leaf in leaves]
+        return Lent(copies, Watched(copies, by_sums=False), are_copies=True)
+
+    def look(self, index: int, leaves: Sequence[torch.Tensor], lent: Lent, *, train: bool, is_over: bool) -> bool:
+        """After a forward, and after a backward.
+
+        Args:
+            index, leaves, train: as they were given to `lend`.
+            lent: what it has answered.
+            is_over: nothing that could write follows.
+        Returns:
+            Whether the layer writes its input, which were copies.
+        Raises:
+            UsageError: it has written an input that it was lent itself.
+        """
+        if not lent.are_copies:
+            if is_over or lent.watched.is_counted:
+                self._watching.expect(lent.watched, WRITES_NOW.format(who=self._who(index)))
+            return False
+        known = self._writes.get((index, train))
+        if known:
+            return True
+        wrote = lent.watched.is_counted or not all(map(same_bits, leaves, lent.leaves))
+        if wrote or (is_over and known is None):
+            self._writes[index, train] = wrote
+        return wrote
+
+
+class Guarded:
+    """Parameters of a module as they are from one update to the next: each the same object, at the same place, with as
+    many writes as before.
+
+    Args:
+        module: a layer, or the loss.
+        buffers: whether buffers are looked at too, but for those of batch normalisation.
+    """
+
+    def __init__(self, module: nn.Module, *, buffers: bool = False) -> None:
+        self.module = module
+        found = []
+        for path, owner in module.named_modules():
+            of_owner = (
+                [owner._parameters]
+                if isinstance(owner, _NormBase) or not buffers
+                else [owner._parameters, owner._buffers]
+            )
+            found += [
+                (f"{path}.{key}" if path else key, where, key, tensor, *_state(tensor))
+                for where in of_owner
+                for key, tensor in where.items()
+                if tensor is not None
+            ]
+        self._found = found
+
+    def written(self, *, elsewhere: bool = False) -> str | None:
+        """The name of the first that is not as it was.
+
+        Args:
+            elsewhere: their values lie at other places for a while.
+        """
+        for name, where, key, tensor, place, version in self._found:
+            if where.get(key) is not tensor or tensor._version != version:
+                return name
+            if tensor.data_ptr() != place and not elsewhere:
+                return name
+        return None
 
 
 class Unwritten:
@@ -77,11 +272,17 @@ def refuse_written_parameter(what: str, name: str) -> NoReturn:
     )
 
 
-def refuse_written_input(who: str) -> NoReturn:
-    """An input was written by what does not write it as a rule."""
+WRITES_NOW = (
+    "{who} writes its input now, but did not in its first micro-batch: write to a copy. (A layer that writes its input "
+    "from its first micro-batch on gets copies of it)"
+)
+
+
+def refuse_writing_loss(name: str) -> NoReturn:
+    """The loss has written what it has as a module."""
     raise UsageError(
-        f"{who} writes its input now, but did not in its first micro-batch: write to a copy. (A layer that writes its "
-        "input from the first micro-batch on gets copies of it; .data and numpy() share its memory)"
+        f"the loss writes its {name}: every worker has a loss of its own, so what it keeps from one micro-batch to the "
+        "next depends on the layout. Make what is kept a buffer of a layer, or compute the loss without it"
     )
 
 

@@ -209,16 +209,16 @@ def _why_not(leaf: torch.Tensor, place: torch.device) -> str:
     return ""
 
 
-def versions(*values: Any) -> list[int]:
-    """How often each tensor of some values was written, whatever containers they stand in."""
-    found: list[int] = []
+def tensors_of(*values: Any) -> list[torch.Tensor]:
+    """The tensors of some values, whatever containers they stand in; the model's own, and a dataset's."""
+    found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found += [] if value.is_inference() else [value._version]
+            found.append(value)
         elif isinstance(value, Mapping):
-            found += versions(*value.values())
+            found += tensors_of(*value.values())
         elif isinstance(value, tuple | list):
-            found += versions(*value)
+            found += tensors_of(*value)
     return found
 
 

@@ -192,6 +192,7 @@ def make_compute(model, layers=None, **options):
         seed=SEED,
         recompute=options.get("recompute", False),
         has_canary=options.get("has_canary", False),
+        lowest_trained=options.get("lowest_trained", 0),
         between_layers=lambda: None,
         inputs=lambda step, microbatch, *, train: inputs_of(microbatch),
     )
@@ -218,7 +219,7 @@ def train(computes, cuts, microbatches, *, split=False):
         for compute, layers in zip(reversed(computes), reversed(cuts), strict=True):
             step = compute.backward_input if split else compute.backward
             gradient = step(layers, microbatch, gradient)
-            assert (gradient is None) is (layers.start == 0)
+            assert (gradient is None) is (layers.start <= compute._lowest_trained)
             gradient = None if gradient is None else travel(gradient)
     if split:
         for compute, layers in zip(computes, cuts, strict=True):
@@ -481,8 +482,9 @@ def test_what_changes_between_micro_batches_is_refused():
 
 def test_a_layer_that_begins_to_write_its_input_is_refused():
     compute = make_compute(model_of(WritesLater, Table, Head))
+    train([compute], [range(3)], [0])
     with pytest.raises(LayerError, match="layer l0 writes its input now, but did not in its first micro-batch"):
-        train([compute], [range(3)], [0, 1])
+        train([compute], [range(3)], [1])
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -507,3 +509,102 @@ def test_outside_of_a_layer_there_is_no_batch_and_an_auxiliary_loss_goes_nowhere
     aux_loss(torch.tensor(1.0))
     with pytest.raises(UsageError, match="elaswave runs no layer"):
         batch()
+
+
+class Force(Block):
+    """Differentiates by its input within the forward, as force fields and physics-informed networks do."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_(True)
+        energy = self.map(x).tanh().sum()
+        return -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class MarksItsInput(nn.Module):
+    """Sets `requires_grad` of what it is given, as transformers' Wav2Vec2 does for its checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(6, SIZE)
+
+    def forward(self, tokens):
+        hidden = tokens.float()
+        hidden.requires_grad = True
+        return self.map(hidden)
+
+
+class MarksTheGiven(Block):
+    """A frozen layer, so that its input wants no gradient, which it marks itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        x.requires_grad_(True)
+        y = self.map(x).tanh()
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+class LazyLeaf(Block):
+    """Makes a leaf once, at its first call, and keeps it."""
+
+    leaf = None
+
+    def forward(self, x):
+        if self.leaf is None:
+            self.leaf = torch.ones(SIZE, requires_grad=True)
+        return self.map(x) * self.leaf
+
+
+OWN_LEAVES = {
+    "forces": [Table, Force, Head],
+    "marked": [MarksItsInput, Head],
+    "below what is trained": [lambda: Table().requires_grad_(False), MarksTheGiven, Block, Head],
+    "recomputed": [Table, Force, Head],
+}
+
+
+@pytest.mark.parametrize("has_canary", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("case", OWN_LEAVES)
+def test_a_leaf_that_is_made_within_a_call_is_the_layers_own(case, split, has_canary):
+    model = model_of(*OWN_LEAVES[case], loss=lambda output, targets: output.mean(), recompute=case == "recomputed")
+    options = {"has_canary": has_canary, "lowest_trained": 2 if case.startswith("below") else 0}
+    num_layers = len(model.layers)
+    whole = make_compute(model, **options)
+    train([whole], [range(num_layers)], [0, 1])
+    cuts = [range(1), range(1, num_layers)]
+    computes = [make_compute(model, cut, **options) for cut in cuts]
+    train(computes, cuts, [1, 0], split=split)
+    assert_same(results(computes), results([whole]))
+    for compute in (whole, make_compute(model, **options)):  # an evaluation may come first
+        compute.forward(range(num_layers), 0, inputs_of(0), targets_of(0), train=False)
+        assert math.isfinite(compute.losses[0])
+
+
+def test_a_loss_may_differentiate_by_a_leaf_of_its_own():
+    def penalised(output, targets):
+        leaf = output.detach().requires_grad_(True)
+        (slope,) = torch.autograd.grad(leaf.square().sum(), leaf, create_graph=True)
+        return output.mean() + slope.square().mean()
+
+    compute = run_one(Table, Head, loss=penalised)
+    compute.forward(range(2), 1, inputs_of(1), targets_of(1), train=False)
+    assert sorted(compute.losses) == [0, 1]
+
+
+def test_a_leaf_that_lasts_from_call_to_call_is_refused():
+    assert "layer l1 reaches a float32 tensor of shape [8] that requires a gradient" in refused(Table, LazyLeaf, Head)
+
+
+def test_another_error_of_an_evaluation_is_raised_as_it_is():
+    class Fails(Block):
+        def forward(self, x):
+            if not self.training:
+                torch.ones(2) @ torch.ones(3)
+            return self.map(x)
+
+    compute = run_one(Table, Fails, Head)
+    with pytest.raises(LayerError, match="RuntimeError: inconsistent tensor size"):
+        compute.forward(range(3), 0, inputs_of(0), targets_of(0), train=False)
