@@ -23,8 +23,9 @@ from elaswave.state.checkpoint_shards import DTYPE_NAMES
 from elaswave.state.placement import Block, Role
 from elaswave.state.shapes import ALIGNMENT_ELEMENTS, LayerShape, TensorSlot, align
 from elaswave.state.store import HeldBlock
+from elaswave.training.lent_steps import State, attributes_of, lend_and_step, options_of
 from elaswave.training.parameters import Parameters, float32_by_default, groups_of, kind_of, make_optimizer, stand_ins
-from elaswave.training.torch_optimizer import State, TorchUpdater, Traits, lend_and_step, options_of
+from elaswave.training.torch_optimizer import TorchUpdater, Traits
 
 STEPS = 16
 """Updates that are tried. RAdam takes another branch near the sixth."""
@@ -196,10 +197,14 @@ class _Trial:
         state: State = {name: torch.full((_RUN_ELEMENTS,), value) for name, value in fills.items()}
         state |= {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in initial.items()}
         kept: list[tuple[str, str]] = []
+        attributes = attributes_of(self._optimizer)
         for number in range(1, STEPS + 1):
             run.grad = self._gradient(_RUN_ELEMENTS, number)
             try:
-                state = lend_and_step(self._optimizer, [{**options, "params": [run]}], {run: state})[run]
+                found, attributes = lend_and_step(
+                    self._optimizer, [{**options, "params": [run]}], {run: state}, attributes
+                )
+                state = found[run]
             except Exception as error:
                 self._refuse(slot, f"its step fails for a run of the tensor's elements: {_said(error)}", error)
             now = sorted((name, self._sort_of(slot, name, value)) for name, value in state.items())

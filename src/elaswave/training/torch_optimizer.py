@@ -6,13 +6,16 @@ instance the runs of their tensors as parameters, with their states, and calls `
 It is kept once per group, and moved on once per update by a pilot: a tiny parameter of the group, whose elements mean
 nothing.
 
-That the class really updates every element by itself is tried in `elaswave.training.elementwise`.
+The same holds of attributes in which an optimizer counts by itself (`elaswave.training.lent_steps`).
+
+That the class really updates every element by itself is tried in `elaswave.training.elementwise` before the run, and on
+a part of one tensor at every update.
 """
 
 import base64
+import copy
 import io
 import pickle
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,20 +25,27 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from elaswave.config.checks import plain
 from elaswave.errors import CheckpointError, OptimizerError
+from elaswave.hashing import key64
 from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.checkpoint_shards import DTYPES
 from elaswave.state.shapes import Segment
 from elaswave.state.store import HeldBlock
 from elaswave.training.given import options_given
+from elaswave.training.lent_steps import (
+    Run,
+    State,
+    attributes_of,
+    can_be_tried,
+    copied,
+    is_known,
+    is_same,
+    lend_and_step,
+    options_of,
+    try_update,
+)
 from elaswave.training.parameters import float32_by_default, has_raised, kind_of
 
 PILOT_ELEMENTS = 32
-
-_NO_OPTIONS = ("params", "param_names")
-"""What a parameter group holds beside its options."""
-
-State = dict[str, Any]
-"""The states of one parameter, as a `torch.optim.Optimizer` keeps them."""
 
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 """From an optimizer to one of `torch.optim.lr_scheduler`, or what has its `step`, `state_dict` and
@@ -53,34 +63,6 @@ class Traits(NamedTuple):
     """The states per element that are there before the first update, and their value."""
     initial: Mapping[str, Any]
     """All other states that are there before it."""
-
-
-def lend_and_step(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, State]
-) -> Mapping[torch.Tensor, State]:
-    """Lets an optimizer update other parameters than its own.
-
-    Args:
-        optimizer: is left as it was.
-        groups: parameter groups, whose parameters have gradients.
-        state: of the parameters.
-    Returns:
-        The state after the update.
-    """
-    own_groups, own_state = optimizer.param_groups, optimizer.state
-    lent: defaultdict[torch.Tensor, State] = defaultdict(dict, state)
-    optimizer.param_groups, optimizer.state = groups, lent
-    try:
-        with float32_by_default():
-            optimizer.step()
-    finally:
-        optimizer.param_groups, optimizer.state = own_groups, own_state
-    return lent
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, by name."""
-    return {key: plain(value) for key, value in group.items() if key not in _NO_OPTIONS}
 
 
 class _Part(NamedTuple):
@@ -124,9 +106,14 @@ class TorchUpdater:
         self._pilots = [torch.nn.Parameter(torch.zeros(PILOT_ELEMENTS, dtype=torch.float32)) for _ in self._groups]
         self._scalars: list[State] = [dict(each.initial) for each in traits]
         """After the newest committed step, by parameter group; as the optimizer has them."""
+        self._is_known = is_known(optimizer)
+        self._calls = self._calls_before = 0
+        """Of `update`, in this step and in the one before."""
+        self._is_due = False
         self._scheduler = None if make_scheduler is None else _scheduler_of(make_scheduler, optimizer)
         self._kits: WeakKeyDictionary[HeldBlock, _Kit] = WeakKeyDictionary()
         self._step = self._num_updates = 0
+        self._built = copy.deepcopy(attributes_of(optimizer))
         self._fix()
 
     # ---------------------------------------------------------------------------------------------- committed steps
@@ -135,6 +122,7 @@ class TorchUpdater:
         """Keeps what the update of the next step needs, before it is moved on."""
         self._options = [options_of(group) for group in self._groups]
         self._before = self._scalars
+        self._attributes = copy.deepcopy(attributes_of(self._optimizer))
         self.learning_rate = float(self._options[0].get("lr", 0.0))
 
     def committed(self, step: int, loss: float, *, updates: bool) -> None:
@@ -143,6 +131,7 @@ class TorchUpdater:
             return
         assert step == self._step + 1, f"step {step} is committed after step {self._step}"
         self._fix()
+        self._calls_before, self._calls = self._calls, 0
         if updates:
             self._move_on()
         with float32_by_default():
@@ -157,12 +146,13 @@ class TorchUpdater:
         state: dict[torch.Tensor, State] = {}
         for pilot, traits, scalars in zip(self._pilots, self._traits, self._scalars, strict=True):
             there = traits.states if self._num_updates else traits.fills
-            state[pilot] = {name: torch.zeros(PILOT_ELEMENTS, dtype=torch.float32) for name in there} | _copied(scalars)
+            state[pilot] = {name: torch.zeros(PILOT_ELEMENTS, dtype=torch.float32) for name in there} | copied(scalars)
             pilot.grad = torch.zeros(PILOT_ELEMENTS, dtype=torch.float32)
-        found = lend_and_step(self._optimizer, groups, state)
+        found, attributes = lend_and_step(self._optimizer, groups, state)
+        vars(self._optimizer).update(attributes)
         self._num_updates += 1
         self._scalars = [
-            _copied({name: value for name, value in found[pilot].items() if name not in traits.states})
+            copied({name: value for name, value in found[pilot].items() if name not in traits.states})
             for pilot, traits in zip(self._pilots, self._traits, strict=True)
         ]
         for group, moved, options in zip(self._groups, groups, self._options, strict=True):
@@ -187,7 +177,9 @@ class TorchUpdater:
 
     def update(self, copies: Sequence[HeldBlock], gradients: Sequence[torch.Tensor], num_updates: int) -> None:
         """Lends the runs of all blocks to the optimizer, for one call of its step."""
-        kits = [self._kit_of(copy) for copy in copies]
+        kits = [self._kit_of(held) for held in copies]
+        if not self._is_known:
+            self._try_a_part(kits, gradients, num_updates)
         parameters: dict[int, list[torch.nn.Parameter]] = {}
         state: dict[torch.Tensor, State] = {}
         for kit, gradient in zip(kits, gradients, strict=True):
@@ -199,34 +191,65 @@ class TorchUpdater:
         for group, lent in sorted(parameters.items()):
             groups.append({**self._options[group], "params": lent})
             _set([state[parameter] for parameter in lent], self._before[group], self._place_of_numbers(group, lent[0]))
-        found = lend_and_step(self._optimizer, groups, state)
+        found = lend_and_step(self._optimizer, groups, state, self._attributes).state
         for kit in kits:
             for part in kit.parts:
                 part.parameter.grad = None
                 kit.state[part.parameter] = self._taken(part, found[part.parameter], num_updates)
+
+    def _try_a_part(self, kits: Sequence[_Kit], gradients: Sequence[torch.Tensor], num_updates: int) -> None:
+        """At one call of each step, another one from step to step, makes the update of a part of one tensor whole and
+        in halves."""
+        self._is_due |= self._calls == self._step % max(1, self._calls_before)
+        self._calls += 1
+        if not self._is_due:
+            return
+        parts = [
+            (kit, part, gradient)
+            for kit, gradient in zip(kits, gradients, strict=True)
+            for part in kit.parts
+            if can_be_tried(part.segment.stop - part.segment.start)
+        ]
+        if not parts:
+            return  # the next call has some
+        self._is_due = False
+        kit, part, gradient = parts[key64("part", self._step) % len(parts)]
+        segment, group = part.segment, part.segment.slot.group
+        state = kit.state[part.parameter]
+        numbers: State = {}
+        _set([numbers], self._before[group], self._place_of_numbers(group, part.parameter))
+        run = Run(
+            segment.slot,
+            part.parameter.detach(),
+            gradient[segment.start : segment.stop],
+            {name: view for name, view in part.views if name in state},
+            numbers,
+            self._options[group],
+        )
+        try_update(self._optimizer, run, self._attributes, self._step, num_updates)
 
     def _place_of_numbers(self, group: int, parameter: torch.Tensor) -> torch.device:
         """Where the optimizer has what it keeps once per tensor: as torch's classes, of which only the fused ones read
         it in their kernels."""
         return parameter.device if self._options[group].get("fused") else torch.device("cpu")
 
-    def _kit_of(self, copy: HeldBlock) -> _Kit:
-        master = copy.slots[MASTER]
-        kit = self._kits.get(copy)
+    def _kit_of(self, held: HeldBlock) -> _Kit:
+        master = held.slots[MASTER]
+        kit = self._kits.get(held)
         if kit is None or kit.master is not master:
-            kit = self._kits[copy] = self._new_kit(copy, master)
+            kit = self._kits[held] = self._new_kit(held, master)
         return kit
 
-    def _new_kit(self, copy: HeldBlock, master: torch.Tensor) -> _Kit:
-        there = set(copy.slots)
+    def _new_kit(self, held: HeldBlock, master: torch.Tensor) -> _Kit:
+        there = set(held.slots)
         for name in self._slots:
-            if name not in there and any(name in self._states_of(segment) for segment in copy.segments):
-                copy.slots[name] = torch.zeros(copy.num_elements, dtype=torch.float32, device=master.device)
+            if name not in there and any(name in self._states_of(segment) for segment in held.segments):
+                held.slots[name] = torch.zeros(held.num_elements, dtype=torch.float32, device=master.device)
         parts = []
         state: dict[torch.Tensor, State] = {}
-        for segment in copy.segments:
+        for segment in held.segments:
             run = slice(segment.start, segment.stop)
-            views = tuple((name, copy.slots[name][run]) for name in self._states_of(segment))
+            views = tuple((name, held.slots[name][run]) for name in self._states_of(segment))
             part = _Part(torch.nn.Parameter(master[run]), segment, views)
             parts.append(part)
             state[part.parameter] = {name: view for name, view in views if name in there}
@@ -265,6 +288,13 @@ class TorchUpdater:
             "scalars": self._scalars,
             "scheduler": None if self._scheduler is None else plain(self._scheduler.state_dict()),
         }
+        attributes = {
+            name: value
+            for name, value in attributes_of(self._optimizer).items()
+            if name not in self._built or not is_same(value, self._built[name])
+        }
+        if attributes:
+            content["attributes"] = attributes
         data = io.BytesIO()
         torch.save(content, data)
         return base64.b64encode(data.getvalue()).decode()
@@ -275,6 +305,7 @@ class TorchUpdater:
             content = torch.load(io.BytesIO(base64.b64decode(state)), weights_only=True)
             options, scheduler = content["options"], content["scheduler"]
             scalars, num_updates = content["scalars"], int(content["num_updates"])
+            attributes = dict(content.get("attributes", {}))
         except (ValueError, KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} has no state of an optimizer like {kind_of(self._optimizer)}: {error}; "
@@ -291,6 +322,7 @@ class TorchUpdater:
             self._scheduler.load_state_dict(scheduler)
         for group, saved in zip(self._groups, options, strict=True):
             group.update(saved)
+        vars(self._optimizer).update({**copy.deepcopy(self._built), **attributes})
         self._scalars, self._num_updates, self._step = scalars, num_updates, step
         self._fix()
 
@@ -313,10 +345,6 @@ def _scheduler_of(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> Any:
     # It warns if its first step comes before the optimizer's, as it does after a step that is skipped.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return scheduler
-
-
-def _copied(state: State) -> State:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 def _set(states: Sequence[State], scalars: State, place: torch.device) -> None:

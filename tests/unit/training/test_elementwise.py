@@ -89,18 +89,6 @@ class Noisy(torch.optim.SGD):
                         parameter.add_(torch.randn_like(parameter), alpha=1e-3)
 
 
-class CountsCalls(torch.optim.SGD):
-    """Counts in itself, not per parameter: a worker calls it once for each block."""
-
-    calls = 0
-
-    def step(self, closure=None):
-        self.calls += 1
-        for group in self.param_groups:
-            group["lr"] = 0.1 / self.calls
-        super().step()
-
-
 class Elsewhere(torch.optim.SGD):
     """Updates what it was made of, not what its groups hold."""
 
@@ -166,7 +154,6 @@ REFUSED = {
     "norms": (lambda p: Normed(p, lr=0.1), SHAPE, r"layer0\.\w+ \[.*\]: update 1 gives the parameter other bits when"),
     "norms later": (lambda p: AfterSixNormed(p, lr=0.1), SHAPE, "update 7 gives the parameter other bits"),
     "draws": (lambda p: Noisy(p, lr=0.1), SHAPE, "update 1 gives the parameter other bits"),
-    "counts calls": (lambda p: CountsCalls(p, lr=0.1), SHAPE, "update 1 gives the parameter other bits"),
     "parameters elsewhere": (lambda p: Elsewhere(p, lr=0.1), SHAPE, "update 1 gives the parameter other bits"),
     "idle": (lambda p: Idle(p, lr=0.1), SHAPE, "16 steps leave it as it is"),
     "double": (keeping(lambda p, n: {"sum": p.double()}), SHAPE, r"its state sum is torch\.float64, and blocks hold"),

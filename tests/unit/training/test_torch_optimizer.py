@@ -1,18 +1,20 @@
 """torch.optim's classes on blocks: their own bits, whatever is cut where; options, schedulers and what is kept."""
 
 import math
+import re
 import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.shapes import make_shape
 from tests.unit.training.blocks import CUTS, SHAPE, Crew, Whole, assert_same, decoded, tried
 from torch.optim import lr_scheduler
 
 from elaswave.errors import CheckpointError, OptimizerError
 from elaswave.state.checkpoint_format import MASTER
-from elaswave.training import torch_optimizer
+from elaswave.training import lent_steps, torch_optimizer
 from elaswave.training.own_optimizer import OwnOptimizer
 
 STEPS = 15
@@ -54,6 +56,27 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
+class CountsInItself(torch.optim.SGD):
+    """Counts in attributes, as a plain loop permits, where a worker calls it once for each block. Its rule changes with
+    the count."""
+
+    calls = 0
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        self.kept = {"steps": torch.zeros((), dtype=torch.int64), "rates": [1.0]}
+
+    def step(self, closure=None):
+        self.calls += 1
+        self.kept["steps"] += 1
+        self.kept["rates"].append(self.calls / 3)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and self.kept["steps"] > 5:
+                    parameter.grad = parameter.grad.sign() * self.kept["rates"][-1]
+        super().step()
+
+
 OPTIMIZERS = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
@@ -79,6 +102,7 @@ OPTIMIZERS = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "Lion": lambda p: Lion(p, weight_decay=0.1),
     "Counting": lambda p: Counting(p, lr=0.1),
+    "counts in itself": lambda p: CountsInItself(p, lr=0.1),
 }
 TWO_GROUPS = {
     "AdamW": lambda p: torch.optim.AdamW(
@@ -132,11 +156,12 @@ def test_the_steps_of_an_optimizer_do_not_grow_with_blocks():
             super().step()
 
     optimizer = tried(lambda p: Counted(p, lr=0.1))
-    for cuts in (CUTS, [*range(0, SHAPE.size, 32), SHAPE.size]):
+    for cuts in (CUTS, [*range(0, SHAPE.size, 64), SHAPE.size]):
         crew = Crew(optimizer, cuts=cuts, workers=1, at_once=1000)
         calls.clear()
         crew.step(1)
-        assert calls == [[1], [sum(len(held.segments) for held in crew.blocks)]]  # the pilot's, and that of all blocks
+        # The pilot's, a part of a tensor whole and in halves, and that of all blocks.
+        assert calls == [[1], [1], [1], [1], [sum(len(held.segments) for held in crew.blocks)]]
 
 
 @settings(max_examples=10, deadline=None)
@@ -244,7 +269,7 @@ def test_a_skipped_step_moves_the_scheduler_on_and_no_count_of_updates():
 
 
 @pytest.mark.parametrize("scheduler", [None, *SCHEDULERS.values()], ids=["none", *SCHEDULERS])
-@pytest.mark.parametrize("make", ["NAdam", "Counting", "Lion"])
+@pytest.mark.parametrize("make", ["NAdam", "Counting", "Lion", "counts in itself"])
 def test_going_on_after_a_checkpoint(make, scheduler):
     if make != "NAdam" and scheduler not in (None, SCHEDULERS["LambdaLR"]):
         return  # they have no momentum to be cycled, and one scheduler shows it
@@ -377,3 +402,120 @@ def test_an_own_optimizer_travels_to_another_interpreter():
 def test_the_last_cut_is_the_end():
     assert CUTS[-1] == SHAPE.size and all(cut % 32 == 0 for cut in CUTS)
     assert torch_optimizer.PILOT_ELEMENTS % 32 == 0
+
+
+class Late(torch.optim.SGD):
+    """Is what `rule` makes of it from update 20 on."""
+
+    def __init__(self, parameters, rule):
+        super().__init__(parameters, lr=0.1)
+        self.rule, self.made = rule, 0
+
+    def step(self, closure=None):
+        self.made += 1
+        for group in self.param_groups:
+            group["size"] = 0.0
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["seen"] = 0.0
+                    if self.made >= 20:
+                        self.rule(parameter, group, self.state[parameter])
+        super().step()
+
+
+def by_norm(parameter, group, state):
+    parameter.grad = parameter.grad / (parameter.grad.norm() + 1e-6)
+
+
+def by_a_product(parameter, group, state):
+    if parameter.dim() == 2:
+        parameter.grad = parameter.grad @ parameter.grad.T @ parameter.grad
+
+
+def by_a_state(parameter, group, state):
+    state["seen"] = float(parameter.grad.norm())
+
+
+def by_an_option(parameter, group, state):
+    group["size"] = max(group["size"], float(parameter.grad.abs().max()))
+
+
+def by_an_error(parameter, group, state):
+    if parameter.dim() > 1:
+        raise ValueError("takes vectors only")
+
+
+LATE = {
+    "norm": (by_norm, "gives the parameter other bits when"),
+    "product": (by_a_product, "gives the parameter other bits when"),
+    "state": (by_a_state, "leaves seen at"),
+    "option": (by_an_option, "leaves option size at"),
+    "error": (by_an_error, "fails for .* of its elements: takes vectors only"),
+}
+
+
+def run_until_refused(crew, last):
+    for number in range(1, last):
+        crew.step(number)
+    with pytest.raises(OptimizerError, match=f"cannot be used any more: update {last} ") as caught:
+        crew.step(last)
+    return str(caught.value)
+
+
+MATRIX = make_shape([(64, 33)])
+
+
+@pytest.mark.parametrize(("rule", "words"), LATE.values(), ids=LATE)
+def test_what_begins_after_the_trial_not_to_be_elementwise_is_refused(rule, words):
+    crew = Crew(tried(lambda p: Late(p, rule), shape=MATRIX), cuts=[0, 544, 1024, MATRIX.size], shape=MATRIX)
+    assert re.search(rf"Late cannot .* of layer0\.t0 \[64, 33\] {words}", run_until_refused(crew, 20))
+
+
+def test_what_acts_on_large_gradients_only_is_refused(monkeypatch):
+    class Clips(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                torch.nn.utils.clip_grad_norm_(group["params"], 1e9, foreach=False)
+            super().step()
+
+    # By a norm that no trial has reached; and of all parameters of a call, so that halves are called apart.
+    crew = Crew(tried(lambda p: Clips(p, lr=0.1)), at_once=100)
+    crew.step(1)
+    monkeypatch.setattr("tests.unit.training.blocks.gradients", lambda step, shape: LARGE)
+    with pytest.raises(OptimizerError, match="cannot be used any more: update 2 "):
+        crew.step(2)
+
+
+LARGE = {slot.name: torch.full(slot.shape, 1e9) for slot in SHAPE.tensors}
+
+
+def test_all_parts_are_tried_in_the_course_of_time(monkeypatch):
+    tried_runs = []
+    monkeypatch.setattr(torch_optimizer, "try_update", lambda optimizer, run, *rest: tried_runs.append(run))
+    own = tried(OPTIMIZERS["Lion"])
+    crew = Crew(own, workers=1)
+    for number in range(1, 121):
+        crew.step(number)
+    assert len(tried_runs) == 120
+    parts = [part for held in crew.blocks for part in held.segments if part.stop - part.start > 32]
+    assert {run.slot.name for run in tried_runs} == {part.slot.name for part in parts}
+    monkeypatch.undo()
+    starts = set()
+    monkeypatch.setattr(lent_steps, "_updated", lambda optimizer, run, start, stop, *rest: starts.add((start, stop)))
+    run = tried_runs[0]._replace(values=torch.zeros(4000), gradient=torch.zeros(4000))
+    for number in range(1, 1000):
+        with pytest.raises(AttributeError):
+            lent_steps.try_update(None, run, {}, number, number)
+    covered = torch.zeros(4000, dtype=torch.bool)
+    for start, stop in starts:
+        assert start % 32 == 0 and 32 < stop - start <= lent_steps.TRIED_ELEMENTS
+        covered[start:stop] = True
+    assert bool(covered.all())
+
+
+def test_torchs_own_classes_are_not_tried_again(monkeypatch):
+    monkeypatch.setattr(torch_optimizer, "try_update", lambda *arguments: pytest.fail("was tried"))
+    for name in ("AdamW", "SGD fused", "ASGD"):
+        crew = Crew(tried(OPTIMIZERS[name]))
+        crew.step(1)
+        crew.step(2)
