@@ -109,7 +109,7 @@ class TorchUpdater:
         self._is_known = is_known(optimizer)
         self._calls = self._calls_before = 0
         """Of `update`, in this step and in the one before."""
-        self._is_due = False
+        self._is_due, self._tried_in = False, 0
         self._scheduler = None if make_scheduler is None else _scheduler_of(make_scheduler, optimizer)
         self._kits: WeakKeyDictionary[HeldBlock, _Kit] = WeakKeyDictionary()
         self._step = self._num_updates = 0
@@ -132,6 +132,7 @@ class TorchUpdater:
         assert step == self._step + 1, f"step {step} is committed after step {self._step}"
         self._fix()
         self._calls_before, self._calls = self._calls, 0
+        self._is_due &= self._tried_in != self._step
         if updates:
             self._move_on()
         with float32_by_default():
@@ -202,7 +203,7 @@ class TorchUpdater:
         in halves."""
         self._is_due |= self._calls == self._step % max(1, self._calls_before)
         self._calls += 1
-        if not self._is_due:
+        if not self._is_due or self._tried_in == self._step:
             return
         parts = [
             (kit, part, gradient)
@@ -212,7 +213,7 @@ class TorchUpdater:
         ]
         if not parts:
             return  # the next call has some
-        self._is_due = False
+        self._tried_in = self._step
         kit, part, gradient = parts[key64("part", self._step) % len(parts)]
         segment, group = part.segment, part.segment.slot.group
         state = kit.state[part.parameter]
