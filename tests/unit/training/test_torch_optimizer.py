@@ -491,8 +491,8 @@ LARGE = {slot.name: torch.full(slot.shape, 1e9) for slot in SHAPE.tensors}
 
 def test_all_parts_are_tried_in_the_course_of_time(monkeypatch):
     tried_runs = []
-    monkeypatch.setattr(torch_optimizer, "try_update", lambda optimizer, run, *rest: tried_runs.append(run))
     own = tried(OPTIMIZERS["Lion"])
+    monkeypatch.setattr(torch_optimizer, "try_update", lambda optimizer, run, *rest: tried_runs.append(run))
     crew = Crew(own, workers=1)
     for number in range(1, 121):
         crew.step(number)
