@@ -46,6 +46,11 @@ class Readings:
         self._check = check
         self._unread: list[tuple[Reading, torch.Tensor]] = []
 
+    @property
+    def are_known_at_once(self) -> bool:
+        """Whether nothing has to be waited for: the host computes."""
+        return self._device.is_host
+
     def note(self, number: torch.Tensor) -> Reading:
         """A number to be known later; on the host it is known at once.
 

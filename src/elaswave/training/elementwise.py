@@ -241,7 +241,8 @@ class _Trial:
     def _compare(
         self, whole: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], tried: Tried
     ) -> None:
-        updater = TorchUpdater(make_optimizer(self._factory, stand_ins(self._tensors)), tried.traits, tried.slots)
+        optimizer = make_optimizer(self._factory, stand_ins(self._tensors))
+        updater = TorchUpdater(optimizer, tried.traits, tried.slots, tries=False)
         blocks = self._blocks(tried)
         size = blocks[-1].block.stop
         for number in range(1, STEPS + 1):

@@ -90,6 +90,7 @@ class TorchUpdater:
         traits: what it keeps, by parameter group.
         slots: its states per element, those of all groups, in the order in which blocks keep them.
         make_scheduler: of the learning rate and other options; None: they stay.
+        tries: makes the update of a part of one tensor whole and in halves, at every update.
     Raises:
         OptimizerError: `make_scheduler` raises, or what it returns is no scheduler.
     """
@@ -100,13 +101,15 @@ class TorchUpdater:
         traits: Sequence[Traits],
         slots: Sequence[str],
         make_scheduler: MakeScheduler | None = None,
+        *,
+        tries: bool = True,
     ) -> None:
         self._optimizer, self._traits, self._slots = optimizer, traits, slots
         self._groups = optimizer.param_groups
         self._pilots = [torch.nn.Parameter(torch.zeros(PILOT_ELEMENTS, dtype=torch.float32)) for _ in self._groups]
         self._scalars: list[State] = [dict(each.initial) for each in traits]
         """After the newest committed step, by parameter group; as the optimizer has them."""
-        self._is_known = is_known(optimizer)
+        self._tries = tries and not is_known(optimizer)
         self._calls = self._calls_before = 0
         """Of `update`, in this step and in the one before."""
         self._is_due, self._tried_in = False, 0
@@ -179,7 +182,7 @@ class TorchUpdater:
     def update(self, copies: Sequence[HeldBlock], gradients: Sequence[torch.Tensor], num_updates: int) -> None:
         """Lends the runs of all blocks to the optimizer, for one call of its step."""
         kits = [self._kit_of(held) for held in copies]
-        if not self._is_known:
+        if self._tries:
             self._try_a_part(kits, gradients, num_updates)
         parameters: dict[int, list[torch.nn.Parameter]] = {}
         state: dict[torch.Tensor, State] = {}

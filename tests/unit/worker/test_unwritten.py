@@ -1,5 +1,7 @@
 """What layers and losses are lent: whoever writes it gets a copy from the first micro-batch on, or is refused."""
 
+import math
+
 import pytest
 import torch
 from tests.unit.worker.test_canary import model_of
@@ -276,14 +278,16 @@ def test_targets_may_not_be_written_by_their_data(by):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 @pytest.mark.parametrize("shape", [(), (3,), (16,), (37, 11), (64, 64)])
-def test_sums_see_every_element(dtype, shape):
-    tensor = torch.zeros(shape, dtype=dtype)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_sums_see_every_element(dtype, shape, offset):
+    tensor = torch.zeros(offset + math.prod(shape), dtype=dtype)[offset:].view(shape)
     flat = tensor.view(-1)
     for place in {0, flat.numel() // 2, flat.numel() - 1}:
         watched = Watched([tensor], by_sums=True)
         assert not watched.differs()
         flat.data[place] = 1
         assert watched.differs() is True and not watched.is_counted
+        assert watched.differs(waits=False) > 0
 
 
 def test_what_a_device_finds_out_is_refused_before_the_vote(later, monkeypatch):
@@ -291,7 +295,7 @@ def test_what_a_device_finds_out_is_refused_before_the_vote(later, monkeypatch):
     train([compute], [range(4)], [0])
     later()
     on_host = Watched.differs
-    monkeypatch.setattr(Watched, "differs", lambda self: torch.tensor(int(on_host(self))))
+    monkeypatch.setattr(Watched, "differs", lambda self, waits: torch.tensor(int(on_host(self))))
     train([compute], [range(4)], [1])
     with pytest.raises(LayerError, match=r"layer l2 writes its input now.* step 3, micro-batch 1, layer 2 \(l2\)"):
         compute.look_at_late()
