@@ -83,14 +83,14 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The plain attributes of an optimizer, beside its parameter groups and states; not to be written."""
     return {
         name: value
-        for name, value in ((name, plain(value)) for name, value in vars(optimizer).items())
+        for name, value in vars(optimizer).items()
         if name not in ("param_groups", "state", "defaults") and _is_plain(value, _PLAIN_DEPTH)
     }
 
 
 def _is_plain(value: Any, depth: int) -> bool:
     kind = type(value)
-    if kind in (int, float, bool, str, type(None)):
+    if kind in (int, float, bool, str, type(None)) or (kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0):
         return True
     if kind is torch.Tensor:
         return value.numel() <= _PLAIN_ELEMENTS and not value.requires_grad and not value.is_meta

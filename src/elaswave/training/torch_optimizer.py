@@ -298,7 +298,7 @@ class TorchUpdater:
             if name not in self._built or not is_same(value, self._built[name])
         }
         if attributes:
-            content["attributes"] = attributes
+            content["attributes"] = plain(attributes)
         data = io.BytesIO()
         torch.save(content, data)
         return base64.b64encode(data.getvalue()).decode()

@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -64,12 +65,13 @@ class CountsInItself(torch.optim.SGD):
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, lr=lr)
-        self.kept = {"steps": torch.zeros((), dtype=torch.int64), "rates": [1.0]}
+        self.kept = {"steps": torch.zeros((), dtype=torch.int64), "rates": [1.0], "scale": np.float64(1.0)}
 
     def step(self, closure=None):
         self.calls += 1
         self.kept["steps"] += 1
         self.kept["rates"].append(self.calls / 3)
+        self.kept["scale"] /= np.float64(2.0)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and self.kept["steps"] > 5:
