@@ -276,8 +276,7 @@ def differences_on_resume(there: Mapping[str, Any], config: Config) -> list[str]
         there: the configuration that the checkpoint keeps: values by key, by section.
         config: that the run is to go on with.
     """
-    here: Mapping[str, Any] = msgspec.json.decode(msgspec.json.encode(config.to_dict()))
-    old, new = _by_key(there), _by_key(here)
+    old, new = _by_key(there), _by_key(_as_in_files(config.to_dict()))
     return [
         f"{key} is {_shown(old.get(key))} there and {_shown(new.get(key))} here"
         for key in dict.fromkeys((*new, *old))
@@ -301,13 +300,18 @@ def check_same_computation(there: Mapping[str, Any], config: Config, checkpoint:
         )
 
 
+def _as_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as a checkpoint gives them back."""
+    return msgspec.json.decode(msgspec.json.encode(values), type=dict[str, Any])
+
+
 def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted key; what is left out has its default, as in a file."""
     flat: dict[str, Any] = {}
     for name, struct in SECTIONS.items():
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
         given = values.get(name, {})
-        flat |= {f"{name}.{key}": value for key, value in (msgspec.to_builtins(defaults) | dict(given)).items()}
+        flat |= {f"{name}.{key}": value for key, value in (_as_in_files(defaults) | dict(given)).items()}
     return flat
 
 

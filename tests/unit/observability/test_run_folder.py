@@ -199,6 +199,17 @@ def test_resume_from_another_computation_lists_what_differs_whichever_side_leave
     assert "model.num_kv_heads is 2 there and unset here" in back and len(back) == 7
 
 
+def test_a_checkpoint_of_a_version_that_lacked_keys_is_taken_as_with_their_defaults() -> None:
+    there = msgspec.json.decode(msgspec.json.encode(load_config().to_dict()))
+    for section, key in (("model", "fences"), ("model", "cuts"), ("model", "dropout"), ("optimizer", "ema_decay")):
+        del there[section][key]
+    assert differences_on_resume(there, load_config()) == []
+    fenced = load_config(None, ['model.fences=["block.0:int8"]'])
+    assert differences_on_resume(there, fenced) == ['model.fences is [] there and ["block.0:int8"] here']
+    there["model"]["of_the_future"] = 3
+    assert differences_on_resume(there, load_config()) == ["model.of_the_future is 3 there and unset here"]
+
+
 def test_a_configuration_saved_before_there_was_a_format_is_read_as_it_was_meant(tmp_path: Path) -> None:
     config = load_config(None, ["model.family=llama", "model.hidden_size=64", "model.intermediate_size=96"])
     with opened(tmp_path, config):
