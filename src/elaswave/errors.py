@@ -195,7 +195,7 @@ class StoppedBySignalError(ElaswaveError):
     """The job was asked to end by a signal, and has ended.
 
     Args:
-        signal_number: SIGINT, SIGTERM or SIGHUP.
+        signal_number: SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2.
         detail: how far it came, and from which checkpoint it can go on.
     """
 

@@ -11,6 +11,7 @@ from tests.agents import Agents, free_port
 from tests.etcd_processes import cluster, needs_etcd
 from tests.integration.jobs import SMALL, Job, run_job
 
+from elaswave.cli.main import main
 from elaswave.observability.result import read_digests, read_result
 
 FOUR = {**SMALL, "layout.widths": "[2, 2]", "elastic.num_followers": 3}
@@ -165,3 +166,24 @@ def test_hosts_share_only_checkpoints_and_one_folder_tells_of_all_workers(tmp_pa
     assert "its result is in the run folder of the coordinator's host" in other.text
     reference = run_job(tmp_path / "reference", {**settings, "control.hosts": 1})
     assert finished(agents.run_dir).computation == reference.computation
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("ctl", 143),
+        pytest.param("SIGTERM", 143, marks=pytest.mark.slow),
+        pytest.param("SIGINT", 130, marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", 138, marks=pytest.mark.slow),
+    ],
+)
+def test_an_agent_that_waits_for_others_stops_when_it_is_told_to(tmp_path: Path, how: str, code: int) -> None:
+    with Agents(tmp_path, {**SMALL, "control.hosts": 2, "net.trusted": True}, f"127.0.0.1:{free_port()}") as agents:
+        agent = agents.start("h1", founds=True)
+        agents.wait_for(lambda: "host h1 has come: 1 of 2" in agent.text, "the coordinator")
+        if how == "ctl":
+            assert main(["ctl", str(agents.run_dir), "stop"]) == 0
+        else:
+            agent.signal(getattr(signal, how))
+        assert agent.end(60.0) == code, agent.text
+        assert "nothing was trained" in agent.text and "Traceback" not in agent.text

@@ -187,6 +187,8 @@ def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         pytest.param(signal.SIGINT, 130, True, id="Ctrl-C"),  # a terminal sends it to all processes
         pytest.param(signal.SIGTERM, 143, False, id="SIGTERM"),
         pytest.param(signal.SIGHUP, 129, True, id="a closed terminal"),
+        pytest.param(signal.SIGUSR1, 138, True, id="a scheduler's signal to all"),
+        pytest.param(signal.SIGUSR2, 140, False, id="SIGUSR2", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 130, False, id="SIGINT to the command", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 143, True, id="SIGTERM to all", marks=pytest.mark.slow),
     ],
@@ -198,7 +200,11 @@ def test_a_signal_ends_the_job_between_two_steps(
     endless = settings_of(run__steps=10**6, optimizer__schedule="constant")
     with started(tmp_path / "t", "--run-dir", str(run_dir), "--json", *endless) as process:
         wait_for_step(run_dir, 3)
-        os.killpg(process.pid, number) if to_all else os.kill(process.pid, number)
+        if to_all and number == signal.SIGUSR1:  # workers are not in the group of a terminal
+            for pid in processes_of_session(process.pid):
+                os.kill(pid, number)
+        else:
+            os.killpg(process.pid, number) if to_all else os.kill(process.pid, number)
         output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == code, errors
     assert "Traceback" not in errors
@@ -246,6 +252,19 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert (
         "stopped at once by a second signal; it has no checkpoint, so it can only begin again (--overwrite)" in errors
     )
+
+
+def test_impatient_signals_leave_nothing_behind(tmp_path: Path) -> None:
+    """Ten of them, as fast as a person can, while the job ends; `started` sees what is left."""
+    run_dir = tmp_path / "run"
+    with started(tmp_path / "t", "--run-dir", str(run_dir), *settings_of(run__steps=10**6)) as process:
+        wait_for_step(run_dir, 2)
+        for _ in range(10):
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.04)  # the fault is that fast
+        process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
 
 
 def test_training_goes_on_without_its_terminal(tmp_path: Path) -> None:

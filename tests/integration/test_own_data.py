@@ -3,6 +3,7 @@
 import functools
 import os
 import random
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -202,3 +203,44 @@ def test_data_that_holds_a_connection_is_refused_before_anything_begins(tmp_path
         dataset.line = ours  # type: ignore[attr-defined]
         trainer(tmp_path / "run", dataset).train()
     assert not (tmp_path / "run").exists()
+
+
+class Table:
+    """Rows of a file that each process maps when it reads the first one; each has a page of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: np.ndarray | None = None
+        np.random.default_rng(0).random((50, 1024), np.float32).tofile(path)
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.rows is None:
+            self.rows = np.memmap(self.path, np.float32, "r", shape=(50, 1024))
+        row = torch.tensor(self.rows[index])
+        return row[:4], row[4:5]
+
+
+@pytest.mark.parametrize("loaders", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_file_that_is_cut_short_while_it_is_mapped_is_named(tmp_path: Path, loaders: int) -> None:
+    path = tmp_path / "table.bin"
+
+    def cut(step: int, loss: float, metrics: Any) -> None:
+        if step == 40:
+            os.truncate(path, 2 * 4096)
+
+    endless = {
+        "run.steps": 10**6,
+        "run.checkpoint_every": 20,
+        "elastic.respawn": False,
+        "layout.widths": [2],
+    }
+    job = trainer(tmp_path / "run", Table(path), settings=endless, loaders=loaders, callbacks=[cut])
+    with nothing_left(), pytest.raises(elaswave.errors.RecoveryError) as caught:
+        job.train()
+    who = "loader 0 of worker" if loaders else "worker"
+    assert re.match(rf"{who} \d was killed by SIGBUS: a file was cut short while the job reads it", str(caught.value))
+    assert f"{path}, of which {50 * 4096} bytes are mapped into memory, has 8192 now" in str(caught.value)
+    assert "continues from the checkpoint of step" in str(caught.value)

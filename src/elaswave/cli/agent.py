@@ -31,7 +31,7 @@ def _name(context: click.Context, option: click.Parameter, value: str | None) ->
     name="agent",
     short_help="Take this host into a job of several hosts.",
     epilog="Exit codes: 0 done; 1 failed and 2 bad input, which another try would meet again; 75 worth another try (no "
-    "coordinator, too few hosts, this host's workers have left); 130 Ctrl-C, 143 SIGTERM.",
+    "coordinator, too few hosts, this host's workers have left); 130 Ctrl-C, 138 and 140 SIGUSR1 and 2, 143 SIGTERM.",
 )
 @click.option("--job", required=True, metavar="NAME", callback=_name, help="The job's name.")
 @click.option(

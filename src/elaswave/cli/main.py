@@ -1,9 +1,9 @@
 """The ``elaswave`` command: finds the verb, and turns every way in which it can end into an exit code.
 
 0 success, 1 failure or difference found, 2 bad input, 75 worth another try (agents), 128 + signal for signals (129
-SIGHUP, 130 Ctrl-C, 143 SIGTERM). An error that elaswave raises on purpose is printed once on standard error, without a
-traceback of this process; any other is a bug of ours and shows its traceback. With ``--json`` standard output is one
-JSON document also when the command fails.
+SIGHUP, 130 Ctrl-C, 138 SIGUSR1, 140 SIGUSR2, 143 SIGTERM). An error that elaswave raises on purpose is printed once on
+standard error, without a traceback of this process; any other is a bug of ours and shows its traceback. With ``--json``
+standard output is one JSON document also when the command fails.
 """
 
 import contextlib

@@ -25,7 +25,7 @@ from elaswave.observability.output import say_error
     short_help="Run a script that trains its own model.",
     context_settings={"allow_interspersed_args": False},
     epilog="Exit codes: the script's own, or 0 done, 1 failed, 2 bad input, 129 SIGHUP (a closed terminal), 130 "
-    "Ctrl-C, 143 SIGTERM.",
+    "Ctrl-C, 138 and 140 SIGUSR1 and 2, 143 SIGTERM.",
 )
 @job_options(
     "the script's", "the script's, or runs/<UTC time>-<short id>", ", as elaswave train does; may be repeated."

@@ -26,7 +26,8 @@ from elaswave.observability.run_folder import is_fine_tuning, resume_command
     name="train",
     short_help="Train a model.",
     epilog="Every key, with its default: elaswave train --print-config. "
-    "Exit codes: 0 done, 1 failed, 2 bad input, 129 SIGHUP (a closed terminal), 130 Ctrl-C, 143 SIGTERM.",
+    "Exit codes: 0 done, 1 failed, 2 bad input, 129 SIGHUP (a closed terminal), 130 Ctrl-C, 138 and 140 "
+    "SIGUSR1 and 2, 143 SIGTERM.",
 )
 @click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path))
 @job_options(

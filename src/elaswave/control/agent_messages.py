@@ -58,6 +58,13 @@ class Exited(Message, frozen=True, kw_only=True):
     """How: "was killed by SIGKILL"."""
 
 
+class FilesCut(Message, frozen=True, kw_only=True):
+    """A process was killed since files that it had mapped have become shorter: whoever reads there next is too."""
+
+    text: str
+    """Which process, and which files."""
+
+
 class CpuTimes(Message, frozen=True, kw_only=True):
     """How the processes get on that `Awaited` asks for."""
 
@@ -236,7 +243,18 @@ class Ended(Message, frozen=True, kw_only=True):
     """Whether the job may be tried again as it is: too few hosts have come, or its store cannot be reached."""
 
 
-FromAgent = AskJob | AgentHello | AgentLeaving | Exited | StopJob | CpuTimes | LogPart | CheckpointCommitted | TermTaken
+FromAgent = (
+    AskJob
+    | AgentHello
+    | AgentLeaving
+    | FilesCut
+    | Exited
+    | StopJob
+    | CpuTimes
+    | LogPart
+    | CheckpointCommitted
+    | TermTaken
+)
 ToAgent = (
     JobSpec
     | AgentRefused

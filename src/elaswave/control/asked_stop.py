@@ -26,6 +26,8 @@ class AskedStop:
         self._cause = ""
         """Why the coordinator wants the end, if it was not a signal."""
         self._leave_s = leave_s
+        self._is_over = False
+        """Whether a second one has come."""
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks for a clean end; another one ends at once, unless it is SIGHUP, which a terminal that
@@ -36,7 +38,10 @@ class AskedStop:
         """
         if self.signal is not None and number == signal.SIGHUP:
             return
+        if self._is_over:
+            return  # it unwinds already, and must not be interrupted in that
         if self.signal is not None:
+            self._is_over = True
             raise StoppedBySignalError(number, "stopped at once by a second signal")
         self.signal = number
 

@@ -20,6 +20,7 @@ from elaswave.control.agent_messages import (
     CpuTimes,
     Ended,
     Exited,
+    FilesCut,
     FromAgent,
     LogPart,
     SendLogs,
@@ -329,6 +330,8 @@ class CoordinatorProcess(JobDriver):
         elif isinstance(message, CheckpointCommitted):
             if not self._end.is_there:
                 self._publishing.committed(message)
+        elif isinstance(message, FilesCut):
+            self._end.come(Ended(outcome="failed", reason=message.text + self._recorder.advice()))
         elif isinstance(message, Exited):
             _log.info("worker %d %s", message.worker, message.text)
             self._on_end_of_process(message.worker, message.text)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elaswave.control.job_folder import refused
 from elaswave.control.parent_death import end_with_parent
-from elaswave.control.stop_signals import STOP_SIGNALS
+from elaswave.control.stop_signals import STOP_SIGNALS, USER_SIGNALS, is_ours
 from elaswave.transport.addresses import await_lookups
 
 LOOKUPS_S = 0.5
@@ -91,13 +91,15 @@ def _be_child(parent: int, log: Path, body: Callable[[], int], let_go: Callable[
 
 
 def leave_signals_to_launcher() -> None:
-    """From now on this process ignores signals that end a job: the launcher decides what they mean to all of them.
-    Workers take one of them up again, see `elaswave.control.notices`."""
+    """From now on this process ignores signals that end a job: the launcher decides what they mean to all of them. A
+    script's own handler of what a scheduler sends stays. Workers take one of them up again, see
+    `elaswave.control.notices`."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         for number in STOP_SIGNALS:
-            if number not in held:  # one that has come already, and waits, would be lost
+            # One that has come already, and waits, would be lost.
+            if number not in held and (number not in USER_SIGNALS or is_ours(number)):
                 signal.signal(number, signal.SIG_IGN)
 
 

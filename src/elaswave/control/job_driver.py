@@ -534,6 +534,8 @@ class JobDriver(CoordinatorDriver):
         self._stop = Stop()
         self._operations.stopping()
         self._server.send_all(self.core.members, self._stop)
+        if not self._agents.is_founded:  # there is nobody whose step could be waited for
+            self._end.come(Ended(outcome="stopped", reason="stopped before all hosts had come: nothing was trained"))
 
     # -------------------------------------------------------------------------------------------------------- processes
 

@@ -217,6 +217,11 @@ class JobProcesses:
         """The processes of those workers that live."""
         return {worker: self._pids[worker] for worker in workers if worker in self._pids}
 
+    @property
+    def all_pids(self) -> list[int]:
+        """Of this process, the template, workers and loaders."""
+        return [os.getpid(), self.template_pid, *self._pids.values()]
+
     def facts_of(self, workers: Iterable[int]) -> dict[int, ProcessFacts]:
         """What the kernel says of those workers that live."""
         found = {worker: facts_of(pid) for worker, pid in self.pids_of(workers).items()}

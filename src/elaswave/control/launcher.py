@@ -21,6 +21,7 @@ from elaswave.control.local_job import LocalJob
 from elaswave.control.machine import memory_bytes
 from elaswave.control.post import Post
 from elaswave.control.script import Script
+from elaswave.control.stop_signals import ending_early
 from elaswave.control.template_messages import StartingPoint
 from elaswave.data.fingerprint import (
     DatasetFingerprint,
@@ -68,6 +69,7 @@ NOT_TAKEN_SHOWN = 5
 """Names of values that a warning lists."""
 
 
+@ending_early()
 def train(
     config: Config,
     run_dir: Path,
@@ -103,7 +105,7 @@ def train(
         RecoveryError: too much was lost to go on.
         StateError: the state contradicts itself.
         LaunchError: the system refuses a process or a folder that the job needs.
-        StoppedBySignalError: SIGINT, SIGTERM or SIGHUP; says from which checkpoint the run can go on.
+        StoppedBySignalError: SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2; says from which checkpoint the run can go on.
         UsageError: the data or the run folder cannot be used, or too few files may be open.
         CheckpointError: resume is asked for and there is no valid checkpoint, or it is of another model.
         RetryError: too few hosts have come, or the store is not reached.

@@ -9,6 +9,7 @@ and has checkpoints committed. This is the loop, and who is told what. The parts
 import contextlib
 import os
 import selectors
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from elaswave.control.agent_messages import (
     Ended,
     EndJoiner,
     Exited,
+    FilesCut,
     LogPart,
     SendLogs,
     ShowEvaluation,
@@ -62,12 +64,13 @@ from elaswave.control.post import Post, own_post
 from elaswave.control.script import Script
 from elaswave.control.shown import Shown
 from elaswave.control.step_calls import StepCalls
-from elaswave.control.stop_signals import stop_signals
+from elaswave.control.stop_signals import stop_signals, undisturbed
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_link import template_log
 from elaswave.control.template_messages import (
     ChildGone,
     CommitDone,
+    FromTemplate,
     KillWorkers,
     LoaderGone,
     LoaderSpawned,
@@ -83,6 +86,7 @@ from elaswave.data.fingerprint import DatasetFingerprint, Finding, SampleHash
 from elaswave.data.sampler import Sampler
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
+from elaswave.observability.mapped_files import MappedFiles
 from elaswave.observability.progress import Reporter
 from elaswave.observability.run_folder import prepare_spare
 from elaswave.protocol.agent import Agent, JobEnded, WorkerEnded
@@ -94,6 +98,8 @@ from elaswave.worker.run_plan import RunPlan
 
 LAST_WORDS_S = 1.0
 """After the template's end, how long the coordinator may take to say whether the job was over before."""
+UNBEGUN_GRACE_S = 10.0
+"""How long the coordinator, if there is one, may take to end a job in which this agent has not started a worker."""
 EXIT_GRACE_S = 10.0
 """After the end of the job, how long its processes may take to end."""
 FAILED_GRACE_S = 0.5
@@ -192,6 +198,9 @@ class LocalJob:
         self._selector = self._processes.selector
         self._workers = OwnWorkers(self._agent, self._processes, self._logs, self._waits, run_dir)
         self._looks = WorkerLooks(self._processes)
+        self._mapped = MappedFiles(time.monotonic())
+        self._cut = ""
+        """What was found out about files that were cut short."""
         leads = post.founds and not post.is_candidate
         self._candidacy = Candidacy(leads=leads, is_candidate=post.is_candidate, selector=self._selector)
         if post.founds:
@@ -318,7 +327,14 @@ class LocalJob:
         self._processes.ask_template(
             KillWorkers(workers=tuple(self._ended.lost))
         )  # who is cut off does not hear that it may go
+        if self._ended.outcome == "failed":
+            self._hear_how_they_ended()
         self._processes.reap_all(FAILED_GRACE_S if self._ended.outcome == "failed" else EXIT_GRACE_S)
+        if self._cut and self._ended.outcome == "failed" and not self._ended.reason.startswith(self._cut):
+            # All workers may have read there before anybody could be told.
+            self._ended = msgspec.structs.replace(
+                self._ended, reason=f"{self._cut}; {self._ended.reason}", worker=None, traceback_text=""
+            )
         return self._ended
 
     def _loop(self) -> None:
@@ -350,6 +366,8 @@ class LocalJob:
                 self._client.send(looked)
             for part in self._logs.turn(time.monotonic()):
                 self._client.send(part)
+            if self._mapped.is_due(time.monotonic()):
+                self._mapped.look(self._processes.all_pids)
             self._coordinators.turn(self._client.disconnected_s)
             self._keep_vigil()
             self._reporter.refresh()
@@ -357,7 +375,8 @@ class LocalJob:
             if self._stop.signal is not None or self.calls.error is not None:
                 now_s = time.monotonic()
                 if kill_at_s is None:
-                    kill_at_s = now_s + self._stop.grace_s
+                    has_begun = self._workers.has_first or bool(self._processes.workers)
+                    kill_at_s = now_s + (self._stop.grace_s if has_begun else UNBEGUN_GRACE_S)
                     self._ask_to_stop()
                 elif now_s > kill_at_s:
                     self.calls.raise_error()
@@ -443,6 +462,8 @@ class LocalJob:
     def _on_message(self, message: ToAgent) -> None:
         if isinstance(message, ShowStep | StepLosses | ShowEvaluation | ShowText):
             self._shown.heard(message)
+            if isinstance(message, ShowStep):
+                self._mapped.has_begun()
         elif isinstance(message, Awaited):
             self._looks.asked(message)
         elif isinstance(message, SendLogs):
@@ -489,6 +510,7 @@ class LocalJob:
 
     def _hear_template(self) -> None:
         for message in self._processes.hear_template():
+            self._look_for_cut_files(message)
             if isinstance(message, ChildGone) and message.child == COORDINATOR:
                 self._on_coordinator_exit(how_it_ended(message.status), message.at_s)
             elif isinstance(message, ChildGone):
@@ -504,7 +526,32 @@ class LocalJob:
                 if isinstance(message, Spawned):
                     self._waits.forked(message.child)
 
-    def _tell(self, messages: Sequence[LogPart | Exited | CheckpointCommitted]) -> None:
+    def _hear_how_they_ended(self) -> None:
+        """That workers have ended the coordinator hears before how they have."""
+        deadline_s = time.monotonic() + FAILED_GRACE_S
+        while self._processes.workers and time.monotonic() < deadline_s:
+            if any(key.data == TEMPLATE for key, _ in self._selector.select(TICK_S)):
+                for message in self._processes.hear_template():
+                    self._look_for_cut_files(message)
+
+    def _look_for_cut_files(self, message: FromTemplate) -> None:
+        """Names the files behind the end of which a process may have read, before others do."""
+        if not isinstance(message, ChildGone | LoaderGone):
+            return
+        if not os.WIFSIGNALED(message.status) or os.WTERMSIG(message.status) != signal.SIGBUS:
+            return
+        what = (
+            f"worker {message.child}"
+            if isinstance(message, ChildGone)
+            else f"loader {message.number} of worker {message.worker}"
+        )
+        files = self._mapped.cut_short(self._processes.all_pids)
+        if files:
+            found = "; ".join(files)
+            self._cut = f"{what} was killed by SIGBUS: a file was cut short while the job reads it: {found}. Restore it"
+            self._tell([FilesCut(text=self._cut)])
+
+    def _tell(self, messages: Sequence[LogPart | Exited | CheckpointCommitted | FilesCut]) -> None:
         if self._client is not None:
             for message in messages:
                 self._client.send(message)
@@ -533,6 +580,10 @@ class LocalJob:
         if self._is_over:
             return
         self._is_over = True
+        with undisturbed():
+            self._end()
+
+    def _end(self) -> None:
         is_ours = self._candidacy.leads or (self._post.founds and not self._candidacy.had_it)
         if is_ours:
             remove_control_file(self._run_dir)

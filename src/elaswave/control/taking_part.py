@@ -27,6 +27,7 @@ from elaswave.control.launcher import open_data, outcome_of
 from elaswave.control.local_job import LocalJob, refusal
 from elaswave.control.open_store import FILE, look_for_earlier, remove_earlier
 from elaswave.control.post import Post, new_incarnation
+from elaswave.control.stop_signals import ending_early
 from elaswave.control.wire import agent_id
 from elaswave.data.fingerprint import fingerprint_of_all
 from elaswave.errors import CheckpointError, NeedlessError, RetryError, UsageError
@@ -89,6 +90,7 @@ class _Host(NamedTuple):
     incarnation: int
 
 
+@ending_early()
 def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -> None:
     """Takes part in a job until it is over, or this host's part is.
 

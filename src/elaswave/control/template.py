@@ -214,6 +214,8 @@ class _Serving:
         self._load = load
         self._num_loaders = 0 if setup.training is None else setup.training.loaders
         self._machine = Template(self._num_loaders)
+        self._last_status = 0
+        """Of the child whose end is dealt with."""
         self._unpacker: Unpacker[ToTemplate] = Unpacker(ToTemplate)
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ, None)
@@ -291,6 +293,7 @@ class _Serving:
         if name == COMMITTER:
             answer = os.read(self._answer_fd, _ANSWER_BYTES_MAX).decode("utf-8", "replace")
             os.close(self._answer_fd)
+        self._last_status = status
         self._handle(ChildEnded(name, status, at_s, answer))
 
     def _handle(self, event: TemplateEvent) -> None:
@@ -314,7 +317,8 @@ class _Serving:
         elif isinstance(effect, TellEnd):
             self._say(ChildGone(child=effect.child, status=effect.status, at_s=effect.at_s))
         elif isinstance(effect, TellLoaderEnd):
-            self._say(LoaderGone(worker=effect.loader.worker, number=effect.loader.number))
+            loader, status = effect.loader, self._last_status
+            self._say(LoaderGone(worker=loader.worker, number=loader.number, status=status))
         elif isinstance(effect, TellCommit):
             self._say(CommitDone(number=effect.number, error=effect.error, again=effect.again))
         else:

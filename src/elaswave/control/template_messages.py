@@ -114,6 +114,8 @@ class LoaderGone(Message, frozen=True, kw_only=True):
 
     worker: int
     number: int
+    status: int = 0
+    """As `os.waitpid` gives it."""
 
 
 class SpawnRefused(Message, frozen=True, kw_only=True):
