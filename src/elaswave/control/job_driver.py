@@ -535,7 +535,8 @@ class JobDriver(CoordinatorDriver):
         self._operations.stopping()
         self._server.send_all(self.core.members, self._stop)
         if not self._agents.is_founded:  # there is nobody whose step could be waited for
-            self._end.come(Ended(outcome="stopped", reason="stopped before all hosts had come: nothing was trained"))
+            ended = Ended(outcome="stopped", reason="stopped before all hosts had come: nothing was trained")
+            asyncio.get_running_loop().call_soon(self._background.guarded, partial(self._end.come, ended))
 
     # -------------------------------------------------------------------------------------------------------- processes
 

@@ -98,6 +98,7 @@ from elaswave.worker.run_plan import RunPlan
 
 LAST_WORDS_S = 1.0
 """After the template's end, how long the coordinator may take to say whether the job was over before."""
+CUT_SHORT = "a file was cut short while the job reads it"
 UNBEGUN_GRACE_S = 10.0
 """How long the coordinator, if there is one, may take to end a job in which this agent has not started a worker."""
 EXIT_GRACE_S = 10.0
@@ -330,7 +331,7 @@ class LocalJob:
         if self._ended.outcome == "failed":
             self._hear_how_they_ended()
         self._processes.reap_all(FAILED_GRACE_S if self._ended.outcome == "failed" else EXIT_GRACE_S)
-        if self._cut and self._ended.outcome == "failed" and not self._ended.reason.startswith(self._cut):
+        if self._cut and self._ended.outcome == "failed" and CUT_SHORT not in self._ended.reason:
             # All workers may have read there before anybody could be told.
             self._ended = msgspec.structs.replace(
                 self._ended, reason=f"{self._cut}; {self._ended.reason}", worker=None, traceback_text=""
@@ -548,8 +549,9 @@ class LocalJob:
         files = self._mapped.cut_short(self._processes.all_pids)
         if files:
             found = "; ".join(files)
-            self._cut = f"{what} was killed by SIGBUS: a file was cut short while the job reads it: {found}. Restore it"
-            self._tell([FilesCut(text=self._cut)])
+            text = f"{what} was killed by SIGBUS: {CUT_SHORT}: {found}. Restore it"
+            self._cut = self._cut or text
+            self._tell([FilesCut(text=text)])
 
     def _tell(self, messages: Sequence[LogPart | Exited | CheckpointCommitted | FilesCut]) -> None:
         if self._client is not None:
