@@ -55,15 +55,17 @@ class Difference(NamedTuple):
         return f"{self.what} has other bits than in the network itself{where}"
 
 
-def scales_of(model: nn.Module, example_inputs: Any) -> Iterator[Any]:
+def scales_of(model: nn.Module, example_inputs: Any) -> Iterator[tuple[Any, Outcome]]:
     """The example inputs, and the same with floating-point numbers of other sizes and signs, as far as the network
     computes finite numbers of them: what a backward does may not show where all numbers are small, or large.
 
     Args:
         model: in training.
         example_inputs: of a micro-batch.
+    Returns:
+        Inputs, and what the network makes of them.
     """
-    yield example_inputs
+    yield example_inputs, _of_model(model, example_inputs)
     if not any(leaf.is_floating_point() for leaf in tensors_in(example_inputs)):
         return
     for scale in _SCALES:
@@ -74,7 +76,7 @@ def scales_of(model: nn.Module, example_inputs: Any) -> Iterator[Any]:
             continue  # a network may refuse such inputs
         values = [*found.outputs, *(each for gradients in found.gradients.values() for each in gradients)]
         if all(bool(each.isfinite().all()) for each in values if each is not None):
-            yield inputs
+            yield inputs, found
 
 
 def _scaled(scale: float, leaf: Any) -> Any:
@@ -82,7 +84,11 @@ def _scaled(scale: float, leaf: Any) -> Any:
 
 
 def difference(
-    model: nn.Module, layers: Sequence[Layer], whole: Sequence[Layer], example_inputs: Any
+    model: nn.Module,
+    layers: Sequence[Layer],
+    whole: Sequence[Layer],
+    example_inputs: Any,
+    expected: Outcome | None = None,
 ) -> Difference | None:
     """Compares one forward and backward of the layers with the network's, bit for bit, dropout included.
 
@@ -94,6 +100,7 @@ def difference(
         layers: its parts.
         whole: the traced network as one part.
         example_inputs: of a micro-batch.
+        expected: what the network makes of them, if it has been computed.
     """
 
     def own() -> Outcome:
@@ -102,7 +109,7 @@ def difference(
     def traced(parts: Sequence[Layer]) -> Outcome:
         return _of_parts([layer.build() for layer in parts], parts, example_inputs)
 
-    expected = own()
+    expected = expected or own()
     coarsest = _coarsest(whole)
     what = _first_difference(expected, traced(layers), coarsest)
     if what is None:

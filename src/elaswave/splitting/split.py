@@ -232,8 +232,8 @@ def split(
 
 def _compare(model: nn.Module, layers: Sequence[Layer], whole: Sequence[Layer], example_inputs: Any) -> None:
     """Refuses layers that compute something else than the network."""
-    for inputs in scales_of(model, example_inputs):
-        differs = difference(model, layers, whole, inputs)
+    for inputs, expected in scales_of(model, example_inputs):
+        differs = difference(model, layers, whole, inputs, expected)
         if differs is not None:
             raise UsageError(_not_equal(differs))
     differs = difference_in_evaluation(layers, whole, example_inputs)
