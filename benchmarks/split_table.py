@@ -137,8 +137,8 @@ def by_elaswave(model: nn.Module, inputs: dict[str, torch.Tensor]) -> str:
         layers = elaswave.split(model, inputs, 2)
     except UsageError as error:
         return f"refused: {str(error)[:120]}"
-    tied = sum(len(layer.ties) for layer in layers)
-    shared = f"; {tied} tied between parts" if tied else ""
+    again = len({target for layer in layers for target in layer.ties.values()})
+    shared = f"; {again} used several times" if again else ""
     return f"2 parts of {len(layers.graph)} operators; outputs and gradients equal{shared}"
 
 

@@ -1,4 +1,4 @@
-"""Code of a network's own that runs in its backward: `autograd.Function` of Python, and hooks.
+"""Code of a network's own that runs in its backward: `autograd.Function`, and hooks.
 
 A trace has the operators of a forward, each with the backward that torch knows for it, and nothing of such code. It is
 found in an ordinary call by being there, not by what it does to an example: a clamp whose gradient passes straight
@@ -35,6 +35,8 @@ _HOOKS: Mapping[CodeType, str] = {
 }
 _NODE_HOOKS = frozenset({"register_hook", "register_prehook", "register_hooks"})
 """Methods of nodes, and of what they have saved, that are not written in Python."""
+_OF_CPP = "autograd::CppNode<"
+"""In the names of nodes of Functions that are written in C++."""
 _INSTEAD = (
     "Make it an operator (torch.library.custom_op with register_autograd), write it with torch's operators (x + "
     "(x.clamp(-2, 2) - x).detach() lets gradients pass straight through), or give the layers by hand "
@@ -54,10 +56,17 @@ def nodes_of(ends: Sequence[torch.Tensor]) -> Iterator[Node]:
             waiting += [child for child, _ in node.next_functions if child is not None]
 
 
-def functions_in(ends: Sequence[torch.Tensor]) -> Counter[type]:
-    """How often each Python Function stands in a graph."""
-    nodes: Iterator[Any] = nodes_of(ends)
-    return Counter(node._forward_cls for node in nodes if issubclass(type(node), BackwardCFunction))
+def functions_in(ends: Sequence[torch.Tensor]) -> Counter[type | str]:
+    """How often each Function that is not torch's stands in a graph: classes of Python, names of C++."""
+    return Counter(found for found in map(_function_of, nodes_of(ends)) if found is not None)
+
+
+def _function_of(node: Any) -> type | str | None:
+    if issubclass(type(node), BackwardCFunction):
+        found: type = node._forward_cls
+        return found
+    name: str = node.name()
+    return name if _OF_CPP in name else None
 
 
 def refuse_registered(model: nn.Module) -> None:
@@ -81,7 +90,7 @@ class BackwardCode:
     """Finds the code that calls of a network leave to their backward."""
 
     def __init__(self) -> None:
-        self._applied: dict[type, str] = {}
+        self._applied: dict[type | str, str] = {}
         """Functions with the line of their first call."""
         self._hooks: list[str] = []
 
@@ -118,7 +127,7 @@ class BackwardCode:
         if not isinstance(hooks, save_on_cpu) and type(hooks).__module__ != checkpoint.__name__:
             self._hooks.append(f"{type(hooks).__name__} at {line_of(frame.f_back)}")
 
-    def refuse(self, ends: Sequence[torch.Tensor], traced: Mapping[type, int]) -> None:
+    def refuse(self, ends: Sequence[torch.Tensor], traced: Mapping[type | str, int]) -> None:
         """Refuses a network whose backward is more than that of its trace.
 
         Args:
@@ -128,7 +137,7 @@ class BackwardCode:
             UsageError: names the Function or hook, and its line.
         """
         for function in functions_in(ends) - Counter(traced):
-            raise UsageError(_why(function, self._applied.get(function, "a place before the forward")))
+            raise UsageError(_why(function, self._applied.get(function, "a place that Python does not see")))
         if self._hooks:
             raise UsageError(
                 f"the network calls {self._hooks[0]}: what hooks do to gradients is not in a trace, which would train "
@@ -136,18 +145,19 @@ class BackwardCode:
             )
 
 
-def _why(function: type, line: str) -> str:
+def _why(function: type | str, line: str) -> str:
     if function is checkpoint.CheckpointFunction:
         return (
             f"the network uses torch.utils.checkpoint with use_reentrant=True at {line}, which hides the region from "
             "its graph: pass use_reentrant=False"
         )
-    if function.__module__.startswith("torch._functorch._aot_autograd"):
+    name = function if isinstance(function, str) else function.__qualname__
+    if not isinstance(function, str) and function.__module__.startswith("torch._functorch._aot_autograd"):
         return (
             f"a part of the network is compiled (called at {line}), and a trace sees what it was before: split the "
             "network as it is without torch.compile"
         )
     return (
-        f"the network calls the autograd.Function {function.__qualname__} at {line}: what it does in the backward is "
+        f"the network calls the autograd.Function {name} at {line}: what it does in the backward is "
         f"not in a trace, which would train something else. {_INSTEAD}"
     )

@@ -73,14 +73,14 @@ class Facts:
         several: values that are several tensors, with the value that they are views of.
         seconds: by operator: forward, backward; zeros until they are measured.
         flops: by operator, forward, as formulas have it.
-        functions: how often each Python `autograd.Function` stands in the graph.
+        functions: how often each `autograd.Function` that is not torch's stands in the graph.
     """
 
     values: dict[int, ValueFacts]
     several: dict[int, int | None]
     seconds: list[tuple[float, float]]
     flops: list[int]
-    functions: Counter[type] = field(default_factory=Counter)
+    functions: Counter[type | str] = field(default_factory=Counter)
 
 
 def state_values(traced: Traced, model: nn.Module) -> dict[int, torch.Tensor]:

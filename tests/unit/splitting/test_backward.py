@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elaswave
 from elaswave.errors import UsageError
+from elaswave.splitting.backward import BackwardCode, functions_in
 from elaswave.splitting.check import difference
 from elaswave.splitting.split import LINK_BYTES_PER_S, TracedNetwork
 
@@ -181,6 +183,22 @@ KEPT: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_what_a_trace_has_is_kept(what: str) -> None:
     network = Network(KEPT[what])
     assert len(elaswave.split(network, torch.randn(3, 4), 2)) == 2, "compared with the network"
+
+
+class CppNode:
+    """As torch shows a node of a Function that is written in C++ and belongs to no operator."""
+
+    next_functions = ()
+
+    def name(self) -> str:
+        return "torch::autograd::CppNode<Straight>"
+
+
+def test_functions_of_cpp_are_refused_unless_the_trace_has_them() -> None:
+    ends: Any = [SimpleNamespace(grad_fn=CppNode())]
+    with pytest.raises(UsageError, match=r"CppNode<Straight> at a place that Python does not see.*not in a trace"):
+        BackwardCode().refuse(ends, {})
+    BackwardCode().refuse(ends, functions_in(ends))
 
 
 def test_hooks_from_before_are_refused() -> None:
