@@ -19,10 +19,22 @@ def script(tmp_path: Path, text: str) -> Iterator[Path]:
     yield path
 
 
-def run(tmp_path: Path, *command: str, threads: int = 1, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def as_a_person_has_it() -> dict[str, str]:
+    """The environment without what the tests export, and without a seed of hashes."""
+    ours = (*VARIABLES, "PYTHONHASHSEED")
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return {**kept, "PYTHONPATH": str(ROOT / "src")}
+
+
+def run(
+    tmp_path: Path, *command: str, threads: int = 1, timeout_s: float = 120.0, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs a command in a folder; what it starts must have ended with it."""
-    variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **dict.fromkeys(variables, str(threads))}
+    if environment is None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **dict.fromkeys(VARIABLES, str(threads))}
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,

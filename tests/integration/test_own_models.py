@@ -17,6 +17,7 @@ from tests.integration.own import CONFIG, FORK, FRESH, WAYS, Points, computation
 from torch import nn
 
 import elaswave
+from elaswave.api.environment import environment_to_compute
 from elaswave.data.sampler import Sampler
 from elaswave.errors import CheckpointError, DataError, LaunchError, RunFolderError, UsageError, WorkerError
 from elaswave.observability.events import StepCommitted, read_events
@@ -379,6 +380,10 @@ def test_what_the_fresh_interpreter_cannot_load_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ghost", ghost)
     with pytest.raises(LaunchError, match="what the script trains cannot be loaded: ModuleNotFoundError: .*ghost"):
         train(tmp_path / "run", {"layout.widths": [1]}, loss=ghost.loss)
+    seeded = environment_to_compute() | {"PYTHONHASHSEED": "4294967295"}
+    monkeypatch.setattr("elaswave.api.trainer.template_environment", lambda: seeded)
+    with pytest.raises(UsageError, match="a new Python has other hashes than this process"):
+        train(tmp_path / "third", {"layout.widths": [1]})
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(LaunchError, match="does not know which Python runs it"):
         train(tmp_path / "other", {"layout.widths": [1]})

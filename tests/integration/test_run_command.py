@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from tests.integration.scripts import ROOT, RUN, members, run, script
+from tests.integration.scripts import ROOT, RUN, as_a_person_has_it, members, run, script
 
 from elaswave.observability.processes import read_processes
 
@@ -196,3 +196,126 @@ def test_the_script_on_the_page_runs(tmp_path):
     assert planned.returncode == 0, planned.stderr
     document = json.loads(planned.stdout)
     assert document["before"]["throughput_unit"] == "samples/s" and document["after"]["throughput"] > 0
+
+
+PROBE = """
+import json, os, signal, sys
+import numpy
+print(json.dumps({
+    "threads": len(os.listdir("/proc/self/task")),
+    "hashes": [hash("a"), os.environ["PYTHONHASHSEED"]],
+    "pid": os.getpid(),
+    "arguments": sys.argv,
+    "options": [sys.flags.optimize, sys._xoptions],
+    "hangup": signal.getsignal(signal.SIGHUP) == signal.SIG_IGN,
+}), flush=True)
+signal.raise_signal(signal.SIGTERM) if sys.argv[1] == "end" else sys.exit(7)
+"""
+ELASWAVE = ("-O", "-X", "utf8", "-m", "elaswave", "run")
+
+
+@pytest.mark.parametrize("command", [(sys.executable, *ELASWAVE), RUN])
+def test_the_command_begins_anew_once_with_one_thread_and_fixed_hashes(tmp_path, command):
+    """As a person starts it: without the variables that tests export."""
+    path = tmp_path / "probe.py"
+    path.write_text(PROBE)
+    shell = 'trap "" HUP; exec "$@"'
+    process = subprocess.Popen(
+        ["sh", "-c", shell, "sh", *command, path.name, "exit", "--a", "b c"],
+        cwd=tmp_path, env=as_a_person_has_it(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 7, errors
+    found = json.loads(out)
+    given = subprocess.run(
+        [sys.executable, "-c", "print(hash('a'))"],
+        env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found["hashes"] == [int(given.stdout), "0"]
+    assert (found["threads"], found["pid"], found["hangup"]) == (1, process.pid, True)
+    assert found["arguments"] == [path.name, "exit", "--a", "b c"]
+    assert found["options"] == ([1, {"utf8": True}] if command[1] == "-O" else [0, {}])
+
+
+def test_a_seed_that_is_given_is_kept_and_a_signal_tells(tmp_path):
+    path = tmp_path / "probe.py"
+    path.write_text(PROBE)
+    done = run(tmp_path, *RUN, path.name, "end", environment={**as_a_person_has_it(), "PYTHONHASHSEED": "5"})
+    assert done.returncode == 143, done.stderr
+    found = json.loads(done.stdout)
+    assert found["hashes"][1] == "5" and found["threads"] == 1
+
+
+def test_no_command_has_threads_of_numeric_libraries(tmp_path):
+    """Also those that read a configuration, or speak with agents, before they start processes."""
+    code = """
+import os, sys
+from elaswave.cli.main import COMMANDS, main
+assert "numpy" not in sys.modules
+for verb in COMMANDS:
+    assert main([verb, "--help"]) == 0
+print("numpy" in sys.modules, len(os.listdir("/proc/self/task")), file=sys.stderr)
+"""
+    done = run(tmp_path, sys.executable, "-c", code, environment=as_a_person_has_it())
+    assert done.stderr.split() == ["True", "1"]
+    agent = run(tmp_path, sys.executable, "-c", AGENT, "--help", environment=as_a_person_has_it())
+    assert agent.stderr.split() == ["True", "1"], agent.stderr
+
+
+AGENT = """
+import os, runpy, sys
+try:
+    runpy.run_module("elaswave.agent", run_name="__main__", alter_sys=True)
+except SystemExit as error:
+    assert error.code == 0
+print("numpy" in sys.modules, len(os.listdir("/proc/self/task")), file=sys.stderr)
+"""
+
+
+VOCABULARY = """
+import os, sys, threading
+import torch, elaswave
+from torch import nn
+
+WORDS = [f"word {index}" for index in range(200)]
+ORDER = list(set(WORDS))
+"In the script's process."
+if sys.argv[1] == "seeds":  # as scripts do that have read what Python's manual says of reproducible runs
+    os.environ["PYTHONHASHSEED"] = "42"
+
+class Words:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        vocabulary = list(set(WORDS))
+        if vocabulary != ORDER:
+            raise ValueError("another order")
+        place = vocabulary.index(WORDS[index]) / 200
+        return torch.tensor([place]), torch.tensor([1.0 - place])
+
+def losses(words):
+    torch.manual_seed(0)
+    trainer = elaswave.Trainer([nn.Linear(1, 4), nn.Linear(4, 1)], nn.functional.mse_loss, words, config={
+        "run.steps": 2, "batch.num_microbatches": 2, "batch.microbatch_size": 4, "layout.widths": [1]})
+    return trainer.train().losses
+
+def main():
+    words = Words()
+    words.lock = threading.Lock()  # which can be sent to no other interpreter
+    forked = losses(words)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    print("equal", forked == losses(Words()))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_the_command_forks_and_sets_of_texts_have_one_order_everywhere(tmp_path):
+    """Without the variables that tests export the script's process has one thread, and forks; beside a thread the
+    template is a fresh interpreter, with the same hashes."""
+    with script(tmp_path, VOCABULARY) as path:
+        done = run(tmp_path, *RUN, path.name, "seeds", environment=as_a_person_has_it())
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "equal True" in done.stdout

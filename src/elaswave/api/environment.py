@@ -1,11 +1,16 @@
 """What processes that compute find in their environment before libraries are loaded, and their children inherit; and
-what no child may find there: the job's key."""
+what no child may find there: the job's key.
+
+Whoever prepares the environment imports this first, so it imports nothing that loads such a library.
+"""
 
 import atexit
+import contextlib
 import ctypes
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +22,10 @@ COORDINATOR_VARIABLE = "ELASWAVE_COORDINATOR"
 KEY_FILE_VARIABLE = "ELASWAVE_KEY_FILE"
 KEY_VARIABLE = "ELASWAVE_KEY"
 
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
+RANDOM = "random"
+"""What Python takes for a seed that it draws by itself."""
+
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Read by the numeric libraries when they are loaded. Two threads add in another order than one."""
 _COMPILER_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -24,6 +33,11 @@ _COMPILER_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 the temporary one whose name anybody can guess, and make first: with code of their own in it."""
 _CACHE = Path("elaswave") / "compiled"
 """Within the user's cache folder."""
+
+
+def use_one_thread() -> None:
+    """To be called before any numeric library is imported: numpy starts its threads then."""
+    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
 
 
 def prepare_to_compute() -> None:
@@ -72,6 +86,35 @@ def _is_safe(folder: Path) -> bool:
 def _remove(folder: Path, pid: int) -> None:
     if os.getpid() == pid:  # not in children that were forked
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def begin_with_fixed_hashes() -> None:
+    """Begins this process anew, with its command line, where Python has drawn the seed of its hashes at random: by them
+    sets of texts are ordered, and another process, or another day, would have another order.
+
+    Returns where the seed is given already, or cannot be: Python takes no environment, or does not know how it was
+    started, or the system refuses.
+    """
+    arguments = sys.orig_argv[1:]
+    is_whole = arguments[len(arguments) - len(sys.argv) + 1 :] == sys.argv[1:] and arguments[:1] != ["-"]
+    if os.environ.get(HASH_SEED_VARIABLE, RANDOM) != RANDOM or sys.flags.ignore_environment:
+        return
+    if sys.executable and is_whole:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, HASH_SEED_VARIABLE: "0"})
+
+
+def hash_seed() -> str:
+    """The seed of this process's hashes, or `RANDOM`. It is the one that the process began with: what a script writes to
+    its environment counts for processes to come."""
+    if not sys.flags.hash_randomization:
+        return "0"
+    name = f"{HASH_SEED_VARIABLE}=".encode()
+    given = [entry for entry in Path("/proc/self/environ").read_bytes().split(b"\0") if entry.startswith(name)]
+    value = given[0].removeprefix(name).decode("ascii", "replace") if given else RANDOM
+    return value if value.isdigit() and int(value) and not sys.flags.ignore_environment else RANDOM
 
 
 def given_key() -> JobKey | None:

@@ -3,12 +3,12 @@
 import os
 import sys
 
-from elaswave.api.environment import environment_to_compute
+from elaswave.api.environment import HASH_SEED_VARIABLE, environment_to_compute, hash_seed
 
 
 def template_environment() -> dict[str, str] | None:
-    """The environment for a fresh template; None where this process may fork one."""
-    return None if may_fork() else environment_to_compute()
+    """The environment for a fresh template, with this process's hashes; None where this process may fork one."""
+    return None if may_fork() else environment_to_compute() | {HASH_SEED_VARIABLE: hash_seed()}
 
 
 def may_fork() -> bool:

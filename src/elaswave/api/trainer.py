@@ -1,6 +1,7 @@
 """The trainer of a script: its own layers, loss and dataset, trained under any layout and through any failure."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from elaswave.api.environment import given_key, use_private_cache
+from elaswave.api.environment import RANDOM, given_key, hash_seed, use_private_cache
 from elaswave.api.evaluation import evaluation_means
-from elaswave.api.held import refuse_connections
+from elaswave.api.held import held, refuse_connections
 from elaswave.api.model import OwnModelSpec, dtype_name
 from elaswave.api.process import template_environment
 from elaswave.api.result import Result
@@ -133,6 +134,8 @@ class Trainer:
         config = self._resolved(options, session.workers, session.overrides)
         use_private_cache()
         environment = template_environment()
+        if environment is not None and hash_seed() == RANDOM:
+            _warn_of_sets(self._samples)
         files = read_files() if environment is None else ()  # a fresh interpreter inherits none
         script = Script(self._training(config), environment, self._after_step, self._files, files)
         try:
@@ -220,6 +223,20 @@ class Trainer:
     def _after_step(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         for call in self._callbacks:
             call(step, loss, dict(metrics))
+
+
+def _warn_of_sets(samples: DatasetSamples) -> None:
+    """Names a set of texts that data holds, where its order in the workers is another one than here."""
+    for path, value in held(samples.parts):
+        if isinstance(value, set | frozenset) and sum(isinstance(item, str | bytes) for item in value) > 1:
+            warnings.warn(
+                f"{path} is a set of texts. This process orders them by a seed that it has drawn at random, and has "
+                "more than one thread, or a GPU's state, so that workers are no forks of it: there the order is "
+                "another one. If it shows in samples, sort them, or start the script with `elaswave run` or with "
+                "PYTHONHASHSEED=0",
+                stacklevel=3,
+            )
+            return
 
 
 def _step_function(callback: Any) -> Callable[[int, float, Mapping[str, float]], Any]:

@@ -21,6 +21,7 @@ import click
 import msgspec
 
 from elaswave import __version__
+from elaswave.api.environment import begin_with_fixed_hashes, use_one_thread
 from elaswave.cli.groups import LazyGroup
 from elaswave.config.checks import path_problem
 from elaswave.errors import ConfigError, ElaswaveError, RetryError, StoppedBySignalError, UsageError, WorkerError
@@ -83,8 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     open_closed_streams()
+    own = sys.argv[1:]
+    if arguments is None and own[:1] == ["run"]:
+        begin_with_fixed_hashes()
+    use_one_thread()  # before any module of a command is imported
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        return _run(own if arguments is None else list(arguments))
     except OSError as error:
         refusal = _refusal(error)
         if refusal is None:

@@ -1,7 +1,7 @@
 """``elaswave run SCRIPT.py``: runs a script that trains, with options that are stronger than its configuration.
 
-Numeric libraries are loaded only after the environment has been prepared: one that starts threads would keep the
-script's process from forking.
+The command's first lines have prepared the environment (`elaswave.cli.main`): a numeric library that starts threads
+would keep the script's process from forking, and sets of texts would have another order in each process.
 """
 
 import contextlib

@@ -35,6 +35,13 @@ from elaswave.errors import LaunchError, UsageError
 from elaswave.training.raised import said
 
 _LINK_FD = 3
+_HASH_SEED = "PYTHONHASHSEED"
+_HASHED = "elaswave"
+"""A text whose hash tells whether two processes order sets of texts alike."""
+_OTHER_HASHES = (
+    "a new Python has other hashes than this process, though PYTHONHASHSEED is set, so sets of texts would have another "
+    "order in the workers: start this process with PYTHONHASHSEED=0, and without Python's option -R"
+)
 
 
 class _Ground(NamedTuple):
@@ -82,15 +89,19 @@ def spawn(log: Path, link: socket.socket, environment: Mapping[str, str]) -> Chi
     Args:
         log: takes its output.
         link: its end.
-        environment: of the process.
+        environment: of the process. Where it gives the seed of Python's hashes, the process must have this one's.
     Raises:
         LaunchError: there is no interpreter to start, or the system refuses a process.
     """
     if not sys.executable:
         raise LaunchError("this process does not know which Python runs it (sys.executable is empty): set it")
+    is_seeded = environment.get(_HASH_SEED, "random") != "random"
+    probe = hash(_HASHED) if is_seeded else None
+    # One that was drawn at random is no other process's: then workers of one script have one order at least.
+    environment = environment if is_seeded else {**environment, _HASH_SEED: "0"}
     code = (
         f"import sys; sys.path[:] = {_module_folders()!r}; "
-        f"from elaswave.control.fresh_template import main; sys.exit(main({os.getpid()}, {str(log)!r}))"
+        f"from elaswave.control.fresh_template import main; sys.exit(main({os.getpid()}, {str(log)!r}, {probe}))"
     )
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     actions: list[tuple[Any, ...]] = [
@@ -110,12 +121,13 @@ def spawn(log: Path, link: socket.socket, environment: Mapping[str, str]) -> Chi
         ) from error
 
 
-def main(parent: int, log: str) -> int:
+def main(parent: int, log: str, probe: int | None) -> int:
     """The whole life of the interpreter.
 
     Args:
         parent: process id of the launcher.
         log: path of the file that takes the output.
+        probe: the hash that a text must have; None: any.
     Returns:
         Exit status.
     """
@@ -123,6 +135,9 @@ def main(parent: int, log: str) -> int:
     leave_signals_to_launcher()
     redirect_output(Path(log))
     link = socket.socket(fileno=_LINK_FD)
+    if probe not in (None, hash(_HASHED)):
+        link.sendall(pack(Unprepared(text=_OTHER_HASHES, is_usage=True)))
+        return 1
     try:
         ours = open_descriptors()
         ground: _Ground = pickle.loads(read_framed(link))

@@ -8,12 +8,14 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from elaswave.config.schema import NetConfig
 from elaswave.errors import UsageError
 from elaswave.transport.handshake import MIN_KEY_BYTES
 from elaswave.transport.tls import Tls
+
+if TYPE_CHECKING:  # numpy would come along: whoever prepares the environment imports this, before any such library
+    from elaswave.config.schema import NetConfig
 
 JOB_KEY_FILE = "job.key"
 CERTIFICATE_FILE = "certificate.pem"
@@ -37,7 +39,7 @@ def new_key() -> bytes:
     return secrets.token_hex(_KEY_BYTES).encode()
 
 
-def own_key(net: NetConfig) -> JobKey:
+def own_key(net: "NetConfig") -> JobKey:
     """The key beside the certificates in ``net.keys``, or else a new one.
 
     Raises:

@@ -1,6 +1,7 @@
 """What a trainer refuses, before anything runs: all that is wrong, in the words of its caller."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ from torch.nn.utils import prune
 from torch.utils.data import IterableDataset
 
 import elaswave
-from elaswave.api import result
+from elaswave.api import result, trainer
+from elaswave.api.environment import RANDOM
 from elaswave.api.model import OwnModelSpec
 from elaswave.api.session import ScriptSession, active, current_session
 from elaswave.control.job import JobOptions
@@ -328,3 +330,33 @@ def test_the_package_exports_lazily() -> None:
     assert set(elaswave.__all__) <= set(dir(elaswave))
     with pytest.raises(AttributeError, match="no attribute 'Trayner'"):
         elaswave.Trayner  # noqa: B018
+
+
+class JobBeganError(Exception):
+    """Instead of a job."""
+
+
+@pytest.mark.parametrize(
+    ("forks", "seed", "words", "named"),
+    [
+        (False, RANDOM, {"a", "b"}, True),
+        (False, RANDOM, frozenset({b"a", b"b"}), True),
+        (False, RANDOM, {"a"}, False),
+        (False, RANDOM, {1, 2}, False),
+        (False, "0", {"a", "b"}, False),
+        (True, RANDOM, {"a", "b"}, False),
+    ],
+)
+def test_a_set_of_texts_that_workers_would_order_otherwise_is_named(
+    monkeypatch: pytest.MonkeyPatch, forks: bool, seed: str, words: Any, named: bool
+) -> None:
+    def begin(*arguments: Any, **options: Any) -> None:
+        raise JobBeganError
+
+    monkeypatch.setattr(trainer, "run_job", begin)
+    monkeypatch.setattr(trainer, "hash_seed", lambda: seed)
+    monkeypatch.setattr(trainer, "template_environment", lambda: None if forks else {})
+    run = make(collate=lambda samples: (words, samples))
+    expected = pytest.warns(UserWarning, match="collate's words is a set of texts") if named else nullcontext()
+    with expected, pytest.raises(JobBeganError):
+        run.train()
