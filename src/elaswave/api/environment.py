@@ -107,8 +107,8 @@ def begin_with_fixed_hashes() -> None:
 
 
 def hash_seed() -> str:
-    """The seed of this process's hashes, or `RANDOM`. It is the one that the process began with: what a script writes to
-    its environment counts for processes to come."""
+    """The seed of this process's hashes, or `RANDOM`. It is the one that the process began with: what a script writes
+    to its environment counts for processes to come."""
     if not sys.flags.hash_randomization:
         return "0"
     name = f"{HASH_SEED_VARIABLE}=".encode()

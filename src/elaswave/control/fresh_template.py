@@ -39,8 +39,8 @@ _HASH_SEED = "PYTHONHASHSEED"
 _HASHED = "elaswave"
 """A text whose hash tells whether two processes order sets of texts alike."""
 _OTHER_HASHES = (
-    "a new Python has other hashes than this process, though PYTHONHASHSEED is set, so sets of texts would have another "
-    "order in the workers: start this process with PYTHONHASHSEED=0, and without Python's option -R"
+    "a new Python has other hashes than this process, though PYTHONHASHSEED is set, so sets of texts would have "
+    "another order in the workers: start this process with PYTHONHASHSEED=0, and without Python's option -R"
 )
 
 
