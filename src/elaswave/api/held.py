@@ -27,8 +27,8 @@ import torch
 
 from elaswave.errors import UsageError
 
-OBJECTS_MAX = 50_000
-"""That are looked at, in all."""
+OBJECTS_MAX = 100_000
+"""That are looked at, in all: some tenths of a second."""
 ITEMS_MAX = 1_000
 """Of one container or object."""
 _LEAVES = (
@@ -68,14 +68,19 @@ def held(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         parts: the objects by name.
     """
     seen: dict[int, Any] = {}  # keeps what it has seen alive: ids of the living are different
+    streams = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
     waiting = collections.deque(parts.items())
-    while waiting and len(seen) < OBJECTS_MAX:
+    for _ in range(OBJECTS_MAX):
+        if not waiting:
+            return
         path, value = waiting.popleft()
-        if value is None or id(value) in seen or issubclass(type(value), _LEAVES):
+        # Of the standard streams each process of a job has its own.
+        if value is None or id(value) in seen or id(value) in streams or issubclass(type(value), _LEAVES):
             continue
         seen[id(value)] = value
         yield path, value
-        waiting.extend((path + step, inner) for step, inner in islice(_inside(value), ITEMS_MAX))
+        room = min(ITEMS_MAX, OBJECTS_MAX - len(waiting))
+        waiting.extend((path + step, inner) for step, inner in islice(_inside(value), room))
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
@@ -157,8 +162,6 @@ def _is_own(module: str | None) -> bool:
 
 def _shared(value: Any) -> str | None:
     """What an object is that processes must not share; None for all others."""
-    if any(value is stream for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
-        return None  # every process of a job has its own
     kind = type(value)
     sqlite3 = sys.modules.get("sqlite3")
     if sqlite3 is not None and issubclass(kind, sqlite3.Connection | sqlite3.Cursor):
@@ -200,6 +203,8 @@ def _of_descriptor(descriptor: int, kind: type) -> str | None:
         return f"an open socket ({name})"
     if stat.S_ISFIFO(mode):
         return f"an open pipe ({name})"
-    if stat.S_ISREG(mode) and flags & os.O_ACCMODE == os.O_RDWR and not flags & os.O_APPEND:
+    if stat.S_ISREG(mode) and flags & os.O_ACCMODE == os.O_RDWR:
         return f"a file that is open for reading and writing ({name})"
+    if not stat.S_IFMT(mode):  # what epoll, eventfd and the like have opened
+        return f"an open descriptor of the kernel's ({name})"
     return None

@@ -8,6 +8,7 @@ import logging
 import logging.handlers
 import multiprocessing
 import os
+import selectors
 import socket
 import sqlite3
 import subprocess
@@ -132,8 +133,11 @@ def test_pipes_connections_and_files_for_writing_are_found(tmp_path: Path) -> No
         assert "dataset.process.std" in str(refusal(Data(process=process)))
         assert "is an open pipe" in str(refusal(Data(out=process.stdout)))
         process.kill()
-    with tempfile.NamedTemporaryFile() as file:
-        assert "is a file that is open for reading and writing" in str(refusal(Data(file=file)))
+    for mode in ("w+b", "a+b"):
+        with tempfile.NamedTemporaryFile(mode) as file:
+            assert "is a file that is open for reading and writing" in str(refusal(Data(file=file)))
+    with selectors.EpollSelector() as selector:
+        assert "is an open descriptor of the kernel's" in str(refusal(Data(selector=selector)))
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = http.client.HTTPConnection(*server.getsockname())
         assert refusal(Data(client=client)) is None, "it connects when it is asked"
@@ -161,7 +165,9 @@ def test_a_hdf5_file_may_be_open_for_reading() -> None:
     assert "HDF5 file that is open for writing (mode 'r+')" in str(refusal(Data(file=opened("r+"))))
 
 
-def test_what_processes_may_share_is_not_refused(line: socket.socket, tmp_path: Path) -> None:
+def test_what_processes_may_share_is_not_refused(
+    line: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger = logging.getLogger("tests.held")
     handler = logging.handlers.DatagramHandler("127.0.0.1", 9)
     handler.createSocket = lambda: setattr(handler, "sock", line)  # type: ignore[method-assign]
@@ -174,6 +180,9 @@ def test_what_processes_may_share_is_not_refused(line: socket.socket, tmp_path: 
     with open(tmp_path / "read", "w+b") as file:
         file.write(b"a")
     with open(tmp_path / "read", "rb") as read, open(tmp_path / "log", "a") as log:
+        out = io.StringIO()
+        out.line = line  # type: ignore[attr-defined]  # as a notebook's standard output has connections
+        monkeypatch.setattr(sys, "stdout", out)
         kept = Data(read=read, log=log, lock=threading.Lock(), out=sys.stdout, by_process={os.getpid(): line}, **around)
         assert refusal(kept, lambda samples: (os.path, samples)) is None
     logger.removeHandler(handler)
