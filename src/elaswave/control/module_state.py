@@ -8,8 +8,9 @@ What is sent, by module:
 - Of the script's own modules (files outside of the standard library and of `site-packages`): every value of the module
   and of its classes, as far as it can be pickled. An object whose parts cannot all be pickled (one has a lock) is sent
   in parts.
-- Of libraries: what has a public name and is plain, and what the script has put there. Their own state (caches,
-  handles, whether a device was initialised) is theirs: a fresh import makes it anew.
+- Of libraries: what has a public name and is plain, and the functions and classes that stand in the place of others
+  (patches). Their own state (caches, handles, whether a device was initialised) is theirs: a fresh import makes it
+  anew.
 - Of the standard library: only what the script has put there.
 
 `elaswave.control.taking_over` has the other side. What is left is told to a person where it differs.
@@ -159,13 +160,17 @@ def _of_class(place: tuple[Any, ...], kind: type) -> Iterator[tuple[tuple[Any, .
 
 def _settings_of_library(name: str, module: types.ModuleType, own: set[str], *, takes_plain: bool) -> Iterator[Setting]:
     """What the script may have set, or has put, there."""
+    takes_patches = takes_plain  # of libraries only, also of their private modules
     takes_plain &= not any(part.startswith("_") for part in name.split("."))
     for place, value in _places_of(name, module):
         is_public = takes_plain and not place[-1].startswith("_")
+        sent: Any = NO_VALUE
         if (is_public and is_plain(value)) or _is_of_script(value, own):
             sent = _sent(value, own)
-            if sent not in (NO_VALUE, _TOO_LARGE):
-                yield Setting(place, sent)
+        elif takes_patches and _is_from_elsewhere(value, name, place):
+            sent = _named(value) or NO_VALUE
+        if sent not in (NO_VALUE, _TOO_LARGE):
+            yield Setting(place, sent)
 
 
 def _places_of(name: str, module: types.ModuleType) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -205,6 +210,17 @@ def _is_of_script(value: Any, own: set[str]) -> bool:
     return module == "__main__" or module in own
 
 
+def _is_from_elsewhere(value: Any, module: str, place: tuple[str, ...]) -> bool:
+    """Whether a function or class in a library was defined elsewhere, or as something else: it was imported there, or
+    put there by the script. Only a fresh import can tell, so its name is sent."""
+    kind = type(value)
+    if kind not in CALLABLES and not issubclass(kind, type):
+        return False
+    if not isinstance(value.__module__, str):  # of C, and mostly in several modules
+        return len(place) == 1 and str(value.__name__) != place[0]
+    return (value.__module__, value.__qualname__) != (module, ".".join(place))
+
+
 def _sent(value: Any, own: set[str]) -> Any:
     """A value as it travels; `NO_VALUE` of one that cannot."""
     kind = type(value)
@@ -240,13 +256,15 @@ def _pickled(value: Any) -> Any:
 
 def _named(value: Any) -> Named | None:
     """Where a function or class is found; None where it is not: it was replaced there, or is the script's."""
-    module, name = value.__module__, value.__qualname__
-    if not isinstance(module, str) or module == "__main__" or module not in sys.modules:
-        return None
-    found: Any = sys.modules[module]
-    for part in name.split("."):  # by `vars`: a library's lazy attribute may import, warn or raise
-        found = getattr(found, "__dict__", {}).get(part)
-    return Named(module, name) if found is value else None
+    holder = getattr(value, "__self__", None)  # of a function in C
+    for module in (value.__module__, getattr(holder, "__name__", None), "torch"):
+        if isinstance(module, str) and module != "__main__" and module in sys.modules:
+            found: Any = sys.modules[module]
+            for part in value.__qualname__.split(".") if module != "torch" else (value.__name__,):
+                found = getattr(found, "__dict__", {}).get(part)  # a library's lazy attribute may import, or raise
+            if found is value:
+                return Named(module, value.__qualname__ if module != "torch" else value.__name__)
+    return None
 
 
 class InContext(NamedTuple):

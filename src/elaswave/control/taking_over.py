@@ -176,7 +176,7 @@ def merged(here: Any, sent: Any, seen: dict[int, Any] | None = None) -> Any:
     if issubclass(type(here), type):
         return here if (here.__module__, here.__qualname__) == (sent.__module__, sent.__qualname__) else sent
     seen[id(sent)] = here
-    if _fill(here, sent, seen):
+    if _fill(here, sent, seen) or digest_of(here) == digest_of(sent):
         return here
     seen[id(sent)] = sent
     return sent

@@ -1,6 +1,7 @@
 """What a script has set in modules reaches a fresh interpreter: here the same modules, imported a second time."""
 
 import importlib
+import math
 import operator
 import pickle
 import sys
@@ -183,7 +184,29 @@ LIBRARY = """
             return "old"
     def act(x):
         return x
+    def other(x):
+        return -x
+    from math import floor as rounded
+    imported = act
+    class Faster:
+        def forward(self):
+            return "fast"
+        def backward(self):
+            return "back"
 """
+
+
+def test_functions_and_classes_of_libraries_that_stand_for_others_are_taken_over(again: Modules) -> None:
+    """Also where another library has them: by their names a re-export cannot be told from a patch."""
+    lib, user, reimport = again({"site-packages/lib": LIBRARY, "site-packages/user": "from lib import act, Layer\n"})
+    lib.act, user.act, lib.Layer.forward = lib.other, math.ceil, lib.Faster.forward
+    lib.Layer.backward, lib.rounded = lib.Faster.backward, math.ceil
+    user.Layer = lib.Faster
+    taken, after, using = reimport()
+    assert taken.left == []
+    assert after.act is after.other and using.act is math.ceil and using.Layer is after.Faster
+    assert (after.Layer().forward(), after.Layer().backward()) == ("fast", "back")
+    assert after.rounded is math.ceil and after.imported.__name__ == "act"
 
 
 def test_of_libraries_public_plain_values_and_patches_are_taken_over(again: Modules) -> None:

@@ -21,7 +21,7 @@ from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer
 from elaswave.worker import rehearsal as module
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.rehearsal import Rehearsal, as_in_a_worker, repeat
+from elaswave.worker.rehearsal import FIRST_BATCH, Rehearsal, as_in_a_worker, repeat
 
 
 class Points:
@@ -150,6 +150,26 @@ def test_a_large_models_loss_is_left_out_with_the_reason() -> None:
     there = found(rehearsal(memory=100))
     assert there[-1].value == "" and there[-1].text.startswith("the model has 0.0 GiB, more than 1/8 of the memory")
     assert "was not compared between this process and the job's: the model has" in repeat(rehearsal(), there, [])
+
+
+def test_data_that_take_much_memory_are_not_drawn_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([1000, 3000])
+    monkeypatch.setattr(module, "_own_memory_bytes", lambda: next(sizes))
+    there, points = found(rehearsal(memory=15_000)), Points()
+    assert there[0].value == "" and there[0].text.startswith("what the dataset loads has")
+    assert f"{FIRST_BATCH} was not compared between" in repeat(rehearsal(points), there, [])
+    assert not points.drawn
+
+
+def test_a_thread_that_draws_beside_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, shifts = found(rehearsal()), [1.0]
+    points = Points(lambda index: shifts.pop() if shifts else 0.0)
+    monkeypatch.setattr(module.os, "listdir", lambda path: ["1", "2"])
+    assert repeat(rehearsal(points), there, []) == ""
+    shifts.append(1.0)
+    monkeypatch.setattr(module.os, "listdir", lambda path: ["1"])
+    with pytest.raises(UsageError, match=FIRST_BATCH):
+        repeat(rehearsal(points), there, [])
 
 
 def test_what_does_not_compute_on_the_processor_alone_has_no_loss() -> None:
