@@ -15,6 +15,7 @@ from tests.unit.worker.test_layer_calls import (
     targets_of,
     train,
 )
+from tests.unit.worker.test_spot_checks import checked
 from torch import nn
 
 from elaswave.errors import UsageError
@@ -22,6 +23,7 @@ from elaswave.models.calls import batch
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.worker import compiled
 from elaswave.worker.compute import LayerError
+from elaswave.worker.spot_checks import Kind
 
 
 def with_compiled(build, **options):
@@ -48,6 +50,11 @@ def test_a_compiled_layer_has_the_same_bits_wherever_it_runs(recompute):
     train(computes, cuts, [1, 2, 0], split=True)
     assert_same(results(computes), results([whole]))
     assert {**computes[0].canaries, **computes[1].canaries} == whole.canaries
+    for kind in Kind:
+        watched, spots = checked(model, kind)
+        train([watched], [range(3)], [0, 1, 2])
+        assert_same(results([watched]), results([whole]))
+        assert spots.num_checks >= 3
     ordinary = make_compute(model_of(Table, Ordinary, Head), has_canary=True)
     train([ordinary], [range(3)], [0, 1, 2])
     assert ordinary.losses == pytest.approx(whole.losses, rel=1e-4)
