@@ -38,6 +38,7 @@ from elaswave.protocol.messages import (
     LayoutChange,
     Registered,
     Report,
+    Unsound,
 )
 from elaswave.protocol.moves import refilled
 from elaswave.protocol.worker import WorkerMachine
@@ -111,6 +112,7 @@ class ThreadJob(CoordinatorDriver):
         self.shards: list[ShardWritten] = []
         self.new_epochs: list[events.NewEpoch] = []
         self.decisions: list[Decision] = []
+        self.searches: list[events.FindCheckpoint] = []
         self.finished: dict[int, Finished] = {}
         self.failures: list[Failed] = []
         """Of workers that a spot check has ended; any other error ends the job."""
@@ -285,7 +287,7 @@ class ThreadJob(CoordinatorDriver):
         with self._lock:
             if worker in self._dead:
                 return
-            if isinstance(message, Registered | Report | Installed):
+            if isinstance(message, Registered | Report | Installed | Unsound):
                 self.feed(message)
             elif isinstance(message, LinkLost):
                 if self.core.believes(worker, message.peer, message.epoch):
@@ -340,6 +342,7 @@ class ThreadJob(CoordinatorDriver):
 
     def find_checkpoint(self, question: events.FindCheckpoint) -> None:
         """There is none; the job begins again."""
+        self.searches.append(question)
         self.answer_checkpoint(question, 0)
 
     def plan_recovery(self, question: events.PlanRecovery) -> None:

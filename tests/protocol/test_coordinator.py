@@ -21,6 +21,7 @@ from elaswave.protocol.events import (
     Decided,
     End,
     EvidenceSeen,
+    FindCheckpoint,
     NewEpochRecord,
     Persist,
     Record,
@@ -28,7 +29,7 @@ from elaswave.protocol.events import (
     StartRecord,
     WorkerFailed,
 )
-from elaswave.protocol.messages import Copies, Decision, Installed, Report
+from elaswave.protocol.messages import Copies, Decision, Installed, Report, Unsound
 from elaswave.protocol.salvage import Partial, Rows
 
 
@@ -493,3 +494,37 @@ def test_a_successor_knows_what_its_predecessor_has_counted_and_been_told_of():
     assert isinstance(end, End) and "2 workers were lost within an hour" in end.reason
     fourth = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=1), records=records)
     assert not any(isinstance(effect, End) for effect in fourth.handle(suspicion(2), 3700.0))
+
+
+def told_by(core: Coordinator, **facts):
+    """The effects of all reports of epoch 2, of which worker 2's has these facts: it alone has ended the diagnosis."""
+    effects = []
+    for worker in (0, 1, 2):
+        told = report(worker, 2)
+        effects = core.handle(msgspec.structs.replace(told, **facts) if worker == 2 else told, 0.0)
+    return effects
+
+
+def test_a_copy_that_any_member_knows_to_be_wrong_is_not_promoted_and_all_parameters_are_sent_again():
+    core = started()
+    effects = core.handle(Unsound(worker=1, epoch=1, step=3, reason="a bit has flipped"), 0.0)
+    assert shown(effects) == [
+        "persist new epoch 2",
+        *(f"to {worker}: prepare 2 of term 1: [0, 1, 2]" for worker in (0, 1, 2)),
+        "show epoch 2",
+    ]
+    assert effects[-1].unsound == (1,) and not effects[-1].suspicions
+    block, owner = 0, core.placement.owner[0]
+    decision = decision_of(told_by(core, wrong=((block, owner),), proven=1))
+    assert decision.rollback is None and decision.promoted == 1
+    assert owner not in decision.placement.holders(block)
+    assert {worker for worker, _ in decision.deliver} == {0, 1, 2}
+    # The same, said in the epoch before, is over.
+    assert core.handle(Unsound(worker=0, epoch=1, step=3, reason="late"), 0.0)[0].text.endswith("is not awaited")
+
+
+def test_where_no_copy_is_right_the_job_goes_back_to_what_is_proven():
+    core = started()
+    core.handle(Unsound(worker=1, epoch=1, step=3, reason="copies differ"), 0.0)
+    (question,) = told_by(core, wrong=tuple((0, worker) for worker in range(3)), proven=7)
+    assert question == FindCheckpoint(question.sequence, 7)

@@ -24,7 +24,7 @@ from elaswave.protocol.events import (
     WorkerFailed,
 )
 from elaswave.protocol.member import Member
-from elaswave.protocol.messages import Installed, Linked, Paused
+from elaswave.protocol.messages import Installed, Linked, Paused, Unsound
 from elaswave.protocol.table import Transition, TransitionTable, markdown_table, mermaid_diagram
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.coordinator import SimCoordinator
@@ -114,6 +114,7 @@ def everything_has_happened() -> None:
     machine.handle(failure(machine.question), 0.0)
     in_state(State.PLANNING).handle(EvidenceSeen(vote(7), 1), 0.0)  # no such vote can be: no member has its state
 
+    in_state(State.TRAINING).handle(Unsound(worker=0, epoch=1, step=3, reason="a bit has flipped"), 0.0)
     linked_joiner(in_state(State.TRAINING)).handle(JoinerGone(5), 0.0)
     machine = linked_joiner(in_state(State.TRAINING))
     machine.handle(registered(0), 0.0)

@@ -62,7 +62,7 @@ class CheckpointFinder:
             while checkpoints.is_committing:
                 await asyncio.sleep(0.01)
             known = list(checkpoints.records)
-            find = partial(find_newest_checkpoint, self._run_dir, self._objection)
+            find = partial(find_newest_checkpoint, self._run_dir, self._objection, question.newest)
             try:
                 search = await in_thread(find)
             except RuntimeError:  # the system has no room for a thread

@@ -50,6 +50,7 @@ from elaswave.protocol.messages import (
     Paused,
     Registered,
     Report,
+    Unsound,
 )
 from elaswave.worker.messages import (
     Failed,
@@ -217,7 +218,7 @@ class CoordinatorProcess(JobDriver):
             pass  # after the end, of a worker that is no member
         elif isinstance(message, Registered):
             self._on_registered(message, now_s)
-        elif isinstance(message, Linked | Paused):
+        elif isinstance(message, Linked | Paused | Unsound):
             self.feed(message)
         elif isinstance(message, Report | Installed):
             if isinstance(message, Installed):

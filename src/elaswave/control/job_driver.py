@@ -387,6 +387,8 @@ class JobDriver(CoordinatorDriver):
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)
             _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
+        if effect.unsound:
+            self._terminal.say(f"{self.core.reason}; what is wrong is made good")
         self._membership.new_epoch(effect, now_s)
         self._operations.lost(suspicion.worker for suspicion in effect.suspicions)
         self._recoveries.new_epoch(effect, now_s)

@@ -35,6 +35,7 @@ class _OpenRecovery:
     rerouted: int
     joined: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
+    unsound: list[int] = field(default_factory=list)
     decided_s: float = 0.0
     plan_s: float = 0.0
     decision: Decision | None = None
@@ -79,6 +80,7 @@ class RecoveryLog:
         pending.epochs.append(effect.epoch)
         pending.joined += effect.joined
         pending.left += effect.left
+        pending.unsound += effect.unsound
         for suspicion in effect.suspicions:
             worker = suspicion.worker
             pending.suspicions.append(suspicion)
@@ -199,12 +201,14 @@ class RecoveryLog:
             stage = pending.stages.get(suspicion.worker, -1)
             self._details[entry.epoch, entry.worker] = (stage, pending.rerouted, pending.promoted)
             entries.append(entry)
-        return entries + self._comings_and_goings(pending, decision)
+        return entries + self._without_losses(pending, decision, redone_s)
 
-    def _comings_and_goings(self, pending: _OpenRecovery, decision: Decision) -> list[Recovery]:
-        who: list[tuple[Literal["joined", "drained"], int]] = [
+    def _without_losses(self, pending: _OpenRecovery, decision: Decision, redone_s: float) -> list[Recovery]:
+        """Joins, leaves and repairs."""
+        who: list[tuple[Literal["joined", "drained", "repaired"], int]] = [
             *(("joined", worker) for worker in pending.joined if worker in decision.members),
             *(("drained", worker) for worker in pending.left),
+            *(("repaired", worker) for worker in pending.unsound),
         ]
         return [
             Recovery(
@@ -212,25 +216,30 @@ class RecoveryLog:
                 worker=worker,
                 step=min(decision.resume_step, self._num_steps),
                 phase="any",
-                detected_by="drain" if kind == "drained" else None,
+                detected_by={"drained": "drain", "repaired": "vote"}.get(kind),  # type: ignore[arg-type]
                 epoch=decision.epoch,
                 attempt=decision.resume_attempt,
-                outcome="committed",
+                outcome="retried" if kind == "repaired" else "committed",
                 detect_s=None,
                 agree_s=pending.decided_s - pending.detected_s - pending.plan_s,
                 plan_s=pending.plan_s,
                 edit_s=max((each.edit_s for each in pending.installed.values()), default=0.0),
                 promote_s=max((each.promote_s for each in pending.installed.values()), default=0.0),
-                redo_s=0.0,
-                total_s=pending.resumed_s - pending.detected_s,
+                redo_s=redone_s - pending.resumed_s if kind == "repaired" else 0.0,
+                total_s=(redone_s if kind == "repaired" else pending.resumed_s) - pending.detected_s,
                 critical_bytes=sum(each.critical_bytes for each in pending.installed.values()),
-                num_microbatches_recomputed=0,
+                num_microbatches_recomputed=_num_recomputed(decision) if kind == "repaired" else 0,
             )
             for kind, worker in who
         ]
 
     def describe(self, recovery: Recovery) -> str:
         """One readable line."""
+        if recovery.kind == "repaired":
+            return (
+                f"copies that worker {recovery.worker} found wrong were made good: step {recovery.step} was done again "
+                f"after {(recovery.total_s - recovery.redo_s) * 1e3:.0f} ms"
+            )
         if not recovery.is_failure:
             what = "has left" if recovery.kind == "drained" else f"has {recovery.kind}"
             return f"worker {recovery.worker} {what}: training paused for {recovery.total_s * 1e3:.0f} ms"

@@ -88,17 +88,19 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """One event that changed who takes part: a failure, a join, a drain, a slow-down, a migration.
+    """One event that changed who takes part or who holds what: a failure, a join, a drain, a slow-down, a migration, a
+    repair.
 
     Times are in seconds, from the injected fault's own time stamp where there is one, else from the first suspicion.
     For a join or a drain they begin with the pause at the boundary between two steps. Nobody waits for a planned change
     of the layout, so its times are 0.
     """
 
-    kind: Literal["lost", "joined", "drained", "slowed", "migrated", "coordinator"]
-    """`slowed`: a planned change counts with a smaller speed of the worker; `migrated`: another one moved layers."""
+    kind: Literal["lost", "joined", "drained", "slowed", "migrated", "coordinator", "repaired"]
+    """`slowed`: a planned change counts with a smaller speed of the worker; `migrated`: another one moved layers;
+    `repaired`: copies of the state were found wrong, and made good."""
     worker: int | None
-    """The worker concerned; None for the coordinator, and for a migration."""
+    """The worker concerned, of a repair the one that said so first; None for the coordinator, and for a migration."""
     step: int
     """In which it happened; of what changes between two steps, the first one after it."""
     phase: str

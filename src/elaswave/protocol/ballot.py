@@ -11,8 +11,11 @@ The parts:
 - residency: a key for every held block, its role, holder and version, against what the placement says;
 - next residency: the same of the placement that a planned change leads to, as far as its copies are held already: once
   it comes to what that placement says, the change comes into force;
-- agreement: owners add (number of followers x hash) of each gradient and of a rotating sample of state blocks,
-  followers subtract theirs: zero unless a copy differs;
+- agreement: owners add (number of followers x hash) of each gradient, of each master and, for a rotating sample of
+  blocks, of the optimizer's states; followers subtract theirs. Owners add (number of those that run the layer x hash)
+  of the parameters that they serve, those that run it subtract that of what they compute with. Zero unless a copy
+  differs;
+- memory: how much of what RUN reads, and of the masters, is not as it was written, by the own seals of each worker;
 - partial sums: workers add the sum of all words that they have added to their partial sums, and the coverage that they
   have sent beside them; owners subtract those of the totals, and the coverage that has come: zero unless a word of a
   partial sum has changed in an accumulator, on the way, or in being added up;
@@ -55,7 +58,7 @@ from elaswave.state.grids import (
 from elaswave.state.placement import Placement, Role
 
 _ROW_BITS = 20
-_NUM_CHECKS = 6
+_NUM_CHECKS = 7
 """Sums before those of the norm."""
 _NUM_FLAGS = 7
 """Maxima before those of the tensors."""
@@ -150,6 +153,8 @@ class Ballot(NamedTuple):
     """That the attempt has taken here so far."""
     canaries: Mapping[int, environment.Pair] = {}
     """By place."""
+    num_changed: int = 0
+    """Places in this worker's memory that are not as they were written."""
     writes: Mapping[int, tuple[int, int]] = {}
     """The two maxima of each buffer of which this worker has run a micro-batch, by tensor index."""
 
@@ -256,7 +261,15 @@ class VoteShape:
 
     def vector_of(self, ballot: Ballot) -> list[int]:
         """The vector of one worker's ballot: signed 64-bit integers, [size]."""
-        checks = (1, ballot.coverage, ballot.residency, ballot.next_residency, ballot.agreement, ballot.partial_sums)
+        checks = (
+            1,
+            ballot.coverage,
+            ballot.residency,
+            ballot.next_residency,
+            ballot.num_changed,
+            ballot.agreement,
+            ballot.partial_sums,
+        )
         vector = [(value + _SIGN & MASK64) - _SIGN for value in checks]  # keys of 64 bits; all others fit as they are
         vector += norm_limbs(ballot.square_sums)
         vector += score_words(ballot.scores, self.num_microbatches, self.num_metrics)
@@ -330,7 +343,7 @@ def judge(
         skip_nonfinite: commit a step whose loss or gradient is not finite without an update.
     """
     sums = tuple(value & MASK64 for value in vector[:_NUM_CHECKS])
-    num_voters, coverage, residency, next_residency, agreement, partial_sums = sums
+    num_voters, coverage, residency, next_residency, num_changed, agreement, partial_sums = sums
     limbs = vector[_NUM_CHECKS : shape.SCORES]
     means = shape.means(vector, expected.num_microbatches)
     flags = vector[shape.num_sums : shape.num_sums + _NUM_FLAGS]
@@ -342,6 +355,7 @@ def judge(
         "voters": num_voters == expected.num_workers,
         "coverage": coverage == expected.coverage,
         "residency": residency == expected.residency,
+        "memory": num_changed == 0,
         "agreement": agreement == 0,
         "partial sums": partial_sums == 0,
         "layout and grids": layout_max == -layout_min == expected.next_state,
@@ -419,13 +433,14 @@ def _copy_key(block: int, role: int, worker: int) -> int:
     return key64("residency", block, role, worker)
 
 
-def agreement_key(kind: str, block: int, step: int, attempt: int, run_hash: int) -> int:
+def agreement_key(kind: str, block: int, step: int, attempt: int, *hashes: int) -> int:
     """What a copy of a block contributes to the agreement sum, before it is multiplied by the number of partners.
 
     Args:
-        kind: "gradient" or "state".
+        kind: "copy", of gradient and state, or "parameters".
+        hashes: of what is compared.
     """
-    return key64(kind, block, step, attempt, run_hash)
+    return key64(kind, block, step, attempt, *hashes)
 
 
 def residency_of(copies: Iterable[tuple[int, int, int]], worker: int) -> int:

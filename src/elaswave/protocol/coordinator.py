@@ -64,6 +64,7 @@ from elaswave.protocol.messages import (
     Paused,
     Registered,
     Report,
+    Unsound,
 )
 from elaswave.state.placement import Block, Placement
 from elaswave.types import ExecutionParameters, Layout
@@ -133,6 +134,8 @@ class Coordinator(JobHistory):
         self._new_epoch: NewEpochRecord | None = None
         self._suspicions: tuple[Suspected, ...] = ()
         """Those that the newest epoch has begun with."""
+        self._unsound: tuple[int, ...] = ()
+        """Who has said that copies are wrong, if that is what the newest epoch has begun with."""
         self._predicted_step_s: float | None = None
         self._installed: dict[int, Installed] = {}
         self._resumed = True
@@ -200,6 +203,8 @@ class Coordinator(JobHistory):
             return self.suspect([event], now_s)
         if isinstance(event, WorkerFailed):
             return self._on_failed(event, now_s)
+        if isinstance(event, Unsound):
+            return self._on_unsound(event, now_s)
         if isinstance(event, EvidenceSeen):
             return self._on_evidence(event) or self._advance(now_s)
         if isinstance(event, ChangePlanned):
@@ -299,6 +304,15 @@ class Coordinator(JobHistory):
         self._begin_epoch(members, reason, now_s, failure=failure)
         return self._go(Cause.SUSPECTED)
 
+    def _on_unsound(self, event: Unsound, now_s: float) -> list[CoordinatorEffect]:
+        """Copies are wrong: all members report what they have, and a right copy of each block is promoted. One that is
+        under way already asks for the same."""
+        if event.worker not in self.member_set or event.epoch != self.epoch or self.state is not State.TRAINING:
+            return [Note(f"what worker {event.worker} says of copies in epoch {event.epoch} is not awaited")]
+        self._begin_epoch(self.members, event.reason, now_s)
+        self._suspicions, self._unsound = (), (event.worker,)
+        return self._go(Cause.UNSOUND)
+
     def _begin_epoch(
         self,
         members: tuple[int, ...],
@@ -312,6 +326,7 @@ class Coordinator(JobHistory):
     ) -> None:
         self.epoch += 1
         self.members, self.reason = members, reason
+        self._unsound = ()
         self.admissions.new_epoch()
         self.admissions.leaving &= set(members)
         self.inquiry.new_epoch()
@@ -332,7 +347,7 @@ class Coordinator(JobHistory):
         assert self._new_epoch is not None
         record = self._new_epoch
         suspicions = () if record.joined or record.left else self._suspicions
-        return [NewEpoch(self.epoch, suspicions, record.joined, record.left)]
+        return [NewEpoch(self.epoch, suspicions, record.joined, record.left, self._unsound)]
 
     def _persist_epoch(self) -> list[CoordinatorEffect]:
         assert self._new_epoch is not None

@@ -28,6 +28,7 @@ class Cause(Enum):
     CHANGE_IN_DOUBT = "a member registers, and a planned change may not have reached it"
     CHANGE_PLANNED = "a better layout is planned"
     SUSPECTED = "a member is suspected"
+    UNSOUND = "a member says that copies of the state are wrong"
     LEAVE_WANTED = "a member is asked to leave"
     CALLED = "there are other joiners than before"
     CALL_IN_DOUBT = "a member registers, and may not have heard which joiners there are"
@@ -108,6 +109,12 @@ TRANSITIONS: TransitionTable[State, Cause, Response] = TransitionTable(
     Transition(_ALIVE, Cause.NO_MEMBER, None, (Response.DISMISS,)),
     Transition((State.TRAINING,), Cause.CHANGE_PLANNED, None, (Response.PERSIST_CHANGE, Response.SEND_CHANGE)),
     Transition(_ALIVE, Cause.SUSPECTED, State.COLLECTING, _NEW_EPOCH),
+    Transition(
+        (State.TRAINING,),
+        Cause.UNSOUND,
+        State.COLLECTING,
+        (Response.PERSIST_EPOCH, Response.ASK, Response.SHOW_EPOCH),
+    ),
     Transition(_ALIVE, Cause.LEAVE_WANTED, None, (Response.PERSIST_LEAVE,)),
     Transition((State.TRAINING,), Cause.CALLED, None, (Response.CALL,)),
     Transition((State.TRAINING,), Cause.CALL_IN_DOUBT, None, (Response.CALL_AGAIN,)),

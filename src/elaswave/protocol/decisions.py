@@ -56,8 +56,15 @@ def _is_prepared(report: Report, evidence: Evidence) -> bool:
 
 
 def valid_copies(reports: Sequence[Report], evidence: Evidence | None, base: int) -> dict[int, frozenset[int]]:
-    """Worker -> blocks of which it holds a copy that is, or can at once be brought, to the committed step."""
-    return {report.worker: _valid_in(report, evidence, base) for report in reports}
+    """Worker -> blocks of which it holds a copy that is, or can at once be brought, to the committed step, and that
+    nobody knows to be wrong."""
+    wrong: dict[int, set[int]] = {}
+    for report in reports:
+        for block, worker in report.wrong:
+            wrong.setdefault(worker, set()).add(block)
+    return {
+        report.worker: _valid_in(report, evidence, base).difference(wrong.get(report.worker, ())) for report in reports
+    }
 
 
 def _valid_in(report: Report, evidence: Evidence | None, base: int) -> frozenset[int]:
@@ -105,13 +112,15 @@ def next_attempt(reports: Sequence[Report], evidence: Evidence | None, step: int
 
 
 def deliveries(layout: Layout, reports: Sequence[Report], base: int) -> tuple[tuple[int, int], ...]:
-    """(worker, unit) of all parameters that are not where they are needed, or not of the committed step."""
+    """(worker, unit) of all parameters that are not where they are needed, or not of the committed step; of all, where
+    some are wrong."""
     by_worker = {report.worker: report for report in reports}
+    is_sound = all(report.proven is None for report in reports)
     found = []
     for stage in layout.stages:
         for worker in stage.workers:
             report = by_worker[worker]
-            has = range(*report.layers) if report.parameters_step == base else range(0)
+            has = range(*report.layers) if is_sound and report.parameters_step == base else range(0)
             wanted, had = range(stage.start, stage.stop), layout.shared_units(has)
             found += [(worker, layer) for layer in wanted if layer not in has]
             found += [(worker, unit) for unit in layout.shared_units(wanted) if unit not in had]
@@ -148,6 +157,8 @@ def salvaged(
 def what_is_lost(orphans: Sequence[int], num_blocks: int, lost: Sequence[int]) -> str:
     """Which blocks have no copy left, for people."""
     named = ", ".join(map(str, orphans[:8])) + (" ..." if len(orphans) > 8 else "")
+    if not lost:
+        return f"of {len(orphans)} of {num_blocks} blocks ({named}) no copy is known to be right"
     return f"all copies of {len(orphans)} of {num_blocks} blocks ({named}) were lost with workers {list(lost)}"
 
 

@@ -1,7 +1,8 @@
 """After a vote whose certificate did not hold: who differs, from whom, in what.
 
 The certificate's sums say that something is wrong; the same terms, item by item, say what. One more all-reduce over
-counts per item, so every worker comes to the same sentence. Nothing is decided here.
+counts per item, so every worker comes to the same sentence, and to the same copies that are wrong. Nothing is decided
+here.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -9,14 +10,25 @@ from typing import Any, Protocol
 
 from elaswave.hashing import signed64
 from elaswave.protocol.ballot import LOSS, add_words
-from elaswave.protocol.engine import Copy, Engine, FrameKind, JobTerms, Wait
+from elaswave.protocol.engine import Change, Copy, Engine, FrameKind, JobTerms, Memory, Wait
 from elaswave.protocol.environment import ENVIRONMENT, TEXT_WORDS, text_words, words_text
+from elaswave.protocol.soundness import (
+    WHAT,
+    Difference,
+    Soundness,
+    changes_in,
+    describe,
+    judge_copies,
+    words_of,
+)
 from elaswave.state.placement import Placement, Role
 from elaswave.types import Layout
 
 _Finding = Generator[Wait, None, list[str]]
 
 _MAX_NAMED = 4
+_MAX_COMPARED = 1024
+"""Blocks whose copies are compared one by one; others that differ are found again in the next vote."""
 
 
 class Voter(Protocol):
@@ -28,8 +40,11 @@ class Voter(Protocol):
     layout: Layout
     engine: Engine[Any]
 
+    placement: Placement
     voting: Placement
     agreement_hash: int
+    changes: Sequence[Change]
+    """Of its memory, as it has found them for its ballot."""
     canaries: dict[int, int]
     """What layers made of made-up numbers where they ran before, by place."""
 
@@ -44,6 +59,9 @@ class Voter(Protocol):
     def agreement_terms(self) -> Iterable[tuple[int, int, int]]:
         """(block, weight, hash) of each copy, as in the ballot."""
 
+    def compared(self) -> Mapping[int, tuple[int, int, int]]:
+        """By block, hashes of what this worker compares with others: in the order of `WHAT`, 0 for nothing."""
+
     def all_reduce(
         self,
         kind: FrameKind,
@@ -54,16 +72,24 @@ class Voter(Protocol):
         """Merges lists of numbers over all workers."""
 
 
-def diagnose(voter: Voter, failed: Sequence[str]) -> Generator[Wait, None, str]:
+def diagnose(voter: Voter, failed: Sequence[str]) -> Generator[Wait, None, tuple[str, Soundness]]:
     """Names what made a certificate fail. All workers must do it after the same vote.
 
     Args:
         voter: this worker.
         failed: the parts that failed, from the verdict.
     Returns:
-        A clause such as "block 17 differs between its owner, worker 0, and its followers, workers [1]".
+        A clause such as "block 17 differs between its owner, worker 0, and its followers, workers [1]", and which
+        copies are wrong.
     """
-    findings: list[str] = []
+    changes = (yield from _changes(voter)) if "memory" in failed else []
+    differences = (yield from _differences(voter)) if "agreement" in failed else []
+    findings = describe(voter.voting, changes, differences, lambda change: _layer_of(voter, change))
+    text = yield from _name(voter, failed, findings)
+    return text, judge_copies(voter.placement, changes, differences)
+
+
+def _name(voter: Voter, failed: Sequence[str], findings: list[str]) -> Generator[Wait, None, str]:
     for what, find in _FINDERS.items():
         if what in failed:
             findings += yield from find(voter)
@@ -103,17 +129,48 @@ def _times(number: int) -> str:
     return "once" if number == 1 else f"{number} times"
 
 
-def _agreement(voter: Voter) -> _Finding:
-    differences = [0] * len(voter.terms.blocks)
+def _changes(voter: Voter) -> Generator[Wait, None, list[tuple[int, Change]]]:
+    """What has changed in whose memory."""
+    workers = voter.layout.workers
+    own = list(map(signed64, words_of(voter.changes)))
+    words = [0] * (len(own) * len(workers))
+    place = len(own) * workers.index(voter.worker)
+    words[place : place + len(own)] = own
+    total = yield from _sum(voter, words, part=8)
+    found = [changes_in(total[len(own) * index : len(own) * (index + 1)]) for index in range(len(workers))]
+    return [(worker, change) for worker, those in zip(workers, found, strict=True) for change in those]
+
+
+def _differences(voter: Voter) -> Generator[Wait, None, list[Difference]]:
+    """Which copies differ, with the hashes of all."""
+    sums = [0] * len(voter.terms.blocks)
     for block, weight, key in voter.agreement_terms():
-        differences[block] = signed64(weight * key)
-    placement = voter.voting
-    return [
-        f"block {block} differs between its owner, worker {placement.owner[block]}, and its followers, workers "
-        f"{list(placement.followers[block])}"
-        for block, difference in enumerate((yield from _sum(voter, differences, part=2)))
-        if difference
-    ]
+        sums[block] = signed64(sums[block] + weight * key)
+    total = yield from _sum(voter, sums, part=2)
+    blocks = [block for block, difference in enumerate(total) if difference][:_MAX_COMPARED]
+    workers, own = voter.layout.workers, voter.compared()
+    row = len(WHAT) * len(workers)
+    hashes = [0] * (row * len(blocks))
+    for index, block in enumerate(blocks):
+        for kind, value in enumerate(own.get(block, ())):
+            hashes[row * index + kind * len(workers) + workers.index(voter.worker)] = signed64(value)
+    total = yield from _sum(voter, hashes, part=9)
+    found = []
+    for index, block in enumerate(blocks):
+        for kind, what in enumerate(WHAT):
+            values = total[row * index + kind * len(workers) :]
+            those = {worker: value for worker, value in zip(workers, values, strict=False) if value}
+            if len(set(those.values())) > 1:
+                found.append(Difference(block, what, those))
+    return found
+
+
+def _layer_of(voter: Voter, change: Change) -> str:
+    terms, unit = voter.terms, change.place
+    if change.memory in (Memory.WORKING, Memory.COPY):
+        unit = terms.blocks[change.place].layer
+    first = voter.layout.num_layers
+    return terms.layer_name(unit if unit < first else voter.layout.shared[unit - first][0])
 
 
 def _partial_sums(voter: Voter) -> _Finding:
@@ -235,7 +292,6 @@ def _layers(voter: Voter) -> _Finding:
 
 _FINDERS: dict[str, Callable[[Voter], _Finding]] = {
     "coverage": _coverage,
-    "agreement": _agreement,
     "partial sums": _partial_sums,
     "residency": _residency,
     "layout and grids": _layouts_and_grids,

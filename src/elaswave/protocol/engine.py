@@ -42,6 +42,7 @@ class FrameKind(IntEnum):
     EVALUATION_LOSS = 9  # 0, turn of the all-reduce
     BASE_COPY = 10  # block, 0
     DELIVERY = 11  # layer, 0
+    CONSTANTS = 12  # layer, 0
 
 
 class Key(NamedTuple):
@@ -133,6 +134,30 @@ class Imbalance(NamedTuple):
     """Block -> words that were sent, less those that have come; adds up to 0 over all workers."""
     totals: int
     """What was taken for the totals, less what they are made of."""
+
+
+class Memory(IntEnum):
+    """What of a worker's memory is meant."""
+
+    WORKING = 1
+    """The parameters of a block that RUN reads."""
+    COPY = 2
+    """The master of a held copy."""
+    CONSTANT = 3
+    """What no step writes: a layer's frozen parameters, and buffers that are not persistent."""
+    MENDED = 4
+    """The same, where it was made anew meanwhile."""
+
+
+class Change(NamedTuple):
+    """Memory that is not as it was written."""
+
+    memory: Memory
+    place: int
+    """The block; of constants, the layer."""
+    was: int
+    """Its seal: the hash that was taken as it was written, 64 bits."""
+    now: int
 
 
 class Engine(Protocol[C]):
@@ -253,8 +278,31 @@ class Engine(Protocol[C]):
         """Of each copy's mean gradient, 64 bits."""
         ...
 
+    def changes(self, copies: Collection[C], *, given_up: bool) -> Sequence[Change]:
+        """Hashes all that RUN reads, and the masters of copies, and compares with what it was as it was written.
+        Constants that have changed are made anew here, if that gives what they were.
+
+        Args:
+            copies: that this worker holds.
+            given_up: also what had changed in layers that were given up since sums were begun that are kept.
+        """
+        ...
+
+    def parameter_hashes(self, blocks: Sequence[int], copies: Mapping[int, C]) -> Sequence[int]:
+        """Of the parameters of blocks as they were written into the layers here, when `changes` was asked last: what
+        has changed since is its own finding.
+
+        Args:
+            copies: held ones by block; where the layer is not here, what they would serve counts.
+        """
+        ...
+
+    def master_hashes(self, copies: Sequence[C]) -> Sequence[int]:
+        """The same of the masters of copies."""
+        ...
+
     def state_hashes(self, copies: Sequence[C]) -> Sequence[Iterable[tuple[str, int]]]:
-        """Of each copy: name and 64-bit hash of each of its states."""
+        """Of each copy: name and 64-bit hash of each of its states beside the master."""
         ...
 
     def counts(self) -> Mapping[tuple[int, int], int]:
@@ -317,8 +365,24 @@ class Engine(Protocol[C]):
         """Where parameters of blocks of a layer arrive: in the layer itself."""
         ...
 
+    def parameters_arrived(self, layer: int, blocks: Sequence[int]) -> None:
+        """Parameters of blocks of a layer have arrived in the layer."""
+        ...
+
     def parameter_bytes(self, blocks: Iterable[int]) -> int:
         """Bytes of the parameters of blocks, as they travel."""
+        ...
+
+    def constants(self, layer: int) -> Any:
+        """What no step writes of a layer that is here, to be sent."""
+        ...
+
+    def constants_slot(self, layer: int) -> Any:
+        """Where another worker's arrive; `take_constants` finds them there."""
+        ...
+
+    def take_constants(self, layer: int) -> bool:
+        """Takes over what has arrived. False: it is not what this worker's were; then nothing is taken over."""
         ...
 
     # copies

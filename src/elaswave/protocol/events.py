@@ -20,6 +20,7 @@ from elaswave.protocol.messages import (
     Paused,
     Registered,
     Report,
+    Unsound,
 )
 from elaswave.state.placement import Placement
 from elaswave.types import ExecutionParameters, Layout
@@ -214,6 +215,7 @@ CoordinatorEvent = (
     | LeaveWanted
     | Linked
     | Paused
+    | Unsound
 )
 
 
@@ -247,6 +249,8 @@ class FindCheckpoint(NamedTuple):
 
     sequence: int
     """Of the question; the answer bears it."""
+    newest: int | None = None
+    """Later checkpoints may hold what was found wrong since: they do not count any more."""
 
 
 class PlanRecovery(NamedTuple):
@@ -281,12 +285,15 @@ class PlanRecovery(NamedTuple):
 
 
 class NewEpoch(NamedTuple):
-    """For the report: a new epoch has begun, because of these suspicions, or as members join and leave."""
+    """For the report: a new epoch has begun, because of these suspicions, as members join and leave, or since copies
+    are wrong."""
 
     epoch: int
     suspicions: tuple[Suspected, ...]
     joined: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
+    unsound: tuple[int, ...] = ()
+    """Who has said that copies are wrong."""
 
 
 class Decided(NamedTuple):

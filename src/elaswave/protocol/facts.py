@@ -27,6 +27,7 @@ class Facts:
         self._leaving: Any = None
         self._linked: Any = None
         self._paused: Any = None
+        self._unsound: Any = None
         self._end: Any = None
 
     def ready(self, message: Any) -> None:
@@ -62,11 +63,15 @@ class Facts:
         """The worker waits before its next step, or was let go on since."""
         self._paused = message
 
+    def unsound(self, message: Any) -> None:
+        """The worker waits for a new epoch, since copies are wrong."""
+        self._unsound = message
+
     def moved(self) -> None:
         """The worker has left its epoch: what it said of broken links, of itself and of its end was of the old one.
         Links to those that join outlive it."""
         self._broken_links.clear()
-        self._paused = self._end = None
+        self._paused = self._unsound = self._end = None
 
     def settled(self, step: int) -> None:
         """The checkpoint of a step is durable, or given up for good."""
@@ -83,5 +88,5 @@ class Facts:
         """All that holds, in the order in which it must be said."""
         parts = [message for _, message in sorted(self._parts.items(), key=lambda part: part[0])]
         here = [self._ready, self._linked, *self._broken_links.values(), self._leaving]
-        facts = [*here, *parts, self._paused, self._end]
+        facts = [*here, *parts, self._paused, self._unsound, self._end]
         return [fact for fact in facts if fact is not None]

@@ -38,6 +38,8 @@ class Inquiry:
         """Why a checkpoint is sought."""
         self._seed_is_enough = False
         """Whether nothing was committed when a checkpoint was sought: what is lost can be made again from the seed."""
+        self._proven: int | None = None
+        """The newest step of which a checkpoint can be trusted, where copies were found wrong."""
         self._rollback_step: int | None = None
         """The checkpoint that has been found for this epoch."""
         self._rollback_reason = ""
@@ -102,20 +104,21 @@ class Inquiry:
 
     def _seek(self, cause: Cause, base: int, orphans: tuple[int, ...] = ()) -> Cause:
         lost = self._history.lost
-        self.orphans = orphans
+        self.orphans, self._proven = orphans, None
         if cause is Cause.RESTART_POLICY:
             self._why_back = "the job starts over, as the policy is"
         elif cause is Cause.ROLLBACK_MISSED:
             self._why_back = f"workers {list(lost)} were lost before all members had gone back to the last checkpoint"
         else:
             self._why_back = what_is_lost(orphans, len(self._history.blocks), lost)
+            self._proven = min((each.proven for each in self.reports if each.proven is not None), default=None)
         self._seed_is_enough = base == 0
         return cause
 
     def ask_for_checkpoint(self) -> FindCheckpoint:
         """The question which checkpoint there is."""
         self.sequence += 1
-        return FindCheckpoint(self.sequence)
+        return FindCheckpoint(self.sequence, self._proven)
 
     def take_checkpoint(self, event: CheckpointFound) -> str:
         """Takes the answer; returns why the job cannot go back, or nothing."""
@@ -123,6 +126,9 @@ class Inquiry:
         step = 0 if event.step is None and self._seed_is_enough else event.step
         if step is None:
             helps = what_helps(history.placement, len(history.lost))
+            if self._proven is not None:
+                why = f"{history.reason}; {why}"
+                helps = f"Of three copies two decide: elastic.num_followers = 2. {helps}"
             return f"{why}, and there is no valid durable checkpoint to go back to. {helps}"
         self._rollback_step, self._rollback_reason = step, f"{history.reason}; {why}"
         return ""

@@ -10,7 +10,7 @@ from elaswave.protocol.salvage import Partial
 from elaswave.state.placement import Placement
 from elaswave.types import ExecutionParameters, Layout
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Both ends of a control connection must have the same."""
 FIRST_EPOCH = 1
 """In which a job begins."""
@@ -73,6 +73,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     """The epoch of the newest decision that it has taken; 0 for none."""
     partial: Partial | None = None
     """What it has of the step that it was trying."""
+    wrong: tuple[tuple[int, int], ...] = ()
+    """(block, worker) of copies that are known to be wrong, whoever holds them."""
+    proven: int | None = None
+    """If copies or parameters are wrong, the newest step of which a checkpoint can be trusted. Then the parameters of
+    all workers are sent again."""
     progress: "Progress | None" = None
     """Where training stands, if `Prepare.with_progress` asks for it and this worker knows."""
 
@@ -221,6 +226,17 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True, tag="paused"):
     """The last one that is made."""
     is_over: bool = False
     """Whether it was let go on since, perhaps by an earlier coordinator, who may not have told the others."""
+
+
+class Unsound(msgspec.Struct, frozen=True, kw_only=True, tag="unsound"):
+    """A worker waits for a new epoch: copies of the state are wrong, and its report will say what it lacks."""
+
+    worker: int
+    epoch: int
+    step: int
+    """That it was trying, or that it has made last."""
+    reason: str
+    """What is wrong, for people."""
 
 
 class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):

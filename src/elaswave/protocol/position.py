@@ -23,9 +23,11 @@ RECOVER = "recover"
 """Label of a worker that goes over to a decision: it waits for it, moves state, and makes or loads what it lacks."""
 PAUSED = "paused"
 """Label of a worker that waits between two steps, because the membership is about to change."""
+UNSOUND = "unsound"
+"""Label of a worker that waits for a new epoch, because copies of the state are wrong."""
 FIRST_S = 3600.0
 """The longest first run of anything, however busily it computes."""
-IDLE = ("idle", "end", START, PAUSED)
+IDLE = ("idle", "end", START, PAUSED, UNSOUND)
 """Labels of workers that wait for the coordinator: never a sign of trouble by themselves."""
 PHASES = ("F", "B", "I", "W", "reduce", "vote", "apply", "gather")
 """What a step consists of, in order of appearance; only these have tight bounds."""

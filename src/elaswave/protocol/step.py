@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from elaswave.errors import NonFiniteError, UnequalBufferError, VoteError
+from elaswave.errors import NonFiniteError, StateError, UnequalBufferError, VoteError
 from elaswave.hashing import MASK64, key64
 from elaswave.protocol.ballot import (
     NOTHING_COUNTED,
@@ -37,12 +37,14 @@ from elaswave.protocol.ballot import (
 from elaswave.protocol.diagnosis import diagnose
 from elaswave.protocol.engine import (
     C,
+    Change,
     Committed,
     Engine,
     FrameKind,
     JobTerms,
     Key,
     Links,
+    Memory,
     Pause,
     StepObserver,
     TrainingProgress,
@@ -53,14 +55,18 @@ from elaswave.protocol.ledger import Ledger
 from elaswave.protocol.messages import LayoutChange
 from elaswave.protocol.moves import CopyBudget, held_keys, next_placement, num_in_place
 from elaswave.protocol.salvage import Keep, Partial, keep_of
+from elaswave.protocol.soundness import Soundness, describe, judge_copies
 from elaswave.protocol.traffic import Shipment, Traffic, agreement_hash, traffic_of
-from elaswave.state.placement import Placement, Role
+from elaswave.state.placement import Placement, Role, holders_of_layers
 from elaswave.types import ExecutionParameters, Layout, struct_hash
 
 STATE_SAMPLE_PERIOD = 16
-"""Each block's state is compared between its copies once in this many steps."""
+"""The optimizer's states of each block are compared between its copies once in this many steps."""
 MAX_REJECTED_ATTEMPTS = 2
-"""A step whose certificate fails this often is not tried again."""
+"""A step whose certificate fails this often is not tried again, unless what was wrong has been made good."""
+MAX_CHANGES = 3
+"""A worker whose memory changes this often within `CHANGES_STEPS` ends itself: it would do so again."""
+CHANGES_STEPS = 100
 
 
 class StepLoop(Execution[C]):
@@ -123,6 +129,18 @@ class StepLoop(Execution[C]):
         )
         self.canaries: dict[int, int] = {}
         """That all workers have agreed on in votes, by place."""
+        self.changes: Sequence[Change] = ()
+        """In this worker's memory, as they were found for the newest ballot."""
+        self.loaded_step = ledger.step
+        """The newest step at which all state was read from a checkpoint, or made from the seed."""
+        self.wrong: frozenset[tuple[int, int]] = frozenset()
+        """(block, worker) of copies that are known to be wrong; until a decision."""
+        self.proven: int | None = None
+        """Where copies are wrong, until a decision: the newest step of which a checkpoint can be trusted."""
+        self._changed_at: list[int] = []
+        """Steps of the newest votes, or looks, that have found changes in this worker's memory."""
+        self._unsound_at: list[int] = []
+        """The step that was refused for wrong copies last, as often as it was."""
         self._change_hash = 0
         """Of the held change; 0 for none."""
         self.known_vote: tuple[int, int, Verdict] | None = None
@@ -195,13 +213,16 @@ class StepLoop(Execution[C]):
 
     # --------------------------------------------------------------------------------------------------------- a step
 
-    def run_step(self, step: int, attempt: int = 1) -> Life[Committed]:
-        """Runs one step until it is committed.
+    def run_step(self, step: int, attempt: int = 1) -> Life[Committed | str]:
+        """Runs one step until it is committed, or until copies are found wrong that a new epoch must make good.
 
         Args:
             step: its number, from 1.
             attempt: number of its next attempt.
+        Returns:
+            What is to be told of it; or what is wrong.
         Raises:
+            StateError: this worker's memory changes again and again.
             NonFiniteError: a loss or gradient is not finite, and such steps are not skipped.
             VoteError: the certificate has failed twice.
             UnequalBufferError: micro-batches have left different whole numbers in a buffer.
@@ -224,8 +245,7 @@ class StepLoop(Execution[C]):
                 raise UnequalBufferError(self.describe_unequal(verdict.unequal))
             reason = verdict.reason
             if verdict.outcome is VoteOutcome.REJECT:
-                num_rejected += 1
-                culprits = yield from diagnose(self, verdict.failed)
+                culprits, found = yield from diagnose(self, verdict.failed)
                 yield Pause.SENT  # the others need it for the same finding, and this worker may be about to end
                 if not {"environment", "layers"}.isdisjoint(verdict.failed):
                     raise VoteError(
@@ -234,6 +254,12 @@ class StepLoop(Execution[C]):
                         f"the same bits in every process. The state of step {step - 1} is unchanged"
                     )
                 reason = f"{reason} ({culprits})"
+                self.refuse_code(found)
+                self.note_unsound(found)
+                yield from self.fetch_constants(found)
+                if found.needs_copies:
+                    return f"step {step} was refused: {reason}"
+                num_rejected += not found.changes
                 if num_rejected == MAX_REJECTED_ATTEMPTS:
                     raise VoteError(
                         f"step {step} cannot be committed, attempt {self.attempt}: {reason}. The state of step "
@@ -327,6 +353,112 @@ class StepLoop(Execution[C]):
             losses=f"{found.losses:x}",
             flights=found.flights,
         )
+
+    # ------------------------------------------------------------------------------------------- copies that are wrong
+
+    def refuse_code(self, found: Soundness) -> None:
+        """What several workers have found changed in one and the same block was written by code.
+
+        Raises:
+            VoteError: it was.
+        """
+        for block, workers in found.of_code.items():
+            layer = self.terms.layer_name(self._layer_of(self.terms.blocks[block].layer))
+            raise VoteError(
+                f"step {self.step} cannot be committed: parameters or buffers of layer {layer} (in block {block}) were "
+                f"written on workers {list(workers)} at once, and not by the optimizer. A forward, a backward or a "
+                "hook must not write them, nor `.data` or a numpy array that shares their memory. The state of step "
+                f"{self.step - 1} is unchanged"
+            )
+
+    def is_sound(self) -> bool:
+        """Whether nothing has changed in this worker's memory since it was written, outside of a vote. If something
+        has, a new epoch must make it good.
+
+        Raises:
+            StateError: it changes again and again, or is of what only others have now.
+        """
+        self.changes = self.engine.changes(self.copies.values(), given_up=False) if self.terms.verify else ()
+        self.note_changes()
+        if any(change.memory is Memory.CONSTANT for change in self.changes):
+            raise StateError(f"{self.describe_changes()}: they cannot be made anew here")
+        if self.changes:
+            self._count_changes()
+        return not self.changes
+
+    def note_changes(self) -> None:
+        """Takes down, for the next report, what has changed in this worker's memory."""
+        found = judge_copies(self.placement, [(self.worker, each) for each in self.changes], ())
+        self._note_wrong(found)
+
+    def note_unsound(self, found: Soundness) -> None:
+        """Takes down, for the next report, which copies are wrong.
+
+        Raises:
+            StateError: this worker's memory changes again and again.
+            VoteError: copies are wrong again and again, though they were made good.
+        """
+        self._note_wrong(found)
+        if self.changes:
+            self._count_changes()
+        if found.needs_copies:
+            self._unsound_at = [at for at in self._unsound_at if at == self.step] + [self.step]
+            if len(self._unsound_at) > MAX_CHANGES * len(self.layout.workers):
+                raise VoteError(f"step {self.step} cannot be committed: copies are wrong again and again")
+
+    def _note_wrong(self, found: Soundness) -> None:
+        if not found.needs_copies:
+            return
+        self.wrong |= found.wrong
+        self.ledger.parameters_step = -1
+        # What was read in this attempt was written after the vote before, which has proven what was there then.
+        since = STATE_SAMPLE_PERIOD + 1 if any(each.what == "state" for each in found.differences) else 2
+        proven = max(self.loaded_step, self.step - since)
+        self.proven = proven if self.proven is None else min(proven, self.proven)
+
+    def _count_changes(self) -> None:
+        self._changed_at = [at for at in self._changed_at if self.step - at < CHANGES_STEPS] + [self.step]
+        if len(self._changed_at) >= MAX_CHANGES:
+            raise StateError(
+                f"the memory of worker {self.worker} has changed {MAX_CHANGES} times within {CHANGES_STEPS} steps, by "
+                f"itself or by code that writes parameters or buffers: {self.describe_changes()}. Look at the hardware "
+                "of its machine"
+            )
+
+    def describe_changes(self) -> str:
+        """What has changed in this worker's memory, for people."""
+        changes = [(self.worker, change) for change in self.changes]
+        return "; ".join(describe(self.placement, changes, (), self.layer_of_change)[:MAX_CHANGES])
+
+    def layer_of_change(self, change: Change) -> str:
+        """Name of the layer that a change is of."""
+        is_block = change.memory in (Memory.WORKING, Memory.COPY)
+        return self.terms.layer_name(
+            self._layer_of(self.terms.blocks[change.place].layer if is_block else change.place)
+        )
+
+    def fetch_constants(self, found: Soundness) -> Life[None]:
+        """Those that have lost constants, and cannot make them again, get them from another worker.
+
+        Raises:
+            StateError: no other worker has this one's.
+        """
+        missing = []
+        for layer, worker, source in found.sources(holders_of_layers(self.layout)):
+            if self.worker == source:
+                self.links.send(self.key(FrameKind.CONSTANTS, layer, 0, worker), self.engine.constants(layer))
+            elif self.worker == worker:
+                missing.append((layer, source))
+        for layer, source in missing:
+            key = self.key(FrameKind.CONSTANTS, layer, 0, self.worker if source is None else source)
+            if source is not None:
+                self.links.post(key, self.engine.constants_slot(layer))
+                yield from self._receive([key])
+            if source is None or not self.engine.take_constants(layer):
+                raise StateError(
+                    f"{self.describe_changes()}: they cannot be made anew here, and no other worker has them"
+                )
+        yield Pause.SENT
 
     # ------------------------------------------------------------------------------------------------ re-replication
 
@@ -423,6 +555,10 @@ class StepLoop(Execution[C]):
         vector = list((yield from self.all_reduce(FrameKind.VOTE, vector, self._vote_shape.merge)))
         verdict = self.judge(vector, self.step)
         self.learn(vector, verdict)
+        if verdict.outcome is VoteOutcome.REJECT:
+            self.note_changes()  # in the same moment: whatever follows, a report must tell of them (K2)
+            if "agreement" not in verdict.failed:  # what has just come is what its owner has written
+                self.copies, self.arriving = self.voting_copies, {}
         return verdict
 
     def ballot(self) -> Ballot:
@@ -437,7 +573,9 @@ class StepLoop(Execution[C]):
                 nonfinite = nonfinite or NonFinite(UNKNOWN_MICROBATCH, self._layer_of(copy.block.layer))
                 square_sums[place] = 0.0
         residency = agreement = 0
+        self.changes = ()
         if self.terms.verify:
+            self.changes = self.engine.changes(copies, given_up=True)
             residency = residency_of(((copy.block.id, copy.role, copy.version) for copy in copies), self.worker)
             agreement = sum(weight * key for _, weight, key in self.agreement_terms())
         return Ballot(
@@ -452,6 +590,7 @@ class StepLoop(Execution[C]):
             writes=measured.writes,
             nonfinite=nonfinite,
             request=self.request(),
+            num_changed=len(self.changes),
             change=self._change_hash,
             next_residency=self._next_residency(),
             duration_us=measured.duration_us,
@@ -466,23 +605,38 @@ class StepLoop(Execution[C]):
         versions = ((block, copy.version) for block, copy in self.voting_copies.items())
         return residency_of(held_keys(self.worker, change.placement, self.terms.blocks, versions), self.worker)
 
-    def agreement_terms(self) -> list[tuple[int, int, int]]:
-        """(block, weight, key) of every copy that this worker compares; weights of equal copies add up to zero."""
+    def compared(self) -> dict[int, tuple[int, int, int]]:
+        """By block, hashes of gradient and state of a copy that has others, and of the parameters that this worker
+        computes with or serves; 0 for nothing."""
         copies = {block: copy for block, copy in self.voting_copies.items() if self.voting.followers[block]}
+        gradients = self.engine.gradient_hashes([*copies.values()])
+        states = self.engine.master_hashes([*copies.values()])
+        found = {
+            block: (gradient or 1, state or 1, 0)
+            for block, gradient, state in zip(copies, gradients, states, strict=True)
+        }
         sampled = [
             block for block in copies if (block + self.step) % STATE_SAMPLE_PERIOD == 0 or block in self.traffic.changed
         ]
         of_states = self.engine.state_hashes([copies[block] for block in sampled])
-        states = dict(zip(sampled, of_states, strict=True))
+        for block, states_of in zip(sampled, of_states, strict=True):
+            gradient, master, _ = found[block]
+            found[block] = (gradient, key64("state", master, *(part for each in states_of for part in each)), 0)
+        read = [*self.traffic.read]
+        for block, parameters in zip(read, self.engine.parameter_hashes(read, self.voting_copies), strict=True):
+            found[block] = (*found.get(block, (0, 0))[:2], parameters or 1)
+        return found
+
+    def agreement_terms(self) -> list[tuple[int, int, int]]:
+        """(block, weight, key) of all that this worker compares; weights of what is equal add up to zero."""
         terms = []
-        for (block, copy), gradient in zip(
-            copies.items(), self.engine.gradient_hashes([*copies.values()]), strict=True
-        ):
-            weight = len(self.voting.followers[block]) if copy.role is Role.OWNER else -1
-            key = agreement_key("gradient", block, self.step, self.attempt, gradient)
-            for name, value in states.get(block, ()):
-                key += agreement_key(name, block, self.step, self.attempt, value)
-            terms.append((block, weight, key & MASK64))
+        for block, (gradient, state, parameters) in self.compared().items():
+            if gradient:
+                weight = len(self.voting.followers[block]) if self.voting.owner[block] == self.worker else -1
+                terms.append((block, weight, agreement_key("copy", block, self.step, self.attempt, gradient, state)))
+            if parameters:
+                key = agreement_key("parameters", block, self.step, self.attempt, parameters)
+                terms.append((block, self.traffic.read[block], key))
         return terms
 
     def judge(self, vector: Sequence[int], step: int) -> Verdict:
@@ -575,16 +729,20 @@ class StepLoop(Execution[C]):
                 self.observer.point("gather")
             payload = self.engine.parameters_of([self.copies[block] for block in blocks])
             self.links.send(self.key(FrameKind.PARAMETERS, layer, 0, peer), payload)
-        yield from self._receive(self._post_parameters(FrameKind.PARAMETERS, self.traffic.parameters_in))
+        yield from self._receive_parameters(self._post_parameters(FrameKind.PARAMETERS, self.traffic.parameters_in))
         yield Pause.SENT
         self.ledger.gathered(self.step)
 
-    def _post_parameters(self, kind: FrameKind, shipments: Iterable[Shipment]) -> list[Key]:
-        keys = []
-        for layer, peer, blocks in shipments:
-            keys.append(self.key(kind, layer, 0, peer))
-            self.links.post(keys[-1], self.engine.parameters_slot(layer, blocks))
-        return keys
+    def _post_parameters(self, kind: FrameKind, shipments: Iterable[Shipment]) -> dict[Key, Shipment]:
+        posted = {self.key(kind, shipment.layer, 0, shipment.peer): shipment for shipment in shipments}
+        for key, (layer, _, blocks) in posted.items():
+            self.links.post(key, self.engine.parameters_slot(layer, blocks))
+        return posted
+
+    def _receive_parameters(self, posted: Mapping[Key, Shipment]) -> Life[None]:
+        yield from self._receive([*posted])
+        for layer, _, blocks in posted.values():
+            self.engine.parameters_arrived(layer, blocks)
 
     def _layer_of(self, unit: int) -> int:
         first = self.layout.num_layers

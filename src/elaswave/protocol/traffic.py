@@ -47,6 +47,9 @@ class Traffic(NamedTuple):
     """(block, owner)."""
     changed: frozenset[int]
     """Blocks, of all workers, whose followers the vote changes."""
+    read: Mapping[int, int]
+    """Block of which its owner and others compute with the parameters, or the owner serves them -> what this worker's
+    hash of them counts in the vote: as many times as there are others if it is the owner, -1 if it is one of them."""
 
 
 _Flow = dict[tuple[int, int], list[int]]
@@ -77,12 +80,16 @@ def traffic_of(
     copies_out: list[tuple[int, int]] = []
     copies_in: list[tuple[int, int]] = []
     changed = []
+    read: dict[int, int] = {}
     for block in blocks:
         index, layer = block.id, block.layer
         owner, followers, before = voting.owner[index], voting.followers[index], placement.followers[index]
         new = [follower for follower in followers if follower not in before]
         if before != followers:
             changed.append(index)
+        num_others = len(members[layer]) - (owner in members[layer])
+        if num_others and (owner == worker or worker in members[layer]):
+            read[index] = num_others if owner == worker else -1
         if owner == worker:
             owned.setdefault(layer, []).append(index)
             for peer in members[layer]:
@@ -113,6 +120,7 @@ def traffic_of(
         copies_out=tuple(copies_out),
         copies_in=tuple(copies_in),
         changed=frozenset(changed),
+        read=read,
     )
 
 

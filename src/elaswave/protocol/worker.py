@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import msgspec
+
 from elaswave.errors import StateError
 from elaswave.protocol.ballot import GridState, Request, decode_certificate
 from elaswave.protocol.duties import due_after
@@ -56,9 +58,10 @@ from elaswave.protocol.messages import (
     Progress,
     Registered,
     Report,
+    Unsound,
 )
 from elaswave.protocol.moves import CopyBudget, followed_by
-from elaswave.protocol.position import PAUSED, WRITE
+from elaswave.protocol.position import PAUSED, UNSOUND, WRITE
 from elaswave.protocol.step import StepLoop
 from elaswave.protocol.traffic import deliveries_of
 from elaswave.state.placement import Placement, Role, roles_of
@@ -150,6 +153,8 @@ class WorkerMachine(StepLoop[C]):
         """Whether it asks for a pause in its ballots."""
         self.is_paused = False
         """Whether it waits, between two steps, for what becomes of the membership."""
+        self.is_unsound = False
+        """Whether it waits for a new epoch, since copies are wrong."""
         self._step, self._attempt = step + 1, 1
         """The next step, and the number of its next attempt."""
         self._duties: list[Duty] = []
@@ -206,7 +211,8 @@ class WorkerMachine(StepLoop[C]):
     def look_at_sent(self) -> None:
         """While it waits between steps or after the last one: tells of a link that has ended (W11), once in an epoch.
         A peer may still wait for what was sent over it, and no frame that this worker waits for would show that."""
-        if (self.is_done or self.is_paused) and not self.facts.has_broken_links and self.links.broken is not None:
+        waits = self.is_done or self.is_paused or self.is_unsound
+        if waits and not self.facts.has_broken_links and self.links.broken is not None:
             self._tell_of_link(*self.links.broken)
 
     def _tell_of_link(self, peer: int, detail: str) -> None:
@@ -284,7 +290,8 @@ class WorkerMachine(StepLoop[C]):
             self.outbox.send(ready)
         stopped = pauses = False
         while True:
-            yield from self.do_duties()
+            if not (yield from self.do_duties()):
+                return
             if self._step > self.terms.num_steps or stopped:
                 break
             if pauses:
@@ -296,12 +303,23 @@ class WorkerMachine(StepLoop[C]):
             self.look_for_change()
             self.look_at_links()
             committed = yield from self.run_step(self._step, self._attempt)
+            if isinstance(committed, str):
+                self.wait_for_copies(committed)
+                return
             self.note_committed(committed)
             pauses = committed.request is Request.PAUSE
             stopped = committed.request is Request.STOP and self._step < self.terms.num_steps
             self._step, self._attempt = self._step + 1, 1
             self.note_duties(committed.step, committed.request)
         yield from self.finish(stopped)
+
+    def wait_for_copies(self, reason: str) -> None:
+        """Says that copies are wrong, and waits for the new epoch that makes them good (K3)."""
+        self.is_unsound = True
+        message = Unsound(worker=self.worker, epoch=self.member.epoch, step=self.step, reason=reason)
+        self.facts.unsound(message)
+        self.outbox.send(message)
+        self.observer.doing(UNSOUND, computing=False)
 
     def offer(self, change: LayoutChange) -> None:
         """A planned change has come; it is looked at between two steps. By then a coordinator may have followed, and
@@ -380,12 +398,19 @@ class WorkerMachine(StepLoop[C]):
         self._duties.append(("checkpoint", step))
         self.disk.restart_clock()
 
-    def do_duties(self) -> Life[None]:
-        """Evaluations and checkpoints of committed steps, in order; one that is interrupted is still to be done."""
+    def do_duties(self) -> Life[bool]:
+        """Evaluations and checkpoints of committed steps, in order; one that is interrupted is still to be done.
+
+        Returns:
+            Whether they are done; else copies here are wrong, and it waits (K4).
+        """
         while self._duties:
             kind, step = self._duties[0]
             if kind == "evaluate":
                 means = yield from self.evaluate(step)
+                if means is None:
+                    self._wait_alone("an evaluation")
+                    return False
                 if self.worker == self.members[0]:
                     report = self.outbox.evaluated(step, means.loss, means.by_name(self.terms.metrics))
                     self.outbox.send(report, durable=True)
@@ -394,8 +419,15 @@ class WorkerMachine(StepLoop[C]):
                     self.observer.doing(WRITE, computing=False)
                 yield Pause.DISK
                 self.observer.doing("checkpoint", computing=True)
+                if not self.is_sound():
+                    self._wait_alone("a checkpoint")
+                    return False
                 self.disk.write(step)
             self._duties.pop(0)
+        return True
+
+    def _wait_alone(self, what: str) -> None:
+        self.wait_for_copies(f"{what} after step {self.last_step} was refused: {self.describe_changes()}")
 
     def note_committed(self, committed: Committed) -> None:
         """Keeps the report of a committed step; the member with the lowest id sends it (W9)."""
@@ -413,6 +445,9 @@ class WorkerMachine(StepLoop[C]):
         """Says that it has made all steps; from now on it waits until the coordinator ends the job (W10)."""
         self.observer.doing("end", computing=False)
         yield Pause.DISK
+        if not self.is_sound():
+            self._wait_alone("the end of the job")
+            return
         finished = self.outbox.finished(stopped)
         self.facts.ended(finished)
         self.outbox.send(finished)
@@ -423,12 +458,13 @@ class WorkerMachine(StepLoop[C]):
     def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
         """Leaves the old epoch's data plane, and only then promises and reports (W1)."""
         self._stop()
-        self.is_done = self.is_paused = self._asks_pause = False
+        self.is_done = self.is_paused = self.is_unsound = self._asks_pause = False
         self.hold(None)  # what was planned for the old epoch is void
         self.facts.moved()
         self.links.edit(epoch, members)
         progress = self.progress_for_joiners() if with_progress else None
-        self.report = self.ledger.promise(epoch, self.held(), self.layers_here(), self.partial(), progress)
+        report = self.ledger.promise(epoch, self.held(), self.layers_here(), self.partial(), progress)
+        self.report = msgspec.structs.replace(report, wrong=tuple(sorted(self.wrong)), proven=self.proven)
         self.observer.moved()
         self.outbox.send(self.report)
 
@@ -471,6 +507,7 @@ class WorkerMachine(StepLoop[C]):
         # From here on its reports say that it has the decision. A worker that goes back must then have loaded:
         # nothing may interrupt it in between (W4), or it would go on with the grids of steps that count no more.
         todo = self.ledger.accept(decision)
+        self.wrong, self.proven = frozenset(), None
         if todo is CatchUp.JOIN:
             self._begin_with(decision.progress, decision.resume_step - 1)
         self._step, self._attempt = self.kept_for = decision.resume_step, decision.resume_attempt
@@ -567,9 +604,11 @@ class WorkerMachine(StepLoop[C]):
                 self.links.send(self.key(FrameKind.DELIVERY, shipment.layer, 0, shipment.peer), payload)
             elif shipment.peer == self.worker:
                 incoming.append(shipment._replace(peer=owner))
-        keys = self._post_parameters(FrameKind.DELIVERY, incoming)
-        self.engine.publish(self.copies.values())
-        yield from self._receive(keys)
+        posted = self._post_parameters(FrameKind.DELIVERY, incoming)
+        # Of what is sent here only: elsewhere a change of memory must stay to be found, with sums that were kept.
+        units = {unit for worker, unit in decision.deliver if worker == self.worker}
+        self.engine.publish(copy for copy in self.copies.values() if copy.block.layer in units)
+        yield from self._receive_parameters(posted)
         yield Pause.SENT
         return self.engine.parameter_bytes(
             block for shipment in incoming if shipment.layer in new for block in shipment.blocks
@@ -587,6 +626,7 @@ class WorkerMachine(StepLoop[C]):
         while self._reports and self._reports[-1][0] > decision.rollback:
             self._reports.pop()
         self.known_vote = None
+        self.loaded_step = decision.rollback
         loaded = self.engine.load(decision.rollback, decision.layout, decision.placement)
         self.copies, self.arriving, self.progress = dict(sorted(loaded.copies.items())), {}, loaded.progress
         self.placement = decision.placement

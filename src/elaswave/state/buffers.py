@@ -23,7 +23,8 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _NUM_LOOKS = 8
 """So many forwards of a module are watched for kernels that write buffers without telling autograd, as those of batch
-normalisation do. Whatever is seen to be written so is looked at from then on."""
+normalisation do. Whatever is seen to be written so, right after a forward, is looked at from then on. What differs at
+any other moment has changed in memory."""
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -69,6 +70,8 @@ class _Persistent(NamedTuple):
 class _Fixed(NamedTuple):
     """A buffer that is not persistent, at one of its places."""
 
+    name: str
+    """In the layer's module."""
     owner: nn.Module
     key: str
     buffer: torch.Tensor
@@ -102,9 +105,11 @@ class LayerBuffers:
                 by_tensor[id(buffer)] = _Persistent(slot, buffer.dtype, [(owner, key)])
             else:
                 is_compared = isinstance(owner, _NormBase)
-                self._fixed.append(_Fixed(owner, key, buffer, buffer.detach().clone(), is_compared))
+                self._fixed.append(_Fixed(full, owner, key, buffer, buffer.detach().clone(), is_compared))
         self._versions = [fixed.buffer._version for fixed in self._fixed]
         self._looks_left = _NUM_LOOKS
+        self._strayed: list[tuple[str, torch.Tensor]] = []
+        """Buffers that had changed though nobody had written them, and were put back since."""
         self._persistent = list(by_tensor.values())
         self._initial: list[torch.Tensor] = []
         """Encoded, of the step."""
@@ -146,19 +151,60 @@ class LayerBuffers:
             value = decode(initial, each.dtype).view(each.slot.shape)
             for owner, key in each.places:
                 owner._buffers[key] = value
-        looks = self._looks_left > 0
-        self._looks_left -= looks
         for index, fixed in enumerate(self._fixed):
-            now = fixed.owner._buffers[fixed.key]
-            is_untouched = now is fixed.buffer and fixed.buffer._version == self._versions[index]
-            is_compared = looks or fixed.is_compared
-            if is_untouched and not (is_compared and not _same_bits(fixed.buffer, fixed.built)):
-                continue
-            # A new tensor: a graph that is still needed may have saved the one that was written.
-            fresh = fixed.built.clone()
-            fixed.owner._buffers[fixed.key] = fresh
-            self._fixed[index] = fixed._replace(buffer=fresh, is_compared=fixed.is_compared or is_untouched)
-            self._versions[index] = fresh._version
+            if not self._is_untouched(index) or (fixed.is_compared and not _same_bits(fixed.buffer, fixed.built)):
+                self._put_back(index)
+            elif self._looks_left:
+                self._look_for_stray(index)
+
+    def look(self) -> None:
+        """A forward has ended: looks, after the first ones, what has been written without a word."""
+        if not self._looks_left:
+            return
+        self._looks_left -= 1
+        for index, fixed in enumerate(self._fixed):
+            if self._is_untouched(index) and not _same_bits(fixed.buffer, fixed.built):
+                self._fixed[index] = fixed._replace(is_compared=True)
+
+    def _is_untouched(self, index: int) -> bool:
+        """Whether no forward has written a buffer, as far as autograd knows."""
+        fixed = self._fixed[index]
+        return fixed.owner._buffers[fixed.key] is fixed.buffer and fixed.buffer._version == self._versions[index]
+
+    def _put_back(self, index: int) -> None:
+        # A new tensor: a graph that is still needed may have saved the one that was written.
+        fixed = self._fixed[index]
+        fresh = fixed.built.clone()
+        fixed.owner._buffers[fixed.key] = fresh
+        self._fixed[index] = fixed._replace(buffer=fresh)
+        self._versions[index] = fresh._version
+
+    def _look_for_stray(self, index: int) -> None:
+        fixed = self._fixed[index]
+        if not fixed.is_compared and not _same_bits(fixed.buffer, fixed.built):
+            self._strayed.append((fixed.name, fixed.buffer))
+            self._put_back(index)
+
+    @property
+    def constants(self) -> list[tuple[str, torch.Tensor]]:
+        """Name and built value of each buffer that is not persistent."""
+        return [(fixed.name, fixed.built) for fixed in self._fixed]
+
+    @property
+    def in_use(self) -> list[tuple[str, torch.Tensor]]:
+        """The same as forwards read them, of those that no forward writes; and those that had changed before."""
+        unwritten = [
+            (fixed.name, fixed.buffer)
+            for index, fixed in enumerate(self._fixed)
+            if not fixed.is_compared and self._is_untouched(index)
+        ]
+        return unwritten + self._strayed
+
+    def put_back(self) -> None:
+        """Every buffer that is not persistent has its built value again."""
+        self._strayed.clear()
+        for index in range(len(self._fixed)):
+            self._put_back(index)
 
     def left(self) -> list[torch.Tensor]:
         """What a forward has left in the persistent buffers, encoded.

@@ -127,19 +127,25 @@ def remove_stale(run_dir: Path) -> list[Path]:
 
 
 def find_newest_checkpoint(
-    run_dir: Path, objection: Callable[[CheckpointMeta], str] = lambda meta: ""
+    run_dir: Path,
+    objection: Callable[[CheckpointMeta], str] = lambda meta: "",
+    newest_step: int | None = None,
 ) -> CheckpointSearch:
     """The newest checkpoint of a run whose every byte is as it was written, and why newer ones cannot be used.
 
     Args:
         run_dir: the run's folder.
         objection: says why a whole one cannot be used either; "" if it can.
+        newest_step: later ones may hold what was found wrong since, and do not count.
     """
     skipped: list[SkippedCheckpoint] = []
     newest: CheckpointRef | None = None
     for step, folder in sorted(_numbered(run_dir), reverse=True):
         if folder.suffix == TEMPORARY_SUFFIX:
             skipped.append(SkippedCheckpoint(folder, "it was never committed: its writing did not end"))
+            continue
+        if newest_step is not None and step > newest_step:
+            skipped.append(SkippedCheckpoint(folder, "it may hold copies that were found wrong since"))
             continue
         try:
             found = verify_checkpoint(folder)

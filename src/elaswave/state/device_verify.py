@@ -14,6 +14,9 @@ import torch
 
 from elaswave.state.verify import position_keys
 
+_WORD_BYTES = 8
+_ROW_WORDS = 1 << 13
+"""Words of a row of a long tensor."""
 _TOGETHER_ELEMENTS = 1 << 23
 """Most elements that are laid side by side: 64 MiB of words."""
 
@@ -38,13 +41,29 @@ def run_hashes(runs: Sequence[torch.Tensor]) -> Found:
     """`elaswave.state.verify.run_hash` of each run, as int64, modulo 2**64.
 
     Args:
-        runs: float32 [length] each, at least one, on one device.
+        runs: [length] each, of one type, at least one, on one device.
     """
 
-    def hashes(rows: torch.Tensor) -> torch.Tensor:
-        return rows.view(torch.int32).to(torch.int64).mul_(_keys(rows.shape[1], rows.device)).sum(1)
+    return _of_rows(runs, _row_sums)
 
-    return _of_rows(runs, hashes)
+
+def queued_tensor_hash(values: torch.Tensor) -> torch.Tensor:
+    """A hash of the bits of a tensor of any length and type, int64 modulo 2**64, that stays on its device."""
+    content = values.detach().contiguous().reshape(-1).view(torch.uint8)
+    short = -len(content) % (_ROW_WORDS * _WORD_BYTES)
+    whole = len(content) - len(content) % (_ROW_WORDS * _WORD_BYTES)
+    rows = [_row_sums(content[:whole].reshape(-1, _ROW_WORDS * _WORD_BYTES))] if whole else []
+    rows += [_row_sums(content[whole:][None])] if short else []
+    sums = torch.cat(rows) if rows else torch.zeros(1, dtype=torch.int64, device=values.device)
+    return (sums * _keys(len(sums), sums.device)).sum()
+
+
+def _row_sums(rows: torch.Tensor) -> torch.Tensor:
+    rest = rows.shape[1] * rows.itemsize % _WORD_BYTES
+    if rest:
+        rows = torch.nn.functional.pad(rows, (0, (_WORD_BYTES - rest) // rows.itemsize))
+    words = rows.view(torch.int64)
+    return (words * _keys(words.shape[1], words.device)).sum(1)
 
 
 def square_sums(runs: Sequence[torch.Tensor]) -> Found:

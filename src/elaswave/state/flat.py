@@ -339,6 +339,14 @@ class FlatLayer:
         self.parameters.append(parameter)
         self.parameter_names.append(name)
 
+    def constants(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full name and values of all that no step writes: frozen parameters, and buffers that are not persistent."""
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                yield self.spec.full_name(name), parameter.detach()
+        for name, built in self.buffers.constants:
+            yield self.spec.full_name(name), built
+
     def refresh(self) -> None:
         """Takes over what lies in flat storage, as far as the module has copies of it."""
         if self.buffer_unit is not None:

@@ -551,6 +551,7 @@ class Compute:
                 if not self._begins_to_need_a_graph(index, error):
                     raise
                 return self._run_layer(index, microbatch, given, train, admits=admits)
+        layer.buffers.look()
         self._signatures.check(index, train, structure, leaves)
         wrote = self._look(index, given, lent, train=train, is_over=not has_graph)
         if wrote and train and self._is_recomputed(index):

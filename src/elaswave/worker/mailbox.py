@@ -45,6 +45,11 @@ class SharedFacts(Facts):
         with self._lock:
             super().paused(message)
 
+    def unsound(self, message: Any) -> None:
+        """See `Facts.unsound`."""
+        with self._lock:
+            super().unsound(message)
+
     def part(self, step: int, epoch: int, message: Any) -> None:
         """See `Facts.part`."""
         with self._lock:

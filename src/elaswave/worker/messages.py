@@ -19,6 +19,7 @@ from elaswave.protocol.messages import (
     Paused,
     Registered,
     Report,
+    Unsound,
 )
 from elaswave.state.checkpoint_format import WrittenItem
 
@@ -262,6 +263,7 @@ FromWorker = (
     | Leaving
     | Linked
     | Paused
+    | Unsound
     | StepReport
     | Timings
     | EvaluationReport

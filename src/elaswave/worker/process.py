@@ -192,7 +192,7 @@ class Worker:
         self.machine = self._make_machine(
             setup.worker,
             terms_of(blueprint),
-            TorchEngine(context, layers, updater_after(blueprint, setup.checkpoint)),
+            TorchEngine(context, layers, updater_after(blueprint, setup.checkpoint), store),
             self._links,
             self._outbox,
             self._disk,

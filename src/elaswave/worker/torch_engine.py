@@ -15,7 +15,7 @@ import torch
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device, Mark, batches_of, read, wait_for
 from elaswave.hashing import MASK64
-from elaswave.protocol.engine import Imbalance, Loaded, Measured, Unfinished
+from elaswave.protocol.engine import Change, Imbalance, Loaded, Measured, Memory, Unfinished
 from elaswave.protocol.environment import ENVIRONMENT, Environment
 from elaswave.protocol.salvage import Keep
 from elaswave.protocol.scores import Scores
@@ -24,6 +24,7 @@ from elaswave.state.checkpoint_format import EMA, MASTER
 from elaswave.state.device_verify import Found, run_hashes, square_sums
 from elaswave.state.flat import FlatLayer, FlatUnit
 from elaswave.state.placement import Placement, Role
+from elaswave.state.seals import Seals, is_working
 from elaswave.state.store import HeldBlock
 from elaswave.state.sums import square_sum
 from elaswave.state.verify import run_hash
@@ -92,10 +93,15 @@ class TorchEngine:
         context: what it works with.
         here: the materialised layers of this worker's stage, and the units that they share, with current parameters.
         updater: makes the updates, and has those behind it that the parameters have; None: there were none.
+        held: the copies that this worker holds.
     """
 
     def __init__(
-        self, context: EngineContext, here: Mapping[int, FlatLayer | FlatUnit], updater: Updater | None = None
+        self,
+        context: EngineContext,
+        here: Mapping[int, FlatLayer | FlatUnit],
+        updater: Updater | None = None,
+        held: Iterable[HeldBlock] = (),
     ) -> None:
         self.context = context
         blueprint, elastic = context.blueprint, context.blueprint.config.elastic
@@ -145,6 +151,11 @@ class TorchEngine:
         self.updater = updater or blueprint.optimizer.updater()
         self._environment = environment_of(blueprint, device) if elastic.verify else None
         """Found out now, since that takes as long as a small step."""
+        self.seals = Seals(self.blocks, device, context.move) if elastic.verify else None
+        if self.seals is not None:
+            self.seals.written_all(self.layers, held)
+        self._incoming: dict[int, list[torch.Tensor]] = {}
+        """By layer, constants that another worker sends."""
 
     def _spot_checks(self) -> SpotChecks | None:
         """Whoever repeats a micro-batch has to check the same places, so they follow from the first layout."""
@@ -194,8 +205,12 @@ class TorchEngine:
         gone = set(self.layers) - set(wanted)
         for copy in copies:
             if copy.block.layer in gone:
+                if self.seals is not None and is_working(copy, self.layers):
+                    self.seals.move_out(copy)
                 # It may be a view of the layer's storage, all of which would stay with it.
                 copy.slots[MASTER] = copy.slots[MASTER].clone()
+        if self.seals is not None and gone:
+            self.seals.drop({index: self.layers[index] for index in gone})
         for index in gone:
             del self.layers[index]
         self.compute.forget(gone)
@@ -212,6 +227,8 @@ class TorchEngine:
         if gone or new:
             self._note_layers()
             self.reduction.hold(list(self.layers))
+            if self.seals is not None:
+                self.seals.constants(self.layers)
         self.forget_layout()
         return new
 
@@ -228,6 +245,8 @@ class TorchEngine:
         self._untimed.clear()
         by_layer = [[exponents[slot.id] for slot in shape.tensors] for shape in self.context.blueprint.shapes]
         self._microbatches.clear()
+        if keep is None and self.seals is not None:
+            self.seals.begin()
         self.compute.begin(step, by_layer, keep)
         self.reduction.begin(by_layer, self._num_microbatches)
 
@@ -416,10 +435,46 @@ class TorchEngine:
         """Of copies' mean gradients."""
         return self._hashes(list(map(_gradient, copies)))
 
+    def changes(self, copies: Collection[HeldBlock], *, given_up: bool) -> list[Change]:
+        """Compares all that RUN reads, and the masters of copies, with their seals. Constants are made anew where that
+        gives what they were."""
+        if self.seals is None:
+            return []
+        working, masters = self.seals.broken(self.layers, copies)
+        working += self.seals.given_up if given_up else ()
+        found = [Change(Memory.WORKING, block, was, now) for block, was, now in working if isinstance(block, int)]
+        found += [Change(Memory.COPY, block, was, now) for block, was, now in masters if isinstance(block, int)]
+        for layer, broken in self.seals.broken_constants(self.layers).items():
+            is_mended = self._take_constants(layer, self._made_again(layer))
+            kind = Memory.MENDED if is_mended else Memory.CONSTANT
+            found += [Change(kind, layer, each.was, each.now) for each in broken]
+        return found
+
+    def parameter_hashes(self, blocks: Sequence[int], copies: Mapping[int, HeldBlock]) -> list[int]:
+        """Of the working copies of blocks; of those that are not here, of what copies would serve."""
+        assert self.seals is not None
+        elsewhere = [copies[block] for block in blocks if block not in self.seals.working]
+        served = dict(zip((copy.block.id for copy in elsewhere), self._served_hashes(elsewhere), strict=True))
+        known = served | {block: self.seals.working[block] for block in blocks if block not in served}
+        return [known[block] for block in blocks]
+
+    def _served_hashes(self, copies: Sequence[HeldBlock]) -> list[int]:
+        assert self.seals is not None
+        masters, dtype = self.seals.masters, self.context.blueprint.dtype
+        rounded = [copy for copy in copies if dtype != torch.float32 and not copy.is_buffers]
+        of_rounded = self._hashes([copy.slots[MASTER].to(dtype) for copy in rounded])
+        found = dict(zip((copy.block.id for copy in rounded), of_rounded, strict=True))
+        return [found.get(copy.block.id, masters[copy.block.id]) for copy in copies]
+
+    def master_hashes(self, copies: Sequence[HeldBlock]) -> list[int]:
+        """As they were written."""
+        assert self.seals is not None
+        return [self.seals.masters[copy.block.id] for copy in copies]
+
     def state_hashes(self, copies: Sequence[HeldBlock]) -> list[list[tuple[str, int]]]:
-        """Of the masters and the optimizer's states."""
-        found = iter(self._hashes([values for copy in copies for values in copy.slots.values()]))
-        return [[(name, next(found)) for name in copy.slots] for copy in copies]
+        """Of the optimizer's states."""
+        found = iter(self._hashes([values for copy in copies for _, values in _optimizer_slots(copy)]))
+        return [[(name, next(found)) for name, _ in _optimizer_slots(copy)] for copy in copies]
 
     def _hashes(self, runs: Sequence[torch.Tensor]) -> list[int]:
         if self.device.is_host or not runs:
@@ -478,6 +533,9 @@ class TorchEngine:
                 gradients.append(gradient)
         if norm is not None and trained:
             self._update(trained, gradients, scale, norm, num_updates)
+        if norm is not None and self.seals is not None:
+            places = [copy.block.id if is_working(copy, self.layers) else copy for copy in copies]
+            self.seals.written(places, [copy.slots[MASTER] for copy in copies])
         if not self.device.is_host:
             self._running.append(self.device.mark())
 
@@ -502,15 +560,17 @@ class TorchEngine:
         """Copies masters into the layers that are here, if those do not compute with the masters themselves."""
         stale: list[torch.Tensor] = []
         masters: list[torch.Tensor] = []
+        places: list[int] = []
         for copy in copies:
             layer = self.layers.get(copy.block.layer)
-            if layer is not None:
-                flat, start, master = layer.flat, copy.block.start, copy.slots[MASTER]
-                if flat.data_ptr() + start * flat.itemsize != master.data_ptr():
-                    stale.append(flat[start : copy.block.stop])
-                    masters.append(master)
+            if layer is not None and not is_working(copy, self.layers):
+                stale.append(layer.flat[copy.block.start : copy.block.stop])
+                masters.append(copy.slots[MASTER])
+                places.append(copy.block.id)
         if stale:
             torch._foreach_copy_(stale, masters)
+            if self.seals is not None:
+                self.seals.written(places, stale)
 
     def parameters_of(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
         """The parameters of copies in the dtype that layers compute in."""
@@ -528,6 +588,12 @@ class TorchEngine:
         flat = self.layers[layer].flat
         return [flat[run.start : run.stop] for run in self.reduction.runs(blocks)]
 
+    def parameters_arrived(self, layer: int, blocks: Sequence[int]) -> None:
+        """Takes their seals."""
+        if self.seals is not None:
+            flat = self.layers[layer].flat
+            self.seals.written(blocks, [flat[self.blocks[index].start : self.blocks[index].stop] for index in blocks])
+
     def carried(self) -> str:
         """What the updater keeps of the steps that have been made, beside the blocks."""
         return self.updater.state()
@@ -535,6 +601,45 @@ class TorchEngine:
     def carry_on(self, carried: str, step: int) -> None:
         """Takes over what another worker's updater has kept."""
         self.updater.load(carried, step)
+
+    # -------------------------------------------------------------------------------------------------- constants
+
+    def constants(self, layer: int) -> list[torch.Tensor]:
+        """What no step writes of a layer, as bytes."""
+        return [_bytes_of(values) for _, values in self._own[layer].constants()]
+
+    def constants_slot(self, layer: int) -> list[torch.Tensor]:
+        """Where another worker's arrive."""
+        self._incoming[layer] = [torch.empty_like(each) for each in self.constants(layer)]
+        return self._incoming[layer]
+
+    def take_constants(self, layer: int) -> bool:
+        """Takes over what has arrived, if that is what this worker had."""
+        return self._take_constants(layer, self._incoming.pop(layer))
+
+    def _made_again(self, layer: int) -> list[torch.Tensor]:
+        blueprint, spec = self.context.blueprint, self.context.blueprint.model.layers[layer]
+        module = blueprint.build(layer)
+        values = {
+            spec.full_name(name): blueprint.frozen.get(spec.full_name(name), tensor.detach())
+            for name, tensor in (*module.named_parameters(), *module.named_buffers(remove_duplicate=False))
+        }
+        return [_bytes_of(values[name]) for name, _ in self._own[layer].constants()]
+
+    def _take_constants(self, layer: int, values: Sequence[torch.Tensor]) -> bool:
+        """Puts constants in their places, given as bytes, unless one of them is not what it was."""
+        assert self.seals is not None
+        flat = self._own[layer]
+        here = [
+            (name, tensor, each.to(tensor.device).view(tensor.dtype).view(tensor.shape))
+            for (name, tensor), each in zip(flat.constants(), values, strict=True)
+        ]
+        if not self.seals.fit(layer, [(name, each) for name, _, each in here]):
+            return False
+        for _, tensor, each in here:
+            tensor.copy_(each)
+        flat.buffers.put_back()
+        return True
 
     # ----------------------------------------------------------------------------------------------------- copies
 
@@ -579,8 +684,18 @@ class TorchEngine:
         self._note_layers()
         self.reduction.hold(list(self.layers))
         self.updater = updater_after(context.blueprint, checkpoint)
+        if self.seals is not None:
+            self.seals.written_all(layers, store)
         num_bytes = sum(layer.flat.nbytes for layer in layers.values()) + store.optimizer_bytes()
         return Loaded(store.held, progress, num_bytes)
+
+
+def _optimizer_slots(copy: HeldBlock) -> list[tuple[str, torch.Tensor]]:
+    return [(name, values) for name, values in copy.slots.items() if name != MASTER]
+
+
+def _bytes_of(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _gradient(copy: HeldBlock) -> torch.Tensor:

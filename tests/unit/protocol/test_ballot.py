@@ -126,6 +126,7 @@ def test_the_order_in_which_votes_meet_does_not_matter():
         ("residency", changed(2, residency=residency_key(1, 2, 2, 5))),
         ("agreement", changed(2, agreement=-agreement_key("gradient", 1, 7, 1, HASHES[1] ^ 1))),
         ("agreement", changed(0, agreement=0)),
+        ("memory", changed(1, num_changed=1)),
         ("partial sums", changed(0, partial_sums=2**63 + 2**40)),
         ("partial sums", changed(2, partial_sums=2**62 - 1)),
         ("layout and grids", changed(1, next_state=LAYOUT_HASH + 1)),
@@ -325,7 +326,7 @@ def test_keys_of_different_things_differ():
 
 def test_the_vector_is_small_and_whole():
     vector = SHAPE.vector_of(certificates()[0])
-    assert len(vector) == SHAPE.size == 6 + 21 + 2 + NUM_MICROBATCHES + 12 + 7 + NUM_TENSORS
+    assert len(vector) == SHAPE.size == 7 + 21 + 2 + NUM_MICROBATCHES + 12 + 7 + NUM_TENSORS
     assert all(-(2**63) <= value < 2**63 for value in merged(certificates()))
 
 

@@ -619,3 +619,13 @@ def test_a_file_that_grows_too_large_is_an_error(tmp_path: Path) -> None:
     process.join(60)
     receive.close()
     assert find_newest_checkpoint(tmp_path).newest is None
+
+
+def test_checkpoints_that_may_hold_what_was_found_wrong_do_not_count(tmp_path: Path) -> None:
+    refs = [save(tmp_path, step, {"model.w": torch.arange(4.0)}, num_workers=1) for step in (1, 2, 3)]
+    search = find_newest_checkpoint(tmp_path, newest_step=2)
+    assert search.newest == refs[1]
+    assert [skipped.folder for skipped in search.skipped] == [refs[2].folder]
+    put_aside(search)
+    assert find_newest_checkpoint(tmp_path).newest == refs[1]
+    assert find_newest_checkpoint(tmp_path, newest_step=0).newest is None

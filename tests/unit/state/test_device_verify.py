@@ -5,9 +5,9 @@ import math
 import torch
 
 from elaswave.state import device_verify
-from elaswave.state.device_verify import Found, run_hashes, square_sums
+from elaswave.state.device_verify import Found, queued_tensor_hash, run_hashes, square_sums
 from elaswave.state.sums import square_sum
-from elaswave.state.verify import run_hash
+from elaswave.state.verify import run_hash, tensor_hash
 
 MASK64 = (1 << 64) - 1
 
@@ -25,6 +25,11 @@ def test_hashes_are_the_hosts():
     some = runs(64, 1, 64, 33, 64, 1)
     some[2][5] = math.nan
     assert [each & MASK64 for each in read(run_hashes(some))] == [run_hash(each) for each in some]
+
+
+def test_a_tensors_hash_is_the_hosts():
+    for values in (*runs(1, 33, 40_000), torch.ones(3, 5, dtype=torch.bool), torch.randn(70_000).bfloat16()):
+        assert int(queued_tensor_hash(values)) & MASK64 == tensor_hash(values)
 
 
 def test_a_runs_sum_of_squares_does_not_depend_on_those_beside_it(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 from elaswave.hashing import MASK64
 from elaswave.state.digests import add_digests, state_digest
-from elaswave.state.verify import run_hash, tensor_digest
+from elaswave.state.verify import row_hashes, run_hash, tensor_digest, tensor_hash
 
 STANDING = {"step": 3, "num_updates": 3, "data_cursor": (0, 48), "grids": [40, 41], "tensor_digests": {"a": 1, "b": 2}}
 
@@ -29,6 +29,30 @@ def test_the_hash_of_a_run_knows_positions_and_signs_of_zero():
 def test_a_view_in_the_middle_of_a_tensor_is_hashed_like_a_copy():
     whole = torch.randn(100)
     assert run_hash(whole[10:60]) == run_hash(whole[10:60].clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hashes_of_rows_are_those_of_runs(dtype):
+    flat = torch.randn(5 * 64 + 32).to(dtype)
+    assert row_hashes(flat, 64) == [run_hash(run) for run in flat.split(64)]
+    assert row_hashes(flat[:32], 64) == [run_hash(flat[:32])]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 7), (200, 333)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64])
+def test_one_flipped_bit_changes_the_hash_of_a_tensor_of_any_length_and_type(shape, dtype):
+    values = torch.ones(shape, dtype=dtype)
+    before, length = tensor_hash(values), values.numel() * values.itemsize
+    for place in {0, length // 2, length - 1}:
+        values.view(-1).view(torch.uint8)[place] ^= 1
+        assert tensor_hash(values) != before
+        values.view(-1).view(torch.uint8)[place] ^= 1
+    assert tensor_hash(values) == before
+
+
+def test_the_hash_of_a_tensor_does_not_depend_on_how_it_lies_in_memory():
+    values = torch.randn(6, 8)
+    assert tensor_hash(values.t().contiguous().t()) == tensor_hash(values)
 
 
 def test_a_digest_knows_slot_tensor_position_and_value():

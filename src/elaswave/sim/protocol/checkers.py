@@ -27,15 +27,28 @@ def _require(holds: bool, text: str) -> None:
 
 
 class SameBits(Observer):
-    """State, parameters, losses and grids are the fault-free run's."""
+    """State, parameters, losses and grids are the fault-free run's.
 
-    def __init__(self, truth: Truth) -> None:
+    Args:
+        truth: the fault-free run.
+        flips: whether bits flip: then a worker may compute with a wrong parameter, but no such attempt may commit.
+    """
+
+    def __init__(self, truth: Truth, flips: bool = False) -> None:
         self._truth = truth
+        self._flips = flips
+        self._wrong: dict[int, str] = {}
+        """Worker -> what was wrong when its newest attempt began."""
 
     def used_parameter(self, worker: int, step: int, block: int, value: int) -> None:
         right = parameter(self._truth.states[step - 1][block])
         if value != right:
-            raise Violation(f"worker {worker} computes step {step} with a parameter of block {block} of another step")
+            text = f"worker {worker} computes step {step} with a parameter of block {block} of another step"
+            _require(self._flips, text)
+            self._wrong[worker] = text
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        self._wrong.pop(worker, None)
 
     def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
         if state != self._truth.states[step][block]:
@@ -49,6 +62,8 @@ class SameBits(Observer):
     ) -> None:
         if commits and grid != self._truth.grids[step]:
             raise Violation(f"the grid after step {step} differs on worker {worker}")
+        if commits and worker in self._wrong:
+            raise Violation(self._wrong[worker])
 
     def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: Exponents) -> None:
         right = dict(enumerate(self._truth.states[step]))
@@ -292,6 +307,11 @@ class NoSilentLoss(Observer):
         self._loading: set[int] = set()
         """Workers that have yet to load a checkpoint; until they have, nothing can be asked of any worker."""
         self._any_committed = False
+        self._flipped: set[tuple[int, int]] = set()
+        """(worker, block) of copies in which a bit has flipped: they are as good as gone."""
+
+    def flipped(self, worker: int, block: int) -> None:
+        self._flipped.add((worker, block))
 
     def learned(
         self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
@@ -327,7 +347,8 @@ class NoSilentLoss(Observer):
         if not known or self._loading & set(members):
             return
         for block in orphans:
-            if not all(set(placement.holders(block)) & set(members) for placement in known):
+            left = {worker for worker in members if (worker, block) not in self._flipped}
+            if not all(set(placement.holders(block)) & left for placement in known):
                 return
         raise Violation(f"state was given up although survivors hold it: {reason}")
 
@@ -441,15 +462,21 @@ class Ends(Observer):
         self._stop_step = stop_step
         self._last = 0
         self._ended = ""
+        self._flipped = False
+
+    def flipped(self, worker: int, block: int) -> None:
+        self._flipped = True
 
     def published(self, step: int, losses: tuple[float, ...]) -> None:
         self._last = max(self._last, step)
 
     def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
+        self._ended = reason
+        if self._flipped and orphans:
+            return
         _require(bool(lost), f"given up although no worker was lost: {reason}")
         named = [worker for worker in lost if str(worker) in reason]
         _require(bool(named), f"the reason does not name any of the lost workers {list(lost)}: {reason}")
-        self._ended = reason
 
     def stopped(self, outcome: str, now: int) -> None:
         _require(outcome != "stuck", f"nothing happens any more at time {now}, after step {self._last}")
@@ -466,11 +493,12 @@ def all_checkers(
     asks_checkpoint: Callable[[bytes], bool] = lambda vector: False,
     stop_step: int = 0,
     num_followers: int = 0,
+    flips: bool = False,
 ) -> list[Observer]:
     """One of each."""
     num_steps = len(truth.states) - 1
     return [
-        SameBits(truth),
+        SameBits(truth, flips),
         ExactlyOnce(num_layers, num_microbatches),
         OneRatio(),
         OneOwner(),

@@ -44,6 +44,7 @@ from elaswave.protocol.messages import (
     Paused,
     Registered,
     Report,
+    Unsound,
 )
 from elaswave.protocol.moves import refilled
 from elaswave.protocol.shards import Complete, GivenUp, Shards
@@ -163,18 +164,24 @@ class SimCoordinator(CoordinatorDriver):
 
     def find_checkpoint(self, question: FindCheckpoint) -> None:
         """It is read and verified, which takes a while."""
-        newest = max(self.world.disk, default=None)
+        newest = self._newest(question)
         self.world.after(4 * self.world.delay(), self, self._on_checkpoint_found, question, newest)
 
     def _on_checkpoint_found(self, question: FindCheckpoint, newest: int | None) -> None:
         """A newer one may be completed meanwhile."""
         if not self.core.awaits(question):
             return
-        if self.is_committing() or newest != max(self.world.disk, default=None):
+        if self.is_committing() or newest != self._newest(question):
             self.find_checkpoint(question)
         else:
+            for step in [step for step in self.world.disk if newest is None or step > newest]:
+                del self.world.disk[step]  # it is put aside
             self.shards.hold()
             self.answer_checkpoint(question, newest)
+
+    def _newest(self, question: FindCheckpoint) -> int | None:
+        bound = max(self.world.disk, default=0) if question.newest is None else question.newest
+        return max((step for step in self.world.disk if step <= bound), default=None)
 
     @property
     def _plans_at_once(self) -> bool:
@@ -317,7 +324,7 @@ class SimCoordinator(CoordinatorDriver):
             self.feed(message)
         elif not self.hears(message.worker):
             pass
-        elif isinstance(message, Report | Installed | Paused):
+        elif isinstance(message, Report | Installed | Paused | Unsound):
             self.feed(message)
         elif isinstance(message, PeerLost):
             self.on_peer_lost(message)

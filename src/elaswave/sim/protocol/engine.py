@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from elaswave.hashing import MASK64
-from elaswave.protocol.engine import Imbalance, Loaded, Measured, TrainingProgress, Unfinished
+from elaswave.protocol.engine import Change, Imbalance, Loaded, Measured, Memory, TrainingProgress, Unfinished
 from elaswave.protocol.environment import ENVIRONMENT, Environment
 from elaswave.protocol.salvage import Keep
 from elaswave.protocol.scores import Scores
@@ -24,7 +24,7 @@ from elaswave.sim.protocol.job import (
     update,
 )
 from elaswave.sim.protocol.sums import Front, ToySums
-from elaswave.state.placement import Block, Placement, Role, roles_of
+from elaswave.state.placement import Block, Placement, Role, holders_of_layers, roles_of
 from elaswave.types import Action, ExecutionParameters, Layout
 
 Slot = Callable[[Any], None]
@@ -33,13 +33,15 @@ Slot = Callable[[Any], None]
 class ToyCopy:
     """A held copy of a block."""
 
-    __slots__ = ("block", "gradient", "role", "state", "version")
+    __slots__ = ("block", "gradient", "role", "seal", "state", "version")
 
     def __init__(self, block: Block, role: Role, version: int, state: BlockState) -> None:
         self.block = block
         self.role = role
         self.version = version
         self.state = state
+        self.seal: int | None = None
+        """Its master as it was written last; None of a copy that has just come."""
         self.gradient: int | None = None
 
 
@@ -58,6 +60,14 @@ class ToyEngine:
         self.layers: tuple[int, ...] = ()
         self.parameters: dict[int, int] = {}
         """By block, of the layers that are here."""
+        self.seals: dict[int, int] = {}
+        """The same as they were written."""
+        self._broken_constants: set[int] = set()
+        """Layers that are here and whose constants have changed."""
+        self._sent_constants = True
+        """Whether those that another worker has sent are right."""
+        self._gone: list[Change] = []
+        """Of layers that are here no more."""
         self._ran: set[int] = set()
         """Layers of which this worker has run a micro-batch."""
         self.sums = ToySums(host.model)
@@ -73,8 +83,16 @@ class ToyEngine:
         before, self.layers = self.layers, _units_of(layout, self._host.id)
         self.sums.forget(set(before) - set(self.layers))
         here = self._blocks_here()
+        self._gone += [each for each in self._changed_parameters() if each.place not in here]
         self.parameters = {block: self.parameters[block] for block in here if block in self.parameters}
+        self.seals = {block: self.seals[block] for block in here if block in self.seals}
         return frozenset(self.layers) - frozenset(before)
+
+    def written_all(self, parameters: dict[int, int], copies: Iterable[ToyCopy]) -> None:
+        """All that is here has just been made."""
+        self.parameters, self.seals = parameters, dict(parameters)
+        for copy in copies:
+            copy.seal = copy.state[0]
 
     def prepare_layout(self, layout: Layout) -> None:
         """Room costs nothing here."""
@@ -91,6 +109,8 @@ class ToyEngine:
         """Empties all sums but those that are kept."""
         self._began = self._host.world.now
         self._exponents = exponents
+        if keep is None:
+            self._gone = []
         self.received: dict[tuple[int, int], tuple[int, Sequence[int]]] = {}
         self.sums.begin(self.layers, keep)
         self._sent = 0
@@ -123,6 +143,7 @@ class ToyEngine:
             if keeps:
                 sums.inputs[microbatch, layer] = x
             x = forward(layer, step, microbatch, [self.parameters[block] for block in model.blocks_used[layer]], x)
+            x ^= layer in self._broken_constants
             if keeps:
                 sums.forwards[microbatch] = Front(layers, layer + 1, x)
             self._host.between_layers()
@@ -263,8 +284,92 @@ class ToyEngine:
         return [_gradient(copy) & MASK64 for copy in copies]
 
     def state_hashes(self, copies: Sequence[ToyCopy]) -> list[tuple[tuple[str, int], ...]]:
-        """Of the states."""
-        return [(("state", hash(copy.state) & MASK64),) for copy in copies]
+        """Of the momenta."""
+        return [(("momentum", copy.state[1] & MASK64),) for copy in copies]
+
+    def _changed_parameters(self) -> list[Change]:
+        return [
+            Change(Memory.WORKING, block, was & MASK64, self.parameters[block] & MASK64)
+            for block, was in self.seals.items()
+            if self.parameters[block] != was
+        ]
+
+    def changes(self, copies: Collection[ToyCopy], *, given_up: bool) -> list[Change]:
+        """What has flipped."""
+        found = self._changed_parameters() + (self._gone if given_up else [])
+        found += [
+            Change(Memory.COPY, copy.block.id, copy.seal & MASK64, copy.state[0] & MASK64)
+            for copy in copies
+            if copy.seal is not None and copy.seal != copy.state[0]
+        ]
+        return found + [self._changed_constant(layer) for layer in sorted(self._broken_constants & set(self.layers))]
+
+    def _changed_constant(self, layer: int) -> Change:
+        """The lowest of those that have a layer makes them anew, the others get them sent: in a vote."""
+        is_first = self._host.id == min(holders_of_layers(self._host.machine.layout)[layer])
+        is_mended = is_first or not self._host.is_voting
+        if is_mended:
+            self._broken_constants.discard(layer)
+        return Change(Memory.MENDED if is_mended else Memory.CONSTANT, layer, 1, 2)
+
+    def constants_slot(self, layer: int) -> Slot:
+        """Where they arrive."""
+
+        def arrive(value: bool) -> None:
+            self._sent_constants = value
+
+        return arrive
+
+    def constants(self, layer: int) -> bool:
+        """Whether they are right."""
+        return layer not in self._broken_constants
+
+    def take_constants(self, layer: int) -> bool:
+        """Takes those that have come."""
+        if self._sent_constants:
+            self._broken_constants.discard(layer)
+        return self._sent_constants
+
+    def places(self, *, copies: bool) -> list[tuple[str, int]]:
+        """All that can flip.
+
+        Args:
+            copies: also copies that are held.
+        """
+        found = [("parameters", block) for block in sorted(self.seals)]
+        found += [("constants", layer) for layer in self.layers if layer < self._model.terms.num_layers]
+        held = self._host.machine.copies if copies else {}
+        return found + [("copy", block) for block, copy in held.items() if copy.seal is not None]
+
+    def flip(self, what: str, index: int, *, sealed: bool) -> None:
+        """A bit flips; sealed: as it is written, so that its hash is that of the wrong value."""
+        if what == "constants":
+            self._broken_constants.add(index)
+        elif what == "parameters":
+            self.parameters[index] ^= 1 << 7
+            if sealed:
+                self.seals[index] = self.parameters[index]
+        else:
+            copy = self._host.machine.copies[index]
+            copy.state = (copy.state[0] ^ 1 << 17, copy.state[1])
+            if sealed:
+                copy.seal = copy.state[0]
+
+    def parameter_hashes(self, blocks: Sequence[int], copies: Mapping[int, ToyCopy]) -> list[int]:
+        """The parameters themselves."""
+        return [
+            (
+                self.seals.get(block, self.parameters[block])
+                if block in self.parameters
+                else parameter(copies[block].state)
+            )
+            & MASK64
+            for block in blocks
+        ]
+
+    def master_hashes(self, copies: Sequence[ToyCopy]) -> list[int]:
+        """The masters themselves."""
+        return [(copy.state[0] if copy.seal is None else copy.seal) & MASK64 for copy in copies]
 
     def counts(self) -> Mapping[tuple[int, int], int]:
         """How often each (layer, micro-batch) was added."""
@@ -302,13 +407,14 @@ class ToyEngine:
         for copy in copies:
             gradient, copy.gradient = _gradient(copy), None
             copy.state = update(copy.state, gradient, norm, step)
+            copy.seal = copy.state[0]
             self._see.applied(self._host.id, copy.block.id, step, copy.state)
 
     def publish(self, copies: Iterable[ToyCopy]) -> None:
         """Copies masters into the layers."""
         for copy in copies:
             if copy.block.layer in self.layers:
-                self.parameters[copy.block.id] = parameter(copy.state)
+                self.parameters[copy.block.id] = self.seals[copy.block.id] = parameter(copy.state)
 
     def parameters_of(self, copies: Sequence[ToyCopy]) -> list[int]:
         """Of copies."""
@@ -321,6 +427,10 @@ class ToyEngine:
             self.parameters.update(zip(blocks, value, strict=True))
 
         return arrive
+
+    def parameters_arrived(self, layer: int, blocks: Sequence[int]) -> None:
+        """They are sealed."""
+        self.seals.update((block, self.parameters[block]) for block in blocks)
 
     def parameter_bytes(self, blocks: Iterable[int]) -> int:
         """One for each."""
@@ -365,7 +475,7 @@ class ToyEngine:
         for block, copy in copies.items():
             self._see.loaded(host.id, block, step, copy.state)
         self.layers = _units_of(layout, host.id)
-        self.parameters = {block: parameter(states[block]) for block in self._blocks_here()}
+        self.written_all({block: parameter(states[block]) for block in self._blocks_here()}, copies.values())
         progress = TrainingProgress(step, model.progress.grids._replace(exponents=grid))
         return Loaded(copies, progress, len(copies))
 

@@ -24,5 +24,9 @@ class Host(WorkerActor, Protocol):
         """Looks whether the processor is right."""
 
     @property
+    def is_voting(self) -> bool:
+        """Whether it makes its ballot."""
+
+    @property
     def machine(self) -> WorkerMachine[Any]:
         """The machine that it drives."""

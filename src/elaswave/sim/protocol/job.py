@@ -85,6 +85,9 @@ class Job(NamedTuple):
     tied: bool = False
     """Whether the first and the last layer share a unit of state, and also the second one where stages have several
     layers: so uses share a stage or not, and there are stages without one."""
+    salvage: bool = True
+    """Whether survivors keep what they have of a step that a loss has interrupted. With bits that flip it is off: a
+    worker that is lost before its vote takes with it what tells that sums of others are wrong."""
     accumulator_bits: int = WIDE_BITS
     """Width of a sum of gradients, which decides its grids: a key of `elaswave.state.grids.GRID_RULES`."""
 
@@ -145,6 +148,7 @@ def model_of(job: Job) -> Model:
         move_elements=2 * job.blocks_per_round,
         move_bounds=(1, 4 * job.blocks_per_round),
         checkpoint_every=job.checkpoint_every,
+        salvage=job.salvage,
     )
     return model._replace(terms=terms)
 

@@ -43,6 +43,7 @@ from elaswave.sim.protocol.membership_mutants import MEMBERSHIP_MUTANTS
 from elaswave.sim.protocol.mutant import Mutant
 from elaswave.sim.protocol.run import Build
 from elaswave.sim.protocol.salvage_mutants import SALVAGE_MUTANTS
+from elaswave.sim.protocol.soundness_mutants import SOUNDNESS_MUTANTS
 from elaswave.sim.protocol.store import SimStore
 from elaswave.sim.protocol.store_mutants import STORE_MUTANTS
 from elaswave.state.placement import Block, Placement, Role
@@ -556,6 +557,7 @@ MUTANTS = {
         *MEMBERSHIP_MUTANTS,
         *HOST_MUTANTS,
         *SALVAGE_MUTANTS,
+        *SOUNDNESS_MUTANTS,
         Mutant(
             "reports-once",
             "reports that a lost worker should have sent are not sent by the next one",

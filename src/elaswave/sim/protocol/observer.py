@@ -135,6 +135,9 @@ class Observer:
     def orphaned(self, incarnation: int, alone: int, idle: int) -> None:
         """With agents: an agent ends its workers and itself, since it has no coordinator; as `waits`."""
 
+    def flipped(self, worker: int, block: int) -> None:
+        """A bit has flipped in a worker's copy of a block."""
+
     def gone(self, worker: int) -> None:
         """A worker has ended."""
 

@@ -82,6 +82,7 @@ def run_schedule(
         lambda vector: asks_checkpoint(job, vector),
         job.stop_step,
         job.num_followers,
+        any(fault.kind in ("flip", "slip") for fault in schedule.faults),
     )
     checkers.append(HostsApart(job))
     if schedule.conditions.agents:

@@ -27,6 +27,8 @@ KINDS = {
     "cut": "the link between two workers closes; both say so",
     "delay": "what two workers send each other is held back for a while",
     "disconnect": "the control connection of a worker closes; it connects again",
+    "flip": "a bit flips in what a worker computes with, or in a copy that it holds; the duration says where",
+    "slip": "the same as it is written, so that the worker's own hash is of the wrong value too",
     "usurp": "the coordinator stops for a while; a second one starts meanwhile, with candidates if its beat is missed",
     "lost": "with candidates: requests to the store are lost for a while",
     "mute": "with candidates: the store does what it is asked, and its answers are lost for a while",
@@ -158,7 +160,7 @@ def parse_schedule(text: str) -> Schedule:
         elif name == "widths":
             job[name] = tuple(_whole(word, width) for width in value.split(","))
         elif name in job:
-            job[name] = bool(_whole(word, value)) if name == "tied" else _whole(word, value)
+            job[name] = bool(_whole(word, value)) if type(job[name]) is bool else _whole(word, value)
         elif name in conditions:
             conditions[name] = bool(_whole(word, value)) if type(conditions[name]) is bool else _whole(word, value)
         else:
@@ -263,6 +265,13 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         faults += [_random_store_fault(candidates, span) for _ in range(candidates.choice((0, 1, 1, 2)))]
     if has_agents:
         faults += [_random_agent_fault(agents, conditions.agents, span) for _ in range(agents.choice((1, 1, 2)))]
+    flips = _drawn_for(f"flips of {seed}")
+    if flips.random() < 0.2:
+        job = job._replace(salvage=False)
+        faults += [
+            ScheduledFault("flip", str(flips.randrange(num_workers)), flips.randrange(span))
+            for _ in range(flips.choice((1, 1, 2)))
+        ]
     if has_candidates:
         copies = _drawn_for(f"copy of {seed}")
         if copies.random() < 0.2:

@@ -42,9 +42,10 @@ _DURATIONS = {
     "isolate": (20, 150),
     "delay": (20,),
     "usurp": (5, 60),
+    "flip": tuple(range(1, 10)),
 } | dict.fromkeys(STORE_KINDS, (10, 60))
 """Shorter and longer than the silence after which a worker is suspected, and a coordinator followed; of one that is
-spoiled, actions."""
+spoiled, actions; of a flip, where."""
 
 
 class Failure(NamedTuple):
@@ -251,6 +252,14 @@ SPACES = {
             JOB_OF_3._replace(steps=6),
             tuple(_PROMPT._replace(agents=2, orphan_delay=40, restart_delay=delay) for delay in (10, 36, 60)),
             (("kill", "suspect", "hang", "disconnect"),),
+        ),
+        Space("3-workers-1-flip", JOB_OF_3._replace(checkpoint_every=1), (_PROMPT,), (("flip",),)),
+        Space("3-workers-change-1-flip", CHANGING_JOB, (_PROMPT,), (("flip",),)),
+        Space(
+            "3-workers-flip-1-fault",
+            JOB_OF_3._replace(salvage=False),
+            (_PROMPT,),
+            (("flip",), ("kill", "suspect", "disconnect")),
         ),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
         Space("4-workers-salvage-1-fault", LONG_JOB, _in_the_midst(range(1, 9)), (("kill", "suspect"),)),

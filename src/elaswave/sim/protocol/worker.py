@@ -120,10 +120,21 @@ class SimWorker:
             progress=model.progress,
             joins=joins,
         )
-        engine.parameters = {
-            block: parameter(initial_state(block)) for layer in engine.layers for block in model.blocks_of_layer[layer]
-        }
+        self.engine = engine
+        engine.written_all(
+            {
+                block: parameter(initial_state(block))
+                for layer in engine.layers
+                for block in model.blocks_of_layer[layer]
+            },
+            copies.values(),
+        )
         self._watch.known = set(copies)
+
+    @property
+    def is_voting(self) -> bool:
+        """Whether it makes its ballot."""
+        return self._watch.phase == "vote"
 
     @property
     def epoch(self) -> int:
@@ -131,6 +142,22 @@ class SimWorker:
         return self.links.epoch
 
     # ------------------------------------------------------------------------------------------------ what reaches it
+
+    def flip(self, place: int, *, sealed: bool) -> None:
+        """A bit flips. A copy that is about to be updated is left alone: between a worker's ballot and its update only
+        the next vote can find it, which then does not know who is right.
+
+        Args:
+            place: decides where.
+            sealed: as it is written, so that its hash is of the wrong value.
+        """
+        places = self.engine.places(copies=self._watch.phase in ("run", "reduce", "gather"))
+        if places:
+            what, index = places[place % len(places)]
+            self.world.say(f"*** a bit of {what} {index} flips on worker {self.id}")
+            self.engine.flip(what, index, sealed=sealed)
+            if what == "copy":
+                self.world.see.flipped(self.id, index)
 
     def registration(self) -> Registered | JoinerCame:
         """The first words on a new control connection."""
@@ -378,6 +405,8 @@ class _Watch(StepObserver):
     """Tells the world's observers what the machine does."""
 
     def __init__(self, host: SimWorker) -> None:
+        self.phase = ""
+        """Of the step in hand."""
         self.known: set[int] = set()
         """Blocks of which the observers know that they are held here."""
         self._host = host
@@ -391,6 +420,12 @@ class _Watch(StepObserver):
         newest = max([machine.ledger.change, *(change.number for change in changes if change is not None)])
         self._see.holds(worker, epoch, machine.step, newest, machine.member.term)
 
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+
+    def moved(self) -> None:
+        self.phase = ""
+
     def point(self, phase: Phase) -> None:
         if phase == "apply":
             self._host.world.tick(self._host)
@@ -399,7 +434,7 @@ class _Watch(StepObserver):
         host, machine = self._host, self._host.machine
         assert machine.known_vote is not None
         verdict = machine.known_vote[2]
-        if verdict.outcome is VoteOutcome.REJECT:
+        if verdict.outcome is VoteOutcome.REJECT and not host.world.has_flipped:
             raise RejectedVote(
                 f"worker {host.id}: the vote on step {machine.step} fails in {', '.join(verdict.failed)}"
             )
@@ -429,6 +464,8 @@ class _Watch(StepObserver):
 
     def installed(self, decision: Decision) -> None:
         machine = self._host.machine
+        for block in machine.copies.keys() - self.known:  # what had come when a vote was refused
+            self._see.loaded(self._host.id, block, machine.copies[block].version, machine.copies[block].state)
         self.known = set(machine.copies)
         versions = [copy.version for copy in machine.copies.values()]
         self._see.installed(self._host.id, decision, versions, machine.progress.grids.exponents)

@@ -68,6 +68,9 @@ class WorkerActor(Protocol):
     def spoil(self, num_actions: int) -> None:
         """Its processor is wrong from now on."""
 
+    def flip(self, place: int, *, sealed: bool) -> None:
+        """A bit flips in its memory."""
+
     def registration(self) -> Registered | JoinerCame:
         """Its first words on a new connection."""
 
@@ -155,6 +158,8 @@ class World:
         self.outcome = ""
         self.reason = ""
         self.fired: list[ScheduledFault] = []
+        self.has_flipped = False
+        """Whether a bit has flipped in a worker's memory: then votes may be refused."""
         self.suspected: set[int] = set()
         """Workers that some detector has held for lost."""
         self._log = log
@@ -679,6 +684,14 @@ class World:
 
     def _delay(self, a: WorkerActor, b: WorkerActor, duration: int) -> None:
         self._held_until[a.id, b.id] = self.now + duration
+
+    def _flip(self, worker: WorkerActor, duration: int) -> None:
+        self.has_flipped = True
+        worker.flip(duration or 7 * self.instant, sealed=False)
+
+    def _slip(self, worker: WorkerActor, duration: int) -> None:
+        self.has_flipped = True
+        worker.flip(duration or 7 * self.instant, sealed=True)
 
     def _disconnect(self, worker: WorkerActor, duration: int) -> None:
         link = self.links.get(worker.id)

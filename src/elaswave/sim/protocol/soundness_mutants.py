@@ -1,0 +1,103 @@
+"""Bugs planted in how bits are found that flip in a worker's memory (K1 to K4); see `elaswave.sim.protocol.mutants`."""
+
+# ruff: noqa: D102 (what each class does wrong is its own docstring)
+
+from typing import Any
+
+from elaswave.protocol.ballot import Ballot
+from elaswave.protocol.engine import Change
+from elaswave.protocol.facts import Facts
+from elaswave.protocol.soundness import Soundness
+from elaswave.protocol.worker import WorkerMachine
+from elaswave.sim.protocol.engine import ToyCopy
+from elaswave.sim.protocol.mutant import Mutant
+from elaswave.sim.protocol.run import Build
+
+_Machine = WorkerMachine[ToyCopy]
+
+
+class VotesUnsound(_Machine):
+    """Votes as if nothing had changed in its memory (K1)."""
+
+    def ballot(self) -> Ballot:
+        return super().ballot()._replace(num_changed=0)
+
+
+class ClaimsWrongCopies(_Machine):
+    """Reports copies as valid that it knows to be wrong (K2)."""
+
+    def _note_wrong(self, found: Soundness) -> None:
+        super()._note_wrong(found)
+        self.wrong = frozenset()
+
+
+class ClaimsWrongParameters(_Machine):
+    """Does not say that parameters are to be sent again (K2)."""
+
+    def _note_wrong(self, found: Soundness) -> None:
+        before = self.ledger.parameters_step
+        super()._note_wrong(found)
+        self.ledger.parameters_step, self.proven = before, None
+
+
+class UnsoundOnce(Facts):
+    """What a worker says of wrong copies is not said to the next coordinator (K3)."""
+
+    def unsound(self, message: Any) -> None:
+        pass
+
+
+class TellsUnseen(_Machine):
+    """Writes checkpoints, and ends, without a look at its memory (K4)."""
+
+    def is_sound(self) -> bool:
+        return True
+
+
+class ForgetsConstants(_Machine):
+    """Goes on with constants that have changed (K1)."""
+
+    def ballot(self) -> Ballot:
+        ballot = super().ballot()
+        constants: list[Change] = [change for change in self.changes if change.memory.name in ("CONSTANT", "MENDED")]
+        return ballot._replace(num_changed=len(self.changes) - len(constants))
+
+
+SOUNDNESS_MUTANTS = (
+    Mutant(
+        "vote-unsound",
+        "a worker votes though its memory has changed since it was written",
+        Build(machine=VotesUnsound),
+        "flip:0@20+2",
+    ),
+    Mutant(
+        "claim-wrong-copy",
+        "a copy that is known to be wrong is reported as held",
+        Build(machine=ClaimsWrongCopies),
+        "flip:2@29+3",
+    ),
+    Mutant(
+        "claim-wrong-parameters",
+        "parameters that are known to be wrong are not sent again",
+        Build(machine=ClaimsWrongParameters),
+        "flip:1@40+1",
+    ),
+    Mutant(
+        "unsound-once",
+        "that copies are wrong is not said to the next coordinator",
+        Build(facts=UnsoundOnce),
+        "flip:1@20+1 kill:c@23",
+    ),
+    Mutant(
+        "end-unseen",
+        "a worker ends without a look at what has changed in its memory since its last vote",
+        Build(machine=TellsUnseen),
+        "flip:2@74+3",
+    ),
+    Mutant(
+        "constants-unseen",
+        "what no step writes is not looked at in the vote",
+        Build(machine=ForgetsConstants),
+        "flip:0@20+2",
+    ),
+)
