@@ -71,6 +71,10 @@ class HostsApart(Observer):
         self._num_rounds = 1 - (-len(model.blocks) * (1 + job.num_followers) // job.blocks_per_round)
         self._due: dict[int, tuple[Layout, int]] = {1: (model.layout, 1)}
         """Epoch -> the layout in force, and the step from which on all blocks are on two hosts again."""
+        self._has_flipped = False
+
+    def flipped(self, worker: int, block: int) -> None:
+        self._has_flipped = True  # that copy is gone as well
 
     def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
         if not self._is_on or epoch not in self._due:
@@ -101,7 +105,12 @@ class HostsApart(Observer):
     def _check_first_loss(self, gone: Collection[int], reason: str) -> None:
         is_first = len(self._due) == 1
         active = self._due[max(self._due)][0].active  # who leaves on request may already compute nothing
-        if self._is_on and is_first and len(self._hosts(gone)) == 1 < len(self._hosts(active)):
+        if (
+            self._is_on
+            and is_first
+            and not self._has_flipped
+            and len(self._hosts(gone)) == 1 < len(self._hosts(active))
+        ):
             raise Violation(f"only workers {list(gone)} of one host were lost, and their state with them: {reason}")
 
     def _hosts(self, workers: Collection[int]) -> set[str]:
