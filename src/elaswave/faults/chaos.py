@@ -59,6 +59,8 @@ class ChaosCase(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the reference run."""
     strikes: tuple[str, ...] = ()
     """Signals from outside, see `elaswave.faults.outside`."""
+    weather: str = ""
+    """What befalls the whole job, see `elaswave.faults.weather`."""
     keeps_blocks: bool = False
     """Whether its faults cannot destroy all copies of a block."""
     watches_growth: bool = False
@@ -248,6 +250,7 @@ Outcome = Literal[
     "same bits",
     "blocks lost",
     "template lost",
+    "ended by weather",
     "different",
     "hung",
     "error",
@@ -255,7 +258,7 @@ Outcome = Literal[
     "unexplained loss",
     "grown",
 ]
-GOOD: tuple[Outcome, ...] = ("same bits", "blocks lost", "template lost")
+GOOD: tuple[Outcome, ...] = ("same bits", "blocks lost", "template lost", "ended by weather")
 """Outcomes that are no defect."""
 
 

@@ -25,6 +25,7 @@ from elaswave.faults.injection import parse_faults
 from elaswave.faults.outside import Struck, draw_outside, judge_outside, parse_strike, workers_of
 from elaswave.faults.striker import Striker
 from elaswave.faults.trial import RUN_FOLDER, placed, run_command, run_trial
+from elaswave.faults.weather import Sky, parse_weather
 
 
 class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,16 +155,25 @@ class ChaosBench:
         self, case: ChaosCase, reference: Ending, environment: Mapping[str, str], begin_s: float, folder: Path
     ) -> ChaosRun:
         run_dir = folder / RUN_FOLDER
-        striker = Striker(run_dir, [parse_strike(strike) for strike in case.strikes])
-        ending = run_command(folder, case.arguments(str(run_dir)), self._timeout_s, striker, environment)
-        ending = msgspec.structs.replace(ending, left_behind=ending.left_behind + striker.left)
-        verdict = judge_outside(case, ending, reference, striker.struck)
+        weather = parse_weather(case.weather) if case.weather else None
+        folder.mkdir(parents=True)
+        sky = Sky(run_dir, weather)
+        striker = Striker(run_dir, [parse_strike(strike) for strike in case.strikes], sky)
+        try:
+            ending = run_command(folder, case.arguments(str(run_dir)), self._timeout_s, striker, environment)
+        finally:
+            stays = sky.is_there
+            sky.close()
+        left = [each for each in ending.left_behind if not stays or not each.startswith("file ")]  # nor removed
+        ending = msgspec.structs.replace(ending, left_behind=left + striker.left)
+        came = weather if sky.has_come else None
+        verdict = judge_outside(case, ending, reference, striker.struck, came)
         run = self._record(case, ending, verdict, begin_s, folder)
         hit = workers_of(each.victim for each in striker.struck)
         return msgspec.structs.replace(
             run,
-            faults=case.strikes,
-            num_struck=len({each.strike for each in striker.struck}),
+            faults=(*case.strikes, *([case.weather] if case.weather else [])),
+            num_struck=len({each.strike for each in striker.struck}) + sky.has_come,
             num_false_alarms=len(without_cause(ending, hit)),
             going_on_s=[],  # when a signal from outside struck the job does not know
             struck=striker.struck,

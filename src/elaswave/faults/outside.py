@@ -8,7 +8,8 @@ machine, so a case that is run again is the same attempt, not the same run.
 
 A job may end as one of `chaos` may: with its reference run's bits, or, where so many workers were struck that all
 copies of a block can be gone, with an error that names what was lost. One whose template was killed may end with an
-error that says that, and how the run can go on. Processes are another module's (`trial`).
+error that says that, and how the run can go on. Processes are another module's (`trial`), and what befalls a job as a
+whole is `weather`'s.
 """
 
 import re
@@ -30,6 +31,7 @@ from elaswave.faults.chaos import (
     reference_settings,
     without_cause,
 )
+from elaswave.faults.weather import Weather, draw_weather, is_expected
 
 NUM_STEPS = 40
 MAX_STRIKES = 3
@@ -127,7 +129,12 @@ def draw_outside(seed: int, index: int) -> ChaosCase:
         *_draw_helpers(Draw(seed, "helpers", index), every),
     ]
     return msgspec.structs.replace(
-        base, settings=settings, faults=(), strikes=tuple(map(str, strikes)), reference=reference_settings(model)
+        base,
+        settings=settings,
+        faults=(),
+        strikes=tuple(map(str, strikes)),
+        weather=draw_weather(seed, index, NUM_STEPS),
+        reference=reference_settings(model),
     )
 
 
@@ -177,7 +184,9 @@ def _draw_helpers(draw: Draw, checkpoint_every: int) -> Iterator[Strike]:
             yield Strike(action, (victim,), "step", 1 + draw.below(NUM_STEPS), draw.below(60), resume_ms)
 
 
-def judge_outside(case: ChaosCase, ending: Ending, reference: Ending, struck: Sequence[Struck]) -> Judgement:
+def judge_outside(
+    case: ChaosCase, ending: Ending, reference: Ending, struck: Sequence[Struck], weather: Weather | None = None
+) -> Judgement:
     """Judges how a case has ended.
 
     Args:
@@ -185,6 +194,7 @@ def judge_outside(case: ChaosCase, ending: Ending, reference: Ending, struck: Se
         ending: how it ended.
         reference: how its reference run ended.
         struck: what has hit.
+        weather: that has come.
     """
     if ending.hung_s is not None:
         return Judgement("hung", f"not over after {ending.hung_s:.0f} s")
@@ -192,6 +202,8 @@ def judge_outside(case: ChaosCase, ending: Ending, reference: Ending, struck: Se
         return Judgement("left behind", "; ".join(ending.left_behind))
     if ending.bad_checkpoints:
         return Judgement("error", f"checkpoints that it said were complete: {'; '.join(ending.bad_checkpoints)}")
+    if weather is not None and ending.result is None and is_expected(weather, ending):
+        return Judgement("ended by weather", f"{weather}: {ending.error}")
     expected_code = 0 if ending.error is None else 1
     if ending.exit_code != expected_code or (ending.result is None) == (ending.error is None):
         what = "a result" if ending.result is not None else "no result"

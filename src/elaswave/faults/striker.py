@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from elaswave.faults.outside import COORDINATOR, Strike, Struck
+from elaswave.faults.weather import Sky
 from elaswave.observability.processes import RunProcess, lives, read_processes, signal_process
 from elaswave.observability.result import EVENTS_FILE
 
@@ -29,9 +30,11 @@ class Striker:
     Args:
         run_dir: of the job; need not exist yet.
         strikes: to be carried out, each when its moment has come and its victims are there.
+        sky: of the job's weather; None: it is fair.
     """
 
-    def __init__(self, run_dir: Path, strikes: Sequence[Strike]) -> None:
+    def __init__(self, run_dir: Path, strikes: Sequence[Strike], sky: Sky | None = None) -> None:
+        self._sky = sky
         self.struck: list[Struck] = []
         """What has hit, in order."""
         self.seen: list[RunProcess] = []
@@ -52,6 +55,8 @@ class Striker:
             if process not in self.seen:
                 self.seen.append(process)
         self._read_log()
+        if self._sky is not None:
+            self._sky.turn(self._step, [process for process in self.seen if lives(process)])
         now_s = time.monotonic()
         for strike in list(self._waiting):
             if self.seen if strike.moment == "start" else self._step >= strike.step:

@@ -121,7 +121,7 @@ def run_command(
     ending = _supervise(folder, start, timeout_s, meanwhile)
     return msgspec.structs.replace(
         ending,
-        error=_error_shown(folder / CONSOLE_FILE) if ending.exit_code else None,
+        error=_error_shown(folder / CONSOLE_FILE, ending.exit_code) if ending.exit_code else None,
         bad_checkpoints=_bad_checkpoints(folder / RUN_FOLDER),
         left_behind=ending.left_behind + _unfinished_files(folder / RUN_FOLDER),
     )
@@ -129,7 +129,7 @@ def run_command(
 
 def _supervise(folder: Path, start: Callable[[Path], int], timeout_s: float, meanwhile: Meanwhile | None) -> Ending:
     """Starts a process, stays until it has ended or the time is over, and collects what it has left."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with parent_of_orphans():
         return _supervise_family(folder, start, timeout_s, meanwhile)
 
@@ -276,13 +276,15 @@ def _state_of(pid: int) -> str:
     return "gone" if facts is None else facts.state
 
 
-def _error_shown(console: Path) -> str | None:
+def _error_shown(console: Path, exit_code: int) -> str | None:
     """The error that a command has shown last; a traceback's last line is none that a person should see."""
     text = console.read_text(encoding="utf-8", errors="replace")
     shown = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
     if "Traceback (most recent call last)" in text:
         return f"a traceback was shown: {text.rstrip().splitlines()[-1]}"
-    return shown[-1] if shown else None
+    if shown or exit_code <= 128:
+        return shown[-1] if shown else None
+    return text.rstrip().splitlines()[-1] if text.strip() else None  # of a stop that was asked for
 
 
 def _bad_checkpoints(run_dir: Path) -> list[str]:
