@@ -70,7 +70,8 @@ class StaleFollower:
         if (machine.step, phase) == (STEP, "vote"):
             self.before = {name: values.clone() for name, values in followed(machine).slots.items()}
         elif (machine.step, phase) == (STEP + 1, "forward"):
-            for name, values in self.before.items():
+            before, self.before = self.before, {}  # once: a copy that replaces it has missed nothing
+            for name, values in before.items():
                 followed(machine).slots[name].copy_(values)
 
 

@@ -151,6 +151,8 @@ class Seals:
         working, of_masters = self._hashes(units, [copy.slots[MASTER] for copy in apart.values()])
         masters = dict(zip(apart, of_masters, strict=True))
         self._masters = {block: kept for block, kept in self._masters.items() if apart.get(block) is kept[0]}
+        for block, copy in apart.items():  # one that has just come is from now on what the vote compares
+            self._masters.setdefault(block, (copy, masters[block]))
         seals = {block: seal for block, (_, seal) in self._masters.items()}
         self.working, self.masters = working | self._working, masters | seals
         held = {copy.block.id for copy in copies}.difference(masters)

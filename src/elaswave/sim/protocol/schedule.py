@@ -268,10 +268,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     flips = _drawn_for(f"flips of {seed}")
     if flips.random() < 0.2:
         job = job._replace(salvage=False)
-        faults += [
-            ScheduledFault("flip", str(flips.randrange(num_workers)), flips.randrange(span))
-            for _ in range(flips.choice((1, 1, 2)))
-        ]
+        faults.append(ScheduledFault("flip", str(flips.randrange(num_workers)), flips.randrange(span)))
     if has_candidates:
         copies = _drawn_for(f"copy of {seed}")
         if copies.random() < 0.2:
