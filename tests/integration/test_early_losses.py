@@ -2,18 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
 from tests.integration.jobs import QuietReporter, run_job
-from tests.integration.own import mlp, train
-from torch import nn
 
-import elaswave
 from elaswave.control import worker_life, worker_looks
 from elaswave.protocol import detection
 from elaswave.worker.process import WorkerSetup
@@ -76,37 +69,3 @@ def test_the_bound_of_standing_still_is_what_the_documentation_says(
     assert 20.0 < job.result.start_up_s < 35.0
     monkeypatch.undo()
     assert job.computation == run_job(tmp_path / "reference", settings | {"run.steps": 4}).computation
-
-
-class FirstRun(nn.Module):
-    """A layer whose first forward has another process do something."""
-
-    def __init__(self, code: str) -> None:
-        super().__init__()
-        self.code = code
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        code, self.code = self.code, ""
-        if code:
-            subprocess.run([sys.executable, "-c", code], check=True)
-        return x * 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("busy", [True, False], ids=["a compiler", "nothing"])
-def test_a_first_run_may_take_as_long_as_what_it_has_started_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
-) -> None:
-    monkeypatch.setattr(detection, "UNLEARNED_S", 5.0)
-    code = "import time\nwhile time.process_time() < 12: pass" if busy else "import time; time.sleep(600)"
-    layers = [mlp(), FirstRun(code), nn.Linear(2, 2)]
-    changes = {"layout.widths": [1], "run.steps": 2}
-    begin_s = time.monotonic()
-    if busy:
-        assert len(train(tmp_path, changes, model=layers).losses) == 2
-    else:
-        with pytest.raises(
-            elaswave.errors.ElaswaveError, match="0 workers are left .* for the first time .* bound 5.0 s"
-        ):
-            train(tmp_path, changes, model=layers)
-    assert time.monotonic() - begin_s > 5.0, "else it shows nothing"
