@@ -527,11 +527,15 @@ class Compute:
         if index == 0:
             self._signatures.check(-1, train, structure, leaves)
         given = Given(structure, [at_boundary(leaf.detach()) for leaf in leaves])
-        if train and index > self._lowest_trained:
+        if train or index in self._needs_graph:
+            self._begin_graph(index, given)
+        return given
+
+    def _begin_graph(self, index: int, given: Given) -> None:
+        if index > self._lowest_trained:
             for leaf in given.leaves:
                 if is_differentiable(leaf):
                     leaf.requires_grad_(True)
-        return given
 
     def _run_layer(self, index: int, microbatch: int, given: Given, train: bool, *, admits: bool = True) -> Run:
         layer = self.layers[index]
@@ -548,7 +552,7 @@ class Compute:
             try:
                 structure, leaves = flatten(self._callable(index)(unflatten(given.structure, lent.leaves)))
             except RuntimeError as error:
-                if not self._begins_to_need_a_graph(index, error):
+                if not self._begins_to_need_a_graph(index, given, error):
                     raise
                 return self._run_layer(index, microbatch, given, train, admits=admits)
         layer.buffers.look()
@@ -584,11 +588,13 @@ class Compute:
             guard = self._guards[index] = Guarded(module, buffers=index == self.num_layers)
         return guard
 
-    def _begins_to_need_a_graph(self, index: int, error: RuntimeError) -> bool:
-        """Whether a run without a graph has failed for want of one; from now on there is one."""
+    def _begins_to_need_a_graph(self, index: int, given: Given, error: RuntimeError) -> bool:
+        """Whether a run without a graph has failed for want of one; from now on there is one, that begins with what
+        is given, as in training."""
         if torch.is_grad_enabled() or "does not require grad" not in str(error):
             return False
         self._needs_graph.add(index)
+        self._begin_graph(index, given)
         return True
 
     def _look(
@@ -1058,7 +1064,7 @@ class Compute:
                 argument = unflatten(given.structure, lent.leaves)
                 scored = self.scoring.loss(microbatch, argument, targets, counts=counts)
             except RuntimeError as error:
-                if not self._begins_to_need_a_graph(index, error):
+                if not self._begins_to_need_a_graph(index, given, error):
                     raise
                 return self._run_loss(microbatch, given, targets, train, counts=counts)
         if call.aux_losses:

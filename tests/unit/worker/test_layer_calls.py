@@ -546,6 +546,16 @@ class MarksTheGiven(Block):
         return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
+class Penalised(Block):
+    """Differentiates by what it is given itself, for a gradient penalty."""
+
+    def forward(self, x):
+        y = self.map(x).tanh()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        aux_loss((slope.norm(dim=-1) - 1).square().mean())
+        return y + slope
+
+
 class LazyLeaf(Block):
     """Makes a leaf once, at its first call, and keeps it."""
 
@@ -560,6 +570,7 @@ class LazyLeaf(Block):
 OWN_LEAVES = {
     "forces": [Table, Force, Head],
     "marked": [MarksItsInput, Head],
+    "penalised": [Table, Penalised, Head],
     "below what is trained": [lambda: Table().requires_grad_(False), MarksTheGiven, Block, Head],
     "recomputed": [Table, Force, Head],
 }
@@ -592,6 +603,17 @@ def test_a_loss_may_differentiate_by_a_leaf_of_its_own():
     compute = run_one(Table, Head, loss=penalised)
     compute.forward(range(2), 1, inputs_of(1), targets_of(1), train=False)
     assert sorted(compute.losses) == [0, 1]
+
+
+def test_a_loss_may_differentiate_by_the_output_that_it_is_given():
+    def penalised(output, targets):
+        (slope,) = torch.autograd.grad(output.square().sum(), output, create_graph=True)
+        return output.mean() + slope.square().mean()
+
+    compute = run_one(Table, Head, loss=penalised)
+    for microbatch in (1, 2):
+        compute.forward(range(2), microbatch, inputs_of(0), targets_of(0), train=False)
+    assert compute.losses[1] == compute.losses[2] == compute.losses[0]
 
 
 def test_a_leaf_that_lasts_from_call_to_call_is_refused():
