@@ -635,6 +635,31 @@ def test_one_that_may_be_silent_for_longer_is_no_sign_that_others_are_heard():
     assert job.go_on(5.0) == []
 
 
+@pytest.mark.parametrize("was_seen", [False, True])
+def test_a_silence_of_all_is_one_while_a_worker_is_being_started_too(was_seen: bool):
+    job = Job(3, learned_steps=3)
+    if was_seen:
+        job.detector.expect(3, job.now_s)
+        job.detector.used(3, 0.5, job.now_s)
+    assert job.go_on(1.0, silent=job.workers if not was_seen else ()) == []
+    if was_seen:
+        job.detector.used(3, 0.6, job.now_s)
+    else:
+        job.detector.expect(3, job.now_s)  # the silence has begun, and the word to its agent waits too
+    assert job.go_on(4.0, silent=job.workers) == []
+    assert job.go_on(1.0) == []
+
+
+def test_who_is_being_started_and_is_looked_at_shows_that_the_others_are_silent_alone():
+    job = Job(3, learned_steps=3)
+    job.detector.expect(3, job.now_s)
+    found: list[Suspicion] = []
+    for second in range(4):
+        job.detector.used(3, 0.5 + second, job.now_s)
+        found += job.go_on(1.0, silent=job.workers)
+    assert {suspicion.worker for suspicion in found} == {0, 1, 2}
+
+
 def test_silence_of_all_again_and_again_does_not_hide_the_dead_for_ever():
     job = Job(3, learned_steps=1)
     start_s, found = job.now_s, []

@@ -70,6 +70,8 @@ several hosts, more than half of the hosts: one that is lost takes many workers 
 SENT_AGAIN_S = 10.0
 """After so long without an answer a peer makes its connection anew (`elaswave.control.client`), whatever its kernel
 does."""
+STRAY_S = 0.5
+"""What comes from a process so much later than the newest sign of life of all others was not lost with theirs."""
 NOBODY_S = 30.0
 """Silence of all workers together that ends the job."""
 
@@ -434,12 +436,14 @@ class Detector:
         """Whether all workers, or most, are silent together. If they were, and somebody is heard again, whatever was
         heard, it is not held against the others that they are not the first: each has a whole bound from now on.
         Between hosts that is at least as long as it was silent, up to `SENT_AGAIN_S`: a kernel doubles the time after
-        which it sends again."""
+        which it sends again. A process that has not registered is silent with them if nobody has looked at it since
+        they were heard last: looks are a second apart, which may be most of a bound."""
         common_gap_s, watched = self._common_gap_s(), self._watched.values()
         hushed = [
             each.worker for each in watched if self._now_s - each.alive_s > self._usual_bound_s(each, common_gap_s) / 2
         ]
-        unseen = [each for each in self._awaited.values() if self._now_s - each.looked_s > SILENCE_UNLEARNED_S / 2]
+        newest_s = max((each.alive_s for each in watched), default=-math.inf)
+        unseen = [each for each in self._awaited.values() if not each.was_seen or each.looked_s <= newest_s + STRAY_S]
         none_were_heard, were_together = self._none_heard, self.are_together
         self._none_heard = 0 < len(hushed) + len(unseen) == len(watched) + len(self._awaited)
         self.are_together = self._none_heard or self._is_crowd(hushed) or self._are_most_hosts(hushed)

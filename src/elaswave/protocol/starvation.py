@@ -98,6 +98,11 @@ class Stillness:
         """When it was looked at last."""
         self.still_s = 0.0
 
+    @property
+    def was_seen(self) -> bool:
+        """Whether anybody has looked at it."""
+        return self._cpu_s is not None
+
     def looked(self, cpu_s: float, now_s: float) -> None:
         """Somebody has looked at the process.
 
