@@ -18,6 +18,7 @@ What is sent, by module:
 Deliberately absent: `__main__`, of which functions and classes travel by value with what they use.
 """
 
+import copyreg
 import enum
 import functools
 import hashlib
@@ -32,6 +33,8 @@ from typing import Any, NamedTuple
 
 SENT_BYTES_MAX = 64 << 20
 """Of one value. Larger ones are caches and data rather than settings, and a cache that is empty does no harm."""
+ORIGINALS_MAX = 10_000
+"""Objects in one value whose identity is sent too."""
 _DEPTH_MAX = 4
 """Of objects that are sent in parts."""
 ATOMS = (bool, int, float, complex, str, bytes, type(None), type(...))
@@ -116,6 +119,10 @@ class _Sending:
         for name in sorted(names):
             value = vars(module)[name]
             self._send((name,), value)
+            if type(value) is types.FunctionType and value.__module__ == module.__name__:
+                for attribute, inner in list(vars(value).items()):
+                    if not is_dunder(attribute):
+                        self._send((name, attribute), inner)
             if issubclass(type(value), type) and value.__module__ == module.__name__:
                 for place, inner in _of_class((name,), value):
                     self._send(place, inner)
@@ -241,7 +248,32 @@ def _sent(value: Any, own: set[str]) -> Any:
         return NO_VALUE if current is NO_VALUE else _pickled(InContext(current))
     if kind is threading.local:
         return _pickled(OfThread(dict(vars(value))))
-    return _pickled(value)
+    return _pickled(_whole(value))
+
+
+def _whole(value: Any) -> "Whole":
+    try:
+        return Whole(value, list(_originals(value)))
+    except Exception:  # whatever a class of a person's raises
+        return Whole(value, [])
+
+
+def _originals(value: Any) -> Iterator[tuple[Any, int]]:
+    """The containers and objects in a value, each with its identity in this process."""
+    waiting, seen = [value], set[int]()
+    while waiting and len(seen) < ORIGINALS_MAX:
+        each = waiting.pop()
+        kind = type(each)
+        if kind in ATOMS or kind in CALLABLES or issubclass(kind, type | types.ModuleType) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each, id(each)
+        if issubclass(kind, dict):
+            waiting.extend(dict.values(each))
+        elif issubclass(kind, list | tuple):
+            waiting.extend(each)
+        if hasattr(each, "__dict__"):
+            waiting.extend(vars(each).values())
 
 
 def _pickled(value: Any) -> Any:
@@ -265,6 +297,14 @@ def _named(value: Any) -> Named | None:
             if found is value:
                 return Named(module, value.__qualname__ if module != "torch" else value.__name__)
     return None
+
+
+class Whole(NamedTuple):
+    """A value, and which objects of the script's process those in it stand for."""
+
+    value: Any
+    originals: list[tuple[Any, int]]
+    """Containers and objects in it, with their identities there."""
 
 
 class InContext(NamedTuple):
@@ -339,7 +379,20 @@ def _contents(value: Any) -> list[Any]:
         return [value.__name__]
     if kind in CALLABLES or issubclass(kind, type):
         return [value.__module__, value.__qualname__]
-    return [vars(value)] if hasattr(value, "__dict__") else []
+    return _reduced(value)
+
+
+def _reduced(value: Any) -> list[Any]:
+    """What an object of any other kind is made of, as pickling sees it: it may be in slots (a path), or in C (a type of
+    torch's numbers, a date, a generator)."""
+    reducer: Any = copyreg.dispatch_table.get(type(value))
+    try:
+        parts = value.__reduce_ex__(4) if reducer is None else reducer(value)
+        if isinstance(parts, str):
+            return [parts]
+        return [list(each) if isinstance(each, Iterator) else each for each in parts]
+    except Exception:  # it cannot be pickled
+        return [vars(value)] if hasattr(value, "__dict__") else []
 
 
 def _feed_numbers(digest: Any, value: Any) -> None:

@@ -15,7 +15,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, NamedTuple
 
 from elaswave.control.module_state import (
     CALLABLES,
@@ -45,6 +45,7 @@ class TakenOver:
         self._imports = threading.local()
         """How deep this thread is in imports, and what has been imported: modules that import each other are whole only
         when the outermost is."""
+        self._claims = _Claims()
         self.left: list[str] = []
         """What the script has and this interpreter could not take over, for a person."""
 
@@ -85,7 +86,7 @@ class TakenOver:
             return
         for setting in state.settings:
             try:
-                _set(module, setting)
+                _set(module, setting, self._claims)
             except Exception as error:  # whatever a class of a person's raises
                 self.left.append(f"{_written(name, setting.place)} ({type(error).__name__}: {error})")
         for place, there in state.left:
@@ -115,7 +116,19 @@ def _found(module: Any, place: Sequence[Any]) -> Any:
     return here
 
 
-def _set(module: Any, setting: Setting) -> None:
+class _Claims:
+    """Which object of the script's process each object here has got the contents of. One object of a fresh import may
+    stand for two: the script has bound one of its names anew (``ACTIVE = PRESETS["large"]``)."""
+
+    def __init__(self) -> None:
+        self._claims: dict[int, tuple[Any, int]] = {}
+
+    def has(self, here: Any, original: int | None) -> bool:
+        """Whether an object may take the contents of an original; None: not known which."""
+        return original is None or self._claims.setdefault(id(here), (here, original))[1] == original
+
+
+def _set(module: Any, setting: Setting, claims: _Claims) -> None:
     holder, here = _found(module, setting.place[:-1]), _found(module, setting.place)
     if holder is NO_VALUE:
         return
@@ -133,7 +146,7 @@ def _set(module: Any, setting: Setting) -> None:
         if isinstance(new, OfThread):
             vars(here).update(new.values)
             return
-        new = merged(here, new)
+        new = merged(here, new.value, _Merging(claims, {id(each): original for each, original in new.originals}, {}))
     else:
         new = sent
     if new is not here:
@@ -156,17 +169,27 @@ def _is_named(here: Any, named: Named) -> bool:
     return is_callable and (here.__module__, here.__qualname__) == named
 
 
-def merged(here: Any, sent: Any, seen: dict[int, Any] | None = None) -> Any:
+class _Merging(NamedTuple):
+    """What is known while one value is merged."""
+
+    claims: _Claims
+    originals: dict[int, int]
+    """By the identity of what was sent."""
+    seen: dict[int, Any]
+    """What was merged already, by the identity of what was sent."""
+
+
+def merged(here: Any, sent: Any, merging: _Merging) -> Any:
     """A value that was sent, in the object that is here where that can take it: others may hold it too.
 
     Args:
         here: of any type.
         sent: the value; it is used up.
-        seen: what was merged already, by the identity of what was sent.
+        merging: of this value.
     Returns:
         `here` with the contents of `sent`, or `sent`.
     """
-    seen = {} if seen is None else seen
+    seen = merging.seen
     if id(sent) in seen:
         return seen[id(sent)]
     if type(here) is not type(sent) or here is sent:
@@ -175,24 +198,26 @@ def merged(here: Any, sent: Any, seen: dict[int, Any] | None = None) -> Any:
         return here if digest_of(here) == digest_of(sent) else sent
     if issubclass(type(here), type):
         return here if (here.__module__, here.__qualname__) == (sent.__module__, sent.__qualname__) else sent
+    if not merging.claims.has(here, merging.originals.get(id(sent))):
+        return sent
     seen[id(sent)] = here
-    if _fill(here, sent, seen) or digest_of(here) == digest_of(sent):
+    if _fill(here, sent, merging) or digest_of(here) == digest_of(sent):
         return here
     seen[id(sent)] = sent
     return sent
 
 
-def _fill(here: Any, sent: Any, seen: dict[int, Any]) -> bool:
+def _fill(here: Any, sent: Any, merging: _Merging) -> bool:
     """Gives an object the contents of another one of its type, if it is of a kind that can take them."""
     kind = type(sent)
     if issubclass(kind, dict):
         base: Any = OrderedDict if issubclass(kind, OrderedDict) else dict
-        items = [(key, merged(dict.get(here, key), each, seen)) for key, each in dict.items(sent)]
+        items = [(key, merged(dict.get(here, key), each, merging)) for key, each in dict.items(sent)]
         base.clear(here)
         for key, each in items:
             base.__setitem__(here, key, each)
     elif issubclass(kind, list):
-        list.__setitem__(here, slice(None), [merged(*pair, seen) for pair in _paired(here, sent)])
+        list.__setitem__(here, slice(None), [merged(*pair, merging) for pair in _paired(here, sent)])
     elif issubclass(kind, set):
         set.clear(here)
         set.update(here, sent)
@@ -205,7 +230,7 @@ def _fill(here: Any, sent: Any, seen: dict[int, Any]) -> bool:
     elif not hasattr(sent, "__dict__") or any("__slots__" in vars(each) for each in kind.__mro__):
         return False
     if hasattr(sent, "__dict__"):
-        _fill(vars(here), vars(sent), seen)
+        _fill(vars(here), vars(sent), merging)
     return True
 
 

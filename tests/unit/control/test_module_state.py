@@ -1,9 +1,14 @@
 """What a script has set in modules reaches a fresh interpreter: here the same modules, imported a second time."""
 
+import collections
+import datetime
+import functools
 import importlib
 import math
 import operator
+import pathlib
 import pickle
+import random
 import sys
 import textwrap
 import types
@@ -11,7 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from elaswave.control import module_state
 from elaswave.control.module_state import digest_of, states_of_modules
@@ -175,6 +182,53 @@ def test_modules_that_import_each_other_are_taken_over_when_both_are_whole(again
     assert second.Square.sides == 5 and type(second.LATE) is after.Late
 
 
+OPAQUE = """
+    import collections, dataclasses, datetime, functools, pathlib, torch
+
+    TYPE, OPTIONS = torch.float32, {"dtype": torch.float32, "folder": pathlib.Path("a")}
+    DEVICE, DAY, WINDOW = torch.device("cpu"), datetime.date(2020, 1, 1), collections.deque([1], maxlen=2)
+    POWER = functools.partial(pow, 2)
+
+    @dataclasses.dataclass(slots=True)
+    class Slotted:
+        rate: float = 0.1
+    SLOTTED = Slotted()
+
+    def act():
+        return act.scale
+    act.scale = 1
+"""
+
+
+def test_values_whose_contents_are_in_slots_or_in_c_are_those_that_the_script_has_set(again: Modules) -> None:
+    before, reimport = again({"opaque": OPAQUE})
+    before.TYPE = before.OPTIONS["dtype"] = torch.bfloat16
+    before.OPTIONS["folder"], before.DEVICE = pathlib.Path("b"), torch.device("meta")
+    before.DAY, before.POWER = datetime.date(2021, 1, 1), functools.partial(pow, 3)
+    before.WINDOW.append(5)
+    before.SLOTTED.rate, before.act.scale = 0.5, 4
+    taken, after = reimport()
+    assert taken.left == []
+    assert after.TYPE is torch.bfloat16
+    assert after.OPTIONS == {"dtype": torch.bfloat16, "folder": pathlib.Path("b")}
+    assert (after.DEVICE, after.DAY, after.POWER(2)) == (torch.device("meta"), datetime.date(2021, 1, 1), 9)
+    assert (list(after.WINDOW), after.SLOTTED.rate, after.act()) == ([1, 5], 0.5, 4)
+
+
+def test_a_name_that_the_script_has_bound_to_another_object_changes_no_other_one(again: Modules) -> None:
+    """Two names of one object in the files are two objects in the script."""
+    presets = "PRESETS = {'small': {'width': 1}, 'large': {'width': 9}}\nACTIVE = PRESETS['small']\n"
+    presets += "DEFAULTS = {'rate': 1}\nCONFIG = DEFAULTS\nSAME = DEFAULTS\n"
+    before, its_user, reimport = again({"presets": presets, "its_user": "from presets import CONFIG, SAME\n"})
+    before.ACTIVE, before.CONFIG = before.PRESETS["large"], {"rate": 5}
+    before.DEFAULTS["rate"] = 2
+    _, after, using = reimport()
+    assert after.ACTIVE == {"width": 9}
+    assert after.PRESETS == {"small": {"width": 1}, "large": {"width": 9}}
+    assert (after.CONFIG, after.DEFAULTS, after.SAME) == ({"rate": 5}, {"rate": 2}, {"rate": 2})
+    assert (using.CONFIG, using.SAME) == ({"rate": 2}, {"rate": 2})
+
+
 def test_a_module_that_nobody_imports_stays_out(again: Modules) -> None:
     _, used, reimport = again({"unused": "X = 1\n", "used": "X = 1\n"})
     used.X = 2
@@ -298,6 +352,11 @@ def test_absls_flags_are_taken_over_with_the_module_that_defines_them(
         ({"a"}, {"b"}),
         (lambda: 1, lambda: 2),
         (operator.add, operator.sub),
+        (torch.float32, torch.bfloat16),
+        (pathlib.Path("a"), pathlib.Path("b")),
+        (collections.deque([1]), collections.deque([2])),
+        (random.Random(0), random.Random(1)),
+        (np.random.default_rng(0), np.random.default_rng(1)),
     ],
 )
 def test_a_digest_tells_values_apart(one: object, other: object) -> None:
