@@ -73,8 +73,6 @@ class JobProcesses:
         self._pids: dict[int | Loader, int] = {}
         """Of the template's children that live."""
         self._processes: dict[int | Loader, RunProcess] = {_LAUNCHER: described("launcher", 0, os.getpid())}
-        self._groups: set[int] = set()
-        """Process groups of workers that have ended, of which there may be something left."""
         self._has_changed = True
         self._orphans = contextlib.ExitStack()
         self._orphans.enter_context(parent_of_orphans())
@@ -122,11 +120,8 @@ class JobProcesses:
                 self._note(loader, None)
             elif isinstance(message, ChildGone | CommitDone):
                 child = message.child if isinstance(message, ChildGone) else COMMITTER
-                pid = self._pids.pop(child, None)
+                self._pids.pop(child, None)
                 self._note(child, None)
-                if pid is not None and child >= 0:
-                    self._groups.add(pid)
-        self._groups = {group for group in self._groups if not end_group(group, 0.0)}
         return messages
 
     def _described(self, message: Spawned) -> RunProcess:
@@ -274,7 +269,7 @@ class JobProcesses:
             self._coordinator = None
         for pid in {*self._pids.values(), *orphans}:
             end_orphan(pid)
-        for group in {*self._groups, *self._pids.values(), *orphans}:
+        for group in {*self._pids.values(), *orphans}:  # where the template could not end what its workers have left
             end_group(group, ORPHAN_S_MAX)
         self.selector.close()
         self._orphans.close()

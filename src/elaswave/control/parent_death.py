@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Iterator
 
+from elaswave.observability.processes import children_of
+
 ORPHAN_S_MAX = 5.0
 """How long an orphan that is killed may take to end."""
 _PR_SET_PDEATHSIG = 1
@@ -65,6 +67,15 @@ def end_group(group: int, wait_s: float) -> bool:
                 time.sleep(0.002)
     except ChildProcessError:
         return True
+
+
+def end_children() -> None:
+    """Kills and reaps all children of this process, and those that become its children thereby: also what has left its
+    worker's group, as pools of compilers do."""
+    deadline_s = time.monotonic() + ORPHAN_S_MAX
+    while (left := children_of(os.getpid())) and time.monotonic() < deadline_s:
+        for pid in left:
+            end_orphan(pid)
 
 
 def end_orphan(pid: int) -> None:

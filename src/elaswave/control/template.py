@@ -34,6 +34,7 @@ from elaswave.control.job_network import JobNetwork
 from elaswave.control.loader_lines import LoaderLines
 from elaswave.control.machine import memory_bytes
 from elaswave.control.notices import holding_notices
+from elaswave.control.parent_death import end_children, end_group, parent_of_orphans
 from elaswave.control.read_files import ReadFile, apart, open_anew, open_descriptors, read_files
 from elaswave.control.template_messages import (
     AbandonCommits,
@@ -134,6 +135,9 @@ class TemplateSetup(NamedTuple):
 def run_template(setup: TemplateSetup, link: socket.socket, inherited: Sequence[ReadFile] = ()) -> int:
     """The template process from its start to the end of the launcher, or of the job.
 
+    What its children leave, and theirs, becomes its own, and ends with it: so the launcher, which may be a script's
+    process, need not tell it from what the script has started.
+
     Args:
         setup: what it is started with.
         link: to the launcher.
@@ -141,6 +145,14 @@ def run_template(setup: TemplateSetup, link: socket.socket, inherited: Sequence[
     Returns:
         Exit status.
     """
+    with parent_of_orphans():
+        try:
+            return _run(setup, link, inherited)
+        finally:
+            end_children()
+
+
+def _run(setup: TemplateSetup, link: socket.socket, inherited: Sequence[ReadFile]) -> int:
     try:
         import torch  # late, as what follows: the launcher imports this module
 
@@ -220,6 +232,8 @@ class _Serving:
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ, None)
         self._children: dict[int | Loader, Child] = {}
+        self._groups: set[int] = set()
+        """Process groups of workers that have ended, of which there may be something left."""
         self._loader_lines = LoaderLines(
             lambda line, worker: self._selector.register(line, selectors.EVENT_READ, _LoaderLine(worker)),
             self._selector.unregister,
@@ -242,6 +256,7 @@ class _Serving:
                         self._handle(LoaderAsked(loader))
                 elif key.data in self._children:
                     self._reap(key.data)
+            self._groups = {group for group in self._groups if not end_group(group, 0.0)}
         return 0
 
     def _hear(self) -> None:
@@ -289,6 +304,7 @@ class _Serving:
         self._selector.unregister(child.pid_fd)
         at_s = time.monotonic()
         status = child.reap()
+        self._groups.add(child.pid)
         answer = ""
         if name == COMMITTER:
             answer = os.read(self._answer_fd, _ANSWER_BYTES_MAX).decode("utf-8", "replace")
