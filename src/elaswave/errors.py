@@ -36,6 +36,7 @@ ElaswaveError
 ├── RetryError                 this agent's part has ended, and another one may take it: exit code 75
 ├── FencedError                a worker that was declared lost has learned of it
 └── StoppedBySignalError       the job was asked to end: exit code 128 + signal
+EndedBySignal                  no error: a signal that unwinds a command, as KeyboardInterrupt does
 """
 
 from collections.abc import Sequence
@@ -202,6 +203,14 @@ class StoppedBySignalError(ElaswaveError):
     def __init__(self, signal_number: int, detail: str) -> None:
         self.signal_number = signal_number
         super().__init__(detail)
+
+
+class EndedBySignal(SystemExit):
+    """A signal that ends a command unwinds it. It may come while a person's code runs, and is no mistake of that."""
+
+
+SIGNALS = (KeyboardInterrupt, EndedBySignal, StoppedBySignalError)
+"""What signals raise: ends whatever it meets as itself."""
 
 
 class LaunchError(ElaswaveError):

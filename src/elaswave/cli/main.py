@@ -24,7 +24,15 @@ from elaswave import __version__
 from elaswave.api.environment import begin_with_fixed_hashes, use_one_thread
 from elaswave.cli.groups import LazyGroup
 from elaswave.config.checks import path_problem
-from elaswave.errors import ConfigError, ElaswaveError, RetryError, StoppedBySignalError, UsageError, WorkerError
+from elaswave.errors import (
+    ConfigError,
+    ElaswaveError,
+    EndedBySignal,
+    RetryError,
+    StoppedBySignalError,
+    UsageError,
+    WorkerError,
+)
 from elaswave.observability.output import lead_elsewhere, open_closed_streams, say_error
 from elaswave.observability.wrapping import wrap
 
@@ -154,7 +162,7 @@ def _signals_raise() -> Iterator[None]:
     """While inside, a signal that ends the process unwinds it instead, so that everything is cleaned up."""
 
     def unwind(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(EXIT_SIGNAL_BASE + number)
+        raise EndedBySignal(EXIT_SIGNAL_BASE + number)
 
     if threading.current_thread() is not threading.main_thread():
         # Only the main thread may set handlers; a caller in another one has its own.

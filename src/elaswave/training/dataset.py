@@ -17,7 +17,7 @@ from elaswave.config.checks import plain
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Draw, Source
 from elaswave.data.sources import Split
-from elaswave.errors import DataError
+from elaswave.errors import SIGNALS, DataError
 from elaswave.hashing import key64
 from elaswave.models.admission import why_not_computed
 from elaswave.training.raised import said
@@ -168,7 +168,7 @@ class DatasetSamples:
             try:
                 pair = self.batch([Draw(sample, -1, sample)], "train")
             except (UserDataError, DataError) as error:
-                if isinstance(error.__cause__, KeyboardInterrupt):
+                if isinstance(error.__cause__, SIGNALS):
                     raise
                 continue
             yield SampleHash(sample=sample, hash=hash_of(pair))

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from elaswave.config.checks import plain
-from elaswave.errors import OptimizerError
+from elaswave.errors import SIGNALS, OptimizerError
 from elaswave.state.shapes import TensorSlot
 from elaswave.training.raised import said, traceback_of
 
@@ -127,7 +127,7 @@ def make_optimizer(factory: Callable[[Parameters], object], parameters: Paramete
         with warnings.catch_warnings(), float32_by_default():
             warnings.filterwarnings("ignore", ".*parameter group with duplicate parameters")  # `groups_of` refuses it
             optimizer = factory(parameters)
-    except OptimizerError:
+    except (OptimizerError, *SIGNALS):
         raise
     except (Exception, SystemExit) as error:
         twice = parameters.taken_twice()

@@ -39,7 +39,9 @@ def _from_own_code_on(told: traceback.TracebackException) -> None:
         first = next((at for at, file in enumerate(files) if not file.startswith(_OURS)), len(files))
         inside = next((at for at in range(first, len(files)) if not files[at].endswith(_CALL_OF_A_MODULE)), len(files))
         if first == inside < len(files) and _TORCH in files[first]:
-            continue  # what our own code has asked of torch
+            # What our own code has asked of torch, unless torch has called a person's: a hook, a scheduler's function.
+            theirs = (at for at in range(first, len(files)) if not files[at].startswith(_OURS))
+            inside = next((at for at in theirs if _TORCH not in files[at]), len(files))
         if inside < len(files):
             part.stack = traceback.StackSummary.from_list(list(part.stack)[inside:])
 

@@ -24,7 +24,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from elaswave.config.checks import plain
-from elaswave.errors import CheckpointError, OptimizerError
+from elaswave.errors import SIGNALS, CheckpointError, OptimizerError
 from elaswave.hashing import key64
 from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.checkpoint_shards import DTYPES
@@ -335,6 +335,8 @@ def _scheduler_of(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> Any:
     try:
         with float32_by_default():
             scheduler = make(optimizer)
+    except SIGNALS:
+        raise
     except (Exception, SystemExit) as error:
         raise has_raised(f"lr_scheduler=, called with {kind_of(optimizer)},", error) from error
     missing = [

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from elaswave.data.fingerprint import FIRST_LOSS, Finding
-from elaswave.errors import DataError, UsageError
+from elaswave.errors import SIGNALS, DataError, StoppedBySignalError, UsageError
 from elaswave.foreign.connection import close_all
 from elaswave.training.dataset import UserDataError, hash_of
 from elaswave.training.definition import Samples
@@ -64,7 +64,7 @@ class Rehearsal:
 
     def data(self) -> Iterator[Finding]:
         """Draws the first micro-batch, and then the samples by whose hashes a resumed run knows its data."""
-        with contextlib.suppress(DataError, UserDataError):  # a worker meets it too, and says so
+        with contextlib.suppress(DataError, UserDataError), interruptible():  # a worker meets them too, and says so
             before = _own_memory_bytes()
             maker = BatchMaker(self._blueprint.config, self._samples, self._blueprint.sampler(self._samples))
             self._pair = pair = maker.make(_FIRST)
@@ -153,6 +153,8 @@ def repeat(rehearsal: Rehearsal, there: Sequence[Finding], not_taken: Sequence[s
             if len(os.listdir("/proc/self/task")) == 1:
                 raise
             _repeat_all(rehearsal, there, not_taken)  # another thread may have drawn from the same generators
+        except StoppedBySignalError:
+            raise
         except Exception as error:  # of code that runs in the other process, but not here
             text = str(error) if isinstance(error, LayerError | UserDataError) else said(error)
             return f"what this process computes could not be compared with the job's processes: {text}"
@@ -238,10 +240,10 @@ def _silent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """An interrupt of the script, which may come while a layer or the dataset runs, ends it as itself."""
+    """A signal that ends the script, which may come while a layer or the dataset runs, ends it as itself."""
     try:
         yield
     except (LayerError, UserDataError) as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):
+        if isinstance(error.__cause__, SIGNALS):
             raise error.__cause__ from None
         raise

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
-from elaswave.errors import OptimizerError
+from elaswave.errors import EndedBySignal, OptimizerError, StoppedBySignalError
 from elaswave.training.parameters import Parameters, groups_of, kind_of, make_optimizer, stand_ins
+from elaswave.training.torch_optimizer import _scheduler_of
 
 NAMES = ["0.weight", "0.bias", "norm.weight", "head.weight", "head.bias"]
 
@@ -126,6 +127,17 @@ def test_errors_of_the_callable_come_with_its_traceback(parameters, factory, wor
     text = str(caught.value)
     assert ("\n\nTraceback (most recent call last):" in text) is (factory is not misses)  # which was never entered
     assert ("test_parameters.py" in text) is (factory is not misses) and "in make_optimizer" not in text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), EndedBySignal(143), StoppedBySignalError(10, "")], ids=repr)
+def test_a_signal_that_comes_meanwhile_is_no_error_of_the_callable(parameters, error):
+    def comes(*_: object):
+        raise error
+
+    with pytest.raises(type(error)):
+        make_optimizer(comes, parameters)
+    with pytest.raises(type(error)):
+        _scheduler_of(comes, sgd(parameters))
 
 
 def test_an_optimizer_for_matrices_is_refused_for_what_it_does(parameters):

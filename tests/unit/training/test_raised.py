@@ -69,6 +69,18 @@ def test_what_our_own_code_asks_of_torch_wrongly_keeps_its_frames() -> None:
     assert "in first_layer_call" in ours(nn.functional.dropout, torch.zeros(2), p=2.0)
 
 
+def test_what_torch_calls_for_us_begins_a_traceback_too() -> None:
+    """A hook in a backward, a function of a scheduler."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in a hook")
+
+    value = torch.ones(2, requires_grad=True)
+    (total := (value * 2).sum()).register_hook(hook)
+    told = ours(torch.autograd.grad, total, [value]).splitlines()
+    assert told[1].endswith("in hook") and "test_raised.py" in told[1]
+
+
 def ours(call: Callable[..., Any], *values: Any, **options: Any) -> str:
     """The traceback of a call from a file of ours, which is none of a person's."""
     code = "def first_layer_call(call, *values, **options):\n    call(*values, **options)"

@@ -24,9 +24,8 @@ from tests.unit.worker.test_layer_calls import (
 )
 from torch import nn
 
-from elaswave.api.evaluation import _interruptible
 from elaswave.data.sampler import Draw
-from elaswave.errors import InterruptedWaitError
+from elaswave.errors import EndedBySignal, InterruptedWaitError, StoppedBySignalError
 from elaswave.models.calls import batch
 from elaswave.models.instances import CopyOf
 from elaswave.models.layers import Layer, ModelSpec
@@ -38,6 +37,7 @@ from elaswave.worker.compute import Compute, ErrorPlace, LayerError
 from elaswave.worker.failure import failure
 from elaswave.worker.loader import NotMade
 from elaswave.worker.messages import Failed
+from elaswave.worker.rehearsal import interruptible
 
 PLACE = ErrorPlace(2, 3, 1, "middle")
 
@@ -143,13 +143,15 @@ def test_recomputation_is_switched_off_where_it_was_switched_on(whole: bool, wor
         compute.forward(range(3), 0, inputs_of(0), targets_of(0))
 
 
-def test_an_interrupt_of_an_evaluation_ends_it_as_itself() -> None:
+@pytest.mark.parametrize(
+    "cause", [KeyboardInterrupt(), EndedBySignal(143), StoppedBySignalError(10, "stopped"), ValueError("own")], ids=repr
+)
+def test_a_signal_to_an_evaluation_ends_it_as_itself(cause: BaseException) -> None:
     """It may come while a layer runs, in the script's own process."""
-    for cause in (KeyboardInterrupt(), ValueError("own")):
-        error = LayerError(PLACE, cause)
-        error.__cause__ = cause
-        with pytest.raises(KeyboardInterrupt if isinstance(cause, KeyboardInterrupt) else LayerError), _interruptible():
-            raise error
+    error = LayerError(PLACE, cause)
+    error.__cause__ = cause
+    with pytest.raises(LayerError if isinstance(cause, ValueError) else type(cause)), interruptible():
+        raise error
 
 
 class Data:

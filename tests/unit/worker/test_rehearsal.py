@@ -15,7 +15,7 @@ from elaswave.api.model import OwnModelSpec
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.data.fingerprint import FIRST_LOSS, Finding
-from elaswave.errors import UsageError
+from elaswave.errors import EndedBySignal, StoppedBySignalError, UsageError
 from elaswave.training.dataset import DatasetSamples
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer
@@ -134,16 +134,26 @@ def test_what_raises_here_only_is_said(error: BaseException) -> None:
     )
 
 
-def test_an_interrupt_ends_it_as_itself() -> None:
-    there = found(rehearsal())
+@pytest.mark.parametrize("at", ["a loss", "a hash", "the first micro-batch", "code of ours"])
+@pytest.mark.parametrize(
+    "signal", [KeyboardInterrupt(), EndedBySignal(143), StoppedBySignalError(10, "stopped")], ids=repr
+)
+def test_a_signal_ends_it_as_itself(signal: BaseException, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither as a trouble of the code that it has met, after which the job would go on, nor as other samples."""
+    there, once = found(rehearsal()), [signal]
 
-    def interrupt(*_: object) -> float:
-        raise KeyboardInterrupt
+    def comes(*_: object) -> float:
+        raise once.pop()
 
-    with pytest.raises(KeyboardInterrupt):
-        repeat(rehearsal(loss=interrupt), there, [])
-    with pytest.raises(KeyboardInterrupt):
-        repeat(rehearsal(Points(lambda index: interrupt() if index == 39 else 0.0)), there, [])
+    here = rehearsal(loss=comes) if at == "a loss" else rehearsal()
+    if at == "a hash":
+        here = rehearsal(Points(lambda index: comes() if index == 39 else 0.0))
+    elif at == "the first micro-batch":
+        here = rehearsal(Points(lambda index: comes() if once else 0.0))
+    elif at == "code of ours":
+        monkeypatch.setattr(module, "_loss_of", comes)
+    with pytest.raises(type(signal)):
+        repeat(here, there, [])
 
 
 def test_a_large_models_loss_is_left_out_with_the_reason() -> None:
