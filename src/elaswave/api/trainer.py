@@ -97,7 +97,7 @@ class Trainer:
         run_dir: str | Path | None = None,
         resume: bool = False,
     ) -> None:
-        grad_clip, loaders = plain(grad_clip), plain(loaders)
+        grad_clip, loaders, resume = plain(grad_clip), plain(loaders), plain(resume)
         problems = _problems_with_optimizer(optimizer, lr_scheduler, grad_clip)
         problems += _problems_with_run(config, loaders, callbacks, run_dir, resume)
         if problems:

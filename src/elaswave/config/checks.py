@@ -8,6 +8,7 @@ import difflib
 import math
 import operator
 import os
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -48,8 +49,11 @@ def check_values(
 
 
 def path_problem(path: str | os.PathLike[str]) -> str:
-    """What is wrong with a path that is no text: no file and no message of a run could hold it. Empty for any other."""
+    """What is wrong with a path that is no text, which no file and no message of a run could hold, or that no system
+    takes. Empty for any other."""
     text = os.fspath(path)
+    if "\0" in text:
+        return f"the path {text!r} has a character of number 0, which no path may have: give another one"
     if text.isprintable() or not any("\ud800" <= character <= "\udfff" for character in text):
         return ""
     return (
@@ -66,8 +70,8 @@ def plain(value: Any) -> Any:
     if type(value) in (tuple, list):
         parts = [plain(part) for part in value]
         return value if all(map(operator.is_, parts, value)) else type(value)(parts)
-    if type(value) is dict:
-        return {plain(key): plain(part) for key, part in value.items()}
+    if type(value) in (dict, Counter, OrderedDict):  # a scheduler counts its milestones
+        return type(value)({plain(key): plain(part) for key, part in value.items()})
     return value
 
 

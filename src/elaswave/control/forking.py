@@ -39,7 +39,9 @@ class Child:
 def how_it_ended(status: int) -> str:
     """What a status of `os.waitpid` means: "was killed by SIGKILL"."""
     if os.WIFSIGNALED(status):
-        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        number = os.WTERMSIG(status)
+        names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+        return f"was killed by {names.get(number, f'signal {number}')}"
     return f"ended with status {os.WEXITSTATUS(status)}"
 
 

@@ -8,10 +8,11 @@ and has checkpoints committed. This is the loop, and who is told what. The parts
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -200,6 +201,8 @@ class LocalJob:
         self._workers = OwnWorkers(self._agent, self._processes, self._logs, self._waits, run_dir)
         self._looks = WorkerLooks(self._processes)
         self._mapped = MappedFiles(time.monotonic())
+        self._ends: dict[int, str] = {}
+        """How the processes of workers have ended."""
         self._cut = ""
         """What was found out about files that were cut short."""
         leads = post.founds and not post.is_candidate
@@ -330,6 +333,7 @@ class LocalJob:
         )  # who is cut off does not hear that it may go
         if self._ended.outcome == "failed":
             self._hear_how_they_ended()
+            self._ended = msgspec.structs.replace(self._ended, reason=with_ends(self._ended.reason, self._ends))
         self._processes.reap_all(FAILED_GRACE_S if self._ended.outcome == "failed" else EXIT_GRACE_S)
         if self._cut and self._ended.outcome == "failed" and CUT_SHORT not in self._ended.reason:
             # All workers may have read there before anybody could be told.
@@ -511,7 +515,7 @@ class LocalJob:
 
     def _hear_template(self) -> None:
         for message in self._processes.hear_template():
-            self._look_for_cut_files(message)
+            self._note_end(message)
             if isinstance(message, ChildGone) and message.child == COORDINATOR:
                 self._on_coordinator_exit(how_it_ended(message.status), message.at_s)
             elif isinstance(message, ChildGone):
@@ -533,12 +537,15 @@ class LocalJob:
         while self._processes.workers and time.monotonic() < deadline_s:
             if any(key.data == TEMPLATE for key, _ in self._selector.select(TICK_S)):
                 for message in self._processes.hear_template():
-                    self._look_for_cut_files(message)
+                    self._note_end(message)
 
-    def _look_for_cut_files(self, message: FromTemplate) -> None:
-        """Names the files behind the end of which a process may have read, before others do."""
+    def _note_end(self, message: FromTemplate) -> None:
+        """Keeps how a worker has ended, and names the files behind the end of which a process may have read, before
+        others do."""
         if not isinstance(message, ChildGone | LoaderGone):
             return
+        if isinstance(message, ChildGone):
+            self._ends[message.child] = how_it_ended(message.status)
         if not os.WIFSIGNALED(message.status) or os.WTERMSIG(message.status) != signal.SIGBUS:
             return
         what = (
@@ -610,6 +617,17 @@ class LocalJob:
         )
         if trouble:
             self._reporter.message(trouble)
+
+
+def with_ends(reason: str, ends: Mapping[int, str]) -> str:
+    """A coordinator's reason with how processes have ended, where it has only heard that they have.
+
+    Args:
+        reason: such as "worker 0 has ended".
+        ends: of workers, such as "ended with status 3".
+    """
+    pattern = r"\bworker (\d+) has ended(?=[;,]|$)"
+    return re.sub(pattern, lambda found: f"worker {found[1]} {ends.get(int(found[1]), 'has ended')}", reason)
 
 
 def refusal(refused: AgentRefused) -> ElaswaveError:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -251,6 +252,11 @@ def test_what_cannot_be_evaluated_is_said(tmp_path: Path) -> None:
     for checkpoint in (2.0, True):
         with pytest.raises(UsageError, match=f"evaluate was given {checkpoint}, needed: the step of a checkpoint"):
             trainer.evaluate(checkpoint)  # type: ignore[arg-type]
+
+
+def test_numpys_truth_resumes_too() -> None:
+    with pytest.raises(UsageError, match="--resume needs --run-dir"):
+        make(resume=np.True_).train()
 
 
 def test_resuming_needs_a_folder() -> None:

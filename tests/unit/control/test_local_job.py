@@ -25,8 +25,9 @@ from elaswave.control.asked_stop import STOP_GRACE_S, AskedStop
 from elaswave.control.candidacy import STAND_BY_AGAIN_S, Candidacy
 from elaswave.control.coordinator import STORE_GONE
 from elaswave.control.coordinator_starts import CoordinatorStarts
+from elaswave.control.forking import how_it_ended
 from elaswave.control.launcher_waits import LauncherWaits
-from elaswave.control.local_job import LocalJob
+from elaswave.control.local_job import LocalJob, with_ends
 from elaswave.control.log_sending import LogSending
 from elaswave.control.open_store import JobStore
 from elaswave.control.own_coordinators import OwnCoordinators
@@ -188,6 +189,17 @@ def test_only_the_commit_in_hand_is_broken_off(launcher: Launcher) -> None:
     assert launcher.asked == [CommitShards(number=4, request=b"what")]
     launcher._on_message(BreakOffCommit(number=4))
     assert launcher.asked[1:] == [AbandonCommits()]
+
+
+def test_a_reason_says_how_processes_have_ended() -> None:
+    """The coordinator hears only that they have."""
+    ends = {0: how_it_ended(3 << 8), 1: how_it_ended(signal.SIGKILL), 11: how_it_ended(signal.SIGRTMIN + 1)}
+    text = "0 workers are left: worker 0 has ended; worker 1 has ended, worker 2 has ended; worker 11 has ended"
+    assert with_ends(text, ends) == (
+        "0 workers are left: worker 0 ended with status 3; worker 1 was killed by SIGKILL, worker 2 has ended; worker "
+        "11 was killed by signal 35"
+    )
+    assert with_ends("worker 0 has ended with its host", ends) == "worker 0 has ended with its host"
 
 
 @pytest.mark.parametrize("last_words", [None, Ended(outcome="failed", reason="all workers are lost")])

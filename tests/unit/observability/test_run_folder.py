@@ -401,6 +401,11 @@ def test_checkpoints_may_be_somewhere_else_and_are_all_that_is_removed_there(tmp
         pass
 
 
+def test_a_folder_that_no_system_takes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"'.*a\\x00b' has a character of number 0"), opened(tmp_path / "a\0b"):
+        pass
+
+
 def test_a_folder_whose_name_is_no_text_is_refused_also_as_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,10 @@ def test_numpys_numbers_become_pythons() -> None:
     value = plain({"a": (np.float64(0.5), [np.int64(3), np.bool_(True)]), "b": "text"})
     assert value == {"a": (0.5, [3, True]), "b": "text"}
     assert plain((np.arange(2), 1)) == ([0, 1], 1)
+    counted = plain(Counter(np.array([3, 3, 5])))
+    assert type(counted) is Counter and [(type(key), counted[key]) for key in counted] == [(int, 2), (int, 1)]
+    ordered = plain(OrderedDict([(np.str_("b"), np.int64(1)), ("a", 2)]))
+    assert type(ordered) is OrderedDict and [type(part) for item in ordered.items() for part in item] == [str, int] * 2
     same = (1, [2.0, "a"])
     assert plain(same) is same
     assert [type(each) for each in (value["a"][0], *value["a"][1])] == [float, int, bool]
