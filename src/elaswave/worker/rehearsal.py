@@ -40,7 +40,7 @@ HASHES_S_MAX = 1.0
 """How long the script's process hashes samples."""
 MEMORY_SHARE = 8
 """Of the memory, the largest part that a model, or what a dataset loads, may take: it is there once more then."""
-FIRST_BATCH = "the first micro-batch"
+FIRST_BATCH, AGAIN = "the first micro-batch", "the first micro-batch, made again"
 _FIRST = BatchName("train", 1, 0)
 _BLAS_THREADS = [
     (f"{prefix}openblas_get_num_threads{suffix}", f"{prefix}openblas_set_num_threads{suffix}")
@@ -63,7 +63,8 @@ class Rehearsal:
         self._pair: tuple[Any, Any] | None = None
 
     def data(self) -> Iterator[Finding]:
-        """Draws the first micro-batch, and then the samples by whose hashes a resumed run knows its data."""
+        """Draws the first micro-batch, then the samples by whose hashes a resumed run knows its data, and the micro-batch
+        once more, which must not depend on what was drawn before."""
         with contextlib.suppress(DataError, UserDataError), interruptible():  # a worker meets them too, and says so
             before = _own_memory_bytes()
             maker = BatchMaker(self._blueprint.config, self._samples, self._blueprint.sampler(self._samples))
@@ -72,6 +73,10 @@ class Rehearsal:
             yield Finding(what=FIRST_BATCH, value="" if large else hash_of(pair), text=large or _text_of(pair))
         for each in self._samples.hashes(NUM_HASHES):
             yield Finding(what=f"sample {each.sample}", value=each.hash, sample=each.sample)
+        if self._pair is not None:
+            with contextlib.suppress(DataError, UserDataError), interruptible():
+                again = maker.make(_FIRST)
+                yield Finding(what=AGAIN, value=hash_of(again), text=_text_of(again))
 
     def loss(self) -> Finding | None:
         """The loss of the micro-batch that `data` has drawn, from the initial values; None where there is none, or it
@@ -145,6 +150,7 @@ def repeat(rehearsal: Rehearsal, there: Sequence[Finding], not_taken: Sequence[s
     Raises:
         UsageError: something differs; with both values.
     """
+    _check_made_again(there)
     skipped = [finding for finding in there if finding.what in (FIRST_BATCH, FIRST_LOSS) and not finding.value]
     if not any(finding.what == FIRST_BATCH for finding in skipped):
         try:
@@ -165,7 +171,7 @@ def repeat(rehearsal: Rehearsal, there: Sequence[Finding], not_taken: Sequence[s
 
 def _repeat_all(rehearsal: Rehearsal, there: Sequence[Finding], not_taken: Sequence[str]) -> None:
     until_s = time.monotonic() + HASHES_S_MAX
-    samples = [finding for finding in there if finding.what != FIRST_LOSS]
+    samples = [finding for finding in there if finding.what not in (AGAIN, FIRST_LOSS)]
     losses = [finding for finding in there if finding.what == FIRST_LOSS and finding.value]
     with as_in_a_worker(), _silent(), interruptible():
         for expected, here in zip(samples, rehearsal.data(), strict=False):
@@ -174,6 +180,24 @@ def _repeat_all(rehearsal: Rehearsal, there: Sequence[Finding], not_taken: Seque
                 break
         for expected in losses:
             _check_equal(expected, rehearsal.loss() or expected, not_taken)
+
+
+def _check_made_again(there: Sequence[Finding]) -> None:
+    """Refuses samples that depend on which were made before: each worker makes others.
+
+    Raises:
+        UsageError: with both values.
+    """
+    first, again = (next((each for each in there if each.what == what), None) for what in (FIRST_BATCH, AGAIN))
+    if first is None or again is None or first.value in ("", again.value):
+        return
+    raise UsageError(
+        f"{FIRST_BATCH} is {first.text} ({first.value}) at first and {again.text} ({again.value}) when it is made again "
+        "in the same process. A sample must be the same whichever were made before, since any worker may make it, at "
+        "any time: the dataset, or collate, depends on a generator of its own, a count of calls or the time. Draw from "
+        "torch's, numpy's or Python's generator, which are seeded before each sample, or make a generator from them in "
+        "__getitem__"
+    )
 
 
 def _check_equal(there: Finding, here: Finding, not_taken: Sequence[str]) -> None:

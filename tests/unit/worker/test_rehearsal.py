@@ -171,6 +171,16 @@ def test_data_that_take_much_memory_are_not_drawn_here_too(monkeypatch: pytest.M
     assert not points.drawn
 
 
+def test_samples_that_depend_on_those_made_before_are_refused() -> None:
+    """Each process begins with the same generator of its own, so the two agree."""
+    for own in (np.random.default_rng(0).normal, iter(range(10_000)).__next__):
+        there = found(rehearsal(Points(lambda index, own=own: float(own()))))  # type: ignore[misc]
+        points = Points()
+        with pytest.raises(UsageError, match=r"first micro-batch is .* at first and .* when it is made again .*a count"):
+            repeat(rehearsal(points), there, [])
+        assert not points.drawn
+
+
 def test_a_thread_that_draws_beside_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     there, shifts = found(rehearsal()), [1.0]
     points = Points(lambda index: shifts.pop() if shifts else 0.0)
