@@ -61,6 +61,39 @@ def refuse_connections(parts: Mapping[str, Any]) -> None:
             )
 
 
+@contextlib.contextmanager
+def without_new_connections(parts: Mapping[str, Any]) -> Iterator[None]:
+    """Closes what data has connected to meanwhile, where an attribute was missing or None before, and sets that back.
+
+    The script's process draws a few samples too; a dataset that connects when the first one is asked for would hold
+    what the processes of the next job must not share.
+
+    Args:
+        parts: as of `refuse_connections`.
+    """
+    before = [
+        (value, {name: inner is None for name, inner in _dictionary(value).items()})
+        for _, value in held(parts)
+        if _is_own(type(value).__module__)
+    ]
+    try:
+        yield
+    finally:
+        for holder, names in before:
+            for name, value in list(_dictionary(holder).items()):
+                if names.get(name, True) and any(_shared(inner) for _, inner in held({name: value})):
+                    _put_back(holder, name, is_missing=name not in names)
+                    with contextlib.suppress(Exception):  # it may have no such method, or be of another thread
+                        value.close()
+
+
+def _put_back(holder: Any, name: str, *, is_missing: bool) -> None:
+    if is_missing:
+        del _dictionary(holder)[name]
+    else:
+        _dictionary(holder)[name] = None
+
+
 def held(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """All that can be reached from objects, each once, the nearest first, with the way to it: ``dataset.files[3]``.
 

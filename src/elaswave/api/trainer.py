@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from elaswave.api.environment import RANDOM, given_key, hash_seed, use_private_cache
 from elaswave.api.evaluation import evaluation_means
-from elaswave.api.held import held, refuse_connections
+from elaswave.api.held import held, refuse_connections, without_new_connections
 from elaswave.api.model import OwnModelSpec, dtype_name
 from elaswave.api.process import template_environment
 from elaswave.api.result import Result
@@ -140,7 +140,8 @@ class Trainer:
         script = Script(self._training(config), environment, self._after_step, self._files, files)
         try:
             layer_parameters = self._model.layer_parameters
-            job = run_job(config, options, script=script, layer_parameters=layer_parameters, key=given_key())
+            with without_new_connections(self._samples.parts):
+                job = run_job(config, options, script=script, layer_parameters=layer_parameters, key=given_key())
         except WorkerError as error:
             # Python shows a cause first: what a person's own code has raised, then where that was.
             cause = UserTraceback(error.traceback_text) if error.traceback_text else None
@@ -177,7 +178,8 @@ class Trainer:
             raise UsageError(f"{self._newest} holds no run yet: call train first, or give the run_dir of one that is")
         config = saved_config(self._newest)
         self._cut_as(config)
-        means = evaluation_means(config, self._training(config), self._newest, checkpoint)
+        with without_new_connections(self._samples.parts):
+            means = evaluation_means(config, self._training(config), self._newest, checkpoint)
         return {"loss": means.loss, **means.by_name(list(self._model.spec.metrics))}
 
     def _cut_as(self, saved: Config | None) -> None:

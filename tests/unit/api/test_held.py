@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from elaswave.api import held
-from elaswave.api.held import refuse_connections
+from elaswave.api.held import refuse_connections, without_new_connections
 from elaswave.errors import UsageError
 from elaswave.training.dataset import DatasetSamples
 
@@ -197,3 +197,21 @@ def test_no_more_is_looked_at_than_a_bound_and_the_nearest_first(
     assert len(list(held.held({"dataset": many}))) == 50
     assert refusal(Data(many=many, line=line)) is not None
     assert refusal(Data(many=[many, [line]])) is None
+
+
+def test_what_data_has_connected_to_meanwhile_is_closed_and_set_back(line: socket.socket, tmp_path: Path) -> None:
+    """A dataset that connects when its first sample is asked for may be trained on a second time."""
+    inner = Data(link=None, count=0, known=None, kept=line)
+    data = Data(inner=inner)
+    with pytest.raises(ValueError, match="the job"), without_new_connections({"dataset": data}):
+        inner.link = sqlite3.connect(tmp_path / "a.db")  # type: ignore[attr-defined]
+        inner.count, inner.known, data.late = 5, [1], Data()  # type: ignore[attr-defined]
+        opened = inner.link  # type: ignore[attr-defined]
+        data.socket = own = socket.socket()  # type: ignore[attr-defined]
+        raise ValueError("the job")
+    assert vars(inner) == {"link": None, "count": 5, "known": [1], "kept": line}
+    assert set(vars(data)) == {"inner", "late"} and own.fileno() == -1
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        opened.execute("select 1")
+    inner.kept = None  # type: ignore[attr-defined]
+    refuse_connections({"dataset": data})
