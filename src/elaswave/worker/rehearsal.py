@@ -63,8 +63,8 @@ class Rehearsal:
         self._pair: tuple[Any, Any] | None = None
 
     def data(self) -> Iterator[Finding]:
-        """Draws the first micro-batch, then the samples by whose hashes a resumed run knows its data, and the micro-batch
-        once more, which must not depend on what was drawn before."""
+        """Draws the first micro-batch, then the samples by whose hashes a resumed run knows its data, and then the
+        micro-batch once more, which must not depend on what was drawn before."""
         with contextlib.suppress(DataError, UserDataError), interruptible():  # a worker meets them too, and says so
             before = _own_memory_bytes()
             maker = BatchMaker(self._blueprint.config, self._samples, self._blueprint.sampler(self._samples))
@@ -192,11 +192,11 @@ def _check_made_again(there: Sequence[Finding]) -> None:
     if first is None or again is None or first.value in ("", again.value):
         return
     raise UsageError(
-        f"{FIRST_BATCH} is {first.text} ({first.value}) at first and {again.text} ({again.value}) when it is made again "
-        "in the same process. A sample must be the same whichever were made before, since any worker may make it, at "
-        "any time: the dataset, or collate, depends on a generator of its own, a count of calls or the time. Draw from "
-        "torch's, numpy's or Python's generator, which are seeded before each sample, or make a generator from them in "
-        "__getitem__"
+        f"{FIRST_BATCH} is {first.text} ({first.value}) at first and {again.text} ({again.value}) when it is made "
+        "again in the same process. A sample must be the same whichever were made before, since any worker may make "
+        "it, at any time: the dataset, or collate, depends on a generator of its own, a count of calls or the time. "
+        "Draw from torch's, numpy's or Python's generator, which are seeded before each sample, or make a generator "
+        "from them in __getitem__"
     )
 
 

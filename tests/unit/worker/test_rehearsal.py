@@ -176,7 +176,7 @@ def test_samples_that_depend_on_those_made_before_are_refused() -> None:
     for own in (np.random.default_rng(0).normal, iter(range(10_000)).__next__):
         there = found(rehearsal(Points(lambda index, own=own: float(own()))))  # type: ignore[misc]
         points = Points()
-        with pytest.raises(UsageError, match=r"first micro-batch is .* at first and .* when it is made again .*a count"):
+        with pytest.raises(UsageError, match=r"first micro-batch is .* at first and .* when it is made again .* count"):
             repeat(rehearsal(points), there, [])
         assert not points.drawn
 
