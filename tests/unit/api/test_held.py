@@ -215,3 +215,16 @@ def test_what_data_has_connected_to_meanwhile_is_closed_and_set_back(line: socke
         opened.execute("select 1")
     inner.kept = None  # type: ignore[attr-defined]
     refuse_connections({"dataset": data})
+
+
+def test_what_each_thread_has_connected_for_itself_is_left_alone(tmp_path: Path) -> None:
+    own = OfThread()
+    own.link = None
+    with without_new_connections({"dataset": Data(own=own)}):
+        own.link = sqlite3.connect(tmp_path / "a.db")
+    assert own.link is not None and own.link.execute("select 1").fetchone() == (1,)
+    own.link.close()
+
+
+class OfThread(threading.local):
+    link: sqlite3.Connection | None
