@@ -1,13 +1,14 @@
 """Hashes and norms of blocks on a device, many at once: the numbers stay there until they are read together.
 
-Blocks of one length are laid side by side, so that the number of launches does not grow with that of blocks; the
-numbers are put into the order of the blocks by the host, once they are read there (`Found`). A block's number depends
-on its own elements only, however many others are beside it: hashes are sums of integers, and squares are added in a
-fixed tree, element by element, which rounds the same in every grouping and on every device. (The host's
-`elaswave.state.sums.square_sum` has another order, so the norm of a CPU's run has other bits.)
+Blocks are laid side by side, so that the number of launches does not grow with that of blocks: for norms those of one
+length, for hashes all, with zeros behind the shorter ones. The numbers are put into the order of the blocks by the
+host, once they are read there (`Found`). A block's number depends on its own elements only, however many others are
+beside it: hashes are sums of integers, and squares are added in a fixed tree, element by element, which rounds the same
+in every grouping and on every device. (The host's `elaswave.state.sums.square_sum` has another order, so the norm of a
+CPU's run has other bits.)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ _ROW_WORDS = 1 << 13
 """Words of a row of a long tensor."""
 _TOGETHER_ELEMENTS = 1 << 23
 """Most elements that are laid side by side: 64 MiB of words."""
+_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Found(NamedTuple):
@@ -41,10 +43,31 @@ def run_hashes(runs: Sequence[torch.Tensor]) -> Found:
     """`elaswave.state.verify.run_hash` of each run, as int64, modulo 2**64.
 
     Args:
-        runs: [length] each, of one type, at least one, on one device.
+        runs: [length] each, of any lengths and types, at least one, on one device.
     """
+    found: list[torch.Tensor] = []
+    places: list[int] = []
+    for some, words in _padded(runs):
+        found.append(words.mul_(_keys(words.shape[1], words.device)).sum(1))
+        places += some
+    return Found(found[0] if len(found) == 1 else torch.cat(found), places)
 
-    return _of_rows(runs, _row_sums)
+
+def _padded(runs: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Runs as rows of words, with zeros behind those that are shorter, which no hash sees; and the places of these
+    runs. Longest first, so that few zeros are needed."""
+    part = _BY_SIZE[min(run.itemsize for run in runs)]  # copied by one launch if all have one type
+    places = sorted(range(len(runs)), key=lambda place: -runs[place].nbytes)
+    while places:
+        length = -(-runs[places[0]].nbytes // _WORD_BYTES)
+        some = places[: max(1, _TOGETHER_ELEMENTS // max(1, length))]
+        del places[: len(some)]
+        rows = torch.zeros(len(some), length, dtype=torch.int64, device=runs[some[0]].device)
+        content = [runs[place].view(part) for place in some]
+        room = length * _WORD_BYTES // part.itemsize
+        sizes = [size for values in content for size in (len(values), room - len(values))]
+        torch._foreach_copy_(rows.view(-1).view(part).split(sizes)[::2], content)
+        yield some, rows
 
 
 def queued_tensor_hash(values: torch.Tensor) -> torch.Tensor:
@@ -67,20 +90,16 @@ def _row_sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def square_sums(runs: Sequence[torch.Tensor]) -> Found:
-    """Sums of squares in float64; not finite where a run is not. Arguments as of `run_hashes`."""
+    """Sums of squares in float64; not finite where a run is not.
 
-    def sums(rows: torch.Tensor) -> torch.Tensor:
-        wide = rows.to(torch.float64)
-        return _tree_sum(wide.mul_(wide))
-
-    return _of_rows(runs, sums)
-
-
-def _of_rows(runs: Sequence[torch.Tensor], numbers: Callable[[torch.Tensor], torch.Tensor]) -> Found:
+    Args:
+        runs: [length] each, of one type, at least one, on one device.
+    """
     found: list[torch.Tensor] = []
     places: list[int] = []
     for some, rows in _side_by_side(runs):
-        found.append(numbers(rows))
+        wide = rows.to(torch.float64)
+        found.append(_tree_sum(wide.mul_(wide)))
         places += some
     return Found(torch.cat(found), places)
 

@@ -63,6 +63,8 @@ class Seals:
         """Working copies that had changed, and that are here no more."""
         self._unread: list[tuple[list[_Place], Found]] = []
         """Hashes that the device has made, and that nobody has read."""
+        self._unsealed: list[tuple[_Place, torch.Tensor]] = []
+        """Written on a device, and not yet hashed there."""
         self.working: Mapping[int, int] = {}
         """By block, the seals of the working copies when `broken` was asked last; of what had none, its hash."""
         self.masters: dict[int, int] = {}
@@ -71,29 +73,36 @@ class Seals:
     # ----------------------------------------------------------------------------------------------------- writing
 
     def written(self, places: Sequence[_Place], runs: Sequence[torch.Tensor]) -> None:
-        """Something has been written: takes its seals. On a device they are queued, and not waited for.
+        """Something has been written: takes its seals; on a device with those of what else is written, by `queue`.
 
         Args:
             places: what.
             runs: what lies there now.
         """
-        if not places:
-            return
         if self._device.is_host:
             for place, run in zip(places, runs, strict=True):
                 self._put(place, run_hash(run))
         else:
-            self._unread.append((list(places), run_hashes(runs)))
+            self._unsealed += zip(places, runs, strict=True)
+
+    def queue(self) -> None:
+        """On a device, queues the seals of all that has been written there: a few launches, however many blocks there
+        are. They are not waited for."""
+        if self._unsealed:
+            places, runs = zip(*self._unsealed, strict=True)
+            self._unsealed.clear()
+            self._unread.append(([*places], run_hashes(runs)))
 
     def written_all(self, units: Mapping[int, FlatLayer | FlatUnit], copies: Iterable[HeldBlock]) -> None:
         """All of a worker's state has been loaded, or made."""
-        self._working, self._masters, self._constants, self._unread = {}, {}, {}, []
+        self._working, self._masters, self._constants, self._unread, self._unsealed = {}, {}, {}, [], []
         self.constants(units)
         apart = [copy for copy in copies if not is_working(copy, units)]
         self.written(apart, [copy.slots[MASTER] for copy in apart])
         for unit, flat in units.items():
             parts = [flat.flat[block.start : block.stop] for block in self._of_unit.get(unit, [])]
             self.written([block.id for block in self._of_unit.get(unit, [])], parts)
+        self.queue()
 
     def constants(self, units: Mapping[int, FlatLayer | FlatUnit]) -> None:
         """Takes the seals of what no step writes, of layers that have just been made; those of others go."""
@@ -195,20 +204,14 @@ class Seals:
                 for value in row_hashes(unit.flat, self._of_unit[index][0].num_elements)
             ]
             return dict(zip((block.id for block, _ in here), working, strict=True)), list(map(run_hash, runs))
-        wanted = [flat[block.start : block.stop] for block, flat in here]
-        by_type: dict[torch.dtype, list[int]] = {}
-        every = [*wanted, *runs]
-        for place, run in enumerate(every):
-            by_type.setdefault(run.dtype, []).append(place)
-        found: list[int] = [0] * len(every)
-        asked = [(places, run_hashes([every[place] for place in places])) for places in by_type.values()]
-        for (places, _), values in zip(asked, self._read([each for _, each in asked]), strict=True):
-            for place, value in zip(places, values, strict=True):
-                found[place] = value
-        return dict(zip((block.id for block, _ in here), found, strict=False)), found[len(here) :]
+        every = [*(flat[block.start : block.stop] for block, flat in here), *runs]
+        found = self._read([run_hashes(every)] if every else [])
+        values = found[0] if found else []
+        return dict(zip((block.id for block, _ in here), values, strict=False)), values[len(here) :]
 
     def _read(self, wanted: Sequence[Found]) -> list[list[int]]:
         """Numbers of the device, by one wait; with them the seals that it has made meanwhile."""
+        self.queue()
         asked = [*(found for _, found in self._unread), *wanted]
         if not asked:
             return []

@@ -569,8 +569,9 @@ class TorchEngine:
                 places.append(copy.block.id)
         if stale:
             torch._foreach_copy_(stale, masters)
-            if self.seals is not None:
-                self.seals.written(places, stale)
+        if self.seals is not None:
+            self.seals.written(places, stale)
+            self.seals.queue()
 
     def parameters_of(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
         """The parameters of copies in the dtype that layers compute in."""
@@ -593,6 +594,7 @@ class TorchEngine:
         if self.seals is not None:
             flat = self.layers[layer].flat
             self.seals.written(blocks, [flat[self.blocks[index].start : self.blocks[index].stop] for index in blocks])
+            self.seals.queue()
 
     def carried(self) -> str:
         """What the updater keeps of the steps that have been made, beside the blocks."""

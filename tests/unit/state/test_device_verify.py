@@ -27,6 +27,15 @@ def test_hashes_are_the_hosts():
     assert [each & MASK64 for each in read(run_hashes(some))] == [run_hash(each) for each in some]
 
 
+def test_hashes_of_runs_of_any_types_and_lengths_are_the_hosts_however_few_are_laid_side_by_side(monkeypatch):
+    some = [*runs(64, 1, 7, 0, 33), *(each.bfloat16() for each in runs(64, 3, 1)), torch.arange(9, dtype=torch.int64)]
+    some.append(torch.arange(13, dtype=torch.uint8))
+    for most in (1 << 23, 70, 1):
+        monkeypatch.setattr(device_verify, "_TOGETHER_ELEMENTS", most)
+        for each in (some, some[:5], some[4:8]):
+            assert [value & MASK64 for value in read(run_hashes(each))] == list(map(run_hash, each))
+
+
 def test_a_tensors_hash_is_the_hosts():
     for values in (*runs(1, 33, 40_000), torch.ones(3, 5, dtype=torch.bool), torch.randn(70_000).bfloat16()):
         assert int(queued_tensor_hash(values)) & MASK64 == tensor_hash(values)
