@@ -10,6 +10,7 @@ import bisect
 import glob
 import hashlib
 import itertools
+import mmap
 import os
 import stat
 import tempfile
@@ -107,6 +108,8 @@ class MappedTokens:
         self._parts = [_map_file(file) for file in files]
         for file, part in zip(files, self._parts, strict=True):
             _check_vocabulary(file, part, vocab_size)
+        self._mapped: list[mmap.mmap] = [part._mmap for part in self._parts]  # type: ignore[attr-defined]
+        self._sizes = [mapped.size() for mapped in self._mapped]
         self._starts = [0, *itertools.accumulate(map(len, self._parts))]
         """Where each file begins, and where the last one ends."""
         self._num_tokens = self._starts[-1]
@@ -136,6 +139,7 @@ class MappedTokens:
 
         Raises:
             IndexError: a sample that the split does not have.
+            DataError: a file is shorter than when it was mapped. What of its last page is gone reads as zeros.
         """
         import torch  # late: launcher and coordinator look at sources, and hold no torch
 
@@ -151,6 +155,7 @@ class MappedTokens:
         for row, index in enumerate(indices):
             start = first + index * T
             self._read(start, windows[row])
+        self._require_whole_files()
         windows_BT = torch.from_numpy(windows)
         return windows_BT[:, :-1].contiguous(), windows_BT[:, 1:].contiguous()
 
@@ -164,6 +169,14 @@ class MappedTokens:
             window[filled : filled + len(tokens)] = tokens
             filled += len(tokens)
             part += 1
+
+    def _require_whole_files(self) -> None:
+        for path, mapped, size in zip(self.paths, self._mapped, self._sizes, strict=True):
+            if (now := mapped.size()) < size:  # asked of the file itself, whatever stands at its path by now
+                raise DataError(
+                    f"{path} was cut short while it was in use: it had {size} bytes, and has {now}. Put it back, and "
+                    "go on with --resume; write new data to another file, and rename that"
+                )
 
 
 def open_source(

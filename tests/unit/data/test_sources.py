@@ -85,6 +85,27 @@ class TestSamples:
         tokens = sources._map_file(sources.TokenFile(path, None))
         assert len(tokens) == 1 << 36 and not tokens[-5:].any()
 
+    @pytest.mark.parametrize("num_left", [0, 22])
+    def test_a_file_that_is_cut_short_while_it_is_in_use(self, num_left: int, tmp_path: Path):
+        path = bytes_file(tmp_path, 23)
+        source = opened(path, tmp_path)
+        source.batch([0], "train")
+        os.truncate(path, num_left)
+        if not num_left:
+            path.write_bytes(b"x")  # else the first page is gone, and the process with it
+        with pytest.raises(DataError, match=r"text\.txt was cut short while it was in use: it had 23 bytes, and has "):
+            source.batch([0], "train")
+
+    def test_a_file_that_is_replaced_or_grows_while_it_is_in_use(self, tmp_path: Path):
+        path = bytes_file(tmp_path, 23)
+        source = opened(path, tmp_path)
+        before = source.batch([4], "train")[0]
+        with path.open("ab") as file:
+            file.write(b"more")
+        path.rename(tmp_path / "old")
+        path.write_bytes(b"new")
+        assert torch.equal(source.batch([4], "train")[0], before)
+
     @pytest.mark.parametrize("index", [-1, 5])
     def test_a_sample_that_is_not_there(self, index: int, tmp_path: Path):
         source = opened(bytes_file(tmp_path, 23), tmp_path)
