@@ -52,7 +52,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
     ("model", "settings", "faults"),
     [
         ("float32", FOUR, ["kill:3@4:backward"]),
-        ("bfloat16", {"layout.widths": [1, 2], "layout.schedule": "zero-bubble-h2"}, ["kill:1@4:apply+2"]),
+        pytest.param(
+            "bfloat16",
+            {"layout.widths": [1, 2], "layout.schedule": "zero-bubble-h2"},
+            ["kill:1@4:apply+2"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_jobs_on_a_device_of_its_own_are_the_same_computation(

@@ -186,7 +186,7 @@ def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     [
         pytest.param(signal.SIGINT, 130, True, id="Ctrl-C"),  # a terminal sends it to all processes
         pytest.param(signal.SIGTERM, 143, False, id="SIGTERM"),
-        pytest.param(signal.SIGHUP, 129, True, id="a closed terminal"),
+        pytest.param(signal.SIGHUP, 129, True, id="a closed terminal", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, 138, True, id="a scheduler's signal to all"),
         pytest.param(signal.SIGUSR2, 140, False, id="SIGUSR2", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 130, False, id="SIGINT to the command", marks=pytest.mark.slow),

@@ -120,7 +120,8 @@ class Sticks:
 @pytest.mark.parametrize(
     ("phase", "words"),
     [
-        ("forward", "is no member any more and ends itself: "),  # it leaves an action's wait when it is told
+        # it leaves an action's wait when it is told
+        pytest.param("forward", "is no member any more and ends itself: ", marks=pytest.mark.slow),
         ("vote", "is no member any more, and has been stuck for 10 s: "),  # but not that for the numbers of a vote
     ],
 )

@@ -145,7 +145,7 @@ DRAINS = [
     pytest.param(
         Case("gather", leaves, over="epoch 2"), id="leaver, as others learn that they own its blocks", marks=SLOW
     ),
-    pytest.param(Case("reduce", receives, of_coordinator=True), id="coordinator"),
+    pytest.param(Case("reduce", receives, of_coordinator=True), id="coordinator", marks=SLOW),
     pytest.param(Case("vote", leaves, of_coordinator=True), id="coordinator, before a vote", marks=SLOW),
 ]
 

@@ -124,9 +124,9 @@ def test_a_coordinator_can_be_heard_while_it_verifies_checkpoints(
     """Checksums of large files take longer than it may be silent before it is taken for hung."""
     where = tmp_path / "where"
 
-    def find_and_tell(run_dir: Path, objection: Any) -> CheckpointSearch:
+    def find_and_tell(run_dir: Path, *options: Any) -> CheckpointSearch:
         where.write_text("main" if threading.current_thread() is threading.main_thread() else "beside")
-        return find_newest_checkpoint(run_dir, objection)
+        return find_newest_checkpoint(run_dir, *options)
 
     monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", find_and_tell)
     settings = {"run.steps": 5, "run.checkpoint_every": 1, "elastic.num_followers": 0}
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
     records: list[str] = []
     found: list[tuple[events.FindCheckpoint, int | None]] = []
 
-    def find(run_dir: Path, objection: object) -> CheckpointSearch:
+    def find(run_dir: Path, *options: object) -> CheckpointSearch:
         ref = CheckpointRef(4 if records else 2, run_dir, meta=None)  # type: ignore[arg-type]
         records[:] = ["step 4"]
         return CheckpointSearch(ref, ())

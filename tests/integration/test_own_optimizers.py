@@ -254,7 +254,10 @@ def test_it_is_what_a_plain_loop_computes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(TWO_GROUPS_ONE_CYCLE, id="one cycle"), pytest.param(PLATEAU, id="plateau", marks=pytest.mark.slow)],
+    [
+        pytest.param(TWO_GROUPS_ONE_CYCLE, id="one cycle", marks=pytest.mark.slow),
+        pytest.param(PLATEAU, id="plateau", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resume_goes_on_with_the_scheduler_and_the_average_and_says_what_it_does_not_take(
     options: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]

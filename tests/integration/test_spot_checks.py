@@ -222,6 +222,7 @@ def test_in_real_processes_a_wrong_one_is_lost_and_the_job_goes_on(tmp_path: Pat
     assert (tmp_path / "struck").exists() and any("This is a spot check" in line for line in lost.last_lines)
 
 
+@pytest.mark.slow
 def test_in_real_processes_a_layer_that_becomes_nondeterministic_ends_the_job_by_name(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"layer 1 is not deterministic.*; the same error has ended worker"):
         train(tmp_path / "run", REAL, model=network(None, 7))

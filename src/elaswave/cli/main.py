@@ -97,7 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         begin_with_fixed_hashes()
     use_one_thread()  # before any module of a command is imported
     try:
-        return _run(own if arguments is None else list(arguments))
+        code = _run(own if arguments is None else list(arguments))
+        if arguments is None and code > EXIT_SIGNAL_BASE:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must not change how the command ends
+        return code
     except OSError as error:
         refusal = _refusal(error)
         if refusal is None:
