@@ -39,6 +39,11 @@ class Found(NamedTuple):
         return ordered
 
 
+def prepare_hashes(most_bytes: int, place: torch.device) -> None:
+    """Makes the keys of all runs that are not longer: they come from the host, and no later hash waits for them."""
+    _keys(-(-most_bytes // _WORD_BYTES), torch.empty(0, device=place).device)
+
+
 def run_hashes(runs: Sequence[torch.Tensor]) -> Found:
     """`elaswave.state.verify.run_hash` of each run, as int64, modulo 2**64.
 

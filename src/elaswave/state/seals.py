@@ -18,7 +18,7 @@ from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device, read
 from elaswave.hashing import MASK64
 from elaswave.state.checkpoint_format import MASTER
-from elaswave.state.device_verify import Found, queued_tensor_hash, run_hashes
+from elaswave.state.device_verify import Found, prepare_hashes, queued_tensor_hash, run_hashes
 from elaswave.state.flat import FlatLayer, FlatUnit
 from elaswave.state.placement import Block
 from elaswave.state.store import HeldBlock
@@ -54,6 +54,8 @@ class Seals:
         self._of_unit: dict[int, list[Block]] = {}
         for block in blocks:
             self._of_unit.setdefault(block.layer, []).append(block)
+        if blocks and not device.is_host:
+            prepare_hashes(max(block.num_elements for block in blocks) * torch.float32.itemsize, device.place)
         self._working: dict[int, int] = {}
         self._masters: dict[int, tuple[HeldBlock, int]] = {}
         """By block; of a copy that is no more the seal says nothing."""
