@@ -116,6 +116,22 @@ def test_a_link_that_is_made_again_within_an_epoch_does_not_hide_that_frames_wer
     assert (outcome.violation, outcome.ended) == (None, "finished")
 
 
+def test_a_copy_that_is_lost_again_on_the_same_worker_is_sent_again_and_awaited_once():
+    """A follower is lost, then its copy flips: the second refill leads to the placement that the first has led to."""
+    schedule = "widths=4 blocks_per_layer=1 num_microbatches=4 steps=6 suspect:1@34 kill:c@42 flip:2@103"
+    outcome = run_schedule(parse_schedule(schedule))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+
+
+def test_parameters_of_which_some_have_arrived_when_the_layer_goes_have_not_changed_in_memory():
+    schedule = (
+        "widths=3,2 num_microbatches=3 seed=650015026 restart_delay=1 mid_action=2 replans=1 cut:1-2@37 kill:c@40 "
+        "suspect:2@51"
+    )
+    outcome = run_schedule(parse_schedule(schedule))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+
+
 @pytest.mark.parametrize(
     ("schedule", "rollbacks"),
     [

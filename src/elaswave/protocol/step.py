@@ -147,8 +147,9 @@ class StepLoop(Execution[C]):
         """Step, attempt and verdict of the newest vote that has been taken over."""
         self._routed: tuple[Layout, Placement, Placement] | None = None
         """Layout, placement and next placement of which `traffic` is."""
-        self._complete: Placement | None = None
-        """The newest placement found to lack no follower."""
+        self._is_complete = False
+        """Whether what `traffic` is of has been found to lack no follower. Of no placement by itself: `next_placement`
+        gives the same object once more when the same copy is lost again, while the traffic is that of its refill."""
         self._use_placement(placement)
 
     # ------------------------------------------------------------------------------------------- layout and placement
@@ -158,6 +159,7 @@ class StepLoop(Execution[C]):
         self.voting = voting
         before, self._routed = self._routed, (self.layout, self.placement, voting)
         if before is None or any(old is not new for old, new in zip(before, self._routed, strict=True)):
+            self._is_complete = False
             self.agreement_hash = agreement_hash(self.layout, voting)
             self.traffic: Traffic = self.traffic_of(self.worker, self.terms.blocks, self.layout, self.placement, voting)
 
@@ -473,7 +475,7 @@ class StepLoop(Execution[C]):
         if self.moving is not None:
             target = self.moving.placement
             self.engine.prepare_layout(self.moving.layout)
-        elif self._complete is self.placement is self.voting:
+        elif self._is_complete:
             return
         terms = self.terms
         voting = next_placement(
@@ -488,8 +490,8 @@ class StepLoop(Execution[C]):
         )
         if voting == self.placement:
             voting = self.placement
-            self._complete = voting if target is None else self._complete
         self._use_placement(voting)
+        self._is_complete = target is None and voting is self.placement
         for block, peer in self.traffic.copies_out:
             payload = self.engine.state(self.copies[block])
             self.links.send(self.key(FrameKind.BASE_COPY, block, 0, peer), payload)

@@ -61,6 +61,8 @@ class Seals:
         """By block; of a copy that is no more the seal says nothing."""
         self._constants: dict[int, dict[str, int]] = {}
         """By layer and name."""
+        self._awaited: set[int] = set()
+        """Blocks of which the working copies are being received: they are not yet what will be sealed."""
         self.given_up: list[Broken] = []
         """Working copies that had changed, and that are here no more."""
         self._unread: list[tuple[list[_Place], Found]] = []
@@ -74,6 +76,11 @@ class Seals:
 
     # ----------------------------------------------------------------------------------------------------- writing
 
+    def await_frames(self, blocks: Iterable[int]) -> None:
+        """Frames may land in these working copies from now on. If some do and the wait is interrupted, that is no
+        change of memory; all is received again before anything is computed with it, or the unit goes."""
+        self._awaited.update(blocks)
+
     def written(self, places: Sequence[_Place], runs: Sequence[torch.Tensor]) -> None:
         """Something has been written: takes its seals; on a device with those of what else is written, by `queue`.
 
@@ -81,6 +88,7 @@ class Seals:
             places: what.
             runs: what lies there now.
         """
+        self._awaited.difference_update(place for place in places if isinstance(place, int))
         if self._device.is_host:
             for place, run in zip(places, runs, strict=True):
                 self._put(place, run_hash(run))
@@ -98,6 +106,7 @@ class Seals:
     def written_all(self, units: Mapping[int, FlatLayer | FlatUnit], copies: Iterable[HeldBlock]) -> None:
         """All of a worker's state has been loaded, or made."""
         self._working, self._masters, self._constants, self._unread, self._unsealed = {}, {}, {}, [], []
+        self._awaited.clear()
         self.constants(units)
         apart = [copy for copy in copies if not is_working(copy, units)]
         self.written(apart, [copy.slots[MASTER] for copy in apart])
@@ -125,7 +134,9 @@ class Seals:
         """These units are about to go. What has changed in them is to be told all the same: what was computed with it
         may be kept (S3)."""
         working, _ = self._hashes(units, [])
-        self.given_up += _unlike({block: self._working.get(block, now) for block, now in working.items()}, working)
+        whole = {block: now for block, now in working.items() if block not in self._awaited}
+        self.given_up += _unlike({block: self._working.get(block, now) for block, now in whole.items()}, whole)
+        self._awaited.difference_update(working)
         for unit in units:
             for block in self._of_unit.get(unit, []):
                 self._working.pop(block.id, None)

@@ -586,6 +586,8 @@ class TorchEngine:
 
     def parameters_slot(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
         """Where parameters arrive: in the layer itself."""
+        if self.seals is not None:
+            self.seals.await_frames(blocks)
         flat = self.layers[layer].flat
         return [flat[run.start : run.stop] for run in self.reduction.runs(blocks)]
 

@@ -1,10 +1,16 @@
 """Hashes of contents: every change shows, whatever is cut where."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
 from elaswave.hashing import MASK64
 from elaswave.state.digests import add_digests, state_digest
+from elaswave.state.flat import FlatUnit
+from elaswave.state.placement import Block
+from elaswave.state.seals import Seals
 from elaswave.state.verify import row_hashes, run_hash, tensor_digest, tensor_hash
 
 STANDING = {"step": 3, "num_updates": 3, "data_cursor": (0, 48), "grids": [40, 41], "tensor_digests": {"a": 1, "b": 2}}
@@ -108,3 +114,28 @@ def test_the_state_digest_of_a_model_without_fences_does_not_mention_them():
 
 def test_the_state_digest_does_not_depend_on_the_order_of_names():
     assert state_digest(**STANDING | {"tensor_digests": {"b": 2, "a": 1}}) == state_digest(**STANDING)
+
+
+def test_a_working_copy_that_goes_while_frames_of_it_arrive_has_not_changed_in_memory():
+    unit = SimpleNamespace(flat=torch.randn(128))
+    units = {4: cast("FlatUnit", unit)}
+    blocks = [Block(0, 4, 0, 64), Block(1, 4, 64, 128)]
+    for arrives, given_up in ((False, [0, 1]), (True, [1])):
+        seals = Seals(blocks)
+        seals.written([0, 1], [unit.flat[:64], unit.flat[64:]])
+        if arrives:
+            seals.await_frames([0])
+        unit.flat[3] += 1.0  # of block 0: a frame has landed, and the wait for the others is interrupted
+        unit.flat[70] += 1.0
+        seals.drop(units)
+        assert [each.place for each in seals.given_up] == given_up
+
+
+def test_what_has_arrived_whole_is_watched_again():
+    unit = SimpleNamespace(flat=torch.randn(64))
+    seals = Seals([Block(0, 4, 0, 64)])
+    seals.await_frames([0])
+    seals.written([0], [unit.flat])
+    unit.flat[3] += 1.0
+    seals.drop({4: cast("FlatUnit", unit)})
+    assert [each.place for each in seals.given_up] == [0]

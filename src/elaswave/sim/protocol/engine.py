@@ -426,6 +426,8 @@ class ToyEngine:
         def arrive(value: list[int]) -> None:
             self.parameters.update(zip(blocks, value, strict=True))
 
+        for block in blocks:  # a wait for several frames may be interrupted when some have arrived
+            self.seals.pop(block, None)
         return arrive
 
     def parameters_arrived(self, layer: int, blocks: Sequence[int]) -> None:

@@ -224,6 +224,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         drawn = drawn._replace(steps=drawn.steps + _drawn_for(f"moves of {seed}").choice((1, 2, 3)))
     rounds = _drawn_for(f"rounds of {seed}").choice((1, 1, 1, 1, 2, 3))
     drawn = drawn._replace(num_microbatches=rounds * drawn.num_microbatches)
+    is_drawn = job is None
     if job is None:
         job = _with_membership(drawn, _drawn_for(f"membership of {seed}"))
         job = _with_hosts(job, _drawn_for(f"hosts of {seed}"))
@@ -266,7 +267,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     if has_agents:
         faults += [_random_agent_fault(agents, conditions.agents, span) for _ in range(agents.choice((1, 1, 2)))]
     flips = _drawn_for(f"flips of {seed}")
-    if flips.random() < 0.2:
+    if flips.random() < 0.2 and (is_drawn or not job.salvage):
         job = job._replace(salvage=False)
         faults.append(ScheduledFault("flip", str(flips.randrange(num_workers)), flips.randrange(span)))
     if has_candidates:
