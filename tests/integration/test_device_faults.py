@@ -117,11 +117,11 @@ class Sticks:
             activity.compute(label)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "words"),
     [
-        # it leaves an action's wait when it is told
-        pytest.param("forward", "is no member any more and ends itself: ", marks=pytest.mark.slow),
+        ("forward", "is no member any more and ends itself: "),  # it leaves an action's wait when it is told
         ("vote", "is no member any more, and has been stuck for 10 s: "),  # but not that for the numbers of a vote
     ],
 )
