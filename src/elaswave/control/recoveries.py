@@ -167,10 +167,11 @@ class RecoveryLog:
         assert decision is not None
         entries = []
         for suspicion in pending.suspicions:
-            # Of one that a coordinator of before has known, and this one has not heard, the decision tells the step.
-            unknown = (min(decision.resume_step, self._num_steps), "any")
-            step, phase = pending.places.get(suspicion.worker, unknown)
             fault = pending.faults.get(suspicion.worker)
+            step, phase = pending.places.get(suspicion.worker, (0, "any"))
+            if fault is None and _has_voted_since(step, phase, decision):
+                # Steps may be quicker than heartbeats, and a successor has heard none: the decision tells the step.
+                step, phase = min(decision.resume_step, self._num_steps), "any"
             if fault is not None and fault.clock != self._clock:
                 fault = None  # it struck on another host: by this clock nobody knows when
             begin_s = pending.detected_s if fault is None else fault.time_s
@@ -327,6 +328,12 @@ def _is_redo(pending: _OpenRecovery, report: StepReport) -> bool:
     """Whether a step was committed after a recovery's decision, and so by members that have all carried it out."""
     decision = pending.decision
     return decision is not None and report.epoch >= pending.epochs[-1] and report.step >= decision.resume_step
+
+
+def _has_voted_since(step: int, phase: str, decision: Decision) -> bool:
+    """Whether a lost worker was past a place: the step before the one that is resumed had the votes of all."""
+    before = decision.resume_step - 1
+    return step < before or (step == before and phase in ("forward", "backward", "reduce"))
 
 
 def _num_recomputed(decision: Decision) -> int:

@@ -27,9 +27,22 @@ def log(tmp_path: Path) -> RecoveryLog:
     return RecoveryLog(tmp_path, 20)
 
 
-def _lose(log: RecoveryLog, worker: int, epoch: int, layout: Layout = LAYOUT, *, step: int = 3) -> Layout:
-    """A worker is lost in a step, and the survivors are told how to go on."""
-    log.seen(worker, Position(epoch - 1, step, 1, "backward", computing=True, waiting_on=(), since_s=0.0))
+def _lose(
+    log: RecoveryLog,
+    worker: int,
+    epoch: int,
+    layout: Layout = LAYOUT,
+    *,
+    step: int = 3,
+    heard: tuple[int, str] | None = None,
+) -> Layout:
+    """A worker is lost in a step, and the survivors are told how to go on.
+
+    Args:
+        heard: step and label of its last heartbeat.
+    """
+    at, label = heard or (step, "backward")
+    log.seen(worker, Position(epoch - 1, at, 1, label, computing=True, waiting_on=(), since_s=0.0))
     log.new_epoch(NewEpoch(epoch, (Suspected(worker, "exit", "it has ended"),)), layout, now_s=10.0 * epoch)
     after = survivor_layout(layout, [worker])
     decision = Decision(
@@ -93,6 +106,29 @@ def test_the_redone_step_completes_a_recovery(log: RecoveryLog) -> None:
     assert _summary(recovery) == (3000, 0.3, 4.0)
     assert recovery.num_microbatches_recomputed == 3
     assert log.committed(_report(4, 2), 26.0) == log.flush() == []
+
+
+@pytest.mark.parametrize(
+    ("heard", "label", "place"),
+    [
+        (1, "backward", (3, "any")),
+        (2, "1F0", (3, "any")),
+        (2, "reduce", (3, "any")),
+        (2, "vote", (2, "vote")),
+        (2, "apply", (2, "apply")),
+        (3, "1F0", (3, "forward")),
+    ],
+)
+def test_a_heartbeat_older_than_the_last_vote_does_not_tell_the_step(
+    log: RecoveryLog, heard: int, label: str, place: tuple[int, str]
+) -> None:
+    """Steps may be quicker than heartbeats."""
+    _lose(log, 0, 2, heard=(heard, label))
+    log.resumed(21.5)
+    (recovery,) = log.committed(_report(3, 2), 24.0)
+    assert (recovery.step, recovery.phase) == place
+    assert recovery.outcome == ("retried" if place[0] == 3 else "committed")
+    assert (recovery.redo_s > 0) == (place[0] == 3)
 
 
 def test_a_step_that_is_redone_before_everybody_was_heard_waits_for_what_they_have_to_say(log: RecoveryLog) -> None:
