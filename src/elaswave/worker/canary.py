@@ -32,6 +32,7 @@ from elaswave.protocol.environment import Environment
 from elaswave.worker.layer_runs import Again, Done, Given, Reached, Run
 from elaswave.worker.unwritten import (
     WRITES_NOW,
+    copy_of,
     refuse_written_gradient,
     refuse_written_parameter,
     same_bits,
@@ -40,7 +41,6 @@ from elaswave.worker.values import flatten, is_differentiable, unflatten
 
 _HASH_BITS = 62
 """So that a hash and its negative are both signed 64-bit integers."""
-_PAGE = 4096
 _SHIFT = 17 * 64
 """Between the addresses of a tensor and its copy, within a page; a multiple of the alignment of all boundaries."""
 
@@ -180,13 +180,8 @@ def _run_operator(name: str, function: Callable[[_Source], torch.Tensor], device
 
 
 def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy at another place within its page, aligned to 64 bytes as every boundary is."""
-    room = torch.empty(tensor.nbytes + _PAGE, dtype=torch.uint8, device=tensor.device)
-    start = (tensor.data_ptr() + _SHIFT - room.data_ptr()) % _PAGE
-    start += -(room.data_ptr() + start) % 64
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copy.set_(room.untyped_storage(), start // tensor.dtype.itemsize, tensor.shape)  # type: ignore[call-overload]
-    return copy.copy_(tensor.detach())
+    """A copy at another place within its page."""
+    return copy_of(tensor.detach(), shift=_SHIFT)
 
 
 def made_up(tensor: torch.Tensor, key: int) -> torch.Tensor:

@@ -28,6 +28,8 @@ from elaswave.worker.values import tensors_of
 _PARTS = 16
 """Of a tensor, each with a sum of its own, so that a sum sees most changes of order too."""
 _WORD_BYTES = 8
+_PAGE_BYTES = 4096
+_BOUNDARY_BYTES = 64
 _ORDINARY = (torch.float32, torch.bfloat16, torch.int64)
 
 
@@ -127,6 +129,24 @@ class Lent(NamedTuple):
     are_copies: bool
 
 
+def copy_of(tensor: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
+    """A copy, in the same graph, that lies as far into a page as the tensor, aligned to 64 bytes as every boundary is.
+
+    Args:
+        tensor: of any strides; they are kept where they leave no gap, as `torch.clone` does.
+        shift: by how many bytes further into the page.
+    """
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return tensor.clone()
+    like = torch.empty_like(tensor, device="meta")
+    room = torch.empty(like.nbytes + _PAGE_BYTES, dtype=torch.uint8, device=tensor.device)
+    start = (tensor.data_ptr() + shift - room.data_ptr()) % _PAGE_BYTES
+    start += -(room.data_ptr() + start) % _BOUNDARY_BYTES
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(room.untyped_storage(), start // tensor.itemsize, like.shape, like.stride())
+    return copy.copy_(tensor)
+
+
 class Lending:
     """Lends layers and the loss of a worker their inputs: the very tensors that others read too, or copies of them to
     those that write them. Which do is found out at their first micro-batch here, in training and in evaluation.
@@ -157,7 +177,8 @@ class Lending:
             # Other objects, so that nobody can make a leaf of them that wants a gradient.
             own = [leaf if leaf.requires_grad else leaf.detach() for leaf in leaves]
             return Lent(own, self._watching.watch(leaves), are_copies=False)
-        copies = [leaf.clone() for leaf in leaves]
+        # Each at its leaf's place within a page: a run that is done again elsewhere has its copies elsewhere too.
+        copies = [copy_of(leaf) for leaf in leaves]
         return Lent(copies, Watched(copies, by_sums=False), are_copies=True)
 
     def look(self, index: int, leaves: Sequence[torch.Tensor], lent: Lent, *, train: bool, is_over: bool) -> bool:

@@ -20,9 +20,12 @@ from tests.unit.worker.test_layer_calls import (
 from tests.unit.worker.test_layer_calls import model_of as plain_model_of
 from torch import nn
 
+from elaswave.devices.host import HOST
+from elaswave.devices.readings import Readings
 from elaswave.models.calls import batch
+from elaswave.worker.canary import elsewhere
 from elaswave.worker.compute import LayerError
-from elaswave.worker.unwritten import Guarded, Watched, sums_of
+from elaswave.worker.unwritten import Guarded, Lending, Watched, Watching, copy_of, sums_of
 
 
 def by_storage(x):
@@ -314,3 +317,37 @@ def test_what_is_at_another_place_for_a_while_is_no_write():
     assert guarded.written() == "weight" and guarded.written(elsewhere=True) is None
     module.weight.data = kept
     assert guarded.written() is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.arange(15.0).reshape(3, 5),
+        torch.arange(15.0).reshape(3, 5).t(),
+        torch.arange(15.0)[1:],
+        torch.arange(3.0)[:, None].expand(3, 4),
+        torch.arange(64.0).reshape(2, 2, 4, 4).to(memory_format=torch.channels_last),
+        torch.tensor(2.0),
+        torch.ones(3, dtype=torch.bool),
+        torch.zeros(0, 3),
+        torch.ones(3, dtype=torch.complex64).conj(),
+    ],
+)
+def test_a_copy_is_a_clone_at_the_same_place_in_its_page(values):
+    copy, further = copy_of(values), copy_of(values, shift=1088)
+    assert torch.equal(copy, values) and copy.stride() == values.clone().stride()
+    assert torch.equal(further, values)
+    if values.numel():
+        assert 0 <= (copy.data_ptr() - values.data_ptr()) % 4096 < 64
+        assert (further.data_ptr() - copy.data_ptr()) % 4096 == 1088
+
+
+def test_copies_of_what_lies_elsewhere_lie_elsewhere():
+    """Else a layer that depends on addresses would be found by luck only."""
+    lending = Lending(str, Watching(Readings(HOST, lambda: None), by_sums=False))
+    leaves = [torch.zeros(5, 7).requires_grad_() for _ in range(8)]
+    first = lending.lend(0, leaves, train=True).leaves
+    second = lending.lend(0, list(map(elsewhere, leaves)), train=True).leaves
+    assert all(one.data_ptr() % 4096 != other.data_ptr() % 4096 for one, other in zip(first, second, strict=True))
+    (gradient,) = torch.autograd.grad((first[0] * 3.0).sum(), [leaves[0]])
+    assert torch.equal(gradient, torch.full((5, 7), 3.0))
