@@ -31,8 +31,7 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _COMPILER_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch keeps what it compiles (inductor, Triton, AOTAutograd), and loads it from. By itself it takes a folder in
 the temporary one whose name anybody can guess, and make first: with code of their own in it."""
-_CACHE = Path("elaswave") / "compiled"
-"""Within the user's cache folder."""
+_COMPILED = "compiled"
 
 
 def use_one_thread() -> None:
@@ -49,7 +48,7 @@ def environment_to_compute() -> dict[str, str]:
     """The environment of a process that computes: this process's, with one thread for each library, without the key."""
     inherited = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     if _COMPILER_FOLDER not in inherited:
-        inherited[_COMPILER_FOLDER] = str(_private_cache())
+        inherited[_COMPILER_FOLDER] = str(private_folder(_COMPILED))
     return inherited | dict.fromkeys(_ONE_THREAD, "1")
 
 
@@ -57,21 +56,22 @@ def use_private_cache() -> None:
     """What this process and its children compile is kept where nobody else can put code, unless the environment says
     where. To be called before layers are compiled: torch looks when it compiles."""
     if _COMPILER_FOLDER not in os.environ:
-        os.environ[_COMPILER_FOLDER] = str(_private_cache())
+        os.environ[_COMPILER_FOLDER] = str(private_folder(_COMPILED))
 
 
-def _private_cache() -> Path:
-    """A folder that only this user can write to: in the user's cache folder, or a new one where that is not safe."""
+def private_folder(name: str) -> Path:
+    """A folder that only this user can write to: in the user's cache folder, or, where that is not safe, a new one that
+    goes with this process."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         parent = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-        folder = parent / _CACHE
+        folder = parent / "elaswave" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if all(map(_is_safe, (folder, *folder.resolve().parents))) and os.access(folder, os.W_OK | os.X_OK):
             return folder.resolve()
     except (OSError, RuntimeError):  # no home, or nothing can be made there
         pass
-    own = Path(tempfile.mkdtemp(prefix="elaswave-compiled-"))
+    own = Path(tempfile.mkdtemp(prefix=f"elaswave-{name}-"))
     atexit.register(_remove, own, os.getpid())
     return own
 

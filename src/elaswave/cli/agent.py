@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from elaswave.api.environment import COORDINATOR_VARIABLE, given_key, prepare_to_compute
+from elaswave.api.environment import COORDINATOR_VARIABLE, given_key, prepare_to_compute, private_folder
 from elaswave.config.load import load_config
 from elaswave.control.key_files import JobKey, own_key
 from elaswave.control.parent_death import end_with_parent
@@ -135,6 +135,7 @@ def agent_command(
         job=job,
         coordinator=coordinator,
         node=node or socket.gethostname(),
+        locks=private_folder("locks"),
         config_file=config_file,
         workers=workers,
         overrides=overrides,

@@ -1,12 +1,16 @@
 """Where the processes of one host of several listen, and where they dial the coordinator.
 
 The coordinator's address is a host and a port that every agent is given. The agent on that host founds the job: it is
-the one that may listen there. A lock of the kernel's, which ends with its holder, keeps two agents of one host from
-both believing so.
+the one that may listen there. A lock file, which the kernel lets go of when its holder ends, keeps two agents of one
+host from both believing so. It stands where no other user can make or take it: whoever else has the port is no agent.
 """
 
+import contextlib
 import errno
+import fcntl
+import hashlib
 import ipaddress
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -21,6 +25,11 @@ from elaswave.errors import ConfigError, RetryError, UsageError
 from elaswave.transport.addresses import Place, reserve, tcp_address
 from elaswave.transport.tls import Tls
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Of the kernel: tells hosts apart."""
+_NETWORK = Path("/proc/self/ns/net")
+"""Tells apart containers of one host."""
+_LOCK_FILE = "agents"
 FREE_S = 3.0
 """How long the port may take to become free: the processes of an agent that was killed end a little later than it."""
 
@@ -39,9 +48,9 @@ class HeldPort(NamedTuple):
     """A seed's port on this host."""
 
     port: socket.socket
-    """Keeps it from programs that ask for any port."""
-    lock: socket.socket
-    """Keeps it from other agents of this host."""
+    """Keeps it from all other programs."""
+    lock: "_Lock"
+    """Tells other agents of this host who has it."""
 
     def close(self) -> None:
         """Gives it up."""
@@ -94,38 +103,78 @@ def seeds_of(texts: Sequence[str]) -> tuple[Seed, ...]:
     return tuple(seeds)
 
 
-def hold(seed: Seed, bind: str) -> HeldPort | None:
+def hold(seed: Seed, bind: str, locks: Path) -> HeldPort | None:
     """Takes a seed's port for this host's agent.
 
     Args:
         seed: where the coordinator is dialled.
         bind: numeric address of this host to listen at, which may be another one than the seed's.
+        locks: this user's folder for lock files, in which nobody else can write.
     Returns:
         None if the seed is another host's, or its name has no address now, or another agent of this host has it.
     Raises:
         RetryError: another program of this host has the port.
+        UsageError: this user may not listen at it.
     """
     if not (seed.address and _is_here(seed)):
         return None
-    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    has_lock = False
+    port, lock = None, _Lock(locks, f"{seed.address}/{seed.port}")
     try:
-        lock.bind(f"\0elaswave-agent/{seed.address}/{seed.port}")
-        has_lock = True
-        return HeldPort(_reserve(bind, seed.port), lock)
-    except BaseException as error:
-        lock.close()
-        if not isinstance(error, OSError):
-            raise
-        if error.errno == errno.EADDRNOTAVAIL or (error.errno == errno.EADDRINUSE and not has_lock):
-            return None
-        if error.errno == errno.EADDRINUSE:
-            raise RetryError(
-                f"port {seed.port} of this host is used by another program, and the coordinator is to be at "
-                f"{seed.host}:{seed.port}: end that program (ss -tlnp sport = :{seed.port} shows it), or give another "
-                "--coordinator to all agents"
-            ) from error
-        raise
+        if lock.is_held:
+            port = _reserve(bind, seed.port)
+    except OSError as error:
+        _raise_unless_elsewhere(seed, error)
+    finally:
+        if port is None:
+            lock.close()
+    return None if port is None else HeldPort(port, lock)
+
+
+def _raise_unless_elsewhere(seed: Seed, error: OSError) -> None:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return
+    if error.errno == errno.EACCES:
+        raise UsageError(
+            f"this user may not listen at port {seed.port}, and the coordinator is to be at {seed.host}:{seed.port}: "
+            "give another --coordinator to all agents, with a port from 1024 up"
+        ) from error
+    if error.errno == errno.EADDRINUSE:
+        raise RetryError(
+            f"port {seed.port} of this host is used by another program, and the coordinator is to be at "
+            f"{seed.host}:{seed.port}: end that program (ss -tlnp sport = :{seed.port} shows it), or give another "
+            "--coordinator to all agents"
+        ) from error
+    raise error
+
+
+class _Lock:
+    """A byte of this user's lock file, which stays, empty. The byte's place stands for host, network and what is
+    locked: hosts may share the folder. The kernel lets go of it when this process ends, whatever children it has left.
+
+    Args:
+        folder: in which nobody else can write.
+        what: it is for; no process may ask twice.
+    """
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self.is_held = True
+        """Also where the file cannot be had, or not be locked: then the port alone says who was first."""
+        here = _NETWORK.stat()
+        boot = _BOOT.read_text() if _BOOT.exists() else ""
+        text = f"{boot} {here.st_dev}:{here.st_ino} {what}"
+        place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            self._fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            except (BlockingIOError, PermissionError):  # fcntl(2) may say either
+                self.is_held = False
+
+    def close(self) -> None:
+        """Gives it up."""
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 def _reserve(bind: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@ train`, in a job that others may join. All others ask there what is trained, and
 for. Both are one code (`elaswave.control.local_job`).
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +45,8 @@ from elaswave.worker.run_plan import RunPlan
 ASK_S = 0.5
 """Heartbeats of the connection on which an agent asks what is trained; three without an answer end it."""
 HOPELESS_S = 5.0
-"""A coordinator that has turned the key, or the certificate, away for so long will not have others."""
+"""Who has turned the key, or the certificate, away for so long will not have others: a coordinator of another key, or
+somebody who has taken the coordinator's place. Which of them this host cannot know, so it is worth another try."""
 _HOPELESS = ("AuthenticationError", "FrameError")
 
 
@@ -56,6 +58,8 @@ class AgentOptions(NamedTuple):
     """``HOST:PORT``, or several, separated by commas: the candidates' hosts."""
     node: str
     """Name of this host."""
+    locks: Path
+    """This user's folder for lock files, in which nobody else can write."""
     config_file: Path | None = None
     workers: int | None = None
     """With which the job begins; None: as configured."""
@@ -120,7 +124,7 @@ def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
     if _is_over(run_dir):
         return
     can_found = not options.joins and (is_given or base is not None)  # who is told of no configuration is to find one
-    own, held = _hold_one(seeds, config, can_found)
+    own, held = _hold_one(seeds, config, options.locks, can_found)
     host = _Host(options, config, is_given, seeds, own, key, new_incarnation())
     try:
         spec = None
@@ -140,11 +144,13 @@ def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
             held.close()
 
 
-def _hold_one(seeds: Sequence[Seed], config: Config, can_found: bool) -> tuple[int | None, HeldPort | None]:
+def _hold_one(
+    seeds: Sequence[Seed], config: Config, locks: Path, can_found: bool
+) -> tuple[int | None, HeldPort | None]:
     """The seed at which this host's agent may start coordinators, if there is one."""
     for index, seed in enumerate(seeds):
         if seed.address and (len(seeds) > 1 or can_found):
-            held = hold(seed, where_to_listen(config.net, seed))
+            held = hold(seed, where_to_listen(config.net, seed), locks)
             if held is not None:
                 return index, held
     return None, None
@@ -166,7 +172,7 @@ def _ask_whether_it_runs(host: _Host) -> JobSpec | AgentRefused | Ended | None:
             due = founder.looked(*look_for_earlier(control, options.job))
         elif due is Due.ASK:
             try:
-                return _ask(host, founder.ask_s)
+                return _ask(host, founder.ask_s, hopeless_s=math.inf)  # a stranger must not cut it short
             except RetryError:
                 due = founder.unanswered()
         elif due is Due.REMOVE:
@@ -312,15 +318,15 @@ def _follow(
         reporter.close()
 
 
-def _ask(host: _Host, wait_s: float) -> JobSpec | AgentRefused | Ended:
+def _ask(host: _Host, wait_s: float, *, hopeless_s: float = HOPELESS_S) -> JobSpec | AgentRefused | Ended:
     """Asks the coordinator what is trained.
 
     Args:
         host: this one.
         wait_s: how long to wait for a coordinator.
+        hopeless_s: how long for one that turns this host away.
     Raises:
-        RetryError: there is none within the time.
-        UsageError: it has another key, or certificates of another authority.
+        RetryError: there is none within the time, or it has another key, or certificates of another authority.
     """
     options = host.options
     answers: list[ToAgent] = []
@@ -358,8 +364,12 @@ def _ask(host: _Host, wait_s: float) -> JobSpec | AgentRefused | Ended:
                 hopeless_since_s = None
             elif client.trouble.startswith(_HOPELESS):
                 hopeless_since_s = hopeless_since_s or now_s
-                if now_s - hopeless_since_s > HOPELESS_S:
-                    raise UsageError(f"the coordinator at {options.coordinator} is not this job's: {client.trouble}")
+                if now_s - hopeless_since_s > hopeless_s:
+                    raise RetryError(
+                        f"who answers at {options.coordinator} is not this job's coordinator ({client.trouble}): give "
+                        "all agents one key, and certificates of one authority; if they have them, another program has "
+                        "that address (ss -tlnp shows it on its host)"
+                    )
             if now_s - began_s > wait_s:
                 raise RetryError(
                     f"no coordinator at {options.coordinator} within {wait_s:g} s ({client.trouble}): start the agent "

@@ -35,7 +35,9 @@ def take_place(folder: Path, num_devices: int, workers_per_device: int, timeout_
     deadline_s = time.monotonic() + timeout_s
     while True:
         for place in range(num_devices * workers_per_device):
-            descriptor = os.open(folder / f"{socket.gethostname()}-{place}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+            # Others may not open it: who can read a file can lock it.
+            path = folder / f"{socket.gethostname()}-{place}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -369,7 +369,7 @@ def _remove_run(path: Path) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Holds the folder's lock. Processes forked inside hold it too, until they end or the context is left."""
     try:
-        descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = _open_lock(path / LOCK_FILE)
     except OSError as error:
         raise _not_writable(path, error) from error
     owner = os.getpid()
@@ -392,6 +392,14 @@ def _locked(path: Path) -> Iterator[None]:
         if os.getpid() == owner:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int:
+    """Others may not open it: who can read a file can lock it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):  # of an earlier version's, or not this user's own
+        os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 def _not_writable(path: Path, error: OSError) -> RunFolderError:

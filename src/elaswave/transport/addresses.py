@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -197,7 +198,7 @@ def dial(address: str) -> socket.socket:
     Returns:
         A non-blocking socket; it is connected, or has failed, once it is writable.
     Raises:
-        OSError: it has failed at once (no process listens, too many are dialling).
+        OSError: it has failed at once (no process listens, too many are dialling, or another user listens there).
         ValueError: the address cannot be understood.
     """
     kind, rest = _split(address)
@@ -213,6 +214,7 @@ def dial(address: str) -> socket.socket:
         if kind == "unix":
             with _unix_name(Path(rest)) as name:
                 sock.connect(name)
+            _check_own(sock, rest)
         else:
             with contextlib.suppress(BlockingIOError):
                 sock.connect((host, port))
@@ -220,6 +222,17 @@ def dial(address: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _check_own(sock: socket.socket, path: str) -> None:
+    """Refuses a listener of another user, who may have made the folder anew once it was gone; root dials everybody's.
+
+    Raises:
+        ConnectionRefusedError: it is one.
+    """
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if user not in (0, os.geteuid()) and os.geteuid() != 0:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, f"user {user} listens at {path}, who is not this one")
 
 
 LOOKUP_TIMEOUT_S = 10.0

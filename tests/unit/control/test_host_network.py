@@ -1,6 +1,12 @@
 """Where the processes of a host listen and dial, and which agent founds a job."""
 
+import errno
+import os
+import signal
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from tests.agents import free_port
@@ -36,7 +42,7 @@ def test_addresses_and_names_of_coordinators() -> None:
 def test_a_name_without_an_address_keeps_its_place_among_the_candidates() -> None:
     seeds = seeds_of(["nowhere.invalid:7077", "127.0.0.1:7078"])
     assert seeds == (Seed("nowhere.invalid", 7077, ""), Seed("127.0.0.1", 7078, "127.0.0.1"))
-    assert hold(seeds[0], "127.0.0.1") is None
+    assert hold(seeds[0], "127.0.0.1", Path("/")) is None
     for own in (1, None):
         network = agent_network(tcp(), seeds, own)
         assert network.launcher_dials == "tcp:127.0.0.1:7078"
@@ -47,27 +53,107 @@ def test_a_name_without_an_address_keeps_its_place_among_the_candidates() -> Non
         seeds_of(["127.0.0.1:7078", "nowhere.invalid"])
 
 
-def test_one_agent_of_a_host_holds_the_coordinators_port() -> None:
-    where = seed()
-    first = hold(where, "127.0.0.1")
-    assert first is not None
+@contextmanager
+def in_another_process(act: Callable[[], bool]) -> Iterator[bool]:
+    """What an act returns in a process of its own, which lives until the block ends."""
+    answered, answers = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(answers, b"1" if act() else b"0")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(answers)
     try:
-        assert hold(where, "127.0.0.1") is None, "another agent of this host has it"
+        yield os.read(answered, 1) == b"1"
     finally:
-        first.close()
-    again = hold(where, "127.0.0.1")
-    assert again is not None, "it was given up"
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(answered)
+
+
+def test_one_agent_of_a_host_holds_the_coordinators_port(tmp_path: Path) -> None:
+    where = seed()
+    first = hold(where, "127.0.0.1", tmp_path)
+    assert first is not None
+    with in_another_process(lambda: hold(where, "127.0.0.1", tmp_path) is None) as is_left:
+        assert is_left, "another agent of this host has it"
+    first.close()
+    with in_another_process(lambda: hold(where, "127.0.0.1", tmp_path) is not None) as is_had:
+        assert is_had, "it was given up"
+        assert hold(where, "127.0.0.1", tmp_path) is None
+    again = hold(where, "127.0.0.1", tmp_path)
+    assert again is not None, "it has ended"
     again.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["agents"]
 
 
-def test_the_port_of_another_host_is_not_held() -> None:
-    assert hold(seed("198.51.100.1"), "198.51.100.1") is None
-    assert hold(seed("198.51.100.1"), "127.0.0.1") is None, "the port is free here, but nobody dials it here"
+def test_an_agents_children_keep_no_later_one_from_being_the_first(tmp_path: Path) -> None:
+    """They end a little later than an agent that was killed."""
+    where, (alive, held_open) = seed(), os.pipe()
+
+    def act() -> bool:
+        held = hold(where, "127.0.0.1", tmp_path)
+        os.close(held_open)
+        if os.fork() == 0:
+            os.read(alive, 1)  # until the test is over
+            os._exit(0)
+        assert held is not None
+        held.port.close()
+        return True
+
+    try:
+        with in_another_process(act) as is_held:
+            assert is_held
+        lock = host_network._Lock(tmp_path, f"127.0.0.1/{where.port}")
+        assert lock.is_held
+        lock.close()
+    finally:
+        os.close(held_open)
+        os.close(alive)
+
+
+def test_hosts_and_networks_that_share_a_folder_have_locks_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_free(what: str = "what") -> bool:
+        lock = host_network._Lock(tmp_path, what)
+        lock.close()
+        return lock.is_held
+
+    other = tmp_path / "other"
+    other.write_text("another boot")
+    with in_another_process(lambda: host_network._Lock(tmp_path, "what").is_held) as is_held:
+        assert is_held and is_free("another") and not is_free()
+        for place in ("_BOOT", "_NETWORK"):
+            with monkeypatch.context() as patched:
+                patched.setattr(host_network, place, other)
+                assert is_free()
+        assert not is_free()
+
+
+def test_without_locks_the_port_says_who_was_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = seed()
+    for folder in (tmp_path / "gone", tmp_path):
+        held = hold(where, "127.0.0.1", folder)
+        assert held is not None
+        held.close()
+
+        def no_locks(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "no locks")
+
+        monkeypatch.setattr(host_network.fcntl, "lockf", no_locks)
+
+
+def test_the_port_of_another_host_is_not_held(tmp_path: Path) -> None:
+    assert hold(seed("198.51.100.1"), "198.51.100.1", tmp_path) is None
+    assert hold(seed("198.51.100.1"), "127.0.0.1", tmp_path) is None, "it is free here, but nobody dials it here"
     with pytest.raises(ValueError, match="is not a numeric address"):
-        hold(seed(), "localhost")
+        hold(seed(), "localhost", tmp_path)
 
 
-def test_a_port_that_another_program_has_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_another_program_has_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_network, "FREE_S", 0.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -76,10 +162,22 @@ def test_a_port_that_another_program_has_is_said(monkeypatch: pytest.MonkeyPatch
         taken = Seed("127.0.0.1", port, "127.0.0.1")
         for _ in range(2):  # the lock is given up
             with pytest.raises(RetryError, match=f"port {port} of this host is used by another program"):
-                hold(taken, "127.0.0.1")
-    held = hold(taken, "127.0.0.1")
+                hold(taken, "127.0.0.1", tmp_path)
+    held = hold(taken, "127.0.0.1", tmp_path)
     assert held is not None
     held.close()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOBUFS])
+def test_a_port_that_the_system_refuses_is_said(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(bind: str, ports: list[int]) -> socket.socket:
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(host_network, "reserve", refuse)
+    is_right = number == errno.EACCES
+    expected = pytest.raises(UsageError, match="a port from 1024 up") if is_right else pytest.raises(OSError)
+    with expected:
+        hold(seed(), "127.0.0.1", tmp_path)
 
 
 def test_a_host_listens_where_the_coordinators_host_is_reached_from() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from elaswave.control.open_store import JobStore
 from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
 from elaswave.control.taking_part import AgentOptions
-from elaswave.errors import RetryError, UsageError
+from elaswave.errors import RetryError
 from elaswave.protocol.founding import RUNS_S, STARTS_S
 
 OWNER = Owner(post=lambda call: call(), turn=lambda: None, say=print, broken=print)
@@ -36,7 +37,7 @@ def etcd(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
 
 
 def host_of(wait_s: float = 600.0, seeds: tuple[Seed, ...] = SEEDS) -> taking_part._Host:
-    options = AgentOptions("demo", "10.0.0.1:7077,10.0.0.2:7077", "a", wait_s=wait_s)
+    options = AgentOptions("demo", "10.0.0.1:7077,10.0.0.2:7077", "a", Path("/"), wait_s=wait_s)
     config = load_config(None, ("net.transport=tcp", "control.store=etcd://a:1"))
     return taking_part._Host(options, config, True, seeds, 0, JobKey(b"k" * 32, None), 1)
 
@@ -50,7 +51,8 @@ def test_a_job_is_founded_again_only_once_none_of_its_coordinators_writes(
     store = open_store.open_store(host.config.control, tmp_path, tmp_path, OWNER, job="demo")
     waits: list[float] = []
 
-    def nobody_answers(asked: taking_part._Host, wait_s: float) -> None:
+    def nobody_answers(asked: taking_part._Host, wait_s: float, *, hopeless_s: float) -> None:
+        assert hopeless_s == math.inf, "who turns it away is nobody either"
         waits.append(wait_s)
         if len(waits) < 3:  # the coordinator that is not reached from here
             store.append(ClockRead(clock="c", at_s=1.0 * len(waits)))
@@ -98,16 +100,14 @@ def coordinator_with(key: bytes) -> Iterator[Seed]:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_wrong_key_is_said_though_other_candidates_refuse_connections(
-    monkeypatch: pytest.MonkeyPatch, is_first: bool
-) -> None:
-    monkeypatch.setattr(taking_part, "HOPELESS_S", 2.0)
+def test_who_has_another_key_is_worth_another_try_though_other_candidates_refuse_connections(is_first: bool) -> None:
+    """It may be a coordinator of another key, or a stranger: a launcher that is told 0 would not start it again."""
     nobody = Seed("127.0.0.1", free_port(), "127.0.0.1")
     with coordinator_with(b"another key of this length, or so") as seed:
         seeds = (seed, nobody) if is_first else (nobody, seed)
         host = host_of(seeds=seeds)._replace(own=None)
-        with pytest.raises(UsageError, match="is not this job's: AuthenticationError"):
-            taking_part._ask(host, 30.0)
+        with pytest.raises(RetryError, match="is not this job's coordinator .*AuthenticationError.* give all agents"):
+            taking_part._ask(host, 30.0, hopeless_s=1.0)
 
 
 def test_a_coordinator_that_nobody_has_is_waited_for() -> None:
