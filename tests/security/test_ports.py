@@ -1,21 +1,26 @@
 """Where a job listens and what it locks: another user of this machine takes neither, and is no reason to give up."""
 
+import errno
+import itertools
 import math
 import os
+import select
 import shutil
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 from tests.agents import free_port
+from tests.integration.jobs import run_job
 from tests.security.attacker import as_another, needs_root
 
 from elaswave.config.load import load_config
-from elaswave.control import host_network, taking_part
+from elaswave.control import host_network, job_network, taking_part
 from elaswave.control.host_network import Seed, hold
 from elaswave.control.key_files import JobKey
 from elaswave.control.taking_part import AgentOptions
@@ -26,6 +31,8 @@ from elaswave.transport import addresses
 
 pytestmark = [pytest.mark.security, needs_root]
 
+HOSTS = ("127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1", "::")
+"""By which a socket has a port of 127.0.0.1."""
 SOMEBODY = 4711
 """A user who is neither root nor the attacker."""
 
@@ -124,3 +131,105 @@ def test_a_place_on_a_gpu_cannot_be_taken(reachable: Path) -> None:
     assert take_place(reachable, 1, 1) == 0
     (path,) = reachable.iterdir()
     refused_to_another(path)
+
+
+def listening(host: str, port: int, *, reuses: bool, shares: bool) -> socket.socket | None:
+    """A socket that listens at a port, if it can be had."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    if ":" in host:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares)
+    try:
+        sock.bind((host, port))
+        sock.listen()
+    except OSError as error:
+        assert error.errno == errno.EADDRINUSE, error
+        sock.close()
+        return None
+    return sock
+
+
+def taken_by_another(port: int) -> bool:
+    """Whether another user can listen where the coordinator is dialled."""
+
+    def act() -> None:
+        for host, reuses, shares in itertools.product(HOSTS, (False, True), (False, True)):
+            assert listening(host, port, reuses=reuses, shares=shares) is None, (host, reuses, shares)
+
+    with as_another(act):
+        return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_the_port_of_a_job_cannot_be_taken_between_two_coordinators(host: str, is_chosen: bool) -> None:
+    with addresses.reserve(host, [free_port()] if is_chosen else []) as kept:
+        port = kept.getsockname()[1]
+        here = f"tcp:127.0.0.1:{port}"
+        assert not taken_by_another(port), "before the first coordinator"
+        for _ in range(2):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+            listener, _, _ = addresses.listen_at(f"tcp:{host}:{port}")
+            with addresses.dial(here) as client:
+                select.select([listener], [], [])
+                peer, _ = listener.accept()
+                assert not taken_by_another(port), "while one listens"
+                listener.close()
+                assert not taken_by_another(port), "while a connection of the last one is left"
+                listener, _, _ = addresses.listen_at(f"tcp:{host}:{port}")
+                with addresses.dial(here):
+                    listener.close()
+                assert not taken_by_another(port), "while a dial of the last one has not ended"
+                peer.close()
+                client.setblocking(True)
+                assert client.recv(1) == b""
+            assert not taken_by_another(port), "while the last one's connections linger"
+
+
+def test_neither_does_another_job_of_this_user_take_it_nor_is_it_lost_to_an_earlier_one() -> None:
+    first = addresses.reserve("127.0.0.1")
+    port = first.getsockname()[1]
+    for listens in (False, True):
+        if listens:
+            listener, _, _ = addresses.listen_at(f"tcp:127.0.0.1:{port}")
+        with pytest.raises(OSError, match="in use"):
+            addresses.reserve("127.0.0.1", [port])
+    with addresses.dial(f"tcp:127.0.0.1:{port}") as client:
+        select.select([listener], [], [])
+        listener.accept()[0].close()  # lingers, as it ends it
+        client.setblocking(True)
+        assert client.recv(1) == b""
+    listener.close()
+    first.close()
+    addresses.reserve("127.0.0.1", [port]).close()
+
+
+@pytest.mark.slow
+def test_a_job_outlives_its_coordinators_while_another_user_wants_their_port(tmp_path: Path) -> None:
+    port = max(free_port() for _ in range(9))
+    settings = {"run.steps": 8, "net.transport": "tcp", "net.ports": f"{port}-{port + 4}"}
+
+    def take() -> None:
+        with socket.socket() as probe:
+            while probe.connect_ex(("127.0.0.1", port)):  # until the job has it
+                time.sleep(0.001)
+        while (taken := listening("127.0.0.1", port, reuses=True, shares=False)) is None:
+            time.sleep(0.0002)
+        globals()["kept"] = taken
+
+    with as_another(lambda: threading.Thread(target=take, daemon=True).start()):
+        job = run_job(tmp_path / "run", settings, faults=["kill:coordinator@3", "kill:coordinator@5"])
+    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 8}).computation
+
+
+@pytest.mark.slow
+def test_a_job_whose_port_is_taken_all_the_same_is_worth_another_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(job_network, "reserve", lambda host, ports: taken.dup())
+        with pytest.raises(RetryError, match="another program has the coordinator's port on this host"):
+            run_job(tmp_path / "run", {"net.transport": "tcp"})
+    assert "another program listens at tcp:127.0.0.1:" in (tmp_path / "run" / "logs" / "coordinator.log").read_text()

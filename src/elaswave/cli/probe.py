@@ -81,17 +81,16 @@ def probe_command(
 
 
 def _answer(where: str, key: bytes, for_s: float | None) -> None:
-    from elaswave.transport.addresses import reserve
+    from elaswave.transport.addresses import listen, tcp_address
     from elaswave.transport.probing import answer
 
     host, port = _host_and_port(where, "--answer")
     try:
-        listener = reserve(host, [port])
+        listener, _, _ = listen(tcp_address(host, port), 0, advertise=host)
     except (OSError, ValueError) as error:
         raise UsageError(f"--answer {where}: cannot listen there: {error}; give an address of this host") from error
     end_s = None if for_s is None else time.monotonic() + for_s
     with listener:
-        listener.listen()
         click.echo(f"answers probes at {host}:{listener.getsockname()[1]}")
         answer(listener, key, lambda: end_s is None or time.monotonic() < end_s, click.echo)
 

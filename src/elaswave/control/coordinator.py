@@ -5,6 +5,7 @@ another one, which reads the journal and goes on where this one stood.
 """
 
 import asyncio
+import errno
 import logging
 import sys
 import time
@@ -36,7 +37,7 @@ from elaswave.control.open_store import claim
 from elaswave.control.operator_messages import FromOperator
 from elaswave.control.server import TurnedAway
 from elaswave.control.wire import is_agent, is_operator, peer_name
-from elaswave.errors import ElaswaveError, StoreError, StoreGoneError, SupersededError
+from elaswave.errors import ElaswaveError, RetryError, StoreError, StoreGoneError, SupersededError
 from elaswave.observability.worker_logs import add_to_copy
 from elaswave.protocol import events
 from elaswave.protocol.coordinator_table import State
@@ -69,6 +70,8 @@ SUPERSEDED = 3
 """Exit status of a coordinator that another one has replaced."""
 STORE_GONE = 4
 """Of one that cannot read the job's records."""
+PORT_TAKEN = 5
+"""Of one at whose address another program listens."""
 FOUNDED_AGAIN = "the job was founded again since this agent has come: what its workers have is of the last one"
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
@@ -88,19 +91,33 @@ class CoordinatorProcess(JobDriver):
         self._leaving: set[int] = set()
         """Workers that have had a notice."""
 
+    async def _listen(self) -> None:
+        try:
+            await self._server.start(
+                self._setup.listen,
+                self._setup.key,
+                ToCoordinator,
+                self._on_message,
+                self._on_connected,
+                self._on_closed,
+                tls=self._setup.tls,
+                on_stranger=self._terminal.say_of_stranger,
+                on_head=self._on_head,
+            )
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise RetryError(
+                f"another program listens at {self._setup.listen}, and keeps the coordinator out"
+            ) from error
+
     async def run(self) -> None:
-        """Serves until the job is over."""
-        await self._server.start(
-            self._setup.listen,
-            self._setup.key,
-            ToCoordinator,
-            self._on_message,
-            self._on_connected,
-            self._on_closed,
-            tls=self._setup.tls,
-            on_stranger=self._terminal.say_of_stranger,
-            on_head=self._on_head,
-        )
+        """Serves until the job is over.
+
+        Raises:
+            RetryError: another program listens at its address.
+        """
+        await self._listen()
         serving = asyncio.ensure_future(self._server.serve())
         claimed = self._setup.claimed
         if claimed is not None:
@@ -409,8 +426,8 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
 
     Returns:
         Exit status: 0 once the job is over, however it ended; `SUPERSEDED` if another host's coordinator has taken
-        over; `STORE_GONE` if the store does not answer; 1 after an error that another one would meet too; else the
-        agent starts another coordinator.
+        over; `STORE_GONE` if the store does not answer; `PORT_TAKEN` if another program listens at its address; 1
+        after an error that another one would meet too; else the agent starts another coordinator.
     """
     return _live(lambda: setup)
 
@@ -449,6 +466,9 @@ def _live(begin: Callable[[], CoordinatorSetup]) -> int:
     except StoreGoneError:
         _log.exception("the coordinator cannot read the job's records")
         return STORE_GONE
+    except RetryError as error:
+        _log.error("%s", error)
+        return PORT_TAKEN
     except ElaswaveError:
         _log.exception("the coordinator has ended with an error")
         return 1

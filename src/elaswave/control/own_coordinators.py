@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elaswave.control.agent_messages import BreakOffCommit, CheckpointCommitted, CommitCheckpoint
 from elaswave.control.candidacy import Candidacy
-from elaswave.control.coordinator import STORE_GONE, SUPERSEDED
+from elaswave.control.coordinator import PORT_TAKEN, STORE_GONE, SUPERSEDED
 from elaswave.control.coordinator_starts import CoordinatorStarts
 from elaswave.control.job_processes import JobProcesses
 from elaswave.control.launcher_waits import LauncherWaits
@@ -101,9 +101,12 @@ class OwnCoordinators:
             LaunchError: the system refuses the next one's process.
         """
         self._waits.coordinator_ended()
-        if self._candidacy.ended(at_s, was_replaced=text.endswith(f"with status {SUPERSEDED}")):
+        # One that cannot be dialled leaves the job to other candidates, as one that was replaced.
+        if self._candidacy.ended(at_s, was_replaced=_has(text, SUPERSEDED, PORT_TAKEN)):
             return
-        if text.endswith(f"with status {STORE_GONE}"):
+        if _has(text, PORT_TAKEN):
+            raise RetryError(f"another program has the coordinator's port on this host; see {self._log}")
+        if _has(text, STORE_GONE):
             raise RetryError(f"the coordinator was lost, and the store does not answer the next one; see {self._log}")
         self._candidacy.missed_since_s = at_s
         for effect in self._agent.handle(CoordinatorEnded(text, _gave_up(text), at_s)):
@@ -139,4 +142,9 @@ class OwnCoordinators:
 
 def _gave_up(text: str) -> bool:
     """Whether a coordinator has ended by an error that another one would meet too."""
-    return text.endswith(("with status 1", f"with status {SUPERSEDED}"))
+    return _has(text, 1, SUPERSEDED)
+
+
+def _has(text: str, *statuses: int) -> bool:
+    """Whether a process has ended with one of these."""
+    return text.endswith(tuple(f"with status {status}" for status in statuses))

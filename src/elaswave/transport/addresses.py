@@ -90,11 +90,14 @@ def _turned(ports: Sequence[int], worker: int) -> list[int]:
     return [*ports[first:], *ports[:first]]
 
 
-def _listen_on(family: socket.AddressFamily, host: str, ports: Sequence[int]) -> socket.socket:
+def _listen_on(
+    family: socket.AddressFamily, host: str, ports: Sequence[int], *, is_reserved: bool = False
+) -> socket.socket:
     for port in ports:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, is_reserved)
             sock.setblocking(False)
             sock.bind((host, port))
             sock.listen(_BACKLOG)
@@ -111,25 +114,29 @@ def _listen_on(family: socket.AddressFamily, host: str, ports: Sequence[int]) ->
 
 
 def reserve(host: str, ports: Sequence[int] = ()) -> socket.socket:
-    """A TCP socket that keeps a port for processes of this job, one after the other, and does not listen itself.
+    """A TCP socket that keeps a port for processes of this job, one after the other, and does not listen itself: who
+    dials is refused while none of them does.
 
-    The system lets another socket with SO_REUSEADDR bind and listen there while this one does not, and gives the port
-    to no program that asks for any port.
+    Two sockets may have one port if both have SO_REUSEADDR and neither listens, whoever owns them: in an instant in
+    which no process of the job listens, another user could. So this one has SO_REUSEPORT instead, by which the system
+    lets sockets of the same user alone have the port too (socket(7)), and of these only such as `listen_at` makes.
 
     Args:
         host: numeric.
         ports: that may be taken; none: one that the system chooses.
     Raises:
-        OSError: the system refuses, or all ports are taken.
+        OSError: the system refuses, or all ports are taken, be it by another job of this user.
     """
     family, host, _ = _tcp(f"[{host}]" if ":" in host else host)
-    sock = _listen_on(family, host, list(ports) or [0])
-    port = sock.getsockname()[1]
-    sock.close()  # it is free: nobody has dialled it
     kept = socket.socket(family, socket.SOCK_STREAM)
     try:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind((host, port))
+        # While this one listens it has the port alone; connections of an earlier job, which linger, do not count.
+        with _listen_on(family, host, list(ports) or [0]) as first:
+            first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            kept.bind((host, first.getsockname()[1]))
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except BaseException:
         kept.close()
         raise
@@ -152,7 +159,7 @@ def host_of(address: str) -> str:
 
 
 def listen_at(address: str) -> tuple[socket.socket, str, Callable[[], None]]:
-    """Start listening at one exact address, which a successor can take over.
+    """Start listening at one exact address, which a successor can take over. A port may be kept by `reserve`.
 
     A Unix socket takes the place of the file that is there, in one instant: a process that dials meanwhile reaches the
     old or the new one. That only one process at a time is entitled to the address is the caller's business.
@@ -168,7 +175,9 @@ def listen_at(address: str) -> tuple[socket.socket, str, Callable[[], None]]:
     """
     kind, rest = _split(address)
     if kind == "tcp":
-        return listen(address, 0, advertise=host_of(address))  # who dials it was told how
+        family, host, port = _tcp(rest)
+        sock = _listen_on(family, host, [port], is_reserved=True)
+        return sock, tcp_address(host, sock.getsockname()[1]), lambda: None  # who dials it was told how
     path = Path(rest)
     if path.name in ("", ".."):
         raise ValueError(f"{address}: a path to a socket file is needed")

@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+from tests.agents import free_port
 
 from elaswave.cli.main import main
 from elaswave.config.network import read_network, read_parts
@@ -59,9 +60,8 @@ def test_what_is_measured_is_a_network_file(sites, port, tmp_path, capsys):
 
 
 def test_an_answer_ends_in_time(sites, capsys):
-    with reserve("127.0.0.1") as kept:
-        free = kept.getsockname()[1]
-        assert main(["probe", "--answer", f"127.0.0.1:{free}", "--for", "0.01"]) == 0
+    free = free_port()
+    assert main(["probe", "--answer", f"127.0.0.1:{free}", "--for", "0.01"]) == 0
     assert capsys.readouterr().out == f"answers probes at 127.0.0.1:{free}\n"
 
 

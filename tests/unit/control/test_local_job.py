@@ -1,5 +1,7 @@
 """What the launcher does when a commit ends, or the template: without processes."""
 
+import asyncio
+import errno
 import json
 import selectors
 import signal
@@ -23,7 +25,7 @@ from elaswave.control.agent_messages import (
 )
 from elaswave.control.asked_stop import STOP_GRACE_S, AskedStop
 from elaswave.control.candidacy import STAND_BY_AGAIN_S, Candidacy
-from elaswave.control.coordinator import STORE_GONE
+from elaswave.control.coordinator import PORT_TAKEN, STORE_GONE, CoordinatorProcess
 from elaswave.control.coordinator_starts import CoordinatorStarts
 from elaswave.control.forking import how_it_ended
 from elaswave.control.launcher_waits import LauncherWaits
@@ -143,7 +145,9 @@ def test_a_coordinator_is_started_at_once_where_nothing_is_being_committed(launc
     assert (launcher.num_started, launcher.asked) == (1, [])
 
 
-@pytest.mark.parametrize(("had_it", "how"), [(False, "was killed by SIGKILL"), (True, "ended with status 3")])
+@pytest.mark.parametrize(
+    ("had_it", "how"), [(False, "was killed by SIGKILL"), (True, "ended with status 3"), (True, "ended with status 5")]
+)
 def test_a_candidate_stands_by_again_after_one_that_never_had_the_job_or_was_replaced(
     launcher: Launcher, had_it: bool, how: str
 ) -> None:
@@ -164,6 +168,31 @@ def test_a_store_that_does_not_answer_the_next_coordinator_ends_the_part_and_not
     with pytest.raises(RetryError, match="the store does not answer the next one; see .*coordinator.log"):
         launcher._on_coordinator_exit(f"ended with status {STORE_GONE}", 50.0)
     assert launcher.num_started == 0
+
+
+def test_a_coordinator_whose_port_another_program_has_ends_the_part_and_not_the_job(launcher: Launcher) -> None:
+    with pytest.raises(RetryError, match="another program has the coordinator's port on this host; see .*coordinator"):
+        launcher._on_coordinator_exit(f"ended with status {PORT_TAKEN}", 50.0)
+    assert launcher.num_started == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "said"),
+    [(errno.EADDRINUSE, RetryError, "listens at tcp:127.0.0.1:7077"), (errno.ENOSPC, OSError, "refused")],
+)
+def test_a_coordinator_that_cannot_listen_says_whether_another_one_could(
+    number: int, error: type[Exception], said: str
+) -> None:
+    async def start(*_: object, **__: object) -> None:
+        raise OSError(number, "refused")
+
+    this: Any = SimpleNamespace(
+        _server=SimpleNamespace(start=start), _setup=SimpleNamespace(listen="tcp:127.0.0.1:7077", key=b"", tls=None),
+        _on_message=None, _on_connected=None, _on_closed=None, _on_head=None,
+        _terminal=SimpleNamespace(say_of_stranger=None),
+    )  # fmt: skip
+    with pytest.raises(error, match=said):
+        asyncio.run(CoordinatorProcess._listen(this))
 
 
 def test_a_coordinator_waits_for_the_end_of_the_commit_in_hand_and_of_no_other(launcher: Launcher) -> None:
