@@ -15,6 +15,7 @@ from elaswave.data.token_files import SUFFIX
 from elaswave.errors import RunFolderError, UsageError
 from elaswave.models.huggingface.model import HuggingFaceModel, hf
 from elaswave.observability.run_folder import FINE_TUNING_FILE, HUGGINGFACE_DIR
+from elaswave.untrusted import read_json, reason
 
 DEFAULTS: Mapping[str, Any] = {"optimizer.lr": 2e-5, "optimizer.betas": (0.9, 0.999), "optimizer.weight_decay": 0.01}
 """Of the configuration, where it says nothing else: a model that is trained already takes smaller steps."""
@@ -46,9 +47,9 @@ def saved_fine_tuning(run_dir: Path) -> FineTuning:
     """
     path = run_dir / HUGGINGFACE_DIR / FINE_TUNING_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=FineTuning)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise RunFolderError(f"{path} cannot be read ({error}); give --hf and --data again") from error
+        return read_json(path, FineTuning)
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read ({reason(error)}); give --hf and --data again") from error
 
 
 class Windows:

@@ -1,9 +1,10 @@
 """Options of ``simulate`` that say what happens to the machines: rates to draw from, or a trace."""
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import msgspec
@@ -14,9 +15,12 @@ from elaswave.errors import DataError, UsageError
 from elaswave.sim.cluster.failures import CHANGES_MAX, DAY_S, RATES, Rates, Scenario, draw, rates_named
 from elaswave.sim.cluster.traces import FORMATS, read_trace
 from elaswave.sim.cluster.traces.acme import read_rates
+from elaswave.untrusted import open_binary, open_text, reason
 
 DEFAULT_DAYS = 7.0
 DEFAULT_RATE = "llama3"
+LINE_CHARACTERS_MAX = 1 << 20
+"""Of a trace."""
 BETWEEN_LOSSES_S_MIN = 1.0
 """Mean time between losses of any worker: where they come faster, no step is done, and there is nothing to compare."""
 
@@ -176,8 +180,13 @@ def _base_rates(rate: str) -> Rates:
         number = float(rate)
     except ValueError:
         if rate not in RATES and Path(rate).is_file():
-            with Path(rate).open(encoding="utf-8", errors="replace", newline="") as lines:
-                return read_rates(lines, name=rate)
+            try:
+                with open_text(rate, errors="replace", newline="") as lines:
+                    return read_rates(_bounded(lines, rate), name=rate)
+            except OSError as error:
+                raise DataError(f"cannot read the trace {rate}: {reason(error)}") from error
+            except csv.Error as error:
+                raise DataError(f"the trace {rate} is no table: {error}") from error
         return rates_named(rate)
     if not 0 <= number < float("inf"):
         raise UsageError(f"--rate {rate}: losses per worker and day are a number of at least 0, or a name: "
@@ -191,6 +200,20 @@ def _checked(make: Any, *args: Any, **values: Any) -> Rates:
     except ValueError as error:
         raise UsageError(str(error)) from error
     return rates
+
+
+def _bounded(lines: TextIO, name: object) -> Iterator[str]:
+    """The lines of a text, none of which fills the memory.
+
+    Raises:
+        DataError: one is too long.
+    """
+    number = 0
+    while line := lines.readline(LINE_CHARACTERS_MAX):
+        number += 1
+        if len(line) == LINE_CHARACTERS_MAX:
+            raise DataError(f"trace {name}, line {number} is longer than {LINE_CHARACTERS_MAX:,} characters")
+        yield line
 
 
 NOT_WITH_TRACE = ("days", "rate", "weibull_shape", "rack_losses", "repair_hours", "stragglers")
@@ -218,12 +241,12 @@ def _read(path: Path, options: ScenarioOptions, seed: int) -> Scenario:
         "seed": seed,
     }
     try:
-        with path.open(encoding="utf-8") as lines:
-            return read_trace(lines, **given)  # type: ignore[arg-type]
+        with open_text(path) as lines:
+            return read_trace(_bounded(lines, path), **given)  # type: ignore[arg-type]
     except OSError as error:
-        raise DataError(f"cannot read the trace {path}: {error.strerror or error}") from error
+        raise DataError(f"cannot read the trace {path}: {reason(error)}") from error
     except UnicodeDecodeError as error:
-        with path.open("rb") as raw:
+        with open_binary(path) as raw:
             begins = raw.read(4)
         if begins == b"PAR1":  # Parquet, which some traces are published as: the reader says why not
             return read_trace(["PAR1"], **given)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ files, which say how many different tokens there are; no environment, no clock.
 """
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from elaswave.config.own import OWN, OwnModel, free_keys, problems_with_own
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
 from elaswave.config.sites import labels_of
-from elaswave.config.toml import read_toml
+from elaswave.config.toml import parse_toml, read_toml
 from elaswave.config_format import FORMAT_KEY, GONE_KEYS, format_problem, upgraded
 from elaswave.data.sources import known_vocabulary
 from elaswave.errors import ConfigError, DataError
@@ -213,8 +212,8 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> Values:
 
 def _parse_value(text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}", "--set")
+    except ConfigError:
         return text
     # A text of several lines could have smuggled in more keys.
     return parsed["value"] if len(parsed) == 1 else text

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from elaswave.errors import ConfigError
+from elaswave.untrusted import read_text, reason
+
+TOML_BYTES_MAX = 1 << 24
+"""Of a file that a person writes; tomllib takes seconds for as much."""
 
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
@@ -18,11 +22,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: a file that cannot be read, or is not TOML; names the line.
     """
     try:
-        return parse_toml(path.read_text(encoding="utf-8"), str(path))
+        return parse_toml(read_text(path, TOML_BYTES_MAX), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: byte {error.start} is not UTF-8; a configuration is a text file"]) from error
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}; give the path of a TOML file"]) from error
+        raise ConfigError([f"{path}: cannot be read: {reason(error)}; give the path of a TOML file"]) from error
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
@@ -42,6 +46,10 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         line = re.search(r"line (\d+)", place)
         place = f"{where}, line {line.group(1)}" if line else f"{where}, at its end"
         raise ConfigError([f"{place}: this is not TOML: {message}"]) from error
+    except RecursionError:
+        raise ConfigError([f"{where}: it is nested too deeply"]) from None
+    except ValueError as error:  # a whole number of thousands of digits
+        raise ConfigError([f"{where}: {error}"]) from error
 
 
 def toml_value(value: Any) -> str:

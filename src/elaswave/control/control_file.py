@@ -18,6 +18,7 @@ from elaswave.errors import ControlError, RunFolderError
 from elaswave.observability.processes import RunProcess, described, lives
 from elaswave.observability.run_folder import CONTROL_FILE, is_run
 from elaswave.transport.tls import Tls
+from elaswave.untrusted import read_json, reason
 
 
 class ControlFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +80,7 @@ def read_control_file(run_dir: Path) -> ControlFile:
     """
     path = run_dir / CONTROL_FILE
     try:
-        content = msgspec.json.decode(path.read_bytes(), type=ControlFile)
+        content: ControlFile = read_json(path, ControlFile)
     except (FileNotFoundError, NotADirectoryError):
         if not is_run(run_dir):
             raise RunFolderError(f"{run_dir} holds no run; give the folder of a run that is going on") from None
@@ -89,9 +90,9 @@ def read_control_file(run_dir: Path) -> ControlFile:
         ) from None
     except OSError as error:
         raise ControlError(
-            f"{path} cannot be read ({error.strerror}): only the user who has started the job can talk to it"
+            f"{path} cannot be read ({reason(error)}): only the user who has started the job can talk to it"
         ) from error
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise ControlError(f"{path} is damaged ({error}): it is written by the job's launcher alone") from None
     if content.host != socket.gethostname():
         raise ControlError(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from elaswave.control.etcd_gateway import Answer, Gateway
 from elaswave.errors import StoreError
 from elaswave.protocol.store_writes import KeyValue, Outcome, Transaction
+from elaswave.untrusted import decode_json
 
 REQUEST_TIMEOUT_S = 1.0
 """Of one request to one member, at first."""
@@ -196,7 +197,7 @@ class EtcdClient:
 
     def _said(self, endpoint: str, answer: Answer) -> dict[str, Any]:
         try:
-            said = json.loads(answer.body)
+            said = decode_json(answer.body)
         except ValueError:
             said = None
         if not isinstance(said, dict) or (answer.status == 200 and "header" not in said):

@@ -30,6 +30,7 @@ import msgspec
 from elaswave.control.store import WriterFence
 from elaswave.errors import StoreError
 from elaswave.protocol.heads import Head
+from elaswave.untrusted import open_regular
 
 _log = logging.getLogger("elaswave.control")
 
@@ -42,6 +43,8 @@ _HEADER_BYTES = _FIELDS.size + _CRC.size
 _DIGEST_BYTES = 8
 _SECTOR_BYTES = 512
 """What a disk writes as one."""
+_JOURNAL_BYTES_MAX = 1 << 32
+"""It is read whole."""
 _LOCK_POLL_S = 0.01
 _T = TypeVar("_T")
 
@@ -204,7 +207,7 @@ class FileStore(Generic[_T]):
         self._trouble = "it is closed"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
             self._lock(lock_timeout_s)
             self._open(record_type)
         except BaseException as error:
@@ -228,6 +231,8 @@ class FileStore(Generic[_T]):
                 time.sleep(_LOCK_POLL_S)
 
     def _open(self, record_type: Any) -> None:
+        if os.fstat(self._fd).st_size > _JOURNAL_BYTES_MAX:
+            raise StoreError(f"{self.path} is longer than {_JOURNAL_BYTES_MAX} bytes: no coordinator has written it")
         data = bytearray()
         while chunk := os.pread(self._fd, 1 << 20, len(data)):
             data += chunk

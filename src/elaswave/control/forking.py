@@ -13,6 +13,7 @@ from elaswave.control.job_folder import refused
 from elaswave.control.parent_death import end_with_parent
 from elaswave.control.stop_signals import STOP_SIGNALS, USER_SIGNALS, is_ours
 from elaswave.transport.addresses import await_lookups
+from elaswave.untrusted import open_regular
 
 LOOKUPS_S = 0.5
 """How long a fork waits for look-ups of names, the only threads of a process that forks."""
@@ -109,7 +110,7 @@ def redirect_output(path: Path) -> None:
     """Points standard output and error at a log file, or at nothing where the file cannot be opened (a file system that
     has turned read-only), and standard input at nothing."""
     try:
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)
     nothing = os.open(os.devnull, os.O_RDONLY)

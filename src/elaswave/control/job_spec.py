@@ -20,6 +20,7 @@ from elaswave.hashing import key64
 from elaswave.observability.result import atomic_write
 from elaswave.observability.run_folder import AGENTS_FILE, CHECKPOINTS_DIR, data_facts
 from elaswave.observability.worker_logs import LOGS_DIR
+from elaswave.untrusted import read_json
 
 _MARK_BYTES = 16
 
@@ -52,8 +53,8 @@ def _write_mark(folder: Path, job: str) -> None:
 
 def _read_mark(folder: Path) -> Mark | None:
     try:
-        return msgspec.json.decode((folder / AGENTS_FILE).read_bytes(), type=Mark)
-    except (OSError, msgspec.MsgspecError):
+        return read_json(folder / AGENTS_FILE, Mark)
+    except (OSError, ValueError):
         return None
 
 

@@ -21,6 +21,7 @@ from elaswave.control.key_files import (
     new_key,
 )
 from elaswave.errors import UsageError
+from elaswave.untrusted import read_bytes
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _COMMAND_TIMEOUT_S = 60.0
@@ -82,8 +83,8 @@ def make_keys(folder: Path, hosts: Sequence[Sequence[str]], days: int) -> list[P
         for names in hosts:
             own = folder / names[0]
             own.mkdir(mode=0o700)
-            _write_private(own / JOB_KEY_FILE, (folder / JOB_KEY_FILE).read_bytes())
-            (own / AUTHORITY_FILE).write_bytes((folder / AUTHORITY_FILE).read_bytes())
+            _write_private(own / JOB_KEY_FILE, read_bytes(folder / JOB_KEY_FILE))
+            (own / AUTHORITY_FILE).write_bytes(read_bytes(folder / AUTHORITY_FILE))
             _make_certificate(folder, own, names, days)
             made.append(own)
     except OSError as error:

@@ -306,6 +306,11 @@ def _shape_text(shape: tuple[int, ...] | None) -> str:
 
 def _check_resumable(config: Config, meta: CheckpointMeta, run_dir: Path, reporter: Reporter) -> None:
     """Refuses to go on to a step that a run has behind it, and says so if it has all of them already."""
+    if len(meta.losses) != meta.step:
+        raise CheckpointError(
+            f"the newest checkpoint in {run_dir} is of step {meta.step} and has {len(meta.losses)} losses, so it was "
+            "not written by a run: remove it, and resume from the one before"
+        )
     if config.run.steps < meta.step:
         raise RunFolderError(
             f"the run in {run_dir} has {meta.step} steps already, and run.steps = {config.run.steps} asks for fewer: "

@@ -22,6 +22,9 @@ from elaswave.errors import ConfigError, LaunchError, RecoveryError, StoreError
 from elaswave.protocol.election import Watch
 from elaswave.protocol.founding import Left
 from elaswave.protocol.store_writes import OUTCOME, Holder, Outcome, Transaction
+from elaswave.untrusted import read_text, reason
+
+_CREDENTIALS_BYTES_MAX = 1 << 16
 
 JOURNAL_FILE = "journal"
 FILE = "file"
@@ -269,9 +272,11 @@ def _credentials(path: Path) -> Credentials:
     try:
         if path.stat().st_mode & 0o077:
             raise ConfigError([f"control.store_credentials: others can read {path}: chmod 600 {path}"])
-        user, colon, password = path.read_text(encoding="utf-8").strip().partition(":")
+        user, colon, password = read_text(path, _CREDENTIALS_BYTES_MAX).strip().partition(":")
     except OSError as error:
-        raise ConfigError([f"control.store_credentials: {path} cannot be read: {error.strerror}"]) from None
+        raise ConfigError([f"control.store_credentials: {path} cannot be read: {reason(error)}"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([f"control.store_credentials: {path} is no text"]) from None
     if not (user and colon):
         raise ConfigError([f"control.store_credentials: {path} holds no USER:PASSWORD"])
     return Credentials(user, password)

@@ -7,11 +7,13 @@ between the blocks is found only by reading the whole file.
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from elaswave.errors import DataError
 from elaswave.hashing import key64
+from elaswave.untrusted import open_binary, reason
 
 NUM_BLOCKS = 64
 BLOCK_BYTES = 1 << 16
@@ -100,7 +102,7 @@ def fingerprint_of(path: Path, *, whole: bool) -> Fingerprint:
         DataError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             num_bytes = file.seek(0, 2)
             sample = hashlib.blake2b(digest_size=16)
             for index in range(NUM_BLOCKS):
@@ -112,7 +114,7 @@ def fingerprint_of(path: Path, *, whole: bool) -> Fingerprint:
                 while chunk := file.read(_READ_BYTES):
                     content.update(chunk)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {reason(error)}") from error
     return Fingerprint(num_bytes=num_bytes, sample=sample.hexdigest(), content=content.hexdigest() if whole else "")
 
 
@@ -150,7 +152,7 @@ def check_same_data(source: str, then: Fingerprint | None, now: Fingerprint) -> 
 def fingerprint_in(extra: dict[str, object]) -> Fingerprint | None:
     """The fingerprint in what a checkpoint says beside its state; None in those of older versions."""
     data = extra.get("data")
-    return msgspec.convert(data, Fingerprint) if data else None
+    return _converted(data, Fingerprint) if data else None
 
 
 def check_same_dataset(then: DatasetFingerprint | None, now: DatasetFingerprint) -> str:
@@ -237,7 +239,21 @@ def data_hash(facts: Mapping[str, object]) -> int:
 def dataset_fingerprint_in(extra: dict[str, object]) -> DatasetFingerprint | None:
     """The fingerprint of own datasets in what a checkpoint says beside its state; None if it has none."""
     data = extra.get("data")
-    return msgspec.convert(data, DatasetFingerprint) if isinstance(data, dict) and "num_samples" in data else None
+    return _converted(data, DatasetFingerprint) if isinstance(data, dict) and "num_samples" in data else None
+
+
+def _converted(data: object, type: Any) -> Any:
+    """What a checkpoint says of the data.
+
+    Raises:
+        DataError: it says something else.
+    """
+    try:
+        return msgspec.convert(data, type)
+    except msgspec.ValidationError as error:
+        raise DataError(
+            f"what the checkpoint says of the data is damaged ({error}): resume from another checkpoint"
+        ) from error
 
 
 def _sizes(num_samples: dict[str, int]) -> str:

@@ -7,6 +7,7 @@ of samples is the sampler's business.
 """
 
 import bisect
+import errno
 import glob
 import hashlib
 import itertools
@@ -22,6 +23,7 @@ import numpy as np
 
 from elaswave.data.token_files import HEADER_BYTES, SUFFIX, TokenHeader, read_header
 from elaswave.errors import DataError
+from elaswave.untrusted import open_binary, read_bytes, reason
 
 if TYPE_CHECKING:
     import torch
@@ -319,7 +321,7 @@ def write_python_docs(cache_dir: Path) -> Path:
     text = python_docs_text()
     path = cache_dir / f"{PYTHON_DOCS}-{hashlib.blake2b(text, digest_size=8).hexdigest()}.txt"
     try:
-        if path.is_file() and path.read_bytes() == text:
+        if path.is_file() and path.stat().st_size == len(text) and read_bytes(path, len(text)) == text:
             return path
         cache_dir.mkdir(parents=True, exist_ok=True)
         descriptor, scratch = tempfile.mkstemp(dir=cache_dir, prefix=f".{PYTHON_DOCS}-")
@@ -343,10 +345,9 @@ def _map_file(source: TokenFile) -> np.ndarray[Any, Any]:
     path, dtype = source.path, np.dtype(source.dtype)
     offset = 0 if source.header is None else HEADER_BYTES
     try:
-        # Non-blocking, so that a pipe without a writer does not hang; the check is on what was opened.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with open_binary(path) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(status.st_mode):  # a pipe of the shell's, which cannot be mapped
                 raise DataError(f"{path}: not a regular file: data.source must name a file of tokens")
             if status.st_size == offset:
                 raise DataError(f"{path}: the file is empty: data.source must name a file of tokens")
@@ -362,7 +363,9 @@ def _map_file(source: TokenFile) -> np.ndarray[Any, Any]:
             "a text file, or of a .bin file of tokens"
         ) from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        if error.errno == errno.EINVAL:
+            raise DataError(f"{path}: not a regular file: data.source must name a file of tokens") from error
+        raise DataError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 def _check_vocabulary(file: TokenFile, tokens: np.ndarray[Any, Any], vocab_size: int) -> None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from elaswave.errors import DataError
+from elaswave.untrusted import open_binary
 
 HEADER_BYTES = 64
 SUFFIX = ".bin"
@@ -60,8 +61,7 @@ def read_header(path: Path) -> TokenHeader | None:
         DataError: a header that this version cannot read, or a file that is shorter or longer than its header says.
     """
     try:
-        # Non-blocking, so that a pipe without a writer does not hang.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with open_binary(path) as file:
             head, num_bytes = file.read(HEADER_BYTES) or b"", os.fstat(file.fileno()).st_size
     except OSError:
         return None
@@ -72,6 +72,11 @@ def read_header(path: Path) -> TokenHeader | None:
         raise DataError(
             f"{path}: its header has version {version} and tokens of {itemsize} bytes, but this elaswave reads version "
             f"{_VERSION} with 2 or 4 bytes: make it again with `elaswave data tokenize`"
+        )
+    if not 1 <= vocab_size <= 1 << 8 * itemsize:
+        raise DataError(
+            f"{path}: its header says a vocabulary of {vocab_size} tokens, which {itemsize} bytes cannot tell apart: "
+            "make it again with `elaswave data tokenize`"
         )
     if num_bytes != HEADER_BYTES + num_tokens * itemsize:
         raise DataError(

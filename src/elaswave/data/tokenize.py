@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from elaswave.data.token_files import TOKENIZER_BYTES, TokenWriter
 from elaswave.errors import DataError, UsageError
+from elaswave.untrusted import open_binary, read_bytes, reason
 
 PIECE_CHARACTERS = 1 << 18
 PIECES_AT_ONCE = 16
@@ -107,9 +108,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
             "tokenizers"
         ) from error
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except OSError as error:
-        raise UsageError(f"--tokenizer {path}: cannot be read: {error.strerror}") from error
+        raise UsageError(f"--tokenizer {path}: cannot be read: {reason(error)}") from error
     try:
         encoder: Any = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing more special
@@ -194,7 +195,7 @@ def _decoded(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0
     try:
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             while data := file.read(_READ_BYTES):
                 yield decoder.decode(data)
                 position += len(data)
@@ -205,7 +206,7 @@ def _decoded(path: Path) -> Iterator[str]:
             "iconv -t utf-8"
         ) from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 def _whole(path: Path) -> str:

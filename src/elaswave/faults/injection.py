@@ -34,13 +34,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from elaswave.errors import ConfigError
+from elaswave.errors import ConfigError, RunFolderError
 from elaswave.hashing import key64
 from elaswave.observability.clock import clock_here
 from elaswave.observability.processes import read_processes, signal_process
 from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
 from elaswave.protocol.engine import PHASES, Phase
 from elaswave.state.domains import prefixes, site_of
+from elaswave.untrusted import decode_json, open_regular, read_bytes, reason
 
 Kind = Literal["kill", "hang", "cut", "cut-close", "kill-host", "away", "slow", "slow-link", "drain", "join"]
 KILL_HOST: Kind = "kill-host"
@@ -354,10 +355,15 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
 def read_fault_records(path: Path) -> list[FaultRecord]:
     """The faults that have struck, in order; empty if there is no file. May be called while they strike."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_bytes(path).splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    return [msgspec.json.decode(line, type=FaultRecord) for line in lines if line.endswith(b"\n")]
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {reason(error)}") from error
+    try:
+        return [decode_json(line, FaultRecord) for line in lines if line.endswith(b"\n")]
+    except ValueError as error:
+        raise RunFolderError(f"{path} is damaged ({error}): no run has written it") from error
 
 
 def never_struck(faults: Sequence[Fault], records: Iterable[FaultRecord]) -> list[Fault]:
@@ -369,7 +375,7 @@ def never_struck(faults: Sequence[Fault], records: Iterable[FaultRecord]) -> lis
 def _record(path: Path, record: FaultRecord) -> None:
     """Appends a line in one write: several processes may do so at once, and it outlives the death of this one."""
     line = msgspec.json.encode(record) + b"\n"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    file = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(file, line)
     finally:

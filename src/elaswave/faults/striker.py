@@ -11,6 +11,7 @@ from elaswave.faults.outside import COORDINATOR, Strike, Struck
 from elaswave.faults.weather import Sky
 from elaswave.observability.processes import RunProcess, lives, read_processes, signal_process
 from elaswave.observability.result import EVENTS_FILE
+from elaswave.untrusted import decode_json, open_binary
 
 _TURN_S = 0.002
 """Between two looks at the log."""
@@ -77,7 +78,7 @@ class Striker:
 
     def _read_log(self) -> None:
         try:
-            with open(self._run_dir / EVENTS_FILE, "rb") as log:
+            with open_binary(self._run_dir / EVENTS_FILE) as log:
                 log.seek(self._offset)
                 content = log.read()
         except FileNotFoundError:
@@ -86,7 +87,7 @@ class Striker:
         self._offset += len(whole)
         for line in whole.splitlines():
             if b'"kind":"step"' in line:
-                self._step = max(self._step, msgspec.json.decode(line, type=_Line).step)
+                self._step = max(self._step, decode_json(line, _Line).step)
 
     def _strike(self, strike: Strike, now_s: float) -> bool:
         """Strikes all victims that are there; whether there was any."""

@@ -35,6 +35,7 @@ from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EVENTS_FILE, RESULT_FILE, read_digests, read_result
 from elaswave.observability.run_folder import open_run_dir
 from elaswave.state.checkpoint import find_newest_checkpoint, verify_checkpoint
+from elaswave.untrusted import read_bytes, read_text
 from elaswave.worker.blueprint import Blueprint
 
 RUN_FOLDER = "run"
@@ -278,7 +279,7 @@ def _state_of(pid: int) -> str:
 
 def _error_shown(console: Path, exit_code: int) -> str | None:
     """The error that a command has shown last; a traceback's last line is none that a person should see."""
-    text = console.read_text(encoding="utf-8", errors="replace")
+    text = read_bytes(console).decode(errors="replace")
     shown = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
     if "Traceback (most recent call last)" in text:
         return f"a traceback was shown: {text.rstrip().splitlines()[-1]}"
@@ -321,7 +322,7 @@ def _read_ending(folder: Path) -> Ending:
     run_dir = folder / RUN_FOLDER
     found: dict[str, Any] = {}
     if (folder / _ERROR_FILE).exists():
-        found["error"] = (folder / _ERROR_FILE).read_text(encoding="utf-8")
+        found["error"] = read_text(folder / _ERROR_FILE)
     elif (run_dir / "result.json").exists():
         found |= {"result": read_result(run_dir), "digests": read_digests(run_dir)}
         newest = find_newest_checkpoint(run_dir).newest

@@ -14,7 +14,7 @@ a job goes on while it cannot be written, and `events_lost` says what it lacks. 
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,6 +27,14 @@ from elaswave.errors import RunFolderError
 from elaswave.observability.result import CheckpointRecord, EpochRecord, JsonFloat, Recovery, set_json_floats
 from elaswave.state.survival import Survival
 from elaswave.types import Layout
+from elaswave.untrusted import decode_json, open_binary, open_regular
+from elaswave.untrusted import reason as why
+
+LINE_BYTES_MAX = 1 << 24
+"""Of one event: the state of thousands of workers takes a tenth of it."""
+LOG_BYTES_MAX = 1 << 32
+DAMAGED_SHOWN = 100
+"""Damaged lines of which each is told; of more, how many."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -303,7 +311,7 @@ class EventLog:
         self._encoder = msgspec.json.Encoder()
 
     def _open(self) -> None:
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        fd = open_regular(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             self._end = _cut_torn_line(fd)
         except OSError:
@@ -408,23 +416,49 @@ def read_events(path: Path) -> list[AnyEvent]:
     Raises:
         RunFolderError: the file is missing, or cannot be read.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise RunFolderError(f"cannot read {path}: {error.strerror or error}") from error
-    decoder = msgspec.json.Decoder(AnyEvent)
-    kind_decoder = msgspec.json.Decoder(_Kind)
     events: list[AnyEvent] = []
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
-        try:
-            events.append(decoder.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    num_damaged = 0
+    try:
+        for number, line in _lines(path):
             try:
-                unknown = kind_decoder.decode(line).kind not in KINDS
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                unknown = False
-            if not unknown:
-                time, elapsed_s = (events[-1].time, events[-1].elapsed_s) if events else ("", 0.0)
+                events.append(decode_json(line, _EVENTS))
+            except ValueError as error:
+                if _is_of_a_newer_version(line):
+                    continue
+                num_damaged += 1
                 reason = f"{path.name}, line {number}, is damaged: {error}"
-                events.append(EventsLost(num_events=1, since=time, reason=reason, time=time, elapsed_s=elapsed_s))
+                time, elapsed_s = (events[-1].time, events[-1].elapsed_s) if events else ("", 0.0)
+                if num_damaged <= DAMAGED_SHOWN:
+                    events.append(EventsLost(num_events=1, since=time, reason=reason, time=time, elapsed_s=elapsed_s))
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {why(error)}") from error
+    if (more := num_damaged - DAMAGED_SHOWN) > 0:
+        reason = f"{path.name} has {more} damaged lines besides"
+        events.append(EventsLost(num_events=more, since=events[-1].time, reason=reason, time=events[-1].time))
     return events
+
+
+_EVENTS = msgspec.json.Decoder(AnyEvent)
+_KIND = msgspec.json.Decoder(_Kind)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The whole lines of a log, with their numbers. Of one that is too long, only the beginning is there.
+
+    Raises:
+        OSError: it cannot be read, or is too long.
+    """
+    with open_binary(path, LOG_BYTES_MAX) as log:
+        number, begun = 1, b""
+        while part := log.readline(LINE_BYTES_MAX):
+            begun = begun or part
+            if part.endswith(b"\n"):
+                yield number, begun
+                number, begun = number + 1, b""
+
+
+def _is_of_a_newer_version(line: bytes) -> bool:
+    try:
+        return decode_json(line, _KIND).kind not in KINDS
+    except ValueError:
+        return False

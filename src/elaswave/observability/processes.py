@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from elaswave.untrusted import read_json
+
 PROCESSES_FILE = "processes.json"
 
 Role = Literal["launcher", "template", "coordinator", "candidate", "worker", "loader", "committer"]
@@ -147,10 +149,10 @@ def remove_processes(run_dir: Path, suffix: str = "") -> None:
 def read_processes(run_dir: Path, suffix: str = "") -> list[RunProcess]:
     """The processes that `processes.json` names and that live; none if there is no such file."""
     try:
-        content = (run_dir / processes_file(suffix)).read_bytes()
-    except FileNotFoundError:
-        return []
-    return [process for process in msgspec.json.decode(content, type=ProcessTable).processes if lives(process)]
+        table: ProcessTable = read_json(run_dir / processes_file(suffix), ProcessTable)
+    except (OSError, ValueError):
+        return []  # it is missing, or no run has written it
+    return [process for process in table.processes if lives(process)]
 
 
 def lives(process: RunProcess) -> bool:

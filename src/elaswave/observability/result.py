@@ -22,6 +22,7 @@ import msgspec
 
 from elaswave.errors import RunFolderError
 from elaswave.types import Layout
+from elaswave.untrusted import read_json, reason
 
 RESULT_FILE = "result.json"
 DIGESTS_FILE = "digests.json"
@@ -224,7 +225,8 @@ def atomic_write(path: Path, chunks: Iterable[bytes]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            with open(temporary, "wb") as file:
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "xb") as file:
                 for chunk in chunks:
                     file.write(chunk)
                 file.flush()
@@ -331,8 +333,8 @@ _T = TypeVar("_T")
 def _decode(path: Path, type_: type[_T]) -> _T:
     """Reads a JSON file of a known shape, with errors that name the file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=type_)
+        return read_json(path, type_)
     except OSError as error:
-        raise RunFolderError(f"cannot read {path}: {error.strerror or error}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RunFolderError(f"cannot read {path}: {reason(error)}") from error
+    except ValueError as error:
         raise RunFolderError(f"{path} is damaged or not of this version: {error}") from error

@@ -38,6 +38,7 @@ from elaswave.observability.result import (
 )
 from elaswave.observability.worker_logs import LOGS_DIR
 from elaswave.state.checkpoint import CHECKPOINTS, SPARE, link_spare
+from elaswave.untrusted import read_bytes, read_json, reason, stays_inside
 
 MARKER_FILE = "run.json"
 CONFIG_FILE = "config.toml"
@@ -179,7 +180,7 @@ def open_run_dir(
         try:
             if overwrite and is_run(path):
                 _remove_run(path)
-            before = (path / CONFIG_FILE).read_bytes() if resume else b""
+            before = read_bytes(path / CONFIG_FILE) if resume else b""
             if not resume:
                 marker = {"written_by": "elaswave", "version": __version__, "created": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
                 atomic_write(path / MARKER_FILE, [msgspec.json.encode(marker), b"\n"])
@@ -255,17 +256,20 @@ def huggingface_files(path: Path) -> dict[str, bytes]:
         RunFolderError: it cannot be read.
     """
     try:
-        files = sorted((path / HUGGINGFACE_DIR).glob("[!.]*"))
-        return {file.name: file.read_bytes() for file in files if file.name != FINE_TUNING_FILE}
+        files = [file for file in sorted((path / HUGGINGFACE_DIR).glob("[!.]*")) if file.name != FINE_TUNING_FILE]
+        for file in files:
+            if not stays_inside(file):
+                raise RunFolderError(f"{file} is a link to {file.resolve()}, which no run has written: remove it")
+        return {file.name: read_bytes(file) for file in files}
     except OSError as error:
-        raise RunFolderError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise RunFolderError(f"{error.filename} cannot be read: {reason(error)}") from error
 
 
 def data_facts(path: Path) -> dict[str, object]:
     """What a run's folder says of its data file, for its checkpoints; empty if that cannot be read."""
     try:
-        return msgspec.json.decode((path / DATA_FILE).read_bytes(), type=dict[str, object])
-    except (OSError, msgspec.DecodeError):
+        return read_json(path / DATA_FILE, dict[str, object])
+    except (OSError, ValueError):
         return {}
 
 

@@ -17,6 +17,7 @@ Source: "Trace Event Format" by the Chromium authors. This module reads no clock
 """
 
 import bisect
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,12 +27,15 @@ from typing import Any
 import msgspec
 
 from elaswave.observability.result import TRACE_FILE, atomic_write
+from elaswave.untrusted import read_json
 
 ACTION = "action"
 """Category of the actions of a program."""
 PHASE = "phase"
 """Category of the phases of a step."""
 
+TRACE_BYTES_MAX = 1 << 30
+"""Of one worker's part."""
 PART_PATTERN = "trace-worker-*.json.part"
 """Names of the files that workers leave to be merged."""
 
@@ -214,13 +218,14 @@ def merge_traces(run_dir: Path) -> Path | None:
     damaged: list[str] = []
     for path in paths:
         try:
-            parts.append(msgspec.json.decode(path.read_bytes(), type=TracePart))
-        except (msgspec.MsgspecError, UnicodeDecodeError, OSError):
+            parts.append(read_json(path, TracePart, TRACE_BYTES_MAX))
+        except (ValueError, OSError):
             damaged.append(path.name)
     trace_path = run_dir / TRACE_FILE
     write_trace(trace_path, parts, {"damaged_parts": damaged})
     for path in paths:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder of that name, which no worker has made
+            path.unlink(missing_ok=True)
     return trace_path
 
 

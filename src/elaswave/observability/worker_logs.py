@@ -7,6 +7,8 @@ name in its own folder, so that one folder tells of all workers. What is sent of
 import os
 from pathlib import Path
 
+from elaswave.untrusted import open_binary, open_regular
+
 LOGS_DIR = "logs"
 LINES = 5
 """So many last lines of a lost worker stand in the recovery's report."""
@@ -25,7 +27,7 @@ def worker_log(worker: int) -> str:
 def last_lines(run_dir: Path, worker: int) -> list[str]:
     """What a worker has printed last, as far as it is known here; a line that was cut is shown as it is."""
     try:
-        with (run_dir / LOGS_DIR / worker_log(worker)).open("rb") as log:
+        with open_binary(run_dir / LOGS_DIR / worker_log(worker)) as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             text = log.read().decode(errors="replace")
     except OSError:
@@ -39,7 +41,8 @@ def add_to_copy(run_dir: Path, worker: int, text: str) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    with (run_dir / LOGS_DIR / worker_log(worker)).open("a") as log:
+    path = run_dir / LOGS_DIR / worker_log(worker)
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as log:
         log.write(text)
 
 
@@ -72,7 +75,7 @@ class LogTail:
         if begin >= size:
             return ""
         try:
-            with self._path.open("rb") as log:
+            with open_binary(self._path) as log:
                 log.seek(begin)
                 part = log.read(num_bytes)
         except OSError:

@@ -31,9 +31,9 @@ from elaswave.state.checkpoint_files import (
     read_manifest,
     remove_committed,
 )
-from elaswave.state.checkpoint_format import DCP_METADATA_FILE, META_FILE, CheckpointMeta, decode_meta
+from elaswave.state.checkpoint_format import META_FILE, CheckpointMeta, decode_meta
 
-_COMMITTED_NAME = re.compile(r"step-(\d{8,})")
+_COMMITTED_NAME = re.compile(r"step-([0-9]{8,18})")
 _DAMAGED_SUFFIX = ".damaged"
 CHECKPOINTS, SPARE = "checkpoints", "spare-checkpoints"
 """In a run's folder: where its checkpoints stand, and perhaps a link to where those go that this does not take."""
@@ -207,11 +207,9 @@ def verify_checkpoint(folder: Path) -> CheckpointRef:
     manifest = read_manifest(folder)
     check_shard_sizes(folder, manifest)
     contents = {name: read_checked(folder, name, manifest) for name in manifest.files}
-    for name in (META_FILE, DCP_METADATA_FILE):
-        assert name in contents, f"{folder}: the manifest does not list {name}"
     for _item, _data in read_item_bytes(folder, manifest.items):
         pass
-    meta = decode_meta(contents[META_FILE])
+    meta = _decoded(folder, contents[META_FILE])
     check_items(manifest.items, meta.tensors)
     return CheckpointRef(meta.step, folder, meta)
 
@@ -222,7 +220,14 @@ def read_meta(folder: Path) -> CheckpointMeta:
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    return decode_meta(read_checked(folder, META_FILE, read_manifest(folder)))
+    return _decoded(folder, read_checked(folder, META_FILE, read_manifest(folder)))
+
+
+def _decoded(folder: Path, data: bytes) -> CheckpointMeta:
+    try:
+        return decode_meta(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def prune(run_dir: Path, keep: int) -> list[Path]:

@@ -18,6 +18,7 @@ from elaswave.state.checkpoint_files import (
     cannot_write,
     check_items,
     check_shard_sizes,
+    check_written,
     looks_whole,
     read_manifest,
     remove_committed,
@@ -37,6 +38,7 @@ from elaswave.state.checkpoint_format import (
     encode_meta,
 )
 from elaswave.state.dcp_index import encode_dcp_metadata
+from elaswave.untrusted import open_binary, open_to_write
 
 
 def commit_in_one_of(
@@ -52,6 +54,7 @@ def commit_in_one_of(
     Raises:
         CheckpointError: there is none; what each place has said.
     """
+    check_written(items, sizes)
     troubles = []
     for folder in folders:
         try:
@@ -77,7 +80,7 @@ def _gather(folder: Path, folders: Sequence[Path], sizes: Mapping[str, int]) -> 
         copy = folder / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with (whole[0] / name).open("rb") as source, copy.open("wb") as target:
+            with open_binary(whole[0] / name) as source, open_to_write(copy) as target:
                 shutil.copyfileobj(source, target)
                 target.flush()
                 os.fsync(target.fileno())
@@ -119,6 +122,7 @@ def commit_checkpoint(
     dcp_bytes = encode_dcp_metadata(meta.tensors, items)
     files = {META_FILE: checksum_of(meta_bytes), DCP_METADATA_FILE: checksum_of(dcp_bytes)}
     used = {item.relative_path for item in items}
+    check_written(items, shard_sizes(items) if sizes is None else sizes)
     shards = shard_sizes(items) if sizes is None else {name: sizes[name] for name in sorted(used)}
     manifest = Manifest(format=FORMAT_VERSION, shards=shards, files=files, items=tuple(items))
     final = folder.with_suffix("")
@@ -157,7 +161,7 @@ def _is_committed(final: Path, manifest: Manifest) -> bool:
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with open_to_write(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

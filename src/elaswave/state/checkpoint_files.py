@@ -5,7 +5,7 @@ command line look at checkpoints too.
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from elaswave.errors import CheckpointError
@@ -14,13 +14,17 @@ from elaswave.state.checkpoint_format import (
     Manifest,
     TensorInfo,
     WrittenItem,
+    check_places,
     checksum_of,
     decode_manifest,
 )
 from elaswave.state.chunks import find_cover_fault, run_of_rectangle
+from elaswave.untrusted import open_binary, read_bytes, reason
 
 TEMPORARY_SUFFIX = ".tmp"
 """Of folders that are not committed, or are being removed."""
+MANIFEST_BYTES_MAX = 1 << 30
+META_BYTES_MAX = 1 << 30
 
 
 def read_item_bytes(folder: Path, items: Sequence[WrittenItem]) -> Iterator[tuple[WrittenItem, bytes]]:
@@ -40,7 +44,7 @@ def read_item_bytes(folder: Path, items: Sequence[WrittenItem]) -> Iterator[tupl
     for name in sorted(by_file):
         path = folder / name
         try:
-            with path.open("rb") as file:
+            with open_binary(path) as file:
                 for item in sorted(by_file[name], key=lambda item: item.offset):
                     file.seek(item.offset)
                     data = file.read(item.length)
@@ -51,7 +55,7 @@ def read_item_bytes(folder: Path, items: Sequence[WrittenItem]) -> Iterator[tupl
                         )
                     yield item, data
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+            raise CheckpointError(f"cannot read {path}: {reason(error)}") from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -61,10 +65,13 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: it is missing or damaged.
     """
     try:
-        data = (folder / MANIFEST_FILE).read_bytes()
+        data = read_bytes(folder / MANIFEST_FILE, MANIFEST_BYTES_MAX)
     except OSError as error:
-        raise CheckpointError(f"cannot read {folder / MANIFEST_FILE}: {error.strerror}") from error
-    return decode_manifest(data)
+        raise CheckpointError(f"cannot read {folder / MANIFEST_FILE}: {reason(error)}") from error
+    try:
+        return decode_manifest(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
@@ -91,16 +98,38 @@ def check_items(items: Sequence[WrittenItem], tensors: dict[str, TensorInfo]) ->
                 f"{item.relative_path} holds {item.fqn!r} as {item.dtype} of shape {list(item.shape)}, but it is "
                 f"{info.dtype} of shape {list(info.shape)}"
             )
-        try:
-            runs[item.fqn].append(run_of_rectangle(item.shape, item.offsets, item.sizes))
-        except ValueError as error:
-            raise CheckpointError(
-                f"{item.relative_path} holds a part of {item.fqn!r} that is not one: {error}"
-            ) from None
+        runs[item.fqn].append(run_of(item))
     for fqn, info in tensors.items():
         fault = find_cover_fault(math.prod(info.shape), runs[fqn])
         if fault:
             raise CheckpointError(f"the shards do not cover {fqn!r} (shape {list(info.shape)}) exactly once: {fault}")
+
+
+def check_written(items: Sequence[WrittenItem], sizes: Mapping[str, int]) -> None:
+    """Refuses what a worker says that it has written, if that is not in the checkpoint's folder.
+
+    Args:
+        items: of any workers.
+        sizes: bytes of each shard file.
+    Raises:
+        CheckpointError: says which.
+    """
+    try:
+        check_places(items, sizes)
+    except ValueError as error:
+        raise CheckpointError(f"a worker has written no part of a checkpoint: {error}") from None
+
+
+def run_of(item: WrittenItem) -> tuple[int, int]:
+    """First element and number of elements of a rectangle in its flattened tensor.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        return run_of_rectangle(item.shape, item.offsets, item.sizes)
+    except ValueError as error:
+        raise CheckpointError(f"{item.relative_path} holds a part of {item.fqn!r} that is not one: {error}") from None
 
 
 def shard_sizes(items: Sequence[WrittenItem]) -> dict[str, int]:
@@ -129,13 +158,12 @@ def check_shard_sizes(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: one is missing, cut off or too long.
     """
-    for name, least in shard_sizes(manifest.items).items():
-        assert manifest.shards[name] >= least, (folder, name)
+    shard_sizes(manifest.items)  # whether they overlap
     for name, size in manifest.shards.items():
         try:
             found = (folder / name).stat().st_size
         except OSError as error:
-            raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
+            raise CheckpointError(f"cannot read {folder / name}: {reason(error)}") from error
         if found != size:
             raise CheckpointError(f"{folder / name} is damaged: it has {found} bytes and should have {size}")
 
@@ -147,9 +175,9 @@ def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
         CheckpointError: it cannot be read, or is damaged.
     """
     try:
-        data = (folder / name).read_bytes()
+        data = read_bytes(folder / name, META_BYTES_MAX)
     except OSError as error:
-        raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {folder / name}: {reason(error)}") from error
     if checksum_of(data) != manifest.files[name]:
         raise CheckpointError(f"{folder / name} is damaged: its content does not match its checksum")
     return data

@@ -13,19 +13,35 @@ writes DCP's index.
 """
 
 import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
-from elaswave.config_format import upgraded
+from elaswave.config_format import FORMAT_KEY, upgraded
 from elaswave.errors import CheckpointError
+from elaswave.untrusted import decode_json, is_plain_name
 
 FORMAT_VERSION = 1
 META_FILE = "meta.json"
 MANIFEST_FILE = "manifest.json"
 DCP_METADATA_FILE = ".metadata"
 SHARD_SUFFIX = ".distcp"
-
+ITEM_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1,
+        "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    }
+)  # fmt: skip
+"""Bytes of an element, by the names of element types that a checkpoint may hold."""
+ARCHIVE_BYTES_MAX = 1 << 16
+"""Of an archive, beside its elements: torch writes some two thousand."""
+DIMENSIONS_MAX = 64
+"""As many as a tensor of torch may have."""
+EXPONENT_MAX = 1 << 10
+"""Beyond it no float reaches."""
 
 MASTER = "master"
 """The float32 master weights among the states of a tensor; the others are the optimizer's slots."""
@@ -70,7 +86,7 @@ class WrittenItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dtype: str
-    """A key of ``checkpoint_shards.DTYPES``."""
+    """A key of `ITEM_BYTES`."""
     relative_path: str
     """Name of the shard file inside the checkpoint folder."""
     offset: int
@@ -118,6 +134,20 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ValueError(f"the loss of step {index + 1} is {loss!r}, but must be a finite float or 'nan'")
 
 
+class _Extra(msgspec.Struct, frozen=True, kw_only=True):
+    """What `CheckpointMeta.extra` says to all readers, where it says it."""
+
+    num_updates: int = 1
+    calibrated: bool = False
+    val_steps: list[int] = []
+    val_losses: list[float | str] = []
+    metrics: dict[str, list[float | str]] = {}
+    val_metrics: dict[str, list[float | str]] = {}
+    fence_ratios: list[str] = []
+    data: dict[str, Any] = {}
+    optimizer: str = ""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checksums and places of everything in a checkpoint folder."""
 
@@ -156,17 +186,61 @@ def decode_manifest(data: bytes) -> Manifest:
         CheckpointError: it is cut off, altered, or of another format version.
     """
     try:
-        envelope = msgspec.json.decode(data, type=_Envelope)
+        envelope = decode_json(data, _Envelope)
         if envelope.checksum != checksum_of(bytes(envelope.manifest)):
             raise CheckpointError(f"{MANIFEST_FILE} is damaged: its checksum does not match its content")
-        manifest = msgspec.json.decode(envelope.manifest, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        manifest: Manifest = decode_json(bytes(envelope.manifest), Manifest)
+        if manifest.format == FORMAT_VERSION:
+            _check_manifest(manifest)
+    except ValueError as error:
         raise CheckpointError(f"{MANIFEST_FILE} is damaged: {error}") from error
     if manifest.format != FORMAT_VERSION:
         raise CheckpointError(
             f"{MANIFEST_FILE} has format {manifest.format}, but this version of elaswave reads {FORMAT_VERSION}"
         )
     return manifest
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    """Refuses one whose places are not in its folder, or hold more than the tensors that they are of.
+
+    Raises:
+        ValueError: says what.
+    """
+    for name in (*manifest.shards, *manifest.files):
+        if not is_plain_name(name):
+            raise ValueError(f"it names {name!r}, which is no file in its folder")
+    if missing := {META_FILE, DCP_METADATA_FILE} - manifest.files.keys():
+        raise ValueError(f"it does not list {', '.join(sorted(missing))}")
+    check_places(manifest.items, manifest.shards)
+
+
+def check_places(items: Iterable[WrittenItem], shards: Mapping[str, int]) -> None:
+    """Refuses rectangles that do not lie in the shards, or take other room than their elements.
+
+    Args:
+        items: of a manifest, or as workers say that they have written them.
+        shards: bytes of each file, by name.
+    Raises:
+        ValueError: says which.
+    """
+    for item in items:
+        size = shards.get(item.relative_path)
+        if size is None or not is_plain_name(item.relative_path):
+            raise ValueError(f"a part of {item.fqn!r} is in {item.relative_path!r}, which is no shard of it")
+        _check_shape(item.fqn, (*item.sizes, *item.shape), item.dtype)
+        elements = math.prod(item.sizes) * ITEM_BYTES[item.dtype]
+        if not (0 <= item.offset <= item.offset + item.length <= size):
+            raise ValueError(f"a part of {item.fqn!r} is not inside {item.relative_path}, which has {size} bytes")
+        if not elements <= item.length <= elements + ARCHIVE_BYTES_MAX:
+            raise ValueError(f"a part of {item.fqn!r} of {elements} bytes takes {item.length} in {item.relative_path}")
+
+
+def _check_shape(fqn: str, sizes: tuple[int, ...], dtype: str) -> None:
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{fqn!r} is of type {dtype!r}, which is none of {', '.join(ITEM_BYTES)}")
+    if len(sizes) > 2 * DIMENSIONS_MAX or any(not 0 <= size < 1 << 62 for size in sizes):
+        raise ValueError(f"{fqn!r} has a shape that no tensor has")
 
 
 def encode_meta(meta: CheckpointMeta) -> bytes:
@@ -181,7 +255,32 @@ def decode_meta(data: bytes) -> CheckpointMeta:
         CheckpointError: it does not have the expected form.
     """
     try:
-        meta = msgspec.json.decode(data, type=CheckpointMeta)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        meta: CheckpointMeta = decode_json(data, CheckpointMeta)
+        _check_meta(meta)
+    except (ValueError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{META_FILE} is damaged: {error}") from error
     return msgspec.structs.replace(meta, config=upgraded(meta.config))
+
+
+def _check_meta(meta: CheckpointMeta) -> None:
+    """Refuses a description of which no run could go on.
+
+    Raises:
+        ValueError, msgspec.ValidationError: says what.
+    """
+    for fqn, info in meta.tensors.items():
+        _check_shape(fqn, info.shape, info.dtype)
+    for section, keys in meta.config.items():
+        if section != FORMAT_KEY and not isinstance(keys, dict):
+            raise ValueError(f"its configuration has {section!r}, which is no section")
+    if any(abs(exponent) > EXPONENT_MAX for exponent in meta.grids.values()):
+        raise ValueError("it has grids that no sum is on")
+    extra = msgspec.convert(meta.extra, _Extra)
+    if len(extra.val_losses) != len(extra.val_steps):
+        raise ValueError(f"it has {len(extra.val_losses)} losses of {len(extra.val_steps)} evaluations")
+    for series, steps in ((extra.metrics, meta.step), (extra.val_metrics, len(extra.val_steps))):
+        for name, values in series.items():
+            if len(values) != steps:
+                raise ValueError(f"it has {len(values)} values of {name!r} for {steps} steps")
+    for value in (*extra.val_losses, *(v for s in (extra.metrics, extra.val_metrics) for vs in s.values() for v in vs)):
+        float(value)

@@ -18,22 +18,12 @@ from typing import NamedTuple
 import torch
 
 from elaswave.errors import CheckpointError
-from elaswave.state.checkpoint_files import cannot_write, read_item_bytes, read_manifest
-from elaswave.state.checkpoint_format import SHARD_SUFFIX, WantedPiece, WrittenItem, checksum_of
-from elaswave.state.chunks import decompose_run, run_of_rectangle
+from elaswave.state.archives import elements_in
+from elaswave.state.checkpoint_files import cannot_write, read_item_bytes, read_manifest, run_of
+from elaswave.state.checkpoint_format import ITEM_BYTES, SHARD_SUFFIX, WantedPiece, WrittenItem, checksum_of
+from elaswave.state.chunks import decompose_run
 
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """Element types that a checkpoint may hold, by the name that stands in its files."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -138,7 +128,7 @@ class PieceReader:
         runs = self._runs.get(fqn)
         if runs is None:
             items = self._items.get(fqn, ())
-            runs = [(*run_of_rectangle(item.shape, item.offsets, item.sizes), item) for item in items]
+            runs = [(*run_of(item), item) for item in items]
             runs.sort(key=lambda run: run[0])
             self._runs[fqn] = runs
         return runs
@@ -195,6 +185,10 @@ def read_items(folder: Path, items: Sequence[WrittenItem]) -> Iterator[tuple[Wri
         CheckpointError: a file cannot be read, or its bytes are damaged.
     """
     for item, data in read_item_bytes(folder, items):
-        elements = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True).reshape(-1)
-        assert len(elements) == math.prod(item.sizes) and elements.dtype == DTYPES[item.dtype], item
+        try:
+            elements = elements_in(data, DTYPES[item.dtype], math.prod(item.sizes))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{folder / item.relative_path} holds a part of {item.fqn!r} that is not one: {error}"
+            ) from error
         yield item, elements

@@ -25,6 +25,7 @@ from elaswave.state.checkpoint import CheckpointRef, SkippedCheckpoint, find_new
 from elaswave.state.checkpoint_format import EMA, CheckpointMeta, TensorInfo, WantedPiece, model_name, optimizer_name
 from elaswave.state.checkpoint_shards import DTYPES, read_pieces
 from elaswave.state.flat import model_shapes, slot_values
+from elaswave.untrusted import open_binary, read_json
 
 DEFAULT_OUTPUT = Path("export") / "model.safetensors"
 """Where an export goes if nothing else is said, inside the run folder: the name that ``transformers`` looks for."""
@@ -160,8 +161,15 @@ def export_safetensors(
     weights = newest_weights(run_dir) if weights is None else weights
     model = weights.config.get("model", {})
     export = _as_own if own_names else {"llama": _as_llama, "gpt": _as_gpt2}.get(model.get("family"), _as_own)
-    tensors, huggingface = export(model, weights.tensors)
-    assert len(tensors) == len(weights.tensors), "two tensors got the same name"
+    try:
+        tensors, huggingface = export(model, weights.tensors)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"the configuration of the checkpoint {weights.checkpoint} does not fit its tensors "
+            f"({type(error).__name__}: {error}): no run has written it"
+        ) from error
+    if len(tensors) != len(weights.tensors):
+        raise CheckpointError(f"two tensors of the checkpoint {weights.checkpoint} have one name in {model['family']}")
 
     is_default, output = output is None, output or run_dir / DEFAULT_OUTPUT
     if not is_default and not output.parent.is_dir():
@@ -296,8 +304,8 @@ def _write_config(folder: Path, config: dict[str, Any]) -> Path | None:
     path = folder / _CONFIG_FILE
     if path.exists():
         try:
-            foreign = OWN_CONFIG_KEY not in json.loads(path.read_bytes())
-        except (ValueError, TypeError):
+            foreign = OWN_CONFIG_KEY not in read_json(path)
+        except (OSError, ValueError, TypeError):
             foreign = True
         if foreign:
             return None
@@ -310,7 +318,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        with temporary.open("rb") as file:
+        with open_binary(temporary) as file:
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:

@@ -29,6 +29,7 @@ from elaswave.state.export import (
     safetensors_writer,
     write_atomically,
 )
+from elaswave.untrusted import decode_json, read_json, reason
 
 
 def export_folder(
@@ -58,7 +59,7 @@ def export_folder(
         summary = export_safetensors(run_dir, folder / SINGLE, weights=weights)
         notes = _NOTES[model["family"]](weights.config) + _notes_of_fences(model)
         return msgspec.structs.replace(summary, notes=notes)
-    described = json.loads(kept[CONFIG_FILE])
+    described = _described(run_dir, kept)
     tensors = _as_stored(described, weights.tensors)
     metadata = {"format": "pt", "step": str(weights.step), OWN_CONFIG_KEY: weights.elaswave_version}
     try:
@@ -86,6 +87,22 @@ def export_folder(
     )
 
 
+def _described(run_dir: Path, kept: Mapping[str, bytes]) -> dict[str, Any]:
+    """The configuration of a transformers model that a run keeps.
+
+    Raises:
+        UsageError: no run has written it.
+    """
+    try:
+        found = decode_json(kept[CONFIG_FILE])
+        if found["model_type"] in FAMILIES and found["dtype"] in DTYPES:
+            return found
+        problem = "it is of a model that no run trains"
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise UsageError(f"the {CONFIG_FILE} that {run_dir} keeps of its model is damaged ({problem}): bring it again")
+
+
 def _prepare(folder: Path) -> None:
     """Makes the folder, and refuses one with somebody else's model.
 
@@ -99,9 +116,9 @@ def _prepare(folder: Path) -> None:
     try:
         folder.mkdir(exist_ok=True)
         config = folder / CONFIG_FILE
-        is_ours = config.is_file() and OWN_CONFIG_KEY in json.loads(config.read_bytes())
+        is_ours = config.is_file() and OWN_CONFIG_KEY in read_json(config)
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"cannot write {folder}: {error}; choose another --output") from error
+        raise UsageError(f"cannot write {folder}: {reason(error)}; choose another --output") from error
     in_the_way = [name for name in (CONFIG_FILE, INDEX) if (folder / name).exists() and not is_ours]
     if in_the_way:
         raise UsageError(

@@ -15,7 +15,6 @@ a part of one tensor at every update.
 import base64
 import copy
 import io
-import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,6 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from elaswave.config.checks import plain
 from elaswave.errors import SIGNALS, CheckpointError, OptimizerError
 from elaswave.hashing import key64
+from elaswave.state.archives import load_plain
 from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.checkpoint_shards import DTYPES
 from elaswave.state.shapes import Segment
@@ -306,11 +306,11 @@ class TorchUpdater:
     def load(self, state: str, step: int) -> None:
         """Goes on with the options that were saved: they are stronger than those of the script."""
         try:
-            content = torch.load(io.BytesIO(base64.b64decode(state)), weights_only=True)
+            content = load_plain(base64.b64decode(state))
             options, scheduler = content["options"], content["scheduler"]
             scalars, num_updates = content["scalars"], int(content["num_updates"])
             attributes = dict(content.get("attributes", {}))
-        except (ValueError, KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} has no state of an optimizer like {kind_of(self._optimizer)}: {error}; "
                 "resume with the optimizer that it was written with"
@@ -322,11 +322,19 @@ class TorchUpdater:
                 f"{len(self._groups)} and {'none' if self._scheduler is None else 'one'}; resume with the optimizer "
                 "and the scheduler that it was written with"
             )
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(scheduler)
-        for group, saved in zip(self._groups, options, strict=True):
-            group.update(saved)
-        vars(self._optimizer).update({**copy.deepcopy(self._built), **attributes})
+        try:
+            if self._scheduler is not None:
+                self._scheduler.load_state_dict(scheduler)
+            for group, saved in zip(self._groups, options, strict=True):
+                group.update(saved)
+            vars(self._optimizer).update({**copy.deepcopy(self._built), **attributes})
+        except SIGNALS:
+            raise
+        except Exception as error:  # of any kind: a scheduler takes what it is given
+            raise CheckpointError(
+                f"the state of {kind_of(self._optimizer)} in the checkpoint of step {step} cannot be taken over "
+                f"({type(error).__name__}: {error}); resume with the optimizer that it was written with"
+            ) from error
         self._scalars, self._num_updates, self._step = scalars, num_updates, step
         self._fix()
 

@@ -10,15 +10,16 @@ buffer, and decrypted into the tensor's own memory.
 
 import hashlib
 import hmac
+import os
 import socket
 import ssl
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from elaswave.errors import ConfigError
+from elaswave.untrusted import open_regular, read_text
 
 RECORD_BYTES = 1 << 14
 """Of the largest TLS record (RFC 8446, section 5.1); OpenSSL writes one per call."""
@@ -98,7 +99,9 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
             context.num_tickets = 0  # no connection is ever resumed
         reading = self.certificate
         try:
-            text = Path(self.certificate).read_text()
+            for path in (self.key, self.authority):  # which openssl opens by itself, and would wait at a pipe
+                os.close(open_regular(path))
+            text = read_text(self.certificate)
             first = text[: text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
             certificate = ssl.PEM_cert_to_DER_cert(first[first.index(ssl.PEM_HEADER) :])
             # An encrypted key must not make a process wait for a passphrase on its terminal.

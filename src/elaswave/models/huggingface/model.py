@@ -21,6 +21,7 @@ from elaswave.models.huggingface.parts import described, outside
 from elaswave.models.huggingface.stored import DTYPES as STORED_DTYPES
 from elaswave.models.huggingface.stored import StoredTensor, stored_tensors
 from elaswave.models.layers import Layer
+from elaswave.untrusted import read_bytes, read_json, reason, stays_inside
 
 ATTENTIONS = ("sdpa", "eager")
 """Kernels that give the same bits wherever they run."""
@@ -31,6 +32,11 @@ CONFIG_FILE = "config.json"
 _COMPANIONS = ("generation_config.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt")
 _COMPANION_PATTERNS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.tiktoken", "spiece.model")
 _COMPANION_BYTES_MAX = 1 << 26
+_CONFIG_BYTES_MAX = 1 << 24
+LAYERS_UNSEEN_MAX = 1 << 10
+"""Of layers that are built, without values, although the files have fewer tensors: what they lack is told then."""
+COUNT_MAX = 1 << 20
+"""Of layers, labels, experts or positions that a configuration may count."""
 _OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Endings of tensors that older releases wrote, and that follow from the configuration."""
 
@@ -123,6 +129,11 @@ def hf(folder_or_config: Any, *, dtype: Any = None, attn: str = "sdpa") -> Huggi
             stacklevel=2,
         )
         config.tie_word_embeddings = False
+    if stored is not None and config.num_hidden_layers > max(len(stored), LAYERS_UNSEEN_MAX):
+        raise UsageError(
+            f"{CONFIG_FILE} in {folder} has {config.num_hidden_layers} layers, and the files {len(stored)} tensors: "
+            "they are not of one checkpoint; bring them again"
+        )
     names = tuple(family.parts(family, config))
     layers = _layers(family, config, kind, names, stored)
     return HuggingFaceModel(layers, config, kind, _files(folder, config, family, kind))
@@ -158,11 +169,13 @@ def _stored_config(folder: Path) -> Any:
             "with `hf download NAME --local-dir DIR` and give DIR"
         )
     try:
-        described = json.loads(path.read_bytes())
+        described = read_json(path, most_bytes=_CONFIG_BYTES_MAX)
         model_type = str(described["model_type"])
+        _check_counts(described)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path} is no configuration of transformers ({type(error).__name__}: {error}): bring the file again"
+            f"{path} is no configuration of transformers ({type(error).__name__}: {reason(error)}): bring the "
+            "file again"
         ) from error
     if model_type not in FAMILIES:  # before transformers looks at it, which may not know it either
         raise unknown_architecture(model_type, str(path))
@@ -172,6 +185,19 @@ def _stored_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of any kind: transformers checks the values itself
         raise UsageError(f"transformers cannot read {path}: {error}\nCorrect that value") from error
+
+
+def _check_counts(described: Any) -> None:
+    """Refuses counts for each of which transformers would make something: layers, labels, experts.
+
+    Raises:
+        ValueError: names the key.
+    """
+    for key, value in described.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        elif isinstance(value, int) and key.startswith(("num_", "n_")) and value > COUNT_MAX:
+            raise ValueError(f"{key} is {value}, and at most {COUNT_MAX} are of any model")
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:
@@ -349,16 +375,36 @@ class _Finder:
             )
 
 
+def _companions(folder: Path) -> dict[str, bytes]:
+    """The files of a tokenizer, and what else an export needs, by name.
+
+    Raises:
+        UsageError: one is a link to a file elsewhere, which the export would hold; or it cannot be read.
+    """
+    patterns = (*_COMPANIONS, *_COMPANION_PATTERNS)
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    found = {}
+    for path in paths:
+        if not stays_inside(path):
+            raise UsageError(
+                f"{path} is a link to {path.resolve()}, out of the folder, and an export would hold a copy of that: "
+                "put the file itself there, or remove the link"
+            )
+        try:
+            if path.stat().st_size <= _COMPANION_BYTES_MAX:
+                found[path.name] = read_bytes(path, _COMPANION_BYTES_MAX)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {reason(error)}; bring the file again") from error
+    return found
+
+
 def _files(folder: Path | None, config: Any, family: Family, dtype: torch.dtype) -> dict[str, bytes]:
     """What stands beside the weights in a folder that ``from_pretrained`` loads."""
     if folder is None:
         described = json.loads(config.to_json_string())
         found = {}
     else:
-        described = json.loads((folder / CONFIG_FILE).read_bytes())
-        patterns = (*_COMPANIONS, *_COMPANION_PATTERNS)
-        paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-        found = {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _COMPANION_BYTES_MAX}
+        described, found = read_json(folder / CONFIG_FILE, most_bytes=_CONFIG_BYTES_MAX), _companions(folder)
     described |= {"architectures": [family.causal], "dtype": str(dtype).removeprefix("torch."), "use_cache": True}
     described["tie_word_embeddings"] = bool(config.tie_word_embeddings)
     described.pop("torch_dtype", None)  # the name of dtype before transformers 5

@@ -7,21 +7,38 @@ nobody can say which bytes were read, and takes every page over a network file s
     8 bytes: length of the header, little-endian; the header, JSON: name -> dtype, shape, data_offsets; then the data
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import torch
 
 from elaswave.errors import UsageError
+from elaswave.untrusted import decode_json, is_plain_name, open_binary, open_regular, read_json, reason
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_HEADER_BYTES_MAX = 100_000_000  # as the safetensors package has it
+_HEADER_BYTES_MAX = 1 << 25  # of a quarter of a million tensors; what it becomes in memory is some times as much
+_INDEX_BYTES_MAX = 1 << 27
+_DIMENSIONS_MAX = 64
 _COMPARED_BYTES = 1 << 24
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """What of an index is read."""
+
+    weight_map: dict[str, str]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 class StoredTensor(NamedTuple):
@@ -64,7 +81,7 @@ class StoredTensor(NamedTuple):
 
     def _fill(self, buffer: memoryview, start: int) -> None:
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_regular(self.path)
             try:
                 read_range(descriptor, buffer, start)
             finally:
@@ -75,7 +92,7 @@ class StoredTensor(NamedTuple):
                 "changed; bring it again"
             ) from error
         except OSError as error:
-            raise UsageError(f"{self.path} cannot be read: {error.strerror}; bring the checkpoint back") from error
+            raise UsageError(f"{self.path} cannot be read: {reason(error)}; bring the checkpoint back") from error
 
 
 def read_range(descriptor: int, buffer: memoryview, start: int) -> None:
@@ -117,13 +134,15 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def _indexed(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint in several files."""
     try:
-        places: Any = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        files = sorted(set(places.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{folder / INDEX} cannot be read as an index ({error}): bring the file again") from error
+        places = read_json(folder / INDEX, _Index, _INDEX_BYTES_MAX).weight_map
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{folder / INDEX} cannot be read as an index ({reason(error)}): bring the file again"
+        ) from error
+    files = sorted(set(places.values()))
     found: dict[str, StoredTensor] = {}
     for name in files:
-        if Path(name).name != name:
+        if not is_plain_name(name):
             raise UsageError(f"{folder / INDEX} names the file {name!r}, needed: a file in the same folder")
         inside = dict(_header(folder / name))
         found |= {tensor: place for tensor, place in inside.items() if places.get(tensor) == name}
@@ -143,24 +162,26 @@ def _header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         UsageError: it is no safetensors file, or it is cut off.
     """
     try:
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_HEADER_BYTES_MAX, num_bytes - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {num_bytes}")
-            header = json.loads(file.read(length))
+            header = decode_json(file.read(length), dict[str, msgspec.Raw])
         first = 8 + length
+        entries = {name: decode_json(bytes(raw), _Entry) for name, raw in header.items() if name != "__metadata__"}
         tensors = [
-            (name, StoredTensor(path, first + start, first + stop, each["dtype"], tuple(each["shape"])))
-            for name, each in header.items()
-            if name != "__metadata__"
-            for start, stop in [each["data_offsets"]]
+            (
+                name,
+                StoredTensor(path, first + each.data_offsets[0], first + each.data_offsets[1], each.dtype, each.shape),
+            )
+            for name, each in entries.items()
         ]
         for name, place in tensors:
             _check_extent(name, place, first, num_bytes)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}; bring the file again") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} cannot be read: {reason(error)}; bring the file again") from error
+    except ValueError as error:
         raise UsageError(f"{path} is no whole safetensors file ({error}): bring the file again") from error
     yield from tensors
 
@@ -171,6 +192,8 @@ _ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 def _check_extent(name: str, place: StoredTensor, first: int, num_bytes: int) -> None:
     if not first <= place.start <= place.stop <= num_bytes:
         raise ValueError(f"{name} is said to end at byte {place.stop} of {num_bytes}")
+    if len(place.shape) > _DIMENSIONS_MAX or any(not 0 <= size < 1 << 62 for size in place.shape):
+        raise ValueError(f"{name} has a shape that no tensor has")
     item = _ITEM_BYTES.get(place.dtype)
     if item is not None and place.stop - place.start != item * math.prod(place.shape):
         raise ValueError(f"{name} of shape {list(place.shape)} has {place.stop - place.start} bytes")

@@ -1,0 +1,140 @@
+"""Files are read through `elaswave.untrusted`: what is opened or decoded beside it is found, and stands here with why.
+
+Read from the syntax tree. A place is a module and the function in it; it may do there what its reason says.
+"""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from tests.unit.project.trees import PACKAGE, dotted, functions, modules
+
+OPENS = {"open", "os.open", "io.open", "os.fdopen", "mmap.mmap", "np.memmap", "np.load", "np.fromfile"}
+DECODES = {
+    "json.load", "json.loads", "msgspec.json.decode", "msgspec.json.Decoder", "tomllib.load", "tomllib.loads",
+    "pickle.load", "pickle.loads", "torch.load", "zipfile.ZipFile", "zlib.decompress",
+}  # fmt: skip
+METHODS = {"read_text", "read_bytes"}
+KERNELS = ("/proc/", "/sys/", "/dev/")
+"""What the kernel writes."""
+
+MAKES = "makes a file, under a name that it has just made free, or in a folder of this user alone"
+KERNEL = "reads what the kernel writes"
+OWN = "reads what this very process or its parent has written"
+FOLDER = "opens a folder, not a file"
+MEMORY = "maps memory without a file"
+STORE = "decodes a value of the job's store"
+PACKAGED = "reads a file of the package"
+
+CHECKED = (
+    "decodes what `elaswave.untrusted` has opened, or what has been authenticated, and catches all that comes of it"
+)
+
+EXCEPTED = {
+    "config.presets:catalog": PACKAGED,
+    "config.toml:parse_toml": CHECKED,
+    "control.commit_count:CommitCount.__init__": MEMORY,
+    "control.control_file:write_control_file": MAKES,
+    "control.data_survey:_heard": OWN,
+    "control.death_watch:DeathWatch.__init__": MEMORY,
+    "control.file_store:FileStore._open": FOLDER,
+    "control.forking:redirect_output": "opens /dev/null",
+    "control.fresh_template:main": OWN,
+    "control.job_folder:JobFolder.__init__": MAKES,
+    "control.job_folder:_removes": "looks with lstat first, and opens without waiting or following",
+    "control.job_network:_ipv6_addresses": KERNEL,
+    "control.job_place:JobPlace._key_file": MAKES,
+    "control.key_files:read_key": "opens without waiting, and looks at kind, mode and owner",
+    "control.key_making:_write_private": MAKES,
+    "control.late_outcome:late_outcome": STORE,
+    "control.machine:memory_bytes": KERNEL,
+    "control.memory_pressure:offer_to_kernel": KERNEL,
+    "control.read_files:_opened": "opens a descriptor of this process once more",
+    "control.taking_over:_set": OWN,
+    "control.taking_over:_set_flags": OWN,
+    "control.taking_part:_ask_whether_it_runs": STORE,
+    "data.sources:_map_file": CHECKED,
+    "data.sources:write_python_docs": MAKES,
+    "data.token_files:TokenWriter.__init__": MAKES,
+    "devices.availability:cuda_of_torch": PACKAGED,
+    "devices.places:take_place": "opens a lock in a folder of the job's",
+    "faults.growth:held_by": KERNEL,
+    "faults.trial:_be_job": MAKES,
+    "faults.trial:run_command.start": MAKES,
+    "faults.weather:Sky._begin": MAKES,
+    "faults.weather:Sky._limit": KERNEL,
+    "foreign.part:Part._about": OWN,
+    "foreign.part:Part._checked": OWN,
+    "foreign.server:Server._answer": OWN,
+    "foreign.server:load": "loads the code of a part, which is trusted",
+    "foreign.server:main": OWN,
+    "models.huggingface.model:_files": "decodes what transformers has just encoded",
+    "observability.clock:clock_here": KERNEL,
+    "observability.events:": CHECKED,
+    "observability.mapped_files:_mapped_by": KERNEL,
+    "observability.output:_point": "opens what a person has led the output to",
+    "observability.output:open_closed_streams": "opens /dev/null",
+    "observability.processes:_contents": KERNEL,
+    "observability.processes:facts_of": KERNEL,
+    "observability.processor_waits:ProcessorWaits._contents": KERNEL,
+    "observability.result:atomic_write": MAKES,
+    "observability.run_folder:_as_in_files": "decodes what it has just encoded",
+    "observability.run_folder:_locked": "opens a lock, for reading and writing, which waits for nobody",
+    "observability.worker_logs:add_to_copy": CHECKED,
+    "protocol.store_writes:holder_of": STORE,
+    "splitting.graph:OperatorGraph.from_json": "a function for scripts, which give it a text of theirs",
+    "state.archives:_files": CHECKED,
+    "state.archives:load_plain": CHECKED,
+    "state.checkpoint_commit:_sync_folder": FOLDER,
+    "state.checkpoint_shards:write_shard": MAKES,
+    "transport.addresses:_unix_name": FOLDER,
+    "worker.frequency:_group_of": KERNEL,
+    "worker.payloads:_describe": CHECKED,
+    "worker.rehearsal:_libraries_of_matrices": KERNEL,
+}
+
+
+def calls_beside(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Functions with what they call that opens a file or decodes one's content."""
+    for function, node in functions(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        opened = method == "open" and node.args and isinstance(getattr(node.args[0], "value", None), str)
+        if (name in OPENS | DECODES or method in METHODS or opened) and not _is_of_the_kernel(node):
+            yield function, name or method
+
+
+def _is_of_the_kernel(call: ast.Call) -> bool:
+    """Whether a call is given a path of the kernel's, as it stands there."""
+    texts = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return bool(texts) and texts[0].startswith(KERNELS)
+
+
+def test_files_are_read_through_one_module() -> None:
+    found: dict[str, set[str]] = {}
+    for module, path in modules(PACKAGE):
+        if module != "elaswave.untrusted":
+            for function, call in calls_beside(ast.parse(path.read_text())):
+                found.setdefault(f"{module.removeprefix('elaswave.')}:{function}", set()).add(call)
+    unknown = {place: sorted(calls) for place, calls in found.items() if place not in EXCEPTED}
+    assert not unknown, "read these through elaswave.untrusted, or say here why not"
+    assert not EXCEPTED.keys() - found.keys(), "these open and decode nothing any more"
+
+
+@pytest.mark.parametrize(
+    "call", ["open", "os.open", "json.loads", "torch.load", "msgspec.json.decode", "tomllib.loads", "pickle.loads"]
+)
+def test_the_search_finds_functions(call: str) -> None:
+    assert list(calls_beside(ast.parse(f"def f(given):\n    {call}(given)"))) == [("f", call)]
+
+
+@pytest.mark.parametrize("call", ["(folder / name).open('rb')", "path.read_text()", "Path(given).read_bytes()"])
+def test_the_search_finds_methods(call: str) -> None:
+    assert [place for place, _ in calls_beside(ast.parse(f"class A:\n    def f(self):\n        {call}"))] == ["A.f"]
+
+
+@pytest.mark.parametrize("call", ["open('/proc/self/maps')", "Path(f'/proc/{pid}/stat').read_text()", "store.open()"])
+def test_the_search_leaves_out(call: str) -> None:
+    assert not list(calls_beside(ast.parse(call)))
