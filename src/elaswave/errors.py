@@ -41,9 +41,15 @@ EndedBySignal                  no error: a signal that unwinds a command, as Key
 
 from collections.abc import Sequence
 
+from elaswave.visible import visible
+
 
 class ElaswaveError(Exception):
-    """Base of all of elaswave's own errors."""
+    """Base of all of elaswave's own errors. Names and words of others in its message are visible, also in a traceback
+    that Python shows."""
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 class UsageError(ElaswaveError):

@@ -209,7 +209,7 @@ def test_a_part_takes_no_more_room_than_its_elements(run: Path) -> None:
         item(manifest)[LENGTH] = manifest["shards"][shard] = 1 << 40
 
     resealed(run, change)
-    with pytest.raises(CheckpointError, match=rf"of 20 bytes takes {1 << 40}"):
+    with pytest.raises(CheckpointError, match=rf"of \d+ bytes takes {1 << 40}"):
         verify_checkpoint(folder_of(run, STEP))
 
 

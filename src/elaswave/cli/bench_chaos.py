@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from elaswave.api.environment import prepare_to_compute
+from elaswave.observability.output import say, say_json
 
 if TYPE_CHECKING:
     from elaswave.faults.chaos_bench import ChaosRun
@@ -113,7 +113,7 @@ def chaos_command(
     summary = _summary(done)
     if as_json:
         document = {"seed": seed, "good": all(run.good for run in done), "summary": summary, "runs": done}
-        click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+        say_json(document)
     else:
         for line in _summary_lines(summary):
             _print(out, line)
@@ -122,7 +122,7 @@ def chaos_command(
 
 
 def _print(stream: Any, text: str) -> None:
-    click.echo(text.rstrip(), file=stream)
+    say(text.rstrip(), file=stream)
     stream.flush()
 
 

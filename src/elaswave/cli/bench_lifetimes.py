@@ -7,6 +7,7 @@ from itertools import chain
 import click
 
 from elaswave.cli.waiting import Waiting
+from elaswave.observability.output import say
 from elaswave.sim.protocol.lifetime_search import (
     LIVES,
     LifetimeSummary,
@@ -60,11 +61,11 @@ def lifetimes_command(schedules: int, seed: int, exhaustive: bool, replay: str |
             break
     waiting.close()
     found = "no violation" if not summary.failures else "a violation"
-    click.echo(f"{number:,} schedules, {found}, in {time.monotonic() - started_s:.1f} s")
+    say(f"{number:,} schedules, {found}, in {time.monotonic() - started_s:.1f} s")
     if summary.failures:
         schedule, violation = summary.failures[0]
-        click.echo(f"violation: {violation}\n  elaswave bench lifetimes --replay '{schedule}'")
-        click.echo(f"the shortest that was found: elaswave bench lifetimes --replay '{shortest(schedule)}'")
+        say(f"violation: {violation}\n  elaswave bench lifetimes --replay '{schedule}'")
+        say(f"the shortest that was found: elaswave bench lifetimes --replay '{shortest(schedule)}'")
         sys.exit(1)
 
 
@@ -75,8 +76,8 @@ def _replay(text: str) -> int:
         raise click.UsageError(str(error)) from None
     log: list[str] = []
     outcome = run_lifetime(schedule, log=log)
-    click.echo(f"schedule: {schedule}")
+    say(f"schedule: {schedule}")
     for line in log:
-        click.echo(line)
-    click.echo("no violation" if outcome.violation is None else f"violation: {outcome.violation}")
+        say(line)
+    say("no violation" if outcome.violation is None else f"violation: {outcome.violation}")
     return 0 if outcome.violation is None else 1

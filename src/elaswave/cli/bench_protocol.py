@@ -21,6 +21,7 @@ import msgspec
 
 from elaswave.cli.waiting import Waiting
 from elaswave.control.parent_death import end_with_parent
+from elaswave.observability.output import say, say_json
 from elaswave.sim.protocol.mutants import MUTANTS
 from elaswave.sim.protocol.run import PRODUCT, Build, run_schedule
 from elaswave.sim.protocol.schedule import Schedule, parse_schedule, random_schedule
@@ -101,13 +102,13 @@ def protocol_command(
     shortest = None if failure is None else shrink(failure.schedule, build)
     duration_s = time.monotonic() - started_s
     if as_json:
-        click.echo(_as_json(summaries, failure, shortest, mutant, duration_s))
+        say(_as_json(summaries, failure, shortest, mutant, duration_s))
     else:
         _print_summary(summaries, duration_s)
         if failure is not None and shortest is not None:
             _print_failure(failure, shortest, build, mutant)
         elif mutant is not None:
-            click.echo(f"the mutant {mutant} was not found; try more schedules, or another --seed")
+            say(f"the mutant {mutant} was not found; try more schedules, or another --seed")
     if (failure is None) != (mutant is None):
         sys.exit(1)
 
@@ -211,8 +212,8 @@ def _schedule_of(text: str) -> Schedule:
 
 
 def _replay(schedule: Schedule, build: Build, as_json: bool) -> int:
-    click.echo(f"schedule: {schedule}", err=as_json)
-    outcome = run_schedule(schedule, build, log=lambda line: click.echo(line, err=as_json))
+    say(f"schedule: {schedule}", err=as_json)
+    outcome = run_schedule(schedule, build, log=lambda line: say(line, err=as_json))
     if as_json:
         document = {
             "schedule": str(schedule),
@@ -222,11 +223,11 @@ def _replay(schedule: Schedule, build: Build, as_json: bool) -> int:
             "instants": outcome.instants,
             "fired": [str(fault) for fault in outcome.fired],
         }
-        click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+        say_json(document)
     elif outcome.violation is not None:
-        click.echo(f"violation: {outcome.violation}")
+        say(f"violation: {outcome.violation}")
     else:
-        click.echo(f"{outcome.ended}{': ' + outcome.reason if outcome.reason else ''}; no violation")
+        say(f"{outcome.ended}{': ' + outcome.reason if outcome.reason else ''}; no violation")
     return 0 if outcome.violation is None else 1
 
 
@@ -234,25 +235,25 @@ def _print_summary(summaries: dict[str, Summary], duration_s: float) -> None:
     width = max(len(name) for name in summaries)
     for name, summary in summaries.items():
         found = f"{summary.num_failures} violations" if summary.num_failures else "no violation"
-        click.echo(f"{name.ljust(width)}  {summary.num_schedules:>9,} schedules, {found}")
+        say(f"{name.ljust(width)}  {summary.num_schedules:>9,} schedules, {found}")
     counts = sum((summary.counts for summary in summaries.values()), start=Summary().counts)
-    click.echo("they led through")
+    say("they led through")
     for what, count in counts.most_common():
-        click.echo(f"  {count:>9,}  {what}")
-    click.echo(f"in {duration_s:.1f} s")
+        say(f"  {count:>9,}  {what}")
+    say(f"in {duration_s:.1f} s")
 
 
 def _print_failure(failure: Failure, shortest: Schedule, build: Build, mutant: str | None) -> None:
     option = "" if mutant is None else f" --mutant {mutant}"
-    click.echo(f"violation: {failure.violation}")
+    say(f"violation: {failure.violation}")
     text = str(failure.schedule)
     if failure.seed is not None and mutant is None:
-        click.echo(f"  seed {failure.seed}: elaswave bench protocol --replay {failure.seed}")
+        say(f"  seed {failure.seed}: elaswave bench protocol --replay {failure.seed}")
     else:
-        click.echo(f"  elaswave bench protocol{option} --replay {shlex.quote(text)}")
+        say(f"  elaswave bench protocol{option} --replay {shlex.quote(text)}")
     outcome = run_schedule(shortest, build)
-    click.echo(f"the shortest schedule found that goes wrong: {outcome.violation}")
-    click.echo(f"  elaswave bench protocol{option} --replay {shlex.quote(str(shortest))}")
+    say(f"the shortest schedule found that goes wrong: {outcome.violation}")
+    say(f"  elaswave bench protocol{option} --replay {shlex.quote(str(shortest))}")
 
 
 def _as_json(
@@ -261,7 +262,7 @@ def _as_json(
     shortest: Schedule | None,
     mutant: str | None,
     duration_s: float,
-) -> bytes:
+) -> str:
     found = None
     if failure is not None:
         found = {
@@ -283,4 +284,4 @@ def _as_json(
         "failure": found,
         "duration_s": duration_s,
     }
-    return msgspec.json.format(msgspec.json.encode(document), indent=2)
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()

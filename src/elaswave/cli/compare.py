@@ -25,6 +25,7 @@ from elaswave.cli.tables import format_bytes, format_seconds, render_table, term
 from elaswave.config.policy_code import find_policy
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan, UsageError
+from elaswave.observability.output import say
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.healthy import Start
 from elaswave.planning.plan import Allocation, Plan, Planner
@@ -128,9 +129,9 @@ def compare_command(
         reference = setting.capacity_left(left)
         plot_policies(plot, title, entries, "tokens/s", reference)
     if json_mode:
-        click.echo(as_json(_document(setting, lost, entries, own)))
+        say(as_json(_document(setting, lost, entries, own)))
     else:
-        click.echo("\n".join(_render(setting, title, lost, entries, own, terminal_width())))
+        say(*_render(setting, title, lost, entries, own, terminal_width()))
 
 
 def _entries(

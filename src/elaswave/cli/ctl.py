@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import msgspec
 
 from elaswave.cli.ctl_status import StatusDisplay, render_status
 from elaswave.cli.tables import terminal_width
@@ -27,7 +26,7 @@ from elaswave.control.operator_messages import (
     StatusAnswer,
 )
 from elaswave.errors import ControlError
-from elaswave.observability.output import say_error
+from elaswave.observability.output import say, say_error, say_json
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -106,9 +105,9 @@ def status_command(run: Path, watch: bool, interval_s: float, timeout_s: float, 
             return
         status = _ask_status(client, timeout_s)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(status), indent=2))
+        say_json(status)
     else:
-        click.echo("\n".join(render_status(status, run, terminal_width())))
+        say(*render_status(status, run, terminal_width()))
 
 
 def _ask_status(client: OperatorClient, timeout_s: float) -> JobStatus:
@@ -215,7 +214,7 @@ def _last_answer(client: OperatorClient, make: Callable[[int], Request], timeout
         assert isinstance(answer, Answer)
         if answer.is_last:
             return answer
-        click.echo(_line(answer), err=as_json)
+        say(_line(answer), err=as_json)
     raise AssertionError("a last answer or an error comes")
 
 
@@ -231,13 +230,13 @@ def _finish(answer: Answer, as_json: bool, over: JobOver | None = None) -> None:
                 document[name] = value
         if over is not None:
             document["outcome"], document["outcome_reason"] = over.outcome, over.reason
-        click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+        say_json(document)
     lines = [_line(answer)] + ([f"{over.outcome}: {over.reason}" if over.reason else over.outcome] if over else [])
     if failed:
         say_error("error: " + "; ".join(lines))
         sys.exit(1)
     if not as_json:
-        click.echo("\n".join(lines))
+        say(*lines)
 
 
 def _line(answer: Answer) -> str:

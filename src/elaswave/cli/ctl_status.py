@@ -12,9 +12,11 @@ from rich.text import Text
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
 from elaswave.control.operator_messages import JobOver, JobStatus, WorkerStatus
 from elaswave.devices.gauges import Gauges
+from elaswave.observability.output import shown
 from elaswave.observability.progress import format_loss, format_rate
 from elaswave.observability.result import from_json_float
 from elaswave.observability.wrapping import wrap
+from elaswave.visible import visible_lines
 
 _RECOVERIES_SHOWN = 5
 
@@ -166,7 +168,7 @@ class StatusDisplay:
             return
         lines = render_status(status, self._run, terminal_width(), is_styled=False)
         if self._live is not None:
-            self._live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(Text(visible_lines(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
             self._print("\n".join([*lines, ""]))
 
@@ -181,5 +183,5 @@ class StatusDisplay:
             self._print(f"the job is over: {over.outcome}{', ' if over.reason else ''}{over.reason}")
 
     def _print(self, text: str) -> None:
-        self._stream.write(text + "\n")
+        self._stream.write(shown(text, self._stream) + "\n")
         self._stream.flush()

@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import click
-import msgspec
 
 from elaswave.cli.groups import LazyGroup
+from elaswave.observability.output import say, say_json
 
 _SAY_EVERY_S = 2.0
 """Between two lines about texts that take long."""
@@ -66,9 +66,9 @@ def tokenize_command(
     made = tokenize(texts, tokenizer, output, append=append, on_progress=_Progress())
     if as_json:
         document = {"output": str(output), **made._asdict()}
-        click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+        say_json(document)
         return
-    click.echo(
+    say(
         f"{output}: {made.num_tokens:,} tokens of {made.token_bytes} bytes from {made.num_text_bytes:,} bytes of text; "
         f"vocabulary of {made.vocab_size:,}"
     )
@@ -85,7 +85,7 @@ class _Progress:
         if now_s - self._said_s >= _SAY_EVERY_S:
             self._said_s = now_s
             rate = num_text_bytes / (now_s - self._began_s)
-            click.echo(
+            say(
                 f"{num_text_bytes / 1e6:,.0f} MB of text, {num_tokens:,} tokens ({rate / 1e6:,.1f} MB/s)",
                 file=sys.stderr,
             )

@@ -29,10 +29,12 @@ from elaswave.errors import ConfigError
 from elaswave.faults.injection import FAULTS_FILE, Fault, FaultRecord, parse_faults, read_fault_records
 from elaswave.hashing import key64
 from elaswave.observability.compare import Comparison, compare_results
+from elaswave.observability.output import say_json
 from elaswave.observability.progress import format_loss, make_reporter, writes_unicode
 from elaswave.observability.result import EpochRecord, JsonFloat, Recovery, RunResult, from_json_float, read_digests
 from elaswave.observability.run_folder import default_run_dir, open_run_dir
 from elaswave.protocol.engine import PHASES
+from elaswave.visible import visible
 
 DEFAULTS = ("layout.widths=[4, 4]", "run.steps=36", "model.hidden_size=96", "batch.microbatch_size=4")
 """What the demonstration's configuration has beside the defaults of every run: eight workers share two cores, and it is
@@ -125,7 +127,7 @@ def demo_command(seed: int, run_dir: Path | None, overwrite: bool, overrides: tu
     shown = _Shown(sys.stderr if as_json else sys.stdout)
     found = demonstrate(config, specs, seed, run_dir, shown, json_mode=as_json, overwrite=overwrite)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        say_json(found)
     if not found.same:
         sys.exit(1)
 
@@ -182,7 +184,8 @@ class _Shown:
 
     def say(self, *parts: str | tuple[str, str]) -> None:
         """One line of parts, each a text or (text, style)."""
-        self._console.print(Text.assemble(*parts), soft_wrap=True)
+        seen = (visible(part) if isinstance(part, str) else (visible(part[0]), part[1]) for part in parts)
+        self._console.print(Text.assemble(*seen), soft_wrap=True)
         self.stream.flush()
 
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import click
-import msgspec
 
 from elaswave.config.own import OWN
 from elaswave.errors import RunFolderError, UsageError
+from elaswave.observability.output import say, say_json
 from elaswave.observability.run_folder import huggingface_files, saved_config
 
 
@@ -81,15 +81,15 @@ def export_command(
     else:
         summary = export_safetensors(run, output, weights=weights, own_names=own_names)
     for skipped in summary.skipped:
-        click.echo(f"skipped {skipped.folder.name}: {skipped.reason}", err=True)
+        say(f"skipped {skipped.folder.name}: {skipped.reason}", err=True)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(summary, enc_hook=str), indent=2))
+        say_json(summary, enc_hook=str)
         return
-    click.echo(
+    say(
         f"{summary.output}: {summary.num_tensors} tensors, {summary.num_parameters:,} parameters, "
         f"{summary.num_bytes / 1e6:,.1f} MB, as of step {summary.step}"
     )
     if summary.config_file:
-        click.echo(f"{summary.config_file}: configuration for transformers")
+        say(f"{summary.config_file}: configuration for transformers")
     for note in summary.notes:
-        click.echo(note)
+        say(note)

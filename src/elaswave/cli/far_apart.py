@@ -20,6 +20,7 @@ from elaswave.costs.analytic import PARAMETER_BYTES, analytic_costs
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.fences import CODEC_WORDS, Codec, is_codec
+from elaswave.observability.output import say
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.far_apart.copies import survival_of_plan
 from elaswave.planning.far_apart.job import Copies, FarJob, FarPlan, allocation_of_plan, without_devices
@@ -209,7 +210,7 @@ def plan_far_apart(
     if after is not None:
         document["after"] = _entry(setting, left, after)
     if json_mode:
-        click.echo(as_json(document))
+        say(as_json(document))
         return
     width = terminal_width()
     lines = [*wrap(setting.title, width), ""]
@@ -217,7 +218,7 @@ def plan_far_apart(
     if after is not None:
         lines += ["", *wrap(f"lost: {' '.join(map(str, lost))}", width), ""]
         lines += _render(document["after"], "after", width)
-    click.echo("\n".join(lines))
+    say(*lines)
 
 
 def compare_far_apart(
@@ -261,7 +262,7 @@ def compare_far_apart(
         "throughput_unit": TOKENS_PER_S, "policies": entries,
     }  # fmt: skip
     if json_mode:
-        click.echo(as_json(document))
+        say(as_json(document))
         return
     width = terminal_width()
     rows = [_row(entry) for entry in entries]
@@ -271,7 +272,7 @@ def compare_far_apart(
     lines += wrap(
         "step: by the objective; queued: its programs run in virtual time, transfers one after another", width
     )
-    click.echo("\n".join(lines))
+    say(*lines)
 
 
 def _planned(setting: _Setting, job: FarJob, name: str, far: FarOptions, reference: FarPlan) -> dict[str, Any]:

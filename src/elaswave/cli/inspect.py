@@ -10,6 +10,7 @@ import msgspec
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.config.own import SAMPLES_PER_S
 from elaswave.observability.compare import Comparison, compare_results
+from elaswave.observability.output import say, say_json
 from elaswave.observability.progress import format_loss, format_rate, sparkline, writes_unicode
 from elaswave.observability.result import from_json_float, read_digests, read_result
 from elaswave.observability.summary import RunSummary, StageSummary, WorkerSummary, summarize
@@ -76,7 +77,7 @@ def inspect_run(run: Path, as_json: bool) -> None:
     if as_json:
         _echo_json(summary)
         return
-    click.echo("\n".join(render_summary(summary, terminal_width(), ascii_only=not writes_unicode(sys.stdout))))
+    say(*render_summary(summary, terminal_width(), ascii_only=not writes_unicode(sys.stdout)))
 
 
 @inspect_group.command(name="diff", short_help="Whether two runs are the same computation.")
@@ -94,13 +95,13 @@ def inspect_diff(run_a: Path, run_b: Path, as_json: bool) -> None:
     if as_json:
         _echo_json(comparison)
     else:
-        click.echo("\n".join(render_comparison(comparison, run_a, run_b, terminal_width())))
+        say(*render_comparison(comparison, run_a, run_b, terminal_width()))
     if not comparison.same:
         sys.exit(1)
 
 
 def _echo_json(document: msgspec.Struct) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+    say_json(document)
 
 
 # ---------------------------------------------------------------------------------------------------------- rendering

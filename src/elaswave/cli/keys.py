@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from elaswave.control.key_making import LOCAL_NAMES, make_keys
+from elaswave.observability.output import say
 
 
 @click.command(name="keys", short_help="Make a job's certificates and key.")
@@ -35,14 +36,12 @@ def keys_command(folder: Path, hosts: tuple[str, ...], days: int, as_json: bool)
     """
     made = make_keys(folder, [tuple(names.split(",")) for names in hosts], days)
     if as_json:
-        click.echo(
-            msgspec.json.format(msgspec.json.encode({"folders": [str(each) for each in made]}), indent=2).decode()
-        )
+        say(msgspec.json.format(msgspec.json.encode({"folders": [str(each) for each in made]}), indent=2).decode())
         return
     for each in made:
         names = LOCAL_NAMES if each == folder else tuple(dict.fromkeys(_named(hosts, each)))
-        click.echo(f"{each}: certificate for {', '.join(names)}, good for {days} days; the job's key")
-    click.echo(f"use it: --set net.transport=tcp --set net.tls=required --set net.keys={made[-1]}")
+        say(f"{each}: certificate for {', '.join(names)}, good for {days} days; the job's key")
+    say(f"use it: --set net.transport=tcp --set net.tls=required --set net.keys={made[-1]}")
 
 
 def _named(hosts: tuple[str, ...], folder: Path) -> list[str]:

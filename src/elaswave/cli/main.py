@@ -9,6 +9,7 @@ standard output is one JSON document also when the command fails.
 import contextlib
 import errno
 import io
+import logging
 import shutil
 import signal
 import sys
@@ -18,7 +19,6 @@ from types import FrameType
 from typing import Any
 
 import click
-import msgspec
 
 from elaswave import __version__
 from elaswave.api.environment import begin_with_fixed_hashes, use_one_thread
@@ -33,7 +33,7 @@ from elaswave.errors import (
     UsageError,
     WorkerError,
 )
-from elaswave.observability.output import lead_elsewhere, open_closed_streams, say_error
+from elaswave.observability.output import VisibleLines, lead_elsewhere, open_closed_streams, say_error, say_json
 from elaswave.observability.wrapping import wrap
 
 EXIT_SUCCESS = 0
@@ -95,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own = sys.argv[1:]
     if arguments is None and own[:1] == ["run"]:
         begin_with_fixed_hashes()
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(VisibleLines())
     use_one_thread()  # before any module of a command is imported
     try:
         code = _run(own if arguments is None else list(arguments))
@@ -234,5 +236,5 @@ def _failed(error: Exception, message: str, code: int, as_json: bool) -> int:
         document: dict[str, Any] = {"error": type(error).__name__, "message": message, "exit_code": code}
         if isinstance(error, ConfigError):
             document["problems"] = error.problems
-        click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+        say_json(document)
     return code

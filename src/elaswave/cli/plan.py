@@ -26,6 +26,7 @@ from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.schedules import SCHEDULES
 from elaswave.errors import UsageError
+from elaswave.observability.output import say
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.plan import Plan, Planner
 from elaswave.planning.survival import Survival
@@ -108,14 +109,14 @@ def plan_command(
     step = None if trace is None else _traced(trace, setting, left, plan)
     if json_mode:
         simulated = {} if step is None else {"simulated_step": step.to_json()}
-        click.echo(as_json(result.to_json() | notes | simulated))
+        say(as_json(result.to_json() | notes | simulated))
         return
     lines = result.render(terminal_width(), notes)
     if step is not None:
         bubbles = " ".join(f"{share:.0%}" for share in step.timeline.stage_bubble_fractions)
         text = f"trace: {trace}; a step takes {format_seconds(step.step_s)} where transfers share links"
         lines += wrap(f"{text}; bubbles by stage: {bubbles}", terminal_width())
-    click.echo("\n".join(lines))
+    say(*lines)
 
 
 def _traced(path: Path, setting: Setting, left: Cluster, plan: Plan | None) -> "SimulatedStep":

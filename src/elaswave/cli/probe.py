@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from elaswave.api.environment import given_key
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
 from elaswave.costs.machines import NetworkLink
 from elaswave.errors import UsageError
-from elaswave.observability.output import say_error
+from elaswave.observability.output import say, say_error, say_json
 
 _MBIT = 1e6 / 8
 
@@ -91,8 +90,8 @@ def _answer(where: str, key: bytes, for_s: float | None) -> None:
         raise UsageError(f"--answer {where}: cannot listen there: {error}; give an address of this host") from error
     end_s = None if for_s is None else time.monotonic() + for_s
     with listener:
-        click.echo(f"answers probes at {host}:{listener.getsockname()[1]}")
-        answer(listener, key, lambda: end_s is None or time.monotonic() < end_s, click.echo)
+        say(f"answers probes at {host}:{listener.getsockname()[1]}")
+        answer(listener, key, lambda: end_s is None or time.monotonic() < end_s, say)
 
 
 def _measure(file: Path, source: str, targets: tuple[str, ...], output: Path | None, as_json: bool, key: bytes) -> None:
@@ -117,7 +116,7 @@ def _measure(file: Path, source: str, targets: tuple[str, ...], output: Path | N
     if as_json:
         document = {"from": source, "links": [_entry(site, found) for site, found in rows],
                     "output": None if output is None else os.fspath(output)}  # fmt: skip
-        click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+        say_json(document)
         return
     width = terminal_width()
     table = [
@@ -131,9 +130,9 @@ def _measure(file: Path, source: str, targets: tuple[str, ...], output: Path | N
         for site, found in rows
     ]
     header = ["site", "there", "back", "delay", "probes", "off by"]
-    click.echo("\n".join(render_table(header, table, width)))
+    say(*render_table(header, table, width))
     if output is not None:
-        click.echo(f"written: {output}")
+        say(f"written: {output}")
 
 
 def _rounded(link: NetworkLink) -> NetworkLink:

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import msgspec
 
 from elaswave.api.environment import prepare_to_compute
 from elaswave.cli.job_options import job_options, with_policy
 from elaswave.errors import ElaswaveError, UsageError
-from elaswave.observability.output import say_error
+from elaswave.observability.output import say_error, say_json
 
 
 @click.command(
@@ -74,7 +73,7 @@ def run_command(
         )
     if as_json:
         (job,) = session.jobs
-        click.echo(msgspec.json.format(msgspec.json.encode(job.result), indent=2).decode())
+        say_json(job.result)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
+from elaswave.observability.output import say
 from elaswave.planning.baselines.common import rectangle
 from elaswave.planning.fault_free import fastest_fault_free
 from elaswave.planning.healthy import healthy_step_s
@@ -115,10 +116,10 @@ def simulate_command(
         title=life.title, costs=life.costs.source, tokens_per_step=life.tokens_per_step, outcomes=outcomes
     )
     if json_mode:
-        click.echo(as_json(document_of(results)))
+        say(as_json(document_of(results)))
     else:
         render = render_policy if len(names) == 1 else render_policies
-        click.echo("\n".join(render(results, terminal_width())))
+        say(*render(results, terminal_width()))
 
 
 def _check_effort(life: Life, num_policies: int) -> None:

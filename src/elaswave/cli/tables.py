@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elaswave.observability.wrapping import wrap
+from elaswave.visible import Styled, visible
 
 _FALLBACK_WIDTH = 100
 """Columns when the output is no terminal and COLUMNS is not set."""
@@ -38,6 +39,7 @@ def render_table(
     Returns:
         The lines, none wider than ``width`` unless a single word is.
     """
+    header, rows = [visible(name) for name in header], [[visible(cell) for cell in row] for row in rows]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column, name in enumerate(header):
         is_number = all(row[column][:1] in "0123456789-" for row in rows)
@@ -50,7 +52,7 @@ def render_table(
     if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum <= width:
         with console.capture() as captured:
             console.print(table)
-        return [line.rstrip() for line in captured.get().splitlines()]
+        return [Styled(line.rstrip()) for line in captured.get().splitlines()]
     lines: list[str] = []
     for row in rows:
         cells = [f"{name} {cell}" for name, cell in zip(header, row, strict=True) if cell != "-"]

@@ -19,6 +19,7 @@ from elaswave.config.own import OWN
 from elaswave.config.toml import read_toml
 from elaswave.control.job import JobOptions, run_job
 from elaswave.errors import UsageError
+from elaswave.observability.output import say
 from elaswave.observability.run_folder import is_fine_tuning, resume_command
 
 
@@ -118,11 +119,11 @@ def train_command(
         )
     config = load_config(config_file, overrides, workers, base=base, reads_old_format=resume)
     if print_config:
-        click.echo(_as_json(config.to_dict()) if as_json else config.to_toml(), nl=as_json)
+        say(_as_json(config.to_dict()) if as_json else config.to_toml(), nl=as_json)
         return
     finished = run_job(config, options, prepare=prepare_to_compute, key=given_key())
     if as_json:
-        click.echo(_as_json(finished.result))
+        say(_as_json(finished.result))
 
 
 def _fine_tune(
@@ -157,7 +158,7 @@ def _fine_tune(
         trainer_of(fine_tuning, settings=settings, run_dir=options.run_dir, resume=options.resume).train()
     if options.as_json:
         (job,) = session.jobs
-        click.echo(_as_json(job.result))
+        say(_as_json(job.result))
 
 
 def _as_json(document: object) -> str:

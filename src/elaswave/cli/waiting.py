@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from elaswave.visible import visible
+
 _TERMINAL_INTERVAL_S = 0.5
 _LINE_INTERVAL_S = 5.0
 _QUIET_S = 2.0
@@ -44,7 +46,7 @@ class Waiting:
         self._next_s = now_s + (_TERMINAL_INTERVAL_S if self._is_terminal else _LINE_INTERVAL_S)
         self._shown = True
         left = f", about {_duration((now_s - self._began_s) * (1 - done) / done)} left" if done > 0 else ""
-        text = f"{self._what}: {100 * done:.3g} %{left}{', ' if detail else ''}{detail}"
+        text = visible(f"{self._what}: {100 * done:.3g} %{left}{', ' if detail else ''}{detail}")
         self._write(f"\r\033[K{text}" if self._is_terminal else f"{text}\n")
 
     def close(self) -> None:

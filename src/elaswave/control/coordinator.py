@@ -38,6 +38,7 @@ from elaswave.control.operator_messages import FromOperator
 from elaswave.control.server import TurnedAway
 from elaswave.control.wire import is_agent, is_operator, peer_name
 from elaswave.errors import ElaswaveError, RetryError, StoreError, StoreGoneError, SupersededError
+from elaswave.observability.output import VisibleLines
 from elaswave.observability.worker_logs import add_to_copy
 from elaswave.protocol import events
 from elaswave.protocol.coordinator_table import State
@@ -453,9 +454,9 @@ def run_candidate(setup: CoordinatorSetup, name: str, founds: bool, report: Call
 
 
 def _live(begin: Callable[[], CoordinatorSetup]) -> int:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
-    )
+    log = logging.StreamHandler(sys.stderr)
+    log.setFormatter(VisibleLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[log], force=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         asyncio.run(_run(begin()))

@@ -1,13 +1,20 @@
-"""Output that is taken no more: a closed terminal (EIO), an ended reader (EPIPE), a full disk (ENOSPC).
+"""What is printed: in which no text of others is obeyed (`elaswave.visible`), and of which some is taken no more.
 
-Work that has been asked for does not end because of it. No state here.
+That is so on a closed terminal (EIO), after its reader has ended (EPIPE) and on a full disk (ENOSPC). Work that has
+been asked for does not end because of it. No state here.
 """
 
 import contextlib
+import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+import msgspec
+
+from elaswave.visible import visible, visible_lines
 
 
 def lead_elsewhere(stream: TextIO, path: Path | None) -> bool:
@@ -55,9 +62,47 @@ def open_closed_streams() -> None:
         setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))
 
 
+def say(*lines: str, err: bool = False, file: TextIO | None = None, nl: bool = True) -> None:
+    """Prints what a command has found. Every command prints with this.
+
+    Args:
+        lines: of text, or of JSON, which stays what it is.
+        err: on standard error.
+        file: there instead.
+        nl: with a line end.
+    """
+    import click  # late: other processes of a job show nothing themselves
+
+    click.echo(visible_lines(lines), err=err, file=file, nl=nl)
+
+
+def say_json(document: object, enc_hook: Callable[[Any], Any] | None = None) -> None:
+    """Prints one indented JSON document on standard output.
+
+    Args:
+        document: what msgspec encodes.
+        enc_hook: as of ``msgspec.json.encode``.
+    """
+    say(msgspec.json.format(msgspec.json.encode(document, enc_hook=enc_hook), indent=2).decode())
+
+
+def shown(text: str, stream: TextIO) -> str:
+    """A text as a stream takes it: visible, and with "?" for every character that the stream's encoding lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return visible(text).encode(encoding, "replace").decode(encoding)
+
+
+class VisibleLines(logging.Formatter):
+    """Lines of a log, in which reasons and names of others stand."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record, with its traceback."""
+        return visible(super().format(record))
+
+
 def say_error(text: str) -> None:
     """Prints on standard error, where that is still possible."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)
     except OSError:
         lead_elsewhere(sys.stderr, None)

@@ -22,10 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from elaswave.config.own import OWN, SAMPLES_PER_S, TOKENS_PER_S
-from elaswave.observability.output import lead_elsewhere
+from elaswave.observability.output import lead_elsewhere, shown
 from elaswave.observability.result import RunResult, from_json_float
 from elaswave.observability.wrapping import wrap
 from elaswave.types import Layout
+from elaswave.visible import visible
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BLOCKS_ASCII = "_.-=+*#@"
@@ -81,12 +82,6 @@ def writes_unicode(stream: TextIO) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    """The text with "?" for every character that a stream's encoding lacks."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
 
 
 class Reporter(Protocol):
@@ -248,7 +243,7 @@ class _LineReporter:
 
     def _print(self, text: str, stream: TextIO | None = None) -> None:
         stream = stream or self._stream
-        stream.write(_encodable(text, stream) + "\n")
+        stream.write(shown(text, stream) + "\n")
         stream.flush()
 
     def started(self, config: object, layout: Layout, run_dir: Path) -> None:
@@ -349,7 +344,7 @@ class _LiveReporter:
         self._curve = _Curve()
 
     def _print(self, text: str, style: str = "") -> None:
-        text = _encodable(text, cast(TextIO, self._console.file))
+        text = shown(text, cast(TextIO, self._console.file))
         # Wrapped here: rich, and terminals, break lines wherever they are full, also inside a path or a command.
         lines = [line for paragraph in text.splitlines() for line in wrap(paragraph, self._console.width) or [""]]
         self._console.print(Text("\n".join(lines), style=style), soft_wrap=True)
@@ -357,7 +352,7 @@ class _LiveReporter:
     def started(self, config: object, layout: Layout, run_dir: Path) -> None:
         headline, _, folder = _headline(config, layout, run_dir).partition("\n")
         self._print(headline, "bold")
-        self._console.print(Text(_encodable(folder, cast(TextIO, self._console.file)), style="dim"), soft_wrap=True)
+        self._console.print(Text(shown(folder, cast(TextIO, self._console.file)), style="dim"), soft_wrap=True)
 
     def step(
         self,
@@ -419,7 +414,7 @@ class _LiveReporter:
         curve = sparkline(self._curve.means(), min(_CURVE_WIDTH, width), ascii_only=self._ascii_only)
         return Group(
             bar,
-            Text(self._facts, no_wrap=True, overflow="crop" if self._ascii_only else "ellipsis"),
+            Text(visible(self._facts), no_wrap=True, overflow="crop" if self._ascii_only else "ellipsis"),
             Text(curve, style="cyan", no_wrap=True, overflow="crop"),
         )
 

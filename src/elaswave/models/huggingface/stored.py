@@ -171,11 +171,9 @@ def _header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         first = 8 + length
         entries = {name: decode_json(bytes(raw), _Entry) for name, raw in header.items() if name != "__metadata__"}
         tensors = [
-            (
-                name,
-                StoredTensor(path, first + each.data_offsets[0], first + each.data_offsets[1], each.dtype, each.shape),
-            )
+            (name, StoredTensor(path, first + start, first + stop, each.dtype, each.shape))
             for name, each in entries.items()
+            for start, stop in [each.data_offsets]
         ]
         for name, place in tensors:
             _check_extent(name, place, first, num_bytes)
