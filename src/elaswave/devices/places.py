@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from elaswave.errors import DeviceError
+from elaswave.untrusted import open_regular
 
 PLACE_TIMEOUT_S = 15.0
 """How long a worker waits for a place: that of a lost worker is free when its process is gone. Below
@@ -37,7 +38,7 @@ def take_place(folder: Path, num_devices: int, workers_per_device: int, timeout_
         for place in range(num_devices * workers_per_device):
             # Others may not open it: who can read a file can lock it.
             path = folder / f"{socket.gethostname()}-{place}"
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

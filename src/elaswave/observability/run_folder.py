@@ -38,7 +38,7 @@ from elaswave.observability.result import (
 )
 from elaswave.observability.worker_logs import LOGS_DIR
 from elaswave.state.checkpoint import CHECKPOINTS, SPARE, link_spare
-from elaswave.untrusted import read_bytes, read_json, reason, stays_inside
+from elaswave.untrusted import open_regular, read_bytes, read_json, reason, stays_inside
 
 MARKER_FILE = "run.json"
 CONFIG_FILE = "config.toml"
@@ -400,7 +400,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _open_lock(path: Path) -> int:
     """Others may not open it: who can read a file can lock it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
     with contextlib.suppress(OSError):  # of an earlier version's, or not this user's own
         os.fchmod(descriptor, 0o600)
     return descriptor
