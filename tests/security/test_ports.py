@@ -4,6 +4,7 @@ import errno
 import itertools
 import math
 import os
+import re
 import select
 import shutil
 import socket
@@ -19,6 +20,7 @@ from tests.agents import free_port
 from tests.integration.jobs import run_job
 from tests.security.attacker import as_another, needs_root
 
+import elaswave
 from elaswave.config.load import load_config
 from elaswave.control import host_network, job_network, taking_part
 from elaswave.control.host_network import Seed, hold
@@ -29,8 +31,9 @@ from elaswave.errors import RetryError
 from elaswave.observability.run_folder import LOCK_FILE, open_run_dir
 from elaswave.transport import addresses
 
-pytestmark = [pytest.mark.security, needs_root]
+pytestmark = pytest.mark.security
 
+SOURCE = Path(elaswave.__file__).parent
 HOSTS = ("127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1", "::")
 """By which a socket has a port of 127.0.0.1."""
 SOMEBODY = 4711
@@ -46,6 +49,21 @@ def reachable() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+def test_every_socket_that_listens_and_every_lock_is_known_here() -> None:
+    """What is new belongs beside what is there: `transport.addresses`, or a file that others cannot open."""
+    calls = re.compile(r"\.(bind|(?:create|start)(?:_unix)?_server|flock|lockf)\(")
+    found = {str(path.relative_to(SOURCE)): set(calls.findall(path.read_text())) for path in SOURCE.rglob("*.py")}
+    assert {name: calls for name, calls in found.items() if calls} == {
+        "transport/addresses.py": {"bind"},
+        "control/server.py": {"create_server", "create_unix_server"},  # of a socket of those
+        "control/host_network.py": {"bind", "lockf"},  # to see whether an address is this host's; nobody listens
+        "control/job_folder.py": {"flock"},
+        "control/file_store.py": {"flock"},
+        "devices/places.py": {"flock"},
+        "observability/run_folder.py": {"flock"},
+    }
+
+
 def refused_to_another(path: Path) -> None:
     """Asserts that another user cannot open a file: who can read one can lock it."""
 
@@ -57,6 +75,7 @@ def refused_to_another(path: Path) -> None:
         pass
 
 
+@needs_root
 def test_names_and_ports_of_another_user_are_no_agent_of_this_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +94,7 @@ def test_names_and_ports_of_another_user_are_no_agent_of_this_host(
         hold(where, "127.0.0.1", tmp_path)
 
 
+@needs_root
 @pytest.mark.parametrize("words", [b"HTTP/1.1 200 OK\r\n" * 40, b"\0" * 400], ids=["another protocol", "zeros"])
 def test_an_impostor_at_the_coordinators_address_is_worth_another_try(words: bytes) -> None:
     where = Seed("127.0.0.1", free_port(), "127.0.0.1")
@@ -98,6 +118,7 @@ def test_an_impostor_at_the_coordinators_address_is_worth_another_try(words: byt
             taking_part._ask(host, 0.5, hopeless_s=math.inf)
 
 
+@needs_root
 def test_a_unix_socket_of_another_user_is_not_dialled(reachable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job's folder may be gone, and made anew by others, while somebody still knows its name."""
     path = reachable / "control.sock"
@@ -117,6 +138,7 @@ def test_a_unix_socket_of_another_user_is_not_dialled(reachable: Path, monkeypat
             addresses.dial(f"unix:{path}")
 
 
+@needs_root
 def test_the_lock_of_a_run_cannot_be_taken(reachable: Path) -> None:
     run = reachable / "run"
     config = load_config(None, ())
@@ -127,6 +149,7 @@ def test_the_lock_of_a_run_cannot_be_taken(reachable: Path) -> None:
     refused_to_another(run / LOCK_FILE)
 
 
+@needs_root
 def test_a_place_on_a_gpu_cannot_be_taken(reachable: Path) -> None:
     assert take_place(reachable, 1, 1) == 0
     (path,) = reachable.iterdir()
@@ -161,6 +184,7 @@ def taken_by_another(port: int) -> bool:
         return False
 
 
+@needs_root
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("is_chosen", [True, False])
 def test_the_port_of_a_job_cannot_be_taken_between_two_coordinators(host: str, is_chosen: bool) -> None:
@@ -206,6 +230,7 @@ def test_neither_does_another_job_of_this_user_take_it_nor_is_it_lost_to_an_earl
     addresses.reserve("127.0.0.1", [port]).close()
 
 
+@needs_root
 @pytest.mark.slow
 def test_a_job_outlives_its_coordinators_while_another_user_wants_their_port(tmp_path: Path) -> None:
     port = max(free_port() for _ in range(9))

@@ -420,3 +420,15 @@ def test_a_folder_whose_name_is_no_text_is_refused_also_as_the_working_directory
         with pytest.raises(ConfigError, match=r"caf\\xe9.* is no UTF-8 text"):
             load_config(None, [f"{key}=text.txt"])
     assert [path.name for path in folder.iterdir()] == ["text.txt"]
+
+
+def test_a_lock_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> None:
+    """What is there would be made private."""
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.touch()
+    elsewhere.chmod(0o644)
+    run.mkdir()
+    (run / ".lock").symlink_to(elsewhere)
+    with pytest.raises(RunFolderError, match="cannot write"):
+        start(run)
+    assert elsewhere.stat().st_mode & 0o777 == 0o644
