@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from elaswave.control.etcd_gateway import Answer
 
+KEY = b"the job's key, of tests alone..."
+STRANGERS = b"another key, of a stranger alone"
+
 
 class Written(NamedTuple):
     value: bytes

@@ -23,6 +23,7 @@ ElaswaveError
 ├── StoreError                 a coordinator's store that is damaged, held by another one, or cannot be written
 │   ├── StoreGoneError         it does not answer: exit code 75
 │   └── SupersededError        another coordinator has taken over: this one must end, and says nothing
+│       └── DisplacedError     nobody has taken over, but this one may not write any more: the next one claims anew
 ├── StateError                 blocks, sums or placements that contradict each other
 ├── CheckpointError            a checkpoint that is damaged, half-written or of another model
 ├── VoteError                  a step that cannot be committed; says which part of the certificate failed
@@ -155,6 +156,11 @@ class StoreGoneError(StoreError):
 
 class SupersededError(StoreError):
     """Another coordinator has taken over: this one must end, and has no right to say anything to anybody."""
+
+
+class DisplacedError(SupersededError):
+    """What a coordinator holds of its store was changed by nobody who has followed it. It ends and says nothing, and
+    another one claims the job anew."""
 
 
 class StateError(ElaswaveError):

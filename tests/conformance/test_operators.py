@@ -2,11 +2,13 @@
 
 import os
 
+import msgspec
 import pytest
 from tests.conformance.coordinators import Say, Tell, Town, until
 
 from elaswave.control.server import PeerLimits
 from elaswave.control.wire import COORDINATOR, FIRST_OPERATOR, Kind, encode, is_operator, operator_id, peer_name
+from elaswave.protocol.heads import Head
 
 OPERATOR = operator_id(5)
 LIMITS = PeerLimits(message_bytes_max=4096, outbox_bytes_max=1 << 20, frames_per_s=10.0)
@@ -43,6 +45,16 @@ def test_several_at_a_time_are_heard_and_forgotten_when_they_go(world):
         operator.client.close(0.0)
     until(lambda: coordinator.server.peers == [1])
     assert coordinator.call(lambda: list(coordinator.server._handled)) == [1]
+
+
+def test_what_one_has_heard_of_the_history_is_not_asked_for(world):
+    town, coordinator = world
+    operator = town.raw_peer(own=OPERATOR).authenticate()
+    operator.session.write(Kind.HEAD, payload=msgspec.msgpack.encode(Head(99, 99, 99, b"forged")))
+    operator.flush()
+    operator.say_hello()
+    until(lambda: coordinator.events(OPERATOR) == ["connected"])
+    assert all(peer == 1 for peer, _ in coordinator.heads)
 
 
 def test_one_that_says_too_much_is_cut_off(world):

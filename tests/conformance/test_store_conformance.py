@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 import pytest
 from tests.etcd_processes import Member, cluster, needs_etcd
-from tests.fake_etcd import FakeEtcd, FakeGateway
+from tests.fake_etcd import KEY, FakeEtcd, FakeGateway
 
 from elaswave.control import etcd_keys
 from elaswave.control.etcd_client import EtcdClient
@@ -18,6 +18,7 @@ from elaswave.control.etcd_store import EtcdStore
 from elaswave.control.file_store import FileStore
 from elaswave.control.store import Owner, Store
 from elaswave.errors import StoreError, SupersededError
+from elaswave.protocol.store_writes import spec_value
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
@@ -63,7 +64,7 @@ class EtcdPlace:
     def __init__(self, client: Callable[[], EtcdClient]) -> None:
         self.client = client
         with closing(client()) as founder:
-            etcd_keys.found(founder, b"a test", 10.0)
+            etcd_keys.found(founder, spec_value(7), 10.0)
 
     def open(self, record_type: object = Record) -> Store:
         return EtcdStore(self.client(), record_type, OWNER, patience_s=10.0)
@@ -85,11 +86,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         return FilePlace(tmp_path, outlives_machine=request.param == "file")
     if request.param == "etcd in memory":
         etcd = FakeEtcd()
-        return EtcdPlace(lambda: EtcdClient(["a:1", "b:2"], "/elaswave/job/", FakeGateway(etcd)))
+        return EtcdPlace(lambda: EtcdClient(["a:1", "b:2"], "/elaswave/job/", FakeGateway(etcd), KEY))
     members: list[Member] = request.getfixturevalue("members")
     endpoints = [member.endpoint for member in members]
     prefix = f"/elaswave/job-{next(_numbers)}/"
-    return EtcdPlace(lambda: EtcdClient(endpoints, prefix, HttpGateway()))
+    return EtcdPlace(lambda: EtcdClient(endpoints, prefix, HttpGateway(), KEY))
 
 
 def found(place: Place) -> list:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.etcd_processes import Member, cluster, needs_etcd
+from tests.fake_etcd import KEY, STRANGERS
 from tests.integration.jobs import QuietReporter, run_job
 
 from elaswave.control.etcd_client import EtcdClient
@@ -25,8 +26,8 @@ def store_of(members: list[Member]) -> str:
 
 
 def keys_in(member: Member) -> list[str]:
-    with closing(EtcdClient([member.endpoint], "/elaswave/", HttpGateway())) as client:
-        (found,) = client.transact([], [client.get_from("", "/elaswave/", 1000)]).ranges
+    with closing(EtcdClient([member.endpoint], "/elaswave/", HttpGateway(), KEY)) as client:
+        (found,) = client.transact([], [client.get_from("", "~", 1000, keys_only=True)]).ranges
     return [key.key for key in found]
 
 
@@ -155,3 +156,22 @@ def test_a_loss_that_etcd_never_takes_ends_the_job_with_the_reason(tmp_path: Pat
         settings = {"run.steps": 40, "control.store": store_of(members), "control.store_patience_s": 3}
         with pytest.raises(RetryError, match="has not taken a record for 3 s .*control.store_patience_s"):
             run_job(tmp_path / "run", settings, faults=["kill:2@8"], reporter=Watcher({4: members[0].stop}))
+
+
+@pytest.mark.slow
+def test_a_stranger_who_writes_to_etcd_ends_no_job_and_changes_no_bit(tmp_path: Path) -> None:
+    with cluster(1) as members:
+        (member,) = members
+
+        def forge() -> None:
+            (name,) = {key.partition("/")[0] for key in keys_in(member)}
+            with closing(EtcdClient([member.endpoint], f"/elaswave/{name}/", HttpGateway(), STRANGERS)) as client:
+                client.founded = 1
+                puts = [client.put(key, b'{"term": 99, "holder": "x"}') for key in ("spec", "term", "beat", "outcome")]
+                puts += [client.put(f"rec/{number:016d}", b"forged") for number in range(90, 100)]
+                assert client.transact([], puts).succeeded
+
+        settings = {"run.steps": 40, "control.store": store_of(members)}
+        job = run_job(tmp_path / "run", settings, faults=["kill:2@20"], reporter=Watcher({5: forge}))
+    assert {recovery.kind for recovery in job.result.recoveries} >= {"lost"}
+    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 40}).computation

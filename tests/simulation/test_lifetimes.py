@@ -3,7 +3,7 @@
 import pytest
 
 from elaswave.protocol.founding import STARTS_S
-from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, KeyValue
+from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, KeyValue, spec_value
 from elaswave.sim.protocol.checkers import Violation
 from elaswave.sim.protocol.lifetime_judge import SEEN_BY, LifetimeJudge
 from elaswave.sim.protocol.lifetime_search import (
@@ -18,6 +18,7 @@ from elaswave.sim.protocol.lifetime_search import (
     shortest,
 )
 from elaswave.sim.protocol.lifetimes import Agent, Life, Lifetime
+from elaswave.sim.protocol.schedule import parse_fault
 
 
 def assert_clean(summary: LifetimeSummary) -> None:
@@ -84,8 +85,13 @@ def test_what_is_no_schedule_is_refused(text: str) -> None:
         ("", "it was told that the job has ended"),
         ("cut:a2@95+900", "the store says how the job has ended: finished"),
         ("kill:a0@60", "host 1 has the coordinator of term 2"),
-        ("kill:a0@60", "agent 4 of host 0 takes part in founding 2"),
-        ("kill:a0@49 shut:a1@7+500", "founding 6"),
+        ("forge:outcome@60 cut:a2@95+900", "the store says how the job has ended: finished 1"),
+        ("forge:term@60", "the coordinator of term 1 at host 0 ends"),
+        ("lose:term@92", "host 0 has the coordinator of term 2"),
+        ("lose:spec@60 kill:a0@62", "has the coordinator of term 2"),
+        ("forge:spec@3", "what is there was not written with this job's key"),
+        ("kill:a0@60", "agent 4 of host 0 takes part in founding 1"),
+        ("kill:a0@49 shut:a1@7+500", "founding 2"),
         ("kill:a0@49 shut:a1@7+500", "the job was founded again"),
         ("seed=952027333 length=1 pause=500 kill:a0@100 mute:s@112+900 cut:a0@127+900", "the job has ended meanwhile"),
     ],
@@ -98,7 +104,8 @@ def test_it_leads_through_what_it_is_there_for(schedule: str, what: str) -> None
 
 # ------------------------------------------------------------------------------------------------------------ the judge
 
-SPEC_2, SPEC_5 = KeyValue(SPEC, b"", 2), KeyValue(SPEC, b"", 5)
+SPEC_2, SPEC_5 = KeyValue(SPEC, spec_value(2), 2), KeyValue(SPEC, spec_value(5), 5)
+TERM_1 = KeyValue(TERM, b'{"term": 1, "holder": "a"}', 4)
 ENDED_2 = KeyValue(OUTCOME, b"finished 2", 9)
 
 
@@ -164,18 +171,34 @@ def test_members_and_outcomes_are_of_one_founding(at: At) -> None:
     with pytest.raises(Violation, match="the coordinator of founding 5 takes an agent of founding 2"):
         at.judge.took(5, 2)
     at.judge.told(2, ENDED_2)
-    at.judge.told(1, ENDED_2)
     with pytest.raises(Violation, match="an agent of founding 5 takes the outcome of founding 2 for its own"):
         at.judge.told(5, ENDED_2)
+    with pytest.raises(Violation, match="an agent of founding 2 takes a forged outcome for its own"):
+        at.judge.told(2, ENDED_2._replace(is_genuine=False))
 
 
 def test_who_could_have_read_the_outcome_does_not_end_without(at: At) -> None:
-    at.judge.given_up(1, 0, at.now)
+    at.judge.given_up(1, 2, 0, at.now)
     at.judge.changed(at.agent, "end", {SPEC: SPEC_2}, {OUTCOME: ENDED_2})
     at.judge.trouble(2, at.now + 900)
     at.now += SEEN_BY
-    at.judge.given_up(1, 0, at.now)
-    at.judge.given_up(1, at.now, at.now + 1)
-    at.judge.given_up(2, 0, at.now + 1)
+    at.judge.given_up(1, 2, 0, at.now)
+    at.judge.given_up(1, 2, at.now, at.now + 1)
+    at.judge.given_up(2, 2, 0, at.now + 1)
     with pytest.raises(Violation, match="the agent of host 1 ends without the outcome, which it could read for"):
-        at.judge.given_up(1, 0, at.now + 1)
+        at.judge.given_up(1, 2, 0, at.now + 1)
+    at.judge.given_up(1, 3, 0, at.now + 1)
+    at.judge.stranger("outcome")
+    at.judge.given_up(1, 2, 0, at.now + 1)
+
+
+def test_what_strangers_do_to_a_key_ends_no_job(at: At) -> None:
+    strangers = [parse_fault("forge:term@3"), parse_fault("lose:beat@9")]
+    at.judge.over(strangers)
+    at.judge.changed(at.agent, "claim", {SPEC: SPEC_2}, {SPEC: SPEC_2, TERM: TERM_1})
+    at.judge.over(())
+    with pytest.raises(Violation, match="a stranger has ended the job"):
+        at.judge.over(strangers)
+    at.judge.over([*strangers, parse_fault("kill:a0@4")])
+    at.judge.is_over(1)
+    at.judge.over(strangers)

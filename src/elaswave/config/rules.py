@@ -17,6 +17,7 @@ from elaswave.fences import built_in_layer_names, fence_problems, ratio_problems
 from elaswave.planning.layout import layout_problems, resolve_widths
 
 LOOPBACK = "127.0.0.1"
+_ETCD = "etcd://"
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*\.?")
 ROWS_MIN = 4
 """Fewest rows of a matrix product: with fewer, kernels round differently at different addresses."""
@@ -342,6 +343,29 @@ def _exposed_needs_tls(transport: str, bind: str | None, tls: str, trusted: bool
     return exposed_problem(f"net.bind = {bind}") if is_open else None
 
 
+def _exposed_store_needs_tls(store: str, store_ca: str | None, trusted: bool) -> str | None:
+    if store_ca is not None or trusted or not store.startswith(_ETCD):
+        return None
+    members = store.removeprefix(_ETCD).split(",")
+    hosts = [member if member.endswith("]") else member.rpartition(":")[0] or member for member in members]
+    exposed = [host for host in hosts if _is_elsewhere(host.removeprefix("[").removesuffix("]"))]
+    if not exposed:
+        return None
+    return (
+        f"control.store_ca: unset, but control.store names {', '.join(exposed)}: who is on the way there could read "
+        "credentials and what the job decides, and change it; give the authority of etcd's certificates, or set "
+        "net.trusted = true if nobody else is on that network"
+    )
+
+
+def _is_elsewhere(host: str) -> bool:
+    """Whether a host that is dialled may be another machine."""
+    try:
+        return is_exposed(host)
+    except ValueError:
+        return host.lower() != "localhost"
+
+
 def exposed_problem(where: str) -> str:
     """What is said where TCP without TLS would be open to other machines."""
     return (
@@ -412,4 +436,5 @@ RULES: tuple[Rule, ...] = (
     Rule(("net.tls", "net.keys"), _tls_needs_certificates),
     Rule(("net.transport", "net.bind", "net.tls", "net.trusted"), _exposed_needs_tls),
     Rule(("net.ports",), _ports_are_a_range),
+    Rule(("control.store", "control.store_ca", "net.trusted"), _exposed_store_needs_tls),
 )

@@ -396,7 +396,8 @@ class ControlConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     store_patience_s: Annotated[float, Meta(gt=0)] = 60.0
     """How long a decision waits for etcd to answer before the job ends with exit code 75. Steps go on meanwhile."""
     store_ca: Name | None = None
-    """PEM file of the authority of etcd's certificates: connections use TLS, and names are checked. Unset: no TLS."""
+    """PEM file of the authority of etcd's certificates: connections use TLS, and names are checked. Unset: no TLS,
+    which is refused where a member is not on loopback, unless ``net.trusted`` is set."""
     store_cert: Name | None = None
     """PEM file of the certificate that etcd asks clients for."""
     store_key: Name | None = None

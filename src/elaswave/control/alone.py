@@ -19,10 +19,12 @@ class Alone:
         config: which store.
         job: the name of a job of several hosts; empty of a job of one.
         run_dir: the run's folder on this host.
+        key: the job's.
+        founded: which founding of the job it takes part in.
     """
 
-    def __init__(self, config: ControlConfig, job: str, run_dir: Path) -> None:
-        self._config, self._job, self._run_dir = config, job, run_dir
+    def __init__(self, config: ControlConfig, job: str, run_dir: Path, key: bytes, founded: int) -> None:
+        self._config, self._job, self._run_dir, self._key, self._founded = config, job, run_dir, key, founded
         self._vigil = Vigil(ORPHAN_S if config.store == FILE else max(ORPHAN_S, config.store_patience_s))
         self.commits = CommitCount() if job else None
         """Counts the steps that this host's workers commit."""
@@ -43,4 +45,6 @@ class Alone:
         num_commits = 0 if self.commits is None else self.commits.value
         due = self._vigil.look(time.monotonic(), has_coordinator=has_coordinator, num_commits=num_commits)
         self.gives_up = due is Due.END
-        return late_outcome(self._config, self._job, self._run_dir) if due is Due.SEEK else None
+        if due is not Due.SEEK:
+            return None
+        return late_outcome(self._config, self._job, self._run_dir, self._key, self._founded)

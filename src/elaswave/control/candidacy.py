@@ -81,16 +81,21 @@ class Candidacy:
             self.stand_by_at_s = None
         return is_due
 
-    def ended(self, at_s: float, *, was_replaced: bool) -> bool:
+    def ended(self, at_s: float, *, was_replaced: bool, was_displaced: bool = False) -> bool:
         """The process has ended.
 
+        Args:
+            at_s: when, monotonic.
+            was_replaced: another host's coordinator has the job.
+            was_displaced: its claim was taken away, by nobody who has followed it.
         Returns:
-            Whether the next one only stands by, after a while; else the coordinator is to be followed.
+            Whether the next one is started after a while, and stands by if others may have the job; else the
+            coordinator is to be followed at once.
         """
         had_it, self.leads = self.leads, self.leads and not self._is_candidate
-        if not self._is_candidate or (had_it and not was_replaced):
+        if not was_displaced and (not self._is_candidate or (had_it and not was_replaced)):
             return False
-        self.missed_since_s = None
+        self.missed_since_s = at_s if was_displaced else None
         self.stand_by_at_s = at_s + self._wait_s
         self._wait_s = min(2 * self._wait_s, STAND_BY_AGAIN_S_MAX)
         return True

@@ -5,7 +5,6 @@ It reads, and its coordinator's beat is written, by requests of a second at most
 record that is under way delays neither. When to claim is `elaswave.protocol.election`'s.
 """
 
-import json
 import logging
 import threading
 import time
@@ -14,11 +13,26 @@ from enum import Enum
 from typing import NamedTuple
 
 from elaswave.control.etcd_client import REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S_MAX, EtcdClient, NoAnswerError
-from elaswave.control.etcd_store import RETRY_S, fenced, new_nonce, no_job
+from elaswave.control.etcd_store import RETRY_S, Patience, fenced, new_nonce, term_before
 from elaswave.errors import StoreError
 from elaswave.protocol.election import BEAT_S, POLL_S, Seen, Watch
-from elaswave.protocol.store_writes import BEAT, SPEC, TERM, Claim, Holder, Transaction, holder_of
+from elaswave.protocol.store_writes import (
+    BEAT,
+    SPEC,
+    TERM,
+    Claim,
+    Holder,
+    KeyValue,
+    Transaction,
+    beat_of,
+    beat_value,
+    founding_of,
+    holder_of,
+    is_there,
+)
 
+ENTRIES_S = 60.0
+"""How long a candidate asks for what was written before it, where no claim stands there."""
 _log = logging.getLogger("elaswave.control")
 
 
@@ -61,7 +75,6 @@ def stand_by(
     watch: Watch,
     name: str,
     *,
-    founded: int = 0,
     ended_s: float | None = None,
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
@@ -69,16 +82,15 @@ def stand_by(
     """Waits until this candidate has the job.
 
     Args:
-        client: of its own.
+        client: of its own, of the founding in which this candidate's agent takes part: nobody else's is claimed.
         watch: of the holder.
         name: under which the job is claimed.
-        founded: of the job in which this candidate's agent takes part, see `elaswave.protocol.heads.Head`: nobody
-            else's is claimed. 0: whichever is there.
         ended_s: monotonic time at which the last coordinator of this name has ended; None: there was none.
         now_s: monotonic time.
         wait: for so many seconds.
     Raises:
-        StoreError: the job's keys are gone, or it was founded again, or etcd refuses.
+        StoreError: the job's keys are gone, or it was founded again, or they were not written with its key, or etcd
+            refuses.
     """
     client.timeout_s_max = REQUEST_TIMEOUT_S
     looking = Transaction(reads=(SPEC, TERM, BEAT))
@@ -91,22 +103,34 @@ def stand_by(
             watch.missed()
             wait(RETRY_S)
             continue
-        if spec is None:
-            raise no_job(client.name)
-        if founded and spec.revision != founded:
+        if founding_of(spec) not in (0, client.founded):
             raise StoreError(f"{client.name}: the job was founded again; who is of the last one does not follow there")
-        watch.looked(Seen(holder_of(term), 0 if beat is None else beat.revision), asked_s, now_s())
+        holder = holder_of(term)
+        if not is_there(spec, term, client.founded):
+            _term_before(client, spec, term, wait)  # or there is no job to claim
+        watch.looked(Seen(holder, beat_of(beat, holder)), asked_s, now_s())
         if not watch.is_due(now_s()):
             wait(POLL_S)
             continue
         before = watch.holder
+        above = before.term or _term_before(client, spec, term, wait)
         missed_s = ended_s if before.name == name and ended_s is not None else watch.since_s
-        won = _claim(client, Claim(name, new_nonce(), before, spec.revision), wait)
+        won = _claim(client, Claim(name, new_nonce(), before, spec, client.founded, above=above), wait)
         if won is not None:
             client.timeout_s_max = REQUEST_TIMEOUT_S_MAX
             return Won(won, missed_s if before.term else None)
         _log.info("another candidate was quicker than this one")
         watch.failed(now_s())
+
+
+def _term_before(
+    client: EtcdClient, spec: KeyValue | None, term: KeyValue | None, wait: Callable[[float], None]
+) -> int:
+    client.timeout_s_max = REQUEST_TIMEOUT_S_MAX  # entries may be large
+    try:
+        return term_before(client, Patience(client.name, ENTRIES_S, lambda *_: wait(RETRY_S)), spec, term)
+    finally:
+        client.timeout_s_max = REQUEST_TIMEOUT_S
 
 
 def _claim(client: EtcdClient, claim: Claim, wait: Callable[[float], None]) -> Holder | None:
@@ -169,8 +193,7 @@ class Beats:
             self._client.close()
 
     def _beat(self, number: int) -> StoreError | None:
-        value = json.dumps({"term": self._term.term, "beat": number}).encode()
-        beat = self._term.still_writes()._replace(puts=((BEAT, value),))
+        beat = self._term.still_writes()._replace(puts=((BEAT, beat_value(self._term.term, number)),))
         try:
             outcome = self._client.carry_out(beat)
         except NoAnswerError:
@@ -178,4 +201,4 @@ class Beats:
         except StoreError as refusal:
             _log.warning("the store takes no beat: %s", refusal)
             return None
-        return None if outcome.succeeded else fenced(self._client.name, outcome.found[0], self._term)
+        return None if outcome.succeeded else fenced(self._client.name, outcome, self._term)

@@ -37,7 +37,7 @@ from elaswave.control.open_store import claim
 from elaswave.control.operator_messages import FromOperator
 from elaswave.control.server import TurnedAway
 from elaswave.control.wire import is_agent, is_operator, peer_name
-from elaswave.errors import ElaswaveError, RetryError, StoreError, StoreGoneError, SupersededError
+from elaswave.errors import DisplacedError, ElaswaveError, RetryError, StoreError, StoreGoneError, SupersededError
 from elaswave.observability.output import VisibleLines
 from elaswave.observability.worker_logs import add_to_copy
 from elaswave.protocol import events
@@ -73,6 +73,8 @@ STORE_GONE = 4
 """Of one that cannot read the job's records."""
 PORT_TAKEN = 5
 """Of one at whose address another program listens."""
+DISPLACED = 6
+"""Of one whose claim was taken away, by nobody who has followed it: the next one claims the job anew."""
 FOUNDED_AGAIN = "the job was founded again since this agent has come: what its workers have is of the last one"
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
@@ -427,8 +429,9 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
 
     Returns:
         Exit status: 0 once the job is over, however it ended; `SUPERSEDED` if another host's coordinator has taken
-        over; `STORE_GONE` if the store does not answer; `PORT_TAKEN` if another program listens at its address; 1
-        after an error that another one would meet too; else the agent starts another coordinator.
+        over; `DISPLACED` if its own claim was taken away by nobody who follows; `STORE_GONE` if the store does not
+        answer; `PORT_TAKEN` if another program listens at its address; 1 after an error that another one would meet
+        too; else the agent starts another coordinator.
     """
     return _live(lambda: setup)
 
@@ -446,7 +449,14 @@ def run_candidate(setup: CoordinatorSetup, name: str, founds: bool, report: Call
     def take_over() -> CoordinatorSetup:
         control = setup.plan.config.control
         claimed = claim(
-            control, setup.job, name, founds=founds, founded=setup.founded, ended_s=setup.lost_s, report=report
+            control,
+            setup.job,
+            name,
+            setup.key,
+            founds=founds,
+            founded=setup.founded,
+            ended_s=setup.lost_s,
+            report=report,
         )
         return setup._replace(claimed=claimed, lost_s=claimed.missed_s)
 
@@ -463,7 +473,7 @@ def _live(begin: Callable[[], CoordinatorSetup]) -> int:
         return 0
     except SupersededError as error:
         _log.warning("%s", error)
-        return SUPERSEDED
+        return DISPLACED if isinstance(error, DisplacedError) else SUPERSEDED
     except StoreGoneError:
         _log.exception("the coordinator cannot read the job's records")
         return STORE_GONE

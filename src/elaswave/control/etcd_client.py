@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from elaswave.control.etcd_gateway import Answer, Gateway
+from elaswave.control.store_seal import StoreSeal
 from elaswave.errors import StoreError
-from elaswave.protocol.store_writes import KeyValue, Outcome, Transaction
+from elaswave.protocol.store_writes import SPEC, KeyValue, Outcome, Transaction, founding_of
 from elaswave.untrusted import decode_json
 
 REQUEST_TIMEOUT_S = 1.0
@@ -54,13 +55,24 @@ class EtcdClient:
         endpoints: HOST:PORT of members.
         prefix: of all keys.
         gateway: reaches them.
+        key: the job's: all values are sealed with it.
         credentials: None: etcd asks for none.
+        founded: number of the founding whose values count; 0: of the one that `SPEC` tells when it is first read.
     """
 
     def __init__(
-        self, endpoints: Sequence[str], prefix: str, gateway: Gateway, credentials: Credentials | None = None
+        self,
+        endpoints: Sequence[str],
+        prefix: str,
+        gateway: Gateway,
+        key: bytes,
+        credentials: Credentials | None = None,
+        *,
+        founded: int = 0,
     ) -> None:
         self.prefix = prefix
+        self.seal = StoreSeal(key, prefix)
+        self.founded = founded
         self.timeout_s_max = REQUEST_TIMEOUT_S_MAX
         """The longest that a member gets; who asks again and again takes the first one for all."""
         self._endpoints = tuple(endpoints)
@@ -90,11 +102,13 @@ class EtcdClient:
         """
         said = self._ask("/v3/kv/txn", {"compare": compare, "success": success, "failure": failure})
         responses = said.get("responses", [])
-        ranges = [response["response_range"] for response in responses if "response_range" in response]
+        ranges = [response["response_range"].get("kvs", []) for response in responses if "response_range" in response]
+        for found in (found for page in ranges for found in page if found["key"] == self._key(SPEC)):
+            self.founded = self.founded or founding_of(self._key_value(found))
         return Transacted(
             bool(said.get("succeeded", False)),
             int(said["header"]["revision"]),
-            tuple(tuple(map(self._key_value, found.get("kvs", []))) for found in ranges),
+            tuple(tuple(map(self._key_value, page)) for page in ranges),
         )
 
     def carry_out(self, transaction: Transaction) -> Outcome:
@@ -128,8 +142,7 @@ class EtcdClient:
 
     def has_value(self, key: str, value: bytes) -> dict[str, Any]:
         """Compares: a key exists and has a value."""
-        encoded = base64.b64encode(value).decode()
-        return {"key": self._key(key), "target": "VALUE", "result": "EQUAL", "value": encoded}
+        return {"key": self._key(key), "target": "VALUE", "result": "EQUAL", "value": self._stored(key, value)}
 
     def exists(self, key: str) -> dict[str, Any]:
         """Compares: a key exists."""
@@ -137,7 +150,7 @@ class EtcdClient:
 
     def put(self, key: str, value: bytes) -> dict[str, Any]:
         """Writes a key."""
-        return {"request_put": {"key": self._key(key), "value": base64.b64encode(value).decode()}}
+        return {"request_put": {"key": self._key(key), "value": self._stored(key, value)}}
 
     def get(self, key: str) -> dict[str, Any]:
         """Reads a key."""
@@ -166,10 +179,13 @@ class EtcdClient:
     def _key(self, key: str) -> str:
         return _encoded(self.prefix + key)
 
+    def _stored(self, key: str, value: bytes) -> str:
+        return base64.b64encode(self.seal.sealed(key, value, self.founded)).decode()
+
     def _key_value(self, found: dict[str, str]) -> KeyValue:
-        key = base64.b64decode(found["key"]).decode()
-        value = base64.b64decode(found.get("value", ""))
-        return KeyValue(key.removeprefix(self.prefix), value, int(found["mod_revision"]))
+        key = base64.b64decode(found["key"]).decode(errors="replace").removeprefix(self.prefix)
+        value = self.seal.opened(key, base64.b64decode(found.get("value", "")), self.founded)
+        return KeyValue(key, value or b"", int(found["mod_revision"]), value is not None)
 
     # --------------------------------------------------------------------------------------------------------- asking
 

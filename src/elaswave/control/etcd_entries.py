@@ -48,6 +48,8 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """Records that were appended at once."""
 
+    term: int
+    """Of the coordinator that has written it, as it stood in the store."""
     previous: bytes
     """Digest of the entry before."""
     nonce: bytes
@@ -80,12 +82,13 @@ def digest_of(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def pack(records: Sequence[Any], previous: bytes, nonce: bytes) -> Packed:
+def pack(records: Sequence[Any], previous: bytes, nonce: bytes, term: int = 0) -> Packed:
     """Makes an entry.
 
     Args:
         previous: digest of the entry before; empty for the first.
         nonce: that no other entry has.
+        term: of the coordinator that writes it.
     Raises:
         StoreError: they are too large for any request.
     """
@@ -109,7 +112,7 @@ def pack(records: Sequence[Any], previous: bytes, nonce: bytes) -> Packed:
             f"{len(records)} records take {num_chunks} chunks of {CHUNK_BYTES} bytes, and at most {CHUNKS_MAX} fit "
             "into one transaction of etcd: a job of this size needs control.store=file"
         )
-    entry = Entry(previous, nonce, body, body_blob, tuple(placements))
+    entry = Entry(term, previous, nonce, body, body_blob, tuple(placements))
     return Packed(msgspec.msgpack.encode(entry), nonce, blobs, entry.placements)
 
 
@@ -117,6 +120,11 @@ def _add(blobs: dict[Blob, bytes], content: bytes) -> Blob:
     blob = Blob(digest_of(content).hex(), len(content))
     blobs[blob] = content
     return blob
+
+
+def newest_term(values: Iterable[bytes]) -> int:
+    """The largest term of the coordinators that have written some entries; 0: there are none."""
+    return max((msgspec.msgpack.decode(value, type=Entry).term for value in values), default=0)
 
 
 def chunks_of(content: bytes) -> list[bytes]:
@@ -185,7 +193,8 @@ class Chain(Generic[_T]):
         what = f"{self._name}: entry {len(self.digests)}"
         advice = "restore the store from a copy, or resume the job from its last durable checkpoint"
         if key != entry_key(len(self.digests)):
-            raise StoreError(f"{what} is missing, although {key} is there: {advice}")
+            text = "is missing, or was not written with the job's key"
+            raise StoreError(f"{what} {text}, although {key} is there: {advice}")
         try:
             entry = msgspec.msgpack.decode(value, type=Entry)
         except msgspec.MsgspecError as error:

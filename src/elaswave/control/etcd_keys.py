@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from elaswave.control.etcd_client import EtcdClient
 from elaswave.control.etcd_entries import entry_key
-from elaswave.control.etcd_store import Patience, pages, pause
+from elaswave.control.etcd_store import Patience, foreign_job, pause, read_entries
 from elaswave.errors import StoreError
 from elaswave.protocol.founding import LOOKING, Founding, Left, Made, ending, left_of
-from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, KeyValue, Outcome, Transaction
+from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, KeyValue, Outcome, Transaction, founding_of
 
 
 class Standing(NamedTuple):
@@ -29,7 +29,7 @@ def standing_of(client: EtcdClient, patience_s: float) -> Standing:
     """
     waiting = Patience(client.name, patience_s, pause)
     spec, term, beat, outcome = waiting.ask(lambda: client.carry_out(LOOKING)).found
-    length = 0 if spec is None else len(pages(client, waiting, "rec/", keys_only=True))
+    length = 0 if spec is None else len(read_entries(client, waiting))
     return Standing(left_of(spec, term, beat, entry_key(length)), outcome)
 
 
@@ -46,22 +46,25 @@ def found(client: EtcdClient, spec: bytes, patience_s: float) -> int:
     """Makes a job's keys, so that coordinators can open it.
 
     Args:
-        spec: what the job is, for people and for who looks at the keys; has a nonce.
+        spec: what the job is, see `spec_value`; has a nonce.
         patience_s: how long to wait for an answer.
     Returns:
-        The revision at which it was founded.
+        The number of the founding.
     Raises:
         StoreError: the job is there already, or etcd does not answer or refuses.
     """
     waiting = Patience(client.name, patience_s, pause)
+    client.founded = founding_of(KeyValue(SPEC, spec, 0))
     while True:
         (outcome,) = waiting.ask(lambda: client.carry_out(Transaction(reads=(OUTCOME,)))).found
         founding = Founding(spec, outcome)
         made = founding.judge(waiting.ask(lambda founding=founding: client.carry_out(founding.transaction())))  # type: ignore[misc]
         if made is Made.HELD:
             raise StoreError(f"{client.name} holds another job: remove its keys, or give this one another name")
+        if made is Made.FOREIGN:
+            raise foreign_job(client.name)
         if made is Made.YES:
-            return founding.founded
+            return client.founded
 
 
 def remove(
@@ -85,5 +88,7 @@ def remove(
     waiting = Patience(client.name, patience_s, between)
     spec, term = waiting.ask(lambda: client.carry_out(Transaction(reads=(SPEC, TERM)))).found
     asked = ending(name, founded, spec, term, outcome)
+    if asked is None and not founding_of(spec) and (spec or term):
+        raise foreign_job(client.name)
     if asked is not None:
         waiting.ask(lambda: client.carry_out(asked))

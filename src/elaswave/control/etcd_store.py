@@ -12,6 +12,10 @@ entry stands there. If it is the own one the earlier request had arrived. A requ
 that no entry needs any more are removed by a transaction that compares that no entry has been appended since; so a
 removal that is late cannot take a blob that a newer entry names again.
 
+*Strangers* who may write to etcd have not the job's key (H14). What is not genuine counts as absent: a claim and an
+entry replace it, wherever one of them comes to its place. A coordinator whose claim was taken away, by nobody who
+has followed it, ends, and the next one begins with what is there: only what it reads is known to be.
+
 One thread writes, in the order in which records were given: at once what someone waits for in `append`, else after
 at most `BATCH_S`. While etcd does not answer, `append` waits up to a bound and the owner has turns meanwhile; what was
 only added waits without a bound.
@@ -39,11 +43,12 @@ from elaswave.control.etcd_entries import (
     digest_of,
     entry_key,
     joined,
+    newest_term,
     pack,
 )
 from elaswave.control.store import Owner, WriterFence
-from elaswave.errors import StoreError, StoreGoneError, SupersededError
-from elaswave.protocol.heads import Head, Heard, judge
+from elaswave.errors import DisplacedError, StoreError, StoreGoneError, SupersededError
+from elaswave.protocol.heads import Head, Heard, beginning, judge
 from elaswave.protocol.store_writes import (
     SPEC,
     TERM,
@@ -55,6 +60,7 @@ from elaswave.protocol.store_writes import (
     Transaction,
     Written,
     holder_of,
+    is_there,
 )
 
 BATCH_S = 1.0
@@ -67,7 +73,9 @@ RETRY_S = 0.1
 """Between two requests if no member answers."""
 CLOSE_S = 3.0
 """At the end, how long what was added may take."""
-_PAGE = 200
+_PAGE = 100
+"""Keys that one request asks for. etcd takes 128 operations, and values of 1.5 MiB, of strangers too: see
+`elaswave.control.etcd_gateway` for how much an answer may hold."""
 _NONCE_BYTES = 12
 _log = logging.getLogger("elaswave.control")
 _T = TypeVar("_T")
@@ -175,6 +183,8 @@ class EtcdStore(Generic[_T]):
         """What the last request met."""
         self._has_said = False
         """Whether people know that the store is waited for."""
+        self._has_told = False
+        """Whether people know that strangers write to the store."""
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
@@ -183,9 +193,9 @@ class EtcdStore(Generic[_T]):
     def _elect(self) -> Holder:
         client = self._client
         spec, standing = self._waiting.ask(lambda: client.carry_out(Transaction(reads=(SPEC, TERM)))).found
-        if spec is None:
-            raise no_job(client.name)
-        claim = Claim(f"{socket.gethostname()}:{os.getpid()}", new_nonce(), holder_of(standing), spec.revision)
+        holder, name = holder_of(standing), f"{socket.gethostname()}:{os.getpid()}"
+        above = term_before(client, self._waiting, spec, standing)
+        claim = Claim(name, new_nonce(), holder, spec, client.founded, above=above)
         won = claim.judge(self._waiting.ask(lambda: client.carry_out(claim.transaction())))
         if won is None:
             raise SupersededError(
@@ -195,28 +205,23 @@ class EtcdStore(Generic[_T]):
 
     def _read(self, record_type: Any) -> None:
         chain: Chain[_T] = Chain(self._client.name, record_type, self._read_blob)
-        for found in self._pages("rec/"):
+        for found in read_entries(self._client, self._waiting):
             chain.take(found.key, found.value)
         self._durable += chain.records()
         self._fence.took(self._durable)
         self._blobs.clear()
         self._digests = chain.digests
-        (spec,) = self._waiting.ask(lambda: self._client.carry_out(Transaction(reads=(SPEC,)))).found
-        if spec is None:
-            raise no_job(self._client.name)
-        self._head = self._head_of(spec.revision)
+        self._head = self._head_now()
         self._in_use: BlobsInUse = chain.in_use
         wanted = {key for blob in chain.in_use.needed | chain.in_use.kept for key in blob.chunk_keys}
-        present = {found.key for found in self._pages("blob/", keys_only=True)}
+        present = {found.key for found in pages(self._client, self._waiting, "blob/")}
         self._garbage = present - wanted
         """Keys of chunks that no entry needs."""
 
-    def _head_of(self, founded: int) -> Head:
-        digests = self._digests
-        return Head(founded, self._term.term, len(digests), digests[-1] if digests else b"")
-
-    def _pages(self, folder: str, *, keys_only: bool = False) -> list[KeyValue]:
-        return pages(self._client, self._waiting, folder, keys_only=keys_only)
+    def _head_now(self) -> Head:
+        digests, client = self._digests, self._client
+        head = Head(client.founded, self._term.term, len(digests), digests[-1] if digests else b"")
+        return client.seal.seal_head(head)
 
     def _read_blob(self, blob: Blob) -> bytes:
         client = self._client
@@ -273,6 +278,9 @@ class EtcdStore(Generic[_T]):
 
     def check(self, heard: Head) -> bool:
         """See `Store.check`."""
+        if (heard.term or heard.length) and not self._client.seal.knows(heard):
+            _log.warning("no coordinator of this job has told what a peer says that it has heard (%s)", heard)
+            heard = beginning(heard.founded)
         with self._changed:
             own, meaning = self._head, judge(heard, self._head, self._digests)
         if meaning is Heard.NEWER_TERM or heard.founded > own.founded:
@@ -413,7 +421,7 @@ class EtcdStore(Generic[_T]):
             self._confirm()
             return
         length, last = self._head.length, self._head.digest
-        packed = pack(records, last, secrets.token_bytes(_NONCE_BYTES))
+        packed = pack(records, last, secrets.token_bytes(_NONCE_BYTES), self._term.term)
         self._write_blobs(packed)
         chunks = [chunk for blob in packed.blobs for chunk in blob.chunk_keys]
         key, previous = entry_key(length), entry_key(length - 1) if length else ""
@@ -424,17 +432,18 @@ class EtcdStore(Generic[_T]):
             if written is Written.YES:
                 break
             if written is Written.FENCED:
-                raise self._fenced(answer.found[0])
+                raise self._fenced(answer)
             if written is Written.GONE_BACK:
                 raise gone_back(self._client.name, f"there were {self._head}, and {previous} is not there")
             if written is Written.TAKEN:
-                raise StoreError(
-                    f"{self._client.name}: {key} was written by a process that is no coordinator of this job"
-                )
-            self._write_blobs(packed)  # a late removal has taken them
+                raise DisplacedError(f"{self._client.name}: {key}: {written.value}; this coordinator must end")
+            if written is Written.INCOMPLETE:
+                self._write_blobs(packed)  # a late removal has taken them
+            elif entry.over:
+                self._tell_of_stranger(key)
         with self._changed:
             self._digests.append(digest_of(packed.value))
-            self._head = self._head_of(self._head.founded)
+            self._head = self._head_now()
         self._in_use.take(packed, records)
         self._garbage |= {chunk for blob in self._in_use.superseded for chunk in blob.chunk_keys}
         self._garbage -= {chunk for blob in self._in_use.needed | self._in_use.kept for chunk in blob.chunk_keys}
@@ -444,7 +453,14 @@ class EtcdStore(Generic[_T]):
         """Asks whether this coordinator may still write."""
         answer = self._persist(self._term.still_writes())
         if not answer.succeeded:
-            raise self._fenced(answer.found[0])
+            raise self._fenced(answer)
+
+    def _tell_of_stranger(self, key: str) -> None:
+        text = f"{key} of the store {self._client.name} was written without the job's key: it is replaced"
+        _log.warning("%s", text)
+        if not self._has_told:
+            self._has_told = True
+            self._post(lambda: self._owner.say(f"{text}; see who else may write there"))
 
     def _write_blobs(self, packed: Packed) -> None:
         asked = self._term.still_writes()
@@ -452,7 +468,7 @@ class EtcdStore(Generic[_T]):
             for key, chunk in zip(blob.chunk_keys, chunks_of(content), strict=True):
                 written = self._persist(asked._replace(puts=((key, chunk),)))
                 if not written.succeeded and self._term.is_fenced(written.found[0]):
-                    raise self._fenced(written.found[0])
+                    raise self._fenced(written)
 
     def _remove_garbage(self) -> None:
         keys = tuple(sorted(self._garbage)[: _PAGE // 2])
@@ -463,8 +479,8 @@ class EtcdStore(Generic[_T]):
             self._client.carry_out(asked._replace(unwritten_since=unwritten_since, deletes=keys, reads=()))
             self._garbage -= set(keys)
 
-    def _fenced(self, standing: KeyValue | None) -> StoreError:
-        return fenced(self._client.name, standing, self._term)
+    def _fenced(self, answer: Outcome) -> StoreError:
+        return fenced(self._client.name, answer, self._term)
 
     def _persist(self, transaction: Transaction) -> Outcome:
         begun_s = time.monotonic()
@@ -522,34 +538,81 @@ def gone_back(name: str, text: str) -> StoreError:
     )
 
 
-def fenced(name: str, standing: KeyValue | None, own: Holder) -> StoreError:
-    """A coordinator may not write any more: `SupersededError`, unless it is the store that has changed.
+def foreign_job(name: str) -> StoreError:
+    """What stands in the place of a job was not written with its key."""
+    prefix = "/elaswave/" + name.partition("/elaswave/")[2]
+    return StoreError(
+        f"{name} holds what was not written with this job's key: a job of another key, or of an older release, or a "
+        f"forgery. Give this job another name, or see whose it is, and remove it: etcdctl del --prefix {prefix}"
+    )
+
+
+def fenced(name: str, answer: Outcome, own: Holder) -> SupersededError:
+    """A coordinator may not write any more.
 
     Args:
         name: of the store.
-        standing: what `TERM` holds.
-        own: what it held when this coordinator had claimed the job.
+        answer: what a transaction has read whose comparison with `own` has failed: `TERM`, and more.
+        own: what `TERM` held when this coordinator had claimed the job.
     """
-    if standing is None:
-        return SupersededError(f"{name}: the job's keys were removed; this coordinator must end")
+    (standing, *_) = answer.found
+    if not own.is_followed(standing):
+        return DisplacedError(
+            f"{name}: what coordinator number {own.term} held was removed, forged, or replaced by an older claim, and "
+            "nobody has followed it; it must end, and the next one claims the job anew"
+        )
     holder = holder_of(standing)
-    if holder.term < own.term:
-        return gone_back(name, f"this coordinator was number {own.term}, and number {holder.term} has the job there")
     return SupersededError(
         f"{name} takes no record of this coordinator: {holder.name} has taken over as its number {holder.term}; this "
         "must end"
     )
 
 
-def pages(client: EtcdClient, waiting: Patience, folder: str, *, keys_only: bool) -> list[KeyValue]:
-    """All keys of a folder of a job.
+def read_entries(client: EtcdClient, waiting: Patience) -> list[KeyValue]:
+    """The genuine entries of a job, in their order; what else stands beside them is not looked at, whatever its size.
+    Those behind a gap are there too, as far as one request shows them: `Chain` refuses them.
+
+    Raises:
+        StoreError: etcd does not answer or refuses.
+    """
+    entries = list[KeyValue]()
+    at = 0
+    while True:
+        keys = tuple(entry_key(at + number) for number in range(_PAGE))
+        page = waiting.ask(lambda keys=keys: client.carry_out(Transaction(reads=keys))).found  # type: ignore[misc]
+        genuine = [found for found in page if found is not None and found.is_genuine]
+        for found in (found for found in page if found is not None and not found.is_genuine):
+            _log.warning("%s: %s was not written with the job's key: it does not count", client.name, found.key)
+        entries += genuine
+        at += _PAGE
+        if not genuine:
+            return entries
+
+
+def term_before(client: EtcdClient, waiting: Patience, spec: KeyValue | None, term: KeyValue | None) -> int:
+    """The newest term of a job's coordinators. Where its own key does not tell it, the entries do.
+
+    Args:
+        client, waiting: of the job.
+        spec, term: as they stand there.
+    Raises:
+        StoreError: there is no job, or it is not this one; or etcd does not answer or refuses.
+    """
+    known = holder_of(term).term or newest_term(found.value for found in read_entries(client, waiting))
+    if not known and not is_there(spec, term, client.founded):
+        raise no_job(client.name) if spec is None and term is None else foreign_job(client.name)
+    return known
+
+
+def pages(client: EtcdClient, waiting: Patience, folder: str) -> list[KeyValue]:
+    """All keys of a folder of a job, without their values.
 
     Raises:
         StoreError: etcd does not answer or refuses.
     """
     first, found = folder, list[KeyValue]()
     while True:
-        asked = client.get_from(first, folder, _PAGE, keys_only=keys_only)
+        asked = client.get_from(first, folder, _PAGE, keys_only=True)
         page = waiting.ask(lambda asked=asked: client.transact([], [asked])).ranges[0]  # type: ignore[misc]
         found += page
         if len(page) < _PAGE:

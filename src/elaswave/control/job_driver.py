@@ -97,6 +97,7 @@ class JobDriver(CoordinatorDriver):
             setup.run_dir,
             setup.control_dir,
             self._store_owner(),
+            setup.key,
             job=setup.job,
             term=None if claimed is None else claimed.term,
             founded=setup.founded,

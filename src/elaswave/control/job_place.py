@@ -40,7 +40,9 @@ class JobPlace:
             else:
                 self.network, self._kept_port = open_network(config.net, self.folder, sum(config.widths))
             if post.founds or post.is_candidate:
-                self.store = JobStore(config.control, run_dir, self.folder, job=post.job, founds=post.founds)
+                self.store = JobStore(
+                    config.control, run_dir, self.folder, key.secret, job=post.job, founds=post.founds
+                )
         except BaseException:
             self.close()
             raise

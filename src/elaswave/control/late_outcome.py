@@ -14,7 +14,7 @@ from elaswave.observability.result import RESULT_FILE
 _log = logging.getLogger("elaswave.control")
 
 
-def late_outcome(config: ControlConfig, job: str, run_dir: Path) -> Ended | None:
+def late_outcome(config: ControlConfig, job: str, run_dir: Path, key: bytes, founded: int) -> Ended | None:
     """Looks once, for a second or a little more: for the result in the run's folder, if hosts share it, and for
     any outcome in the job's store, if that is etcd.
 
@@ -24,6 +24,8 @@ def late_outcome(config: ControlConfig, job: str, run_dir: Path) -> Ended | None
         config: which store.
         job: the name of a job of several hosts.
         run_dir: the run's folder on this host.
+        key: the job's.
+        founded: which founding of the job this agent takes part in.
     Returns:
         None: the job goes on, or nothing can be learned from here.
     """
@@ -33,7 +35,7 @@ def late_outcome(config: ControlConfig, job: str, run_dir: Path) -> Ended | None
     except OSError as error:
         _log.info("this agent cannot look for the result: %s", error)
     try:
-        found = read_outcome(config, job)
+        found = read_outcome(config, job, key, founded)
         return None if found is None else msgspec.json.decode(found, type=Ended)
     except (StoreError, ConfigError, msgspec.MsgspecError) as error:
         _log.info("the store does not tell this agent how the job has ended: %s", error)

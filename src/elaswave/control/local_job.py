@@ -168,9 +168,9 @@ class LocalJob:
         self._waits = LauncherWaits()
         self._logs = LogSending(run_dir)
         self._key = key.secret
-        self._alone = Alone(config.control, post.job, run_dir)
         prepare_spare(run_dir, config, post.job)
         self._place = place = JobPlace(config, run_dir, post, key)
+        self._alone = Alone(config.control, post.job, run_dir, key.secret, place.founded)
         self._deaths = DeathWatch()
         setup = TemplateSetup(
             config=config,

@@ -2,9 +2,11 @@
 start to its end."""
 
 import contextlib
-import json
+import logging
 import os
+import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +23,7 @@ from elaswave.control.store import Owner, Store
 from elaswave.errors import ConfigError, LaunchError, RecoveryError, StoreError
 from elaswave.protocol.election import Watch
 from elaswave.protocol.founding import Left
-from elaswave.protocol.store_writes import OUTCOME, Holder, Outcome, Transaction
+from elaswave.protocol.store_writes import OUTCOME, Holder, Outcome, Transaction, spec_value
 from elaswave.untrusted import read_text, reason
 
 _CREDENTIALS_BYTES_MAX = 1 << 16
@@ -32,6 +34,8 @@ FOUND_S = 10.0
 """How long a start waits for etcd. Longer than its members take to choose another leader."""
 REMOVE_S = 2.0
 """How long an end does, unless others are to learn the outcome; then it is said after this time."""
+_FOUNDING_BITS = 20
+_log = logging.getLogger("elaswave.control")
 
 
 class Claimed(NamedTuple):
@@ -50,6 +54,7 @@ def open_store(
     run_dir: Path,
     control_dir: Path,
     owner: Owner,
+    key: bytes,
     *,
     job: str = "",
     term: Holder | None = None,
@@ -62,9 +67,10 @@ def open_store(
         run_dir: the run's folder.
         control_dir: private folder of the job on this machine.
         owner: how a store that has a thread reaches the coordinator.
+        key: the job's.
         job: the name of a job of several hosts.
         term: what this coordinator has claimed already; None: it claims the job now.
-        founded: of the job that its members take part in, where the store does not know.
+        founded: of the job that its members take part in.
     Raises:
         StoreError: it cannot be opened.
     """
@@ -73,7 +79,7 @@ def open_store(
         # journal.
         journal = control_dir / JOURNAL_FILE
         return FileStore(journal, JournalRecord, lock_timeout_s=5.0, outlives_machine=False, founded=founded)
-    client = _client(config, job or _own_name(run_dir, control_dir))
+    client = _client(config, job or _own_name(run_dir, control_dir), key, founded)
     return EtcdStore(client, JournalRecord, owner, patience_s=config.store_patience_s, term=term)
 
 
@@ -81,6 +87,7 @@ def claim(
     config: ControlConfig,
     job: str,
     name: str,
+    key: bytes,
     *,
     founds: bool,
     founded: int,
@@ -93,17 +100,19 @@ def claim(
         config: which store.
         job: its name.
         name: of this host's agent, under which all of its coordinators hold the job.
+        key: the job's.
         founds: whether that agent has founded the job.
-        founded, ended_s: as of `stand_by`.
+        founded: which founding of the job it takes part in.
+        ended_s: as of `stand_by`.
         report: tells the agent how far it is.
     Raises:
         StoreError: the job's keys are gone, or etcd refuses.
         ConfigError: files that cannot be read.
     """
-    with contextlib.closing(_client(config, job)) as client:
-        won = stand_by(client, Watch(name, founds=founds), name, founded=founded, ended_s=ended_s)
+    with contextlib.closing(_client(config, job, key, founded)) as client:
+        won = stand_by(client, Watch(name, founds=founds), name, ended_s=ended_s)
         report(Progress(Stage.HOLDS, won.term.term))
-        return Claimed(won.term, won.missed_s, Beats(_client(config, job), won.term), report)
+        return Claimed(won.term, won.missed_s, Beats(_client(config, job, key, founded), won.term), report)
 
 
 class JobStore:
@@ -112,6 +121,7 @@ class JobStore:
     Args:
         config: which store.
         run_dir, control_dir: of the job.
+        key: the job's.
         job: the name of a job of several hosts; what an earlier one of this name has left must have been removed, see
             `remove_earlier`.
         founds: whether it is made anew; else a candidate goes on with it.
@@ -120,13 +130,21 @@ class JobStore:
     """
 
     def __init__(
-        self, config: ControlConfig, run_dir: Path, control_dir: Path, *, job: str = "", founds: bool = True
+        self,
+        config: ControlConfig,
+        run_dir: Path,
+        control_dir: Path,
+        key: bytes,
+        *,
+        job: str = "",
+        founds: bool = True,
     ) -> None:
         self._config = config
         self._control_dir = control_dir
         self._client: EtcdClient | None = None
         self.founded = 0
-        """Of the job that was made here, as etcd counts; see `elaswave.protocol.heads.Head`."""
+        """Number of the founding that was made here, in a store of other machines; see
+        `elaswave.protocol.heads.Head`."""
         self.patience_s = 0.0
         """How long a coordinator may take to open it."""
         if config.store == FILE:
@@ -134,11 +152,17 @@ class JobStore:
             (control_dir / JOURNAL_FILE).touch(0o600)
             return
         self.patience_s = config.store_patience_s
-        spec = {"run": str(run_dir), "host": socket.gethostname(), "launcher": os.getpid(), "nonce": new_nonce()}
+        spec = spec_value(
+            _new_founding(),
+            run=str(run_dir),
+            host=socket.gethostname(),
+            launcher=os.getpid(),
+            nonce=new_nonce(),
+        )
         try:
-            self._client = _client(config, job or _own_name(run_dir, control_dir))
+            self._client = _client(config, job or _own_name(run_dir, control_dir), key)
             if founds:
-                self.founded = found(self._client, json.dumps(spec).encode(), FOUND_S)
+                self.founded = found(self._client, spec, FOUND_S)
             self._client.close()  # the job's processes, which are forked, are not to inherit the connection
         except (StoreError, ConfigError) as error:
             if self._client is not None:
@@ -180,6 +204,7 @@ class JobStore:
         if self._client is None:
             return ""
         client, self._client = self._client, None
+        client.founded = founded or client.founded
         has_said = False
 
         def between(text: str, passed_s: float) -> None:
@@ -201,51 +226,70 @@ class JobStore:
             client.close()
 
 
-def read_outcome(config: ControlConfig, job: str) -> bytes | None:
+def _new_founding() -> int:
+    """That no other founding has. By the founder's clock later ones are larger, which a coordinator takes for a hint
+    that it was replaced, and for nothing else."""
+    return (time.time_ns() // 1_000_000 << _FOUNDING_BITS) + secrets.randbits(_FOUNDING_BITS)
+
+
+def read_outcome(config: ControlConfig, job: str, key: bytes, founded: int) -> bytes | None:
     """What `JobStore.end` has left of a job of several hosts; asks one member of etcd once, for a second at most.
 
+    Args:
+        config: which store.
+        job: its name.
+        key: its key.
+        founded: which founding of it is meant.
     Returns:
-        None: the job goes on, etcd does not answer, or nothing was left.
+        None: the job goes on, etcd does not answer, nothing was left, or what stands there is of another founding or
+        of nobody with the key.
     Raises:
         StoreError: etcd refuses.
         ConfigError: this host lacks the files that the store needs.
     """
     if config.store == FILE:
         return None
-    with contextlib.closing(_client(config, job)) as client:
+    with contextlib.closing(_client(config, job, key, founded)) as client:
         try:
             (standing,) = client.carry_out(Transaction(reads=(OUTCOME,))).found
         except NoAnswerError:
             return None
-        return None if standing is None else standing.value
+        if standing is not None and not standing.is_genuine:
+            _log.warning("%s: the outcome there was not written for this job with its key", client.name)
+        return standing.value if standing is not None and standing.is_genuine else None
 
 
-def look_for_earlier(config: ControlConfig, job: str) -> Standing:
+def look_for_earlier(config: ControlConfig, job: str, key: bytes, founded: int = 0) -> Standing:
     """What the store holds of a job of several hosts that runs, or has run.
 
+    Args:
+        config: which store.
+        job: its name.
+        key: its key.
+        founded: whose outcome counts: the founding that was seen before; 0: none was.
     Raises:
         LaunchError: etcd does not answer, or refuses.
     """
     if config.store == FILE:
         return Standing(None, None)
-    with _asking(config, job) as client:
+    with _asking(config, job, key, founded) as client:
         return standing_of(client, FOUND_S)
 
 
-def remove_earlier(config: ControlConfig, job: str, seen: Left) -> Outcome:
+def remove_earlier(config: ControlConfig, job: str, key: bytes, seen: Left) -> Outcome:
     """Removes what was found, unless a coordinator of that job has written since.
 
     Raises:
         LaunchError: etcd does not answer, or refuses.
     """
-    with _asking(config, job) as client:
+    with _asking(config, job, key, seen.founded) as client:
         return remove_left(client, seen, FOUND_S)
 
 
 @contextlib.contextmanager
-def _asking(config: ControlConfig, job: str) -> Iterator[EtcdClient]:
+def _asking(config: ControlConfig, job: str, key: bytes, founded: int) -> Iterator[EtcdClient]:
     try:
-        with contextlib.closing(_client(config, job)) as client:
+        with contextlib.closing(_client(config, job, key, founded)) as client:
             yield client
     except (StoreError, ConfigError) as error:
         raise LaunchError(f"the job's store cannot be used: {error}") from error
@@ -256,7 +300,7 @@ def _own_name(run_dir: Path, control_dir: Path) -> str:
     return f"{run_dir.name}-{control_dir.name.rpartition('-')[2]}"
 
 
-def _client(config: ControlConfig, name: str) -> EtcdClient:
+def _client(config: ControlConfig, name: str, key: bytes, founded: int = 0) -> EtcdClient:
     security = security_of(
         *(None if name is None else Path(name) for name in (config.store_ca, config.store_cert, config.store_key))
     )
@@ -264,7 +308,9 @@ def _client(config: ControlConfig, name: str) -> EtcdClient:
         endpoints_of(config.store),
         f"/elaswave/{name}/",
         HttpGateway(security),
+        key,
         None if config.store_credentials is None else _credentials(Path(config.store_credentials)),
+        founded=founded,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elaswave.control.agent_messages import BreakOffCommit, CheckpointCommitted, CommitCheckpoint
 from elaswave.control.candidacy import Candidacy
-from elaswave.control.coordinator import PORT_TAKEN, STORE_GONE, SUPERSEDED
+from elaswave.control.coordinator import DISPLACED, PORT_TAKEN, STORE_GONE, SUPERSEDED
 from elaswave.control.coordinator_starts import CoordinatorStarts
 from elaswave.control.job_processes import JobProcesses
 from elaswave.control.launcher_waits import LauncherWaits
@@ -102,7 +102,8 @@ class OwnCoordinators:
         """
         self._waits.coordinator_ended()
         # One that cannot be dialled leaves the job to other candidates, as one that was replaced.
-        if self._candidacy.ended(at_s, was_replaced=_has(text, SUPERSEDED, PORT_TAKEN)):
+        was_replaced, was_displaced = _has(text, SUPERSEDED, PORT_TAKEN), _has(text, DISPLACED)
+        if self._candidacy.ended(at_s, was_replaced=was_replaced, was_displaced=was_displaced):
             return
         if _has(text, PORT_TAKEN):
             raise RetryError(f"another program has the coordinator's port on this host; see {self._log}")

@@ -397,7 +397,10 @@ class ControlServer(Generic[_T]):
             self._call(self._on_refused, reason)
 
     def _heard(self, connection: "_Connection", peer: int, head: Head) -> None:
-        """Of who is turned away the connection is never opened: it takes the place of no other one of that name."""
+        """Of who is turned away the connection is never opened: it takes the place of no other one of that name. What
+        an operator has heard is of no account: it is no member."""
+        if is_operator(peer):
+            return
         turned = self._on_head(peer, head)
         if turned is not None:
             if turned.word is not None:

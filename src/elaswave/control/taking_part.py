@@ -19,6 +19,7 @@ from elaswave.config.schema import Config
 from elaswave.control.agent_messages import AgentRefused, AskJob, Ended, JobSpec, ToAgent
 from elaswave.control.client import ControlClient
 from elaswave.control.descriptors import provide_descriptors
+from elaswave.control.etcd_store import foreign_job
 from elaswave.control.host_network import HeldPort, Seed, agent_network, hold, seeds_of, tls_here, where_to_listen
 from elaswave.control.job import JobOptions, run_job
 from elaswave.control.job_folder import sweep_dead
@@ -169,7 +170,7 @@ def _ask_whether_it_runs(host: _Host) -> JobSpec | AgentRefused | Ended | None:
     due = Due.LOOK
     while due is not Due.FOUND:
         if due is Due.LOOK:
-            due = founder.looked(*look_for_earlier(control, options.job))
+            due = founder.looked(*look_for_earlier(control, options.job, host.key.secret, founder.founded))
         elif due is Due.ASK:
             try:
                 return _ask(host, founder.ask_s, hopeless_s=math.inf)  # a stranger must not cut it short
@@ -177,10 +178,12 @@ def _ask_whether_it_runs(host: _Host) -> JobSpec | AgentRefused | Ended | None:
                 due = founder.unanswered()
         elif due is Due.REMOVE:
             assert founder.left is not None
-            due = founder.removed(remove_earlier(control, options.job, founder.left), time.monotonic())
+            due = founder.removed(remove_earlier(control, options.job, host.key.secret, founder.left), time.monotonic())
         elif due is Due.END:
             assert founder.outcome is not None
             return msgspec.json.decode(founder.outcome.value, type=Ended)
+        elif due is Due.FOREIGN:
+            raise UsageError(str(foreign_job(f"{control.store}/elaswave/{options.job}/")))
         else:
             raise RetryError(
                 f"job {options.job} runs, for its coordinator writes to {control.store}, but there is none at "

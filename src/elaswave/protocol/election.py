@@ -28,7 +28,7 @@ class Seen(NamedTuple):
 
     holder: Holder
     beat: int
-    """Revision of the beat; 0: there was none yet."""
+    """Number of the holder's newest beat; 0: there was none yet."""
 
 
 class Watch:
@@ -68,9 +68,21 @@ class Watch:
             asked_s: when it was asked.
             now_s: when it was answered.
         """
-        if self._since_s is None or seen != self._seen or asked_s - self._looked_s > GAP_S:
-            self._seen, self._since_s = seen, now_s
+        before, self._seen = self._seen, self._newest(seen)
+        lives = self._seen.holder.term > before.holder.term or self._seen.beat > before.beat
+        if self._since_s is None or lives or asked_s - self._looked_s > GAP_S:
+            self._since_s = now_s
         self._looked_s = asked_s
+
+    def _newest(self, seen: Seen) -> Seen:
+        """What is known now. A claim that was removed, forged or replaced by an older one is followed as it was known,
+        and beats of earlier days do not count (H14)."""
+        known = self._seen
+        if seen.holder.term > known.holder.term:
+            return seen
+        if seen.holder.term < known.holder.term:
+            return Seen(known.holder._replace(revision=seen.holder.revision, value=b""), known.beat)
+        return Seen(seen.holder, max(known.beat, seen.beat))
 
     def missed(self) -> None:
         """A read was not answered: without reads nobody is elected (H8)."""

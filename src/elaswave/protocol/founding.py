@@ -14,7 +14,18 @@ when it comes late. (H1 and H13 are rules of jobs on many hosts, see docs/protoc
 from enum import Enum
 from typing import NamedTuple
 
-from elaswave.protocol.store_writes import BEAT, OUTCOME, SPEC, TERM, KeyValue, Outcome, Transaction, holder_of
+from elaswave.protocol.store_writes import (
+    BEAT,
+    OUTCOME,
+    SPEC,
+    TERM,
+    KeyValue,
+    Outcome,
+    Transaction,
+    founding_of,
+    holder_of,
+    is_there,
+)
 
 RUNS_S = 6.0
 """How long the agent that founds a job of several candidates looks whether another one has a coordinator already, if
@@ -28,8 +39,10 @@ LOOKING = Transaction(reads=(SPEC, TERM, BEAT, OUTCOME))
 class Left(NamedTuple):
     """How far a job had come that is in the store. Whatever its coordinators write changes it."""
 
+    founded: int
+    """Number of its founding; 0: what stands there is not genuine (H14)."""
     spec: int
-    """Revision at which the job was founded."""
+    """Revision at which that was written."""
     term: int
     """Revision at which its last coordinator has opened it; 0: none has."""
     beat: int
@@ -47,7 +60,7 @@ def left_of(spec: KeyValue | None, term: KeyValue | None, beat: KeyValue | None,
     """What was found of a job; None: nothing."""
     if spec is None:
         return None
-    return Left(spec.revision, _revision(term), _revision(beat), next_entry)
+    return Left(founding_of(spec), spec.revision, _revision(term), _revision(beat), next_entry)
 
 
 def _revision(found: KeyValue | None) -> int:
@@ -62,6 +75,7 @@ class Due(Enum):
     REMOVE = "remove what was found: `Left.removal`"
     FOUND = "found the job"
     END = "the job has ended meanwhile, as `outcome` says"
+    FOREIGN = "what is there was not written with this job's key: nothing is removed, and nothing founded (H14)"
     GIVE_UP = "the job runs, and none of its candidates can be reached from here"
 
 
@@ -82,8 +96,8 @@ class Founder:
         self._has_others = has_others
         self._patience_s = patience_s
         self._began_s = now_s
-        self._has_seen = False
-        """Whether the job was there."""
+        self.founded = 0
+        """Number of the founding that was there; 0: none was."""
 
     @property
     def ask_s(self) -> float:
@@ -95,13 +109,13 @@ class Founder:
 
         Args:
             left: what it holds of the job.
-            outcome: what it holds of the end of an earlier one.
+            outcome: what it holds of the end of an earlier one; genuine if it is of `founded`.
         """
         self.left = left
-        if left is None and self._has_seen and outcome is not None:
+        if left is None and self.founded and outcome is not None and outcome.is_genuine:
             self.outcome = outcome
             return Due.END
-        self._has_seen = self._has_seen or left is not None
+        self.founded = (0 if left is None else left.founded) or self.founded
         return Due.ASK if self._has_others else self._without_coordinator()
 
     def unanswered(self) -> Due:
@@ -109,7 +123,9 @@ class Founder:
         return self._without_coordinator()
 
     def _without_coordinator(self) -> Due:
-        return Due.FOUND if self.left is None else Due.REMOVE
+        if self.left is None:
+            return Due.FOUND
+        return Due.REMOVE if self.left.founded else Due.FOREIGN
 
     def removed(self, outcome: Outcome, now_s: float) -> Due:
         """The store has answered to the removal."""
@@ -127,6 +143,7 @@ class Made(Enum):
 
     YES = "the job is founded"
     HELD = "there is another job of this name"
+    FOREIGN = "what is there was not written with this job's key (H14)"
     CHANGED = "a job of this name has ended since it was looked: look again"
 
 
@@ -134,15 +151,13 @@ class Founding:
     """The keys of a job are made.
 
     Args:
-        spec: what the job is; has a nonce.
+        spec: what the job is, see `spec_value`; has a nonce.
         outcome: how the last job of this name has ended, as it was looked; it is removed.
     """
 
     def __init__(self, spec: bytes, outcome: KeyValue | None) -> None:
         self._spec = spec
         self._outcome = _revision(outcome)
-        self.founded = 0
-        """Revision at which the job was founded, once it is."""
 
     def transaction(self) -> Transaction:
         """To be said until there is an answer."""
@@ -156,12 +171,12 @@ class Founding:
     def judge(self, outcome: Outcome) -> Made:
         """What the answer means."""
         if outcome.succeeded:
-            self.founded = outcome.revision
             return Made.YES
         (spec,) = outcome.found
         if spec is None:
             return Made.CHANGED
-        self.founded = spec.revision
+        if not spec.is_genuine:
+            return Made.FOREIGN
         return Made.YES if spec.value == self._spec else Made.HELD  # an earlier request had arrived
 
 
@@ -172,14 +187,14 @@ def ending(
 
     Args:
         name: under which its last coordinator holds it, where several may.
-        founded: revision at which the job was founded that is over; 0: there is only one.
+        founded: which founding is over; 0: there is only one.
         spec, term: as they stand in the store.
         outcome: how it has ended; stays (H13).
     Returns:
         None: they are not there any more, of another job, or another agent's coordinator has the job.
     """
     holder = holder_of(term)
-    if spec is None or spec.revision != (founded or spec.revision) or (name and holder.term and holder.name != name):
+    if not is_there(spec, term, founded or founding_of(spec)) or (name and holder.term and holder.name != name):
         return None
     puts = () if outcome is None else ((OUTCOME, outcome),)
-    return Transaction(unwritten_since=((SPEC, spec.revision), (TERM, holder.revision)), puts=puts, clears=True)
+    return Transaction(unwritten_since=((SPEC, _revision(spec)), (TERM, holder.revision)), puts=puts, clears=True)

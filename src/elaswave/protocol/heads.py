@@ -22,6 +22,8 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     """Number of entries."""
     digest: bytes
     """Of the last one, which has that of the one before; empty if there is none."""
+    seal: bytes = b""
+    """That a coordinator of the job has told it (H14); empty: nobody has, or the store is private to the job."""
 
     def __str__(self) -> str:
         return f"{self.length} entries of term {self.term}, the last one {self.digest.hex()[:8] or 'none'}"

@@ -8,6 +8,12 @@ simulator to a store that fails in every way.
 written if the term is still the writer's and the entry's key does not exist. *H6, unknown outcomes*: what stands there
 tells whether a request without an answer was carried out, since every claim and every entry has a nonce. (H4 to H6 are
 rules of jobs on many hosts, see docs/store.md.)
+
+*H14, strangers*: who may write to the store need not have the job's key. What no holder of the key has written for this
+place and this founding is not *genuine*: it counts as absent, except that a transaction which puts something in its
+place compares its revision. Older values of the same place are genuine; so a claim never takes a smaller term than one
+that was seen, a beat counts only if it is newer, and a coordinator whose term is not there any more without a newer one
+in its place makes room for another, which claims the job anew and reads what is there.
 """
 
 import json
@@ -29,6 +35,8 @@ class KeyValue(NamedTuple):
     value: bytes
     revision: int
     """At which it was last written."""
+    is_genuine: bool = True
+    """Whether a holder of the job's key has written it, for this key and this founding; else its value is empty."""
 
 
 class Transaction(NamedTuple):
@@ -70,11 +78,11 @@ class Holder(NamedTuple):
     revision: int
     """At which it was written."""
     value: bytes = b""
-    """What stands in `TERM`; has the nonce of the claim."""
+    """What stands in `TERM`; has the nonce of the claim. Empty: something that is not genuine, or older."""
 
     def still_writes(self) -> Transaction:
         """Compares that nobody else has written `TERM` since, and writes nothing."""
-        return Transaction(((TERM, self.revision),), ((TERM, self.value),) if self.term else (), reads=(TERM,))
+        return Transaction(((TERM, self.revision),), ((TERM, self.value),) if self.value else (), reads=(TERM,))
 
     def is_fenced(self, standing: KeyValue | None) -> bool:
         """Whether it may not write any more.
@@ -84,16 +92,70 @@ class Holder(NamedTuple):
         """
         return standing is None or (standing.revision, standing.value) != (self.revision, self.value)
 
+    def is_followed(self, standing: KeyValue | None) -> bool:
+        """Whether another coordinator has claimed the job since; else what this one held was removed, forged, or
+        replaced by an older claim (H14).
+
+        Args:
+            standing: what a failed comparison has found in `TERM`.
+        """
+        newer = holder_of(standing)
+        return newer.value != self.value and newer.term >= self.term
+
 
 NOBODY = Holder(0, "", 0)
 
 
 def holder_of(found: KeyValue | None) -> Holder:
-    """Reads `TERM`."""
+    """Reads `TERM`. What is not genuine names nobody, at its revision."""
     if found is None:
         return NOBODY
+    if not found.is_genuine:
+        return NOBODY._replace(revision=found.revision)
     said = json.loads(found.value)
     return Holder(said["term"], said["holder"], found.revision, found.value)
+
+
+def beat_value(term: int, number: int) -> bytes:
+    """What a coordinator writes to `BEAT`.
+
+    Args:
+        number: of this term's beat, from 1.
+    """
+    return json.dumps({"term": term, "beat": number}).encode()
+
+
+def beat_of(found: KeyValue | None, holder: Holder) -> int:
+    """The number of a holder's newest beat; 0: what stands there is none of its."""
+    if found is None or not found.is_genuine:
+        return 0
+    said = json.loads(found.value)
+    return int(said["beat"]) if said["term"] == holder.term else 0
+
+
+def spec_value(founded: int, **facts: object) -> bytes:
+    """What stands in `SPEC`.
+
+    Args:
+        founded: number of the founding, which no other one of this name has.
+        facts: for people.
+    """
+    return json.dumps({"founded": founded, **facts}).encode()
+
+
+def founding_of(spec: KeyValue | None) -> int:
+    """Which founding of the job is in the store; 0: none, or what stands in `SPEC` is not genuine."""
+    return int(json.loads(spec.value)["founded"]) if spec is not None and spec.is_genuine else 0
+
+
+def is_there(spec: KeyValue | None, term: KeyValue | None, founded: int) -> bool:
+    """Whether a founding of the job is in the store: one of two keys says so, which are removed together.
+
+    Args:
+        spec, term: as they stand there.
+        founded: the founding.
+    """
+    return founding_of(spec) in (0, founded) and bool(founding_of(spec) or holder_of(term).term)
 
 
 class Claim:
@@ -103,28 +165,34 @@ class Claim:
         name: of the claimant.
         nonce: that no other claim has.
         seen: who may write, by a linearizable read.
-        founded: revision at which the job was founded that is claimed: a claim that comes late does not claim the next
-            one, nor leave a key where none is.
+        spec: what stands in `SPEC`, by the same read: a claim that comes late does not claim the next founding, nor
+            leave a key where no job is.
+        founded: the founding that is claimed. `SPEC` is written again if it does not say so.
+        above: the claim's term is larger.
     """
 
-    def __init__(self, name: str, nonce: str, seen: Holder, founded: int) -> None:
+    def __init__(
+        self, name: str, nonce: str, seen: Holder, spec: KeyValue | None, founded: int, *, above: int = 0
+    ) -> None:
         self._seen = seen
-        self._founded = founded
+        self._spec = 0 if spec is None else spec.revision
+        self._again = () if founding_of(spec) == founded else ((SPEC, spec_value(founded, restored=nonce)),)
         self._name = name
-        self._value = json.dumps({"term": seen.term + 1, "holder": name, "nonce": nonce}).encode()
+        self.term = max(seen.term, above) + 1
+        self._value = json.dumps({"term": self.term, "holder": name, "nonce": nonce}).encode()
 
     def transaction(self) -> Transaction:
         """To be said until there is an answer."""
         asked = self._seen.still_writes()
         return asked._replace(
-            unwritten_since=(*asked.unwritten_since, (SPEC, self._founded)), puts=((TERM, self._value),)
+            unwritten_since=(*asked.unwritten_since, (SPEC, self._spec)), puts=((TERM, self._value), *self._again)
         )
 
     def judge(self, outcome: Outcome) -> Holder | None:
         """What the answer means: this claimant, which may write now; None if another one was quicker."""
         if outcome.succeeded:
-            return Holder(self._seen.term + 1, self._name, outcome.revision, self._value)
-        (standing,) = outcome.found
+            return Holder(self.term, self._name, outcome.revision, self._value)
+        standing = outcome.found[0]
         if standing is not None and standing.value == self._value:
             return holder_of(standing)  # an earlier request had arrived
         return None
@@ -135,7 +203,8 @@ class Written(Enum):
 
     YES = "it stands there"
     FENCED = "another coordinator has taken over: nothing of this one is taken any more"
-    TAKEN = "the entry was written by somebody who is no coordinator of this job"
+    TAKEN = "another entry of this job stands there: one that was removed has been put back (H14)"
+    FOREIGN = "what stands there is not genuine, and is to be replaced: see `EntryWrite.over` (H14)"
     INCOMPLETE = "what it names is not there any more, and must be written again"
     GONE_BACK = "the entry before it, which was durable, is not there: the store has gone back (H9)"
 
@@ -152,6 +221,8 @@ class EntryWrite:
     """
 
     def __init__(self, term: Holder, key: str, value: bytes, names: Sequence[str] = (), *, previous: str = "") -> None:
+        self.over = 0
+        """Revision of what stands in its place and is not genuine; 0: nothing."""
         self._term = term
         self._key = key
         self.value = value
@@ -162,7 +233,7 @@ class EntryWrite:
         """To be said until there is an answer; nothing may be sent before (H5)."""
         asked = self._term.still_writes()
         return asked._replace(
-            unwritten_since=(*asked.unwritten_since, (self._key, 0)),
+            unwritten_since=(*asked.unwritten_since, (self._key, self.over)),
             exist=(*self._before, *self._names),
             puts=((self._key, self.value),),
             reads=(TERM, self._key, *self._before),
@@ -175,6 +246,9 @@ class EntryWrite:
         term, standing, *before = outcome.found
         if self._term.is_fenced(term):
             return Written.FENCED
-        if standing is None:
-            return Written.GONE_BACK if None in before else Written.INCOMPLETE
-        return Written.YES if standing.value == self.value else Written.TAKEN  # an earlier request had arrived
+        if standing is not None and standing.is_genuine:
+            return Written.YES if standing.value == self.value else Written.TAKEN  # an earlier request had arrived
+        if None in before:
+            return Written.GONE_BACK
+        over, self.over = self.over, 0 if standing is None else standing.revision
+        return Written.INCOMPLETE if self.over == over else Written.FOREIGN

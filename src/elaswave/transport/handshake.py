@@ -46,6 +46,16 @@ def check_key(key: bytes) -> bytes:
     return bytes(key)
 
 
+def derived(key: bytes, purpose: str) -> bytes:
+    """A key for one purpose, of 32 bytes. Who holds it cannot compute the job's, nor that of another purpose.
+
+    Args:
+        key: the job's.
+        purpose: a word.
+    """
+    return hmac.digest(key, b"elaswave " + purpose.encode(), "sha256")
+
+
 def worker_name(worker: int) -> str:
     """What a worker is called in messages."""
     return f"worker {worker}"

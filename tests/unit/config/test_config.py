@@ -351,6 +351,32 @@ def test_ports_that_are_none(ports, seen):
     assert load_config(None, ["net.transport=tcp", "net.ports=7000-7000"]).net.ports == "7000-7000", "of any host"
 
 
+TLS = "control.store_ca=ca.pem"
+
+
+@pytest.mark.parametrize(
+    ("store", "given", "is_open"),
+    [
+        ("10.0.0.5:2379", [], True),
+        ("127.0.0.1:2379,10.0.0.5", [], True),
+        ("node-1.example:2379", [], True),
+        ("[2001:db8::1]:2379", [], True),
+        ("0.0.0.0:2379", [], True),
+        ("10.0.0.5:2379", ["net.transport=tcp", "net.tls=required", "net.keys=k"], True),
+        ("10.0.0.5:2379", ["net.trusted=true"], False),
+        ("10.0.0.5:2379", [TLS], False),
+        ("127.0.0.1:2379,localhost,[::1]:2379,[::1]", [], False),
+    ],
+)
+def test_a_store_on_other_machines_needs_tls(store, given, is_open):
+    overrides = [f"control.store=etcd://{store}", *given]
+    if is_open:
+        with pytest.raises(ConfigError, match="control.store_ca: unset, but control.store names .* net.trusted = true"):
+            load_config(None, overrides)
+    else:
+        assert load_config(None, overrides).control.store.endswith(store)
+
+
 def test_addresses_that_go_together():
     assert NetConfig(transport="tcp", bind="127.0.0.2").trusted is False
     assert NetConfig(transport="tcp", bind="10.0.0.5", trusted=True).tls == "off"

@@ -4,15 +4,15 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from tests.fake_etcd import FakeEtcd, FakeGateway, Fault, answer_lost, delayed, lost
+from tests.fake_etcd import KEY, STRANGERS, FakeEtcd, FakeGateway, Fault, Written, answer_lost, delayed, lost
 
 from elaswave.control import candidate
 from elaswave.control.candidate import Beats, Progress, Stage, Won, progress_of, stand_by
 from elaswave.control.etcd_client import REQUEST_TIMEOUT_S, EtcdClient
 from elaswave.control.etcd_keys import found
-from elaswave.errors import StoreError, SupersededError
+from elaswave.errors import DisplacedError, StoreError, SupersededError
 from elaswave.protocol.election import BEAT_S, POLL_S, STILL_S, Watch
-from elaswave.protocol.store_writes import BEAT, TERM, Transaction
+from elaswave.protocol.store_writes import BEAT, SPEC, TERM, Transaction, beat_value, founding_of, spec_value
 
 
 class World:
@@ -22,22 +22,24 @@ class World:
         self.etcd = FakeEtcd()
         self.gateway = FakeGateway(self.etcd)
         self.now_s = 1000.0
+        self.num_beats = 0
         self.on_wait: Callable[[], None] = lambda: None
-        self.founded = found(self.client(FakeGateway(self.etcd)), b"a test", 1.0)
+        self.founded = found(self.client(FakeGateway(self.etcd)), spec_value(7), 1.0)
 
-    def client(self, gateway: FakeGateway) -> EtcdClient:
-        return EtcdClient(["a:1", "b:2"], "/elaswave/job/", gateway)
+    def client(self, gateway: FakeGateway, founded: int = 7) -> EtcdClient:
+        return EtcdClient(["a:1", "b:2"], "/elaswave/job/", gateway, KEY, founded=founded)
 
     def beat(self) -> None:
-        self.client(FakeGateway(self.etcd)).carry_out(Transaction(puts=((BEAT, b"again"),)))
+        self.num_beats += 1
+        self.client(FakeGateway(self.etcd)).carry_out(Transaction(puts=((BEAT, beat_value(1, self.num_beats)),)))
 
     def stand_by(
-        self, name: str = "a/1", *, founds: bool = False, ended_s: float | None = None, founded: int = 0
+        self, name: str = "a/1", *, founds: bool = False, ended_s: float | None = None, founded: int = 7
     ) -> Won:
         watch = Watch(name, founds=founds)
-        client = self.client(self.gateway)
+        client = self.client(self.gateway, founded)
         now_s = lambda: self.now_s  # noqa: E731
-        return stand_by(client, watch, name, founded=founded, ended_s=ended_s, now_s=now_s, wait=self._wait)
+        return stand_by(client, watch, name, ended_s=ended_s, now_s=now_s, wait=self._wait)
 
     def _wait(self, wait_s: float) -> None:
         self.now_s += wait_s
@@ -83,7 +85,7 @@ def test_a_coordinator_is_missed_from_its_end_on_and_that_of_another_host_since_
 
 @pytest.mark.parametrize("fault", [lost, answer_lost, delayed])
 def test_a_claim_without_an_answer_is_made_once(world: World, fault: Fault) -> None:
-    world.gateway.faults = [lambda *_: None, fault, fault]
+    world.gateway.faults = [lambda *_: None, lambda *_: None, fault, fault]
     won = world.stand_by("a/1", founds=True)
     world.gateway.arrive()
     (standing,) = world.client(world.gateway).carry_out(Transaction(reads=(TERM,))).found
@@ -170,3 +172,78 @@ def test_reports_are_lines() -> None:
     lines = Progress(Stage.HOLDS, 3).line() + Progress(Stage.SERVES, 3).line()
     assert progress_of(lines) == [Progress(Stage.HOLDS, 3), Progress(Stage.SERVES, 3)]
     assert progress_of(b"") == []
+
+
+# ------------------------------------------------------------------------------------------------------ strangers (H14)
+
+
+def write(world: World, key: str, value: bytes | None) -> None:
+    """Somebody who may write to the store does; None: removes."""
+    world.etcd.revision += 1
+    name = f"/elaswave/job/{key}".encode()
+    if value is None:
+        world.etcd.keys.pop(name, None)
+    else:
+        world.etcd.keys[name] = Written(value, world.etcd.revision, 1)
+
+
+def stored(world: World, key: str) -> bytes:
+    return world.etcd.keys[f"/elaswave/job/{key}".encode()].value
+
+
+def test_beats_that_a_stranger_writes_keep_no_dead_coordinator_alive(world: World) -> None:
+    world.stand_by("a/1", founds=True)
+    beats: list[bytes] = []
+    for _ in range(3):
+        world.beat()
+        beats.append(stored(world, "beat"))
+
+    def go_on() -> None:
+        write(world, "beat", (*beats, b"forged")[int(4 * world.now_s) % 4])
+
+    world.on_wait = go_on
+    won = world.stand_by("b/2")
+    assert won.term.term == 2 and world.now_s <= 1000.0 + STILL_S + 2 * POLL_S
+
+
+@pytest.mark.parametrize("key", ["spec", "term"])
+@pytest.mark.parametrize("value", [b"forged", None])
+def test_a_claim_that_a_stranger_takes_away_is_followed_by_a_newer_one(
+    world: World, key: str, value: bytes | None
+) -> None:
+    world.stand_by("a/1", founds=True)
+    first = stored(world, "term")
+    assert world.stand_by("a/1").term.term == 2
+    waits: list[None] = []
+
+    def strike() -> None:
+        waits.append(None)
+        if len(waits) == 2:
+            write(world, key, first if (key, value) == ("term", b"forged") else value)
+
+    world.on_wait = strike
+    won = world.stand_by("b/2")
+    assert (won.term.term, won.term.name) == (3, "b/2")
+    (spec,) = world.client(world.gateway).carry_out(Transaction(reads=(SPEC,))).found
+    assert founding_of(spec) == 7
+
+
+def test_a_coordinator_whose_claim_was_taken_away_is_told_to_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidate, "BEAT_S", 0.001)
+    won = world.stand_by("a/1", founds=True)
+    write(world, "term", b"forged")
+    told, errors = threading.Event(), list[StoreError]()
+    beats = Beats(world.client(FakeGateway(world.etcd)), won.term)
+    beats.tell(lambda error: (errors.append(error), told.set()))  # type: ignore[func-returns-value]
+    assert told.wait(30) and isinstance(errors[0], DisplacedError)
+    beats.stop()
+
+
+def test_a_job_of_another_key_is_not_claimed(world: World) -> None:
+    other = EtcdClient(["a:1"], "/elaswave/job/", FakeGateway(world.etcd), STRANGERS)
+    world.etcd.keys.clear()
+    found(other, spec_value(9), 1.0)
+    before = dict(world.etcd.keys)
+    with pytest.raises(StoreError, match="holds what was not written with this job's key"):
+        world.stand_by(founds=True)
+    assert world.etcd.keys == before

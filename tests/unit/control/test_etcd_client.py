@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.fake_etcd import FakeEtcd, FakeGateway, lost, says
+from tests.fake_etcd import KEY, FakeEtcd, FakeGateway, lost, says
 
 from elaswave.control.etcd_client import (
     REQUEST_TIMEOUT_S,
@@ -23,7 +23,7 @@ from elaswave.errors import ConfigError, StoreError
 
 
 def client_of(gateway: FakeGateway, credentials: Credentials | None = None) -> EtcdClient:
-    return EtcdClient(["a:1", "b:2"], "/elaswave/job/", gateway, credentials)
+    return EtcdClient(["a:1", "b:2"], "/elaswave/job/", gateway, KEY, credentials)
 
 
 @pytest.mark.parametrize(

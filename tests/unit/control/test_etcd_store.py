@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from tests.fake_etcd import FakeEtcd, FakeGateway, Fault, answer_lost, delayed, fine, lost, says
+from tests.fake_etcd import (
+    KEY,
+    STRANGERS,
+    FakeEtcd,
+    FakeGateway,
+    Fault,
+    Written,
+    answer_lost,
+    delayed,
+    fine,
+    lost,
+    says,
+)
 from tests.unit.reports import decision_of
 
 from elaswave.control import etcd_store
@@ -16,12 +28,13 @@ from elaswave.control.etcd_entries import CHUNK_BYTES, entry_key, pack
 from elaswave.control.etcd_keys import found, remove
 from elaswave.control.etcd_store import EtcdStore
 from elaswave.control.store import Owner
-from elaswave.errors import StoreError, SupersededError
+from elaswave.errors import DisplacedError, StoreError, SupersededError
 from elaswave.protocol.messages import Decision
-from elaswave.protocol.store_writes import NOBODY, Claim
+from elaswave.protocol.store_writes import NOBODY, SPEC, Claim, KeyValue, Transaction, founding_of, spec_value
 from elaswave.state.placement import Placement
 
 PREFIX = "/elaswave/job/"
+SPEC_7 = KeyValue(SPEC, spec_value(7), 1)
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
@@ -40,14 +53,17 @@ class World:
         self.broken: list[StoreError] = []
         self.num_turns = 0
         self.stores: list[EtcdStore[Record]] = []
-        found(self.client(FakeGateway(self.etcd)), b"a test", 1.0)
+        found(self.client(FakeGateway(self.etcd)), spec_value(7), 1.0)
 
-    def client(self, gateway: FakeGateway) -> EtcdClient:
-        return EtcdClient(["a:1", "b:2", "c:3"], PREFIX, gateway)
+    def client(self, gateway: FakeGateway, key: bytes = KEY) -> EtcdClient:
+        return EtcdClient(["a:1", "b:2", "c:3"], PREFIX, gateway, key)
 
-    def open(self, gateway: FakeGateway | None = None, *, patience_s: float = 30.0) -> EtcdStore[Record]:
+    def open(
+        self, gateway: FakeGateway | None = None, *, patience_s: float = 30.0, founded: int = 0
+    ) -> EtcdStore[Record]:
         owner = Owner(post=lambda call: call(), turn=self._turn, say=self.said.append, broken=self.broken.append)
         client = self.client(gateway or FakeGateway(self.etcd))
+        client.founded = founded
         store: EtcdStore[Record] = EtcdStore(client, Record, owner, patience_s=patience_s)
         self.stores.append(store)
         return store
@@ -297,7 +313,7 @@ def test_a_large_placement_travels_in_chunks_before_the_record_that_names_them(w
     decision = placed(2, 1_200_000)
     store.append(decision)
     assert seen[:4] == ["0 chunks", "1 chunks", "2 chunks", "3 chunks"]
-    assert all(len(written.value) <= CHUNK_BYTES for written in world.etcd.keys.values())
+    assert all(len(written.value) <= CHUNK_BYTES + 40 for written in world.etcd.keys.values())
     store.close()
     assert world.open().records() == [decision]
 
@@ -389,14 +405,17 @@ def test_every_damage_is_noticed(world: World) -> None:
     for break_it, problem in (
         (
             lambda: world.etcd.keys.pop((PREFIX + entry_key(1)).encode()),
-            "entry 1 is missing, although rec/0*2 is there",
+            "entry 1 is missing, .* although rec/0*2 is there",
         ),
-        (lambda: change(world, entry_key(1), lambda value: swap), "entry 1 does not follow the one before it"),
-        (lambda: change(world, entry_key(1), lambda value: value[:-1]), "entry 1 is damaged"),
-        (lambda: change(world, entry_key(0), lambda value: value.replace(b"one", b"six")), "entry 1 does not follow"),
+        (lambda: change(world, entry_key(1), lambda value: swap), "entry 1 .* was not written with the job's key"),
+        (
+            lambda: change(world, entry_key(1), lambda value: value[:-1]),
+            "entry 1 .* was not written with the job's key",
+        ),
+        (lambda: change(world, entry_key(0), lambda value: value.replace(b"one", b"six")), "entry 0 is missing, or"),
         (lambda: world.etcd.keys.pop((PREFIX + chunk).encode()), "blob .* has 0 of"),
         (lambda: change(world, chunk, lambda value: bytes(len(value))), "blob .* or other ones"),
-        (lambda: world.etcd.keys.pop((PREFIX + "spec").encode()), "holds no job: its keys were removed"),
+        (lambda: world.etcd.keys.clear(), "holds no job: its keys were removed"),
     ):
         world.etcd.keys = dict(good)
         break_it()
@@ -404,25 +423,21 @@ def test_every_damage_is_noticed(world: World) -> None:
             world.open()
 
 
-def test_a_record_in_the_place_of_the_own_one_is_noticed(world: World) -> None:
-    store = world.open()
-    world.etcd.keys[(PREFIX + entry_key(0)).encode()] = world.etcd.keys[(PREFIX + "spec").encode()]
-    with pytest.raises(StoreError, match="was written by a process that is no coordinator of this job"):
-        store.append(Said("one"))
-
-
 def test_a_job_whose_keys_were_removed_is_written_by_nobody(world: World) -> None:
     store = world.open()
     remove(world.client(FakeGateway(world.etcd)), 1.0)
     assert world.etcd.keys == {}
-    with pytest.raises(SupersededError, match="the job's keys were removed"):
+    with pytest.raises(DisplacedError, match="was removed, forged, or replaced by an older claim"):
         store.append(Said("one"))
+    with pytest.raises(StoreError, match="holds no job: its keys were removed"):
+        world.open()
 
 
 @pytest.mark.parametrize(("name", "is_removed"), [("host", True), ("other", False), ("", True)])
 def test_keys_stay_if_another_candidate_has_the_job(world: World, name: str, is_removed: bool) -> None:
-    term = Claim("host", "nonce", NOBODY, 1).transaction().puts[0][1]
+    term = Claim("host", "nonce", NOBODY, SPEC_7, 7).transaction().puts[0][1]
     client = world.client(FakeGateway(world.etcd))
+    client.founded = 7
     client.transact([], [client.put("term", term)])
     remove(client, 1.0, name)
     assert bool(world.etcd.keys) is not is_removed
@@ -435,9 +450,9 @@ def test_keys_of_a_job_that_nobody_has_are_removed(world: World) -> None:
 
 def test_a_job_is_founded_once(world: World) -> None:
     etcd = FakeEtcd()
-    found(world.client(FakeGateway(etcd, [answer_lost])), b"mine", 1.0)
+    found(world.client(FakeGateway(etcd, [answer_lost])), spec_value(8, by="me"), 1.0)
     with pytest.raises(StoreError, match="holds another job"):
-        found(world.client(FakeGateway(etcd)), b"yours", 1.0)
+        found(world.client(FakeGateway(etcd)), spec_value(9), 1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------- chance
@@ -483,7 +498,7 @@ def test_whatever_is_lost_or_late_what_is_acknowledged_is_read_in_its_order(worl
 def test_the_term_tells_who_holds_it(world: World) -> None:
     world.open()
     world.open()
-    term = json.loads(world.etcd.keys[(PREFIX + "term").encode()].value)
+    term = json.loads(world.etcd.keys[(PREFIX + "term").encode()].value[40:])
     assert term["term"] == 2 and ":" in term["holder"] and len(term["nonce"]) == 24
 
 
@@ -498,15 +513,14 @@ def test_a_coordinator_whose_last_entry_is_gone_ends_the_job(world: World) -> No
     assert world.texts() == ["one"]
 
 
-def test_a_coordinator_whose_claim_is_gone_ends_the_job(world: World) -> None:
-    """It is not replaced: nobody speaks for the job."""
+def test_a_coordinator_whose_claim_is_gone_makes_room_for_one_that_reads_what_is_there(world: World) -> None:
     world.open().append(Said("one"))
     restore = world.backup()
     store = world.open()
     restore()
-    with pytest.raises(StoreError, match="this coordinator was number 2, and number 1 has the job there") as caught:
+    with pytest.raises(DisplacedError, match="what coordinator number 2 held was removed, forged, or replaced"):
         store.append(Said("two"))
-    assert not isinstance(caught.value, SupersededError)
+    assert world.texts() == ["one"]
 
 
 def test_a_coordinator_that_finds_an_older_copy_learns_it_from_the_members(world: World) -> None:
@@ -541,8 +555,9 @@ def test_a_head_of_a_later_term_ends_a_replaced_coordinator_and_not_the_job(worl
         first.check(second.head)
     restore()
     again = world.open(), world.open()
+    later = world.client(FakeGateway(world.etcd)).seal.seal_head(msgspec.structs.replace(second.head, term=9))
     with pytest.raises(StoreError, match="has gone back") as caught:
-        again[1].check(msgspec.structs.replace(second.head, term=9))
+        again[1].check(later)
     assert not isinstance(caught.value, SupersededError)
 
 
@@ -552,5 +567,155 @@ def test_a_job_that_was_founded_again_has_another_history(world: World) -> None:
     heard = first.head
     first.close()
     remove(world.client(FakeGateway(world.etcd)), 1.0)
-    found(world.client(FakeGateway(world.etcd)), b"again", 1.0)
+    found(world.client(FakeGateway(world.etcd)), spec_value(8), 1.0)
     world.open().check(heard)
+
+
+# ---------------------------------------------------------------------------------------------------------- strangers
+
+
+def write(world: World, key: str, value: bytes | None) -> None:
+    """Somebody who may write to the store does; None: removes."""
+    name = (PREFIX + key).encode()
+    world.etcd.revision += 1
+    if value is None:
+        world.etcd.keys.pop(name, None)
+    else:
+        world.etcd.keys[name] = Written(value, world.etcd.revision, 1)
+
+
+def stored(world: World, key: str) -> bytes:
+    return world.etcd.keys[(PREFIX + key).encode()].value
+
+
+FORGED = [b"", b"{", b'{"term": 99, "holder": "x", "nonce": "n"}', b"\xff" * 100, b"x" * 2**20]
+
+
+@pytest.mark.parametrize("value", [*FORGED, None], ids=range(len(FORGED) + 1))
+@pytest.mark.parametrize("key", ["spec", "term"])
+def test_a_forged_key_costs_a_coordinator_at_most_and_no_record(world: World, key: str, value: bytes | None) -> None:
+    store = world.open()
+    store.append(Said("one"))
+    write(world, key, value)
+    if key == "term":
+        with pytest.raises(DisplacedError, match="number 1 held was removed, forged, or replaced by an older claim"):
+            store.append(Said("lost"))
+    else:
+        store.append(Said("two"))
+    again = world.open(founded=7)
+    assert again.records()[0] == Said("one") and again.head.term == 2, "its term is a newer one"
+    assert found_spec(world) == 7
+    again.append(Said("three"))
+    assert world.texts()[-1] == "three"
+
+
+def test_where_both_are_forged_the_entries_tell_whose_job_it_is(world: World) -> None:
+    world.open().append(Said("one"))
+    for value in (b"forged", None):
+        write(world, "spec", value)
+        write(world, "term", value)
+        store = world.open(founded=7)
+        assert store.records() == [Said("one")]
+    assert (store.head.term, found_spec(world)) == (2, 7)
+
+
+def found_spec(world: World) -> int:
+    (spec,) = world.client(FakeGateway(world.etcd)).carry_out(Transaction(reads=(SPEC,))).found
+    return founding_of(spec)
+
+
+def test_a_stranger_in_the_place_of_the_next_entry_is_replaced_and_told_of(world: World) -> None:
+    store = world.open()
+    write(world, entry_key(0), b"forged")
+    store.append(Said("one"))
+    write(world, entry_key(1), stored(world, entry_key(0)))  # an own value, moved
+    store.append(Said("two"))
+    write(world, entry_key(2), b"x" * 2**20)
+    assert world.texts() == ["one", "two"]
+    (line,) = world.said
+    assert "rec/0000000000000000 of the store" in line and "written without the job's key: it is replaced" in line
+
+
+def test_an_entry_that_was_removed_and_is_put_back_ends_the_coordinator_and_not_the_job(world: World) -> None:
+    first = world.open()
+    first.append(Said("one"))
+    kept = stored(world, entry_key(0))
+    write(world, entry_key(0), None)
+    second = world.open()
+    write(world, entry_key(0), kept)
+    with pytest.raises(DisplacedError, match="one that was removed has been put back"):
+        second.append(Said("two"))
+    assert world.texts() == ["one"]
+
+
+def test_values_of_another_founding_or_another_job_do_not_count(world: World) -> None:
+    store = world.open()
+    store.append(Said("one"))
+    old = {key: stored(world, key) for key in ("term", entry_key(0))}
+    remove(world.client(FakeGateway(world.etcd)), 1.0)
+    found(world.client(FakeGateway(world.etcd)), spec_value(8), 1.0)
+    for key, value in old.items():
+        write(world, key, value)
+    again = world.open()
+    assert again.records() == [] and again.head.term == 1
+    again.append(Said("new"))
+    assert world.texts() == ["new"]
+
+
+def test_a_head_that_no_coordinator_has_told_ends_nothing(world: World) -> None:
+    store = world.open()
+    store.append(Said("one"))
+    head = store.head
+    for forged in (
+        msgspec.structs.replace(head, length=99),
+        msgspec.structs.replace(head, term=99),
+        msgspec.structs.replace(head, digest=b"another"),
+        msgspec.structs.replace(head, term=99, length=99, seal=b""),
+        msgspec.structs.replace(head, length=-1),
+    ):
+        assert store.check(forged)
+    assert not store.check(msgspec.structs.replace(head, founded=99))
+    store.append(Said("two"))
+
+
+def test_a_stranger_who_founds_a_job_of_this_name_is_told_of_and_nothing_is_removed(world: World) -> None:
+    before = dict(world.etcd.keys)
+    stranger = world.client(FakeGateway(world.etcd), STRANGERS)
+    for call in (
+        lambda: found(stranger, spec_value(9), 1.0),
+        lambda: EtcdStore(stranger, Record, Owner(print, print, print, print), patience_s=1.0),  # type: ignore[arg-type]
+        lambda: remove(stranger, 1.0, "a/1", b"finished", 7),
+    ):
+        with pytest.raises(StoreError, match="not written with this job's key: .*older release.* del --prefix /elasw"):
+            call()
+    assert world.etcd.keys == before
+
+
+def test_names_and_values_of_any_size_hinder_no_opening(world: World) -> None:
+    world.open().append(Said("one"))
+    for number in range(150):
+        write(world, f"rec/{number:016d}x", b"junk")
+        write(world, f"blob/{number % 30}", b"junk")
+    write(world, "rec/\udcff".encode(errors="surrogateescape").decode("latin-1"), b"x" * 2**20)
+    store = world.open()
+    assert store.records() == [Said("one")]
+    store.append(Said("two"))
+    store.append(Said("three"))
+    store.close()
+    assert world.keys("blob/") == [], "they are nobody's"
+
+
+def test_a_long_journal_is_read_whole_and_a_gap_at_any_request_is_seen(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_store, "_PAGE", 3)
+    store = world.open()
+    for number in range(7):
+        store.append(Said(str(number)))
+    assert world.texts() == [str(number) for number in range(7)]
+    kept = dict(world.etcd.keys)
+    for at in range(6):
+        world.etcd.keys = dict(kept)
+        write(world, entry_key(at), b"forged")
+        with pytest.raises(StoreError, match=f"entry {at} is missing, or was not written with the job's key"):
+            world.open()

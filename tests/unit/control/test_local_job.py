@@ -25,7 +25,7 @@ from elaswave.control.agent_messages import (
 )
 from elaswave.control.asked_stop import STOP_GRACE_S, AskedStop
 from elaswave.control.candidacy import STAND_BY_AGAIN_S, Candidacy
-from elaswave.control.coordinator import PORT_TAKEN, STORE_GONE, CoordinatorProcess
+from elaswave.control.coordinator import DISPLACED, PORT_TAKEN, STORE_GONE, CoordinatorProcess
 from elaswave.control.coordinator_starts import CoordinatorStarts
 from elaswave.control.forking import how_it_ended
 from elaswave.control.launcher_waits import LauncherWaits
@@ -255,7 +255,7 @@ def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
     setup: Any = SimpleNamespace(sampler=SimpleNamespace(num_samples=8), started_s=0.0, home=3)
     processes, candidacy, waits = launcher._processes, launcher._candidacy, launcher._waits
     starts = CoordinatorStarts(setup, None, launcher._post, processes, candidacy, waits, by_template=True)
-    launcher.coordinators(starts, JobStore(ControlConfig(), tmp_path, tmp_path)).start()
+    launcher.coordinators(starts, JobStore(ControlConfig(), tmp_path, tmp_path, b"k" * 32)).start()
     assert [type(message) for message in launcher.asked] == [SpawnCoordinator]
     stopped = ProcessFacts(state="T", parent=1, cpu_s=1.0, start_ticks=0)
     begin_s = time.monotonic()
@@ -282,3 +282,19 @@ def test_a_joiner_that_the_system_refuses_is_reported_like_one_that_has_died(lau
 def test_any_other_process_that_the_system_refuses_ends_the_job(launcher: Launcher) -> None:
     with pytest.raises(LaunchError, match="no process is left"):
         launcher.hear(template_messages.SpawnRefused(child=1, text="no process is left"))
+
+
+@pytest.mark.parametrize("is_candidate", [True, False])
+def test_a_coordinator_whose_claim_was_taken_away_is_followed_after_a_while_and_never_once_too_often(
+    launcher: Launcher, is_candidate: bool
+) -> None:
+    launcher._set_post(own_post()._replace(is_candidate=is_candidate))
+    at_s = 0.0
+    for _ in range(120):
+        launcher._coordinators.exited(f"ended with status {DISPLACED}", at_s)
+        assert launcher._candidacy.leads is not is_candidate, "another host may be quicker"
+        assert launcher._candidacy.missed_since_s == at_s
+        at_s += 1000.0
+        assert not launcher._candidacy.is_due(at_s - 1000.0) and launcher._candidacy.is_due(at_s)
+        launcher._candidacy.has_it()
+    assert launcher.num_started == 0, "until it is due"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.fake_etcd import FakeEtcd, FakeGateway, answer_lost, fine, lost
+from tests.fake_etcd import KEY, FakeEtcd, FakeGateway, answer_lost, fine, lost
 
 from elaswave.config.schema import ControlConfig
 from elaswave.control import open_store as module
@@ -26,9 +26,9 @@ def etcd(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
 
 
 def test_the_default_is_a_file_that_must_stay(tmp_path: Path) -> None:
-    job = JobStore(ControlConfig(), tmp_path / "run", tmp_path)
+    job = JobStore(ControlConfig(), tmp_path / "run", tmp_path, KEY)
     job.check()
-    store = open_store(ControlConfig(), tmp_path / "run", tmp_path, OWNER)
+    store = open_store(ControlConfig(), tmp_path / "run", tmp_path, OWNER, KEY)
     assert isinstance(store, FileStore) and job.patience_s == 0
     store.close()
     (tmp_path / module.JOURNAL_FILE).unlink()
@@ -39,9 +39,9 @@ def test_the_default_is_a_file_that_must_stay(tmp_path: Path) -> None:
 
 def test_a_job_has_keys_of_its_own_from_start_to_end(tmp_path: Path, etcd: FakeEtcd) -> None:
     folders = [tmp_path / "elaswave-aaa", tmp_path / "elaswave-bbb"]
-    jobs = [JobStore(ETCD, tmp_path / "run", folder) for folder in folders]
+    jobs = [JobStore(ETCD, tmp_path / "run", folder, KEY) for folder in folders]
     assert sorted(etcd.keys) == [b"/elaswave/run-aaa/spec", b"/elaswave/run-bbb/spec"]
-    store = open_store(ETCD, tmp_path / "run", folders[0], OWNER)
+    store = open_store(ETCD, tmp_path / "run", folders[0], OWNER, KEY)
     store.close()
     jobs[0].check()
     assert jobs[0].patience_s == 5.0
@@ -51,7 +51,7 @@ def test_a_job_has_keys_of_its_own_from_start_to_end(tmp_path: Path, etcd: FakeE
 
 def test_keys_that_cannot_be_removed_are_named(tmp_path: Path, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMOVE_S", 0.0)
-    job = JobStore(ETCD, tmp_path / "run", tmp_path / "elaswave-aaa")
+    job = JobStore(ETCD, tmp_path / "run", tmp_path / "elaswave-aaa", KEY)
     assert isinstance(job._client, module.EtcdClient)
     job._client._gateway = FakeGateway(etcd, [lost])
     assert (
@@ -64,7 +64,7 @@ def test_how_a_job_has_ended_is_written_once_etcd_answers_again(
     tmp_path: Path, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch, is_patient: bool
 ) -> None:
     monkeypatch.setattr(module, "REMOVE_S", 0.0)
-    job = JobStore(ETCD, tmp_path / "run", tmp_path, job="demo")
+    job = JobStore(ETCD, tmp_path / "run", tmp_path, KEY, job="demo")
     assert isinstance(job._client, module.EtcdClient)
     job._client._gateway = FakeGateway(etcd, [lost, answer_lost, fine, lost, answer_lost])
     said: list[str] = []
@@ -76,7 +76,7 @@ def test_how_a_job_has_ended_is_written_once_etcd_answers_again(
         (line,) = said
         assert "does not answer, and is to keep how it has ended for hosts that were cut off" in line
         assert "for up to 5 s" in line
-        assert module.read_outcome(ETCD, "demo") == b"finished"
+        assert module.read_outcome(ETCD, "demo", KEY, job.founded) == b"finished"
     else:
         assert "its keys below /elaswave/demo/ stay in etcd" in trouble and said == []
 
@@ -95,7 +95,7 @@ def test_credentials_are_in_a_file_that_nobody_else_reads(tmp_path: Path, etcd: 
         with pytest.raises(
             LaunchError, match=f"the job's store cannot be used: .*control.store_credentials: .*{problem}"
         ):
-            JobStore(config, tmp_path / "run", tmp_path)
+            JobStore(config, tmp_path / "run", tmp_path, KEY)
     path.write_text("ann:b:c\n")
     assert module._credentials(path) == ("ann", "b:c")
 
@@ -107,25 +107,25 @@ def test_a_store_of_another_kind_is_refused(store: str) -> None:
 
 
 def test_a_job_that_writes_is_not_removed_by_who_founds_it_again(tmp_path: Path, etcd: FakeEtcd) -> None:
-    assert module.look_for_earlier(ControlConfig(), "demo") == (None, None), "a file is no other host's"
-    assert module.look_for_earlier(ETCD, "demo") == (None, None)
-    JobStore(ETCD, tmp_path / "run", tmp_path, job="demo")
-    founded = module.look_for_earlier(ETCD, "demo").left
-    store = open_store(ETCD, tmp_path / "run", tmp_path, OWNER, job="demo")
-    opened = module.look_for_earlier(ETCD, "demo").left
+    assert module.look_for_earlier(ControlConfig(), "demo", KEY) == (None, None), "a file is no other host's"
+    assert module.look_for_earlier(ETCD, "demo", KEY) == (None, None)
+    JobStore(ETCD, tmp_path / "run", tmp_path, KEY, job="demo")
+    founded = module.look_for_earlier(ETCD, "demo", KEY).left
+    store = open_store(ETCD, tmp_path / "run", tmp_path, OWNER, KEY, job="demo")
+    opened = module.look_for_earlier(ETCD, "demo", KEY).left
     store.append(ClockRead(clock="c", at_s=1.0))
     store.close()
     assert founded is not None and opened is not None
     before = dict(etcd.keys)
     for seen in (founded, opened):
-        assert not module.remove_earlier(ETCD, "demo", seen).succeeded and etcd.keys == before
+        assert not module.remove_earlier(ETCD, "demo", KEY, seen).succeeded and etcd.keys == before
     with pytest.raises(LaunchError, match="holds another job"):
-        JobStore(ETCD, tmp_path / "other", tmp_path, job="demo")
+        JobStore(ETCD, tmp_path / "other", tmp_path, KEY, job="demo")
     assert etcd.keys == before
-    written = module.look_for_earlier(ETCD, "demo").left
+    written = module.look_for_earlier(ETCD, "demo", KEY).left
     assert written is not None and (opened.next_entry, written.next_entry) == (entry_key(0), entry_key(1))
-    assert module.remove_earlier(ETCD, "demo", written).succeeded and not etcd.keys
-    again = module.remove_earlier(ETCD, "demo", written)
+    assert module.remove_earlier(ETCD, "demo", KEY, written).succeeded and not etcd.keys
+    again = module.remove_earlier(ETCD, "demo", KEY, written)
     assert not again.succeeded and again.found == (None,), "an answer that was lost: the request is said again"
-    JobStore(ETCD, tmp_path / "run", tmp_path, job="demo")
-    assert not module.remove_earlier(ETCD, "demo", written).succeeded and etcd.keys, "a request that comes late"
+    JobStore(ETCD, tmp_path / "run", tmp_path, KEY, job="demo")
+    assert not module.remove_earlier(ETCD, "demo", KEY, written).succeeded and etcd.keys, "a request that comes late"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.agents import free_port
-from tests.fake_etcd import FakeEtcd, FakeGateway
+from tests.fake_etcd import KEY, STRANGERS, FakeEtcd, FakeGateway, Written
 
 from elaswave.config.load import load_config
 from elaswave.control import open_store, taking_part
@@ -22,7 +22,7 @@ from elaswave.control.open_store import JobStore
 from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
 from elaswave.control.taking_part import AgentOptions
-from elaswave.errors import RetryError
+from elaswave.errors import RetryError, UsageError
 from elaswave.protocol.founding import RUNS_S, STARTS_S
 
 OWNER = Owner(post=lambda call: call(), turn=lambda: None, say=print, broken=print)
@@ -38,8 +38,8 @@ def etcd(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
 
 def host_of(wait_s: float = 600.0, seeds: tuple[Seed, ...] = SEEDS) -> taking_part._Host:
     options = AgentOptions("demo", "10.0.0.1:7077,10.0.0.2:7077", "a", Path("/"), wait_s=wait_s)
-    config = load_config(None, ("net.transport=tcp", "control.store=etcd://a:1"))
-    return taking_part._Host(options, config, True, seeds, 0, JobKey(b"k" * 32, None), 1)
+    config = load_config(None, ("net.transport=tcp", "control.store=etcd://a:1", "net.trusted=true"))
+    return taking_part._Host(options, config, True, seeds, 0, JobKey(KEY, None), 1)
 
 
 def test_a_job_is_founded_again_only_once_none_of_its_coordinators_writes(
@@ -47,8 +47,8 @@ def test_a_job_is_founded_again_only_once_none_of_its_coordinators_writes(
 ) -> None:
     """The founder's agent is started again, and can reach the store but no other host."""
     host = host_of()
-    JobStore(host.config.control, tmp_path, tmp_path, job="demo")
-    store = open_store.open_store(host.config.control, tmp_path, tmp_path, OWNER, job="demo")
+    JobStore(host.config.control, tmp_path, tmp_path, KEY, job="demo")
+    store = open_store.open_store(host.config.control, tmp_path, tmp_path, OWNER, KEY, job="demo")
     waits: list[float] = []
 
     def nobody_answers(asked: taking_part._Host, wait_s: float, *, hopeless_s: float) -> None:
@@ -71,7 +71,7 @@ def test_a_job_is_founded_again_only_once_none_of_its_coordinators_writes(
 
 def test_the_only_candidate_removes_what_its_earlier_agent_has_left(tmp_path: Path, etcd: FakeEtcd) -> None:
     host = host_of(seeds=SEEDS[:1])
-    JobStore(host.config.control, tmp_path, tmp_path, job="demo")
+    JobStore(host.config.control, tmp_path, tmp_path, KEY, job="demo")
     assert taking_part._ask_whether_it_runs(host) is None and not etcd.keys
 
 
@@ -114,3 +114,34 @@ def test_a_coordinator_that_nobody_has_is_waited_for() -> None:
     seeds = tuple(Seed("127.0.0.1", free_port(), "127.0.0.1") for _ in range(2))
     with pytest.raises(RetryError, match="no coordinator at .* within 0.1 s"):
         taking_part._ask(host_of(seeds=seeds)._replace(own=None), 0.1)
+
+
+def test_a_stranger_who_has_founded_a_job_of_this_name_is_named_and_removed_by_nobody(
+    tmp_path: Path, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, waits = host_of(), list[float]()
+
+    def nobody_answers(asked: taking_part._Host, wait_s: float, *, hopeless_s: float) -> None:
+        waits.append(wait_s)
+        raise RetryError("nobody")
+
+    monkeypatch.setattr(taking_part, "_ask", nobody_answers)
+    JobStore(host.config.control, tmp_path, tmp_path, STRANGERS, job="demo")
+    before = dict(etcd.keys)
+    with pytest.raises(UsageError, match="/elaswave/demo/ holds what was not written with this job's key"):
+        taking_part._ask_whether_it_runs(host)
+    assert etcd.keys == before and waits == [STARTS_S], "a coordinator of this job could have answered"
+
+
+def test_a_forged_outcome_ends_no_founder(tmp_path: Path, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, waits = host_of(), list[float]()
+    JobStore(host.config.control, tmp_path, tmp_path, KEY, job="demo")
+
+    def ends_meanwhile(asked: taking_part._Host, wait_s: float, *, hopeless_s: float) -> None:
+        waits.append(wait_s)
+        etcd.keys.clear()
+        etcd.keys[b"/elaswave/demo/outcome"] = Written(b'{"outcome": "finished"}', 99, 1)
+        raise RetryError("nobody")
+
+    monkeypatch.setattr(taking_part, "_ask", ends_meanwhile)
+    assert taking_part._ask_whether_it_runs(host) is None

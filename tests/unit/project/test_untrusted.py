@@ -80,6 +80,8 @@ EXCEPTED = {
     "observability.result:atomic_write": MAKES,
     "observability.run_folder:_as_in_files": "decodes what it has just encoded",
     "observability.worker_logs:add_to_copy": CHECKED,
+    "protocol.store_writes:beat_of": STORE,
+    "protocol.store_writes:founding_of": STORE,
     "protocol.store_writes:holder_of": STORE,
     "splitting.graph:OperatorGraph.from_json": "a function for scripts, which give it a text of theirs",
     "state.archives:_files": CHECKED,

@@ -32,7 +32,7 @@ def test_a_beat_that_goes_on_is_not_followed() -> None:
 def test_another_coordinator_is_given_its_time() -> None:
     watch = Watch("a/1")
     looks(watch, Seen(OTHER, 41), 0.0, STILL_S - POLL_S)
-    assert not any(looks(watch, Seen(Holder(4, "c/2", 60), 41), STILL_S, STILL_S - POLL_S))
+    assert not any(looks(watch, Seen(Holder(4, "c/2", 60), 3), STILL_S, STILL_S - POLL_S))
 
 
 def test_without_reads_nobody_is_elected() -> None:
@@ -71,3 +71,19 @@ def test_failed_claims_are_repeated_after_a_bounded_time() -> None:
         tenths = next(tenth for tenth in range(100) if look(watch, Seen(OTHER, 41), now_s + tenth / 10))
         waits.append(tenths / 10)
     assert waits[0] == pytest.approx(BACKOFF_S) and max(waits) <= BACKOFF_S_MAX
+
+
+def test_beats_that_are_put_back_or_forged_keep_nobody_alive() -> None:
+    watch = Watch("a/1")
+    beats = (41, 0, 40, 41, 7, 41, 0, 39, 41, 40)
+    due = [look(watch, Seen(OTHER, beat), POLL_S * at) for at, beat in enumerate(beats)]
+    assert due == [False] * 9 + [True]
+
+
+@pytest.mark.parametrize("standing", [NOBODY, NOBODY._replace(revision=77), Holder(2, "c/3", 78, b"an older claim")])
+def test_a_claim_that_is_taken_away_is_followed_as_it_was_known(standing: Holder) -> None:
+    watch = Watch("a/1")
+    look(watch, Seen(OTHER, 41), 0.0)
+    assert looks(watch, Seen(standing, 0), POLL_S, STILL_S)[-1]
+    assert watch.holder == Holder(3, "b/7", standing.revision, b""), "so the claim compares what stands there"
+    assert not look(watch, Seen(OTHER._replace(term=4), 1), STILL_S + 2 * POLL_S), "another one was quicker"

@@ -3,11 +3,12 @@
 import pytest
 
 from elaswave.protocol.founding import RUNS_S, STARTS_S, Due, Founder, Founding, Left, Made, ending, left_of
-from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, Claim, KeyValue, Outcome, holder_of
+from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, Claim, KeyValue, Outcome, holder_of, spec_value
 
-LEFT = Left(3, 5, 9, "rec/2")
+SPEC_STANDS_AT_3 = KeyValue(SPEC, spec_value(7), 3)
+LEFT = Left(7, 3, 5, 9, "rec/2")
 ENDED = KeyValue(OUTCOME, b"finished", 12)
-DONE, SPEC_STANDS, GONE = Outcome(True, 20), Outcome(False, 20, (KeyValue(SPEC, b"", 3),)), Outcome(False, 20, (None,))
+DONE, SPEC_STANDS, GONE = Outcome(True, 20), Outcome(False, 20, (SPEC_STANDS_AT_3,)), Outcome(False, 20, (None,))
 
 
 def founder(*, has_others: bool = True) -> Founder:
@@ -15,10 +16,12 @@ def founder(*, has_others: bool = True) -> Founder:
 
 
 def test_what_was_left_is_told_by_its_revisions() -> None:
-    spec, term, beat = KeyValue(SPEC, b"", 3), KeyValue(TERM, b"", 5), KeyValue("beat", b"", 9)
+    spec, term, beat = SPEC_STANDS_AT_3, KeyValue(TERM, b"", 5), KeyValue("beat", b"", 9)
     assert left_of(spec, term, beat, "rec/2") == LEFT
     assert left_of(None, term, beat, "rec/2") is None
-    assert left_of(spec, None, None, "rec/0") == Left(3, 0, 0, "rec/0")
+    assert left_of(spec, None, None, "rec/0") == Left(7, 3, 0, 0, "rec/0")
+    forged = left_of(spec._replace(is_genuine=False, value=b""), term, beat, "rec/2")
+    assert forged is not None and forged.founded == 0
     removal = LEFT.removal()
     assert set(removal.unwritten_since) == {(SPEC, 3), (TERM, 5), ("beat", 9), ("rec/2", 0)}
     assert removal.clears and not removal.puts
@@ -59,6 +62,18 @@ def test_a_job_that_ends_while_it_is_asked_for_is_over() -> None:
     assert again.looked(None, None) is Due.ASK, "its own removal had arrived"
 
 
+def test_what_a_stranger_has_written_is_neither_removed_nor_taken_for_the_end() -> None:
+    agent = founder()
+    foreign = LEFT._replace(founded=0)
+    assert agent.looked(foreign, None) is Due.ASK, "a coordinator of this job may live"
+    assert agent.unanswered() is Due.FOREIGN
+    agent = founder()
+    agent.looked(LEFT, None)
+    agent.looked(foreign, None)
+    assert agent.founded == 7
+    assert agent.looked(None, ENDED._replace(is_genuine=False)) is Due.ASK
+
+
 @pytest.mark.parametrize("seen", [None, ENDED])
 def test_a_founding_is_made_once_however_often_it_is_said(seen: KeyValue | None) -> None:
     founding = Founding(b"mine", seen)
@@ -66,21 +81,27 @@ def test_a_founding_is_made_once_however_often_it_is_said(seen: KeyValue | None)
     assert set(asked.unwritten_since) == {(SPEC, 0), (OUTCOME, 0 if seen is None else 12)}
     assert asked.puts == ((SPEC, b"mine"),) and asked.deletes == (() if seen is None else (OUTCOME,))
     assert founding.judge(GONE) is Made.CHANGED, "a job has ended since"
-    assert founding.judge(Outcome(True, 21)) is Made.YES and founding.founded == 21
-    assert founding.judge(Outcome(False, 30, (KeyValue(SPEC, b"mine", 22),))) is Made.YES and founding.founded == 22
+    assert founding.judge(Outcome(True, 21)) is Made.YES
+    assert founding.judge(Outcome(False, 30, (KeyValue(SPEC, b"mine", 22),))) is Made.YES
     assert founding.judge(Outcome(False, 30, (KeyValue(SPEC, b"other", 22),))) is Made.HELD
+    stranger = KeyValue(SPEC, b"", 22, is_genuine=False)
+    assert founding.judge(Outcome(False, 30, (stranger,))) is Made.FOREIGN
 
 
 def test_who_has_the_job_at_its_end_removes_it_and_leaves_the_outcome() -> None:
-    spec = KeyValue(SPEC, b"", 3)
-    claim = Claim("a/1", "nonce", holder_of(None), 3)
+    spec = SPEC_STANDS_AT_3
+    claim = Claim("a/1", "nonce", holder_of(None), spec, 7)
     term = KeyValue(TERM, claim.transaction().puts[0][1], 5)
-    asked = ending("a/1", 3, spec, term, b"finished")
+    asked = ending("a/1", 7, spec, term, b"finished")
     assert asked is not None and asked.clears and asked.puts == ((OUTCOME, b"finished"),)
     assert set(asked.unwritten_since) == {(SPEC, 3), (TERM, 5)}
     unclaimed = ending("a/1", 0, spec, None, None)
     assert unclaimed is not None and not unclaimed.puts and set(unclaimed.unwritten_since) == {(SPEC, 3), (TERM, 0)}
-    assert ending("", 3, spec, term, None) is not None, "there is one candidate"
-    assert ending("b/2", 3, spec, term, b"finished") is None, "another one has it"
+    assert ending("", 7, spec, term, None) is not None, "there is one candidate"
+    assert ending("b/2", 7, spec, term, b"finished") is None, "another one has it"
     assert ending("a/1", 2, spec, term, b"finished") is None, "it was founded again"
-    assert ending("a/1", 3, None, None, b"finished") is None, "it is gone"
+    assert ending("a/1", 7, None, None, b"finished") is None, "it is gone"
+    for there in (None, spec._replace(value=b"", is_genuine=False)):
+        kept = ending("a/1", 7, there, term, b"finished")
+        assert kept is not None and (SPEC, 0 if there is None else 3) in kept.unwritten_since, "its claim is there"
+        assert ending("a/1", 7, there, None, b"finished") is None, "nothing there is known to be its"

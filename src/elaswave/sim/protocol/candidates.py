@@ -16,6 +16,7 @@ from elaswave.protocol.heads import Head
 from elaswave.protocol.messages import Decision
 from elaswave.protocol.store_writes import (
     BEAT,
+    SPEC,
     TERM,
     Claim,
     EntryWrite,
@@ -24,7 +25,11 @@ from elaswave.protocol.store_writes import (
     Outcome,
     Transaction,
     Written,
+    beat_of,
+    beat_value,
+    founding_of,
     holder_of,
+    spec_value,
 )
 from elaswave.sim.protocol.schedule import ScheduledFault
 
@@ -41,7 +46,8 @@ RETRY = 2
 _POLL, _BEAT = round(POLL_S / UNIT_S), round(BEAT_S / UNIT_S)
 _ENTRIES = "rec/"
 _FOUNDED = 1
-"""There is one job, which is founded once."""
+_SPEC = KeyValue(SPEC, spec_value(_FOUNDED), 0)
+"""There is one job, which is founded once, and has no key that says so; see `elaswave.sim.protocol.lifetimes`."""
 _T = TypeVar("_T")
 
 
@@ -58,13 +64,21 @@ class RemoteStore:
         self._clock = clock
         self._written: list[tuple[int, KeyValue]] = []
         """All that was ever written, with its time."""
+        self._sealed: dict[KeyValue, int] = {}
+        """For which founding a value was written, if it is not 0; -1: by a stranger."""
         self.on_entry: Callable[[bytes], None] = lambda value: None
         """Called with the value of each entry that is written."""
         self.on_claim: Callable[[Holder], None] = lambda holder: None
         """Called with each claim that is carried out."""
 
-    def transact(self, transaction: Transaction) -> Outcome:
-        """Carries one out, whole or not at all."""
+    def transact(self, transaction: Transaction, founded: int = 0) -> Outcome:
+        """Carries one out, whole or not at all.
+
+        Args:
+            transaction: is asked for.
+            founded: for which founding values are sealed that it writes, and genuine that it reads; 0: `SPEC` says so.
+        """
+        founded = founded or founding_of(self._shown(SPEC, 0))
         holds = all(self._revision(key) == revision for key, revision in transaction.unwritten_since)
         holds = holds and all(key in self.keys for key in transaction.exist)
         holds = holds and all(self._value(key) == value for key, value in transaction.values)
@@ -73,14 +87,47 @@ class RemoteStore:
             for key in [*self.keys] if transaction.clears else transaction.deletes:
                 self.keys.pop(key, None)
             for key, value in transaction.puts:
-                self.keys[key] = KeyValue(key, value, self.revision)
-                self._written.append((self._clock(), self.keys[key]))
+                self._write(KeyValue(key, value, self.revision), 0 if key == SPEC else founded)
                 if key.startswith(_ENTRIES):
                     self.on_entry(value)
                 elif key == TERM:
                     self.on_claim(holder_of(self.keys[key]))
             return Outcome(True, self.revision)
-        return Outcome(holds, self.revision, tuple(map(self.keys.get, transaction.reads)))
+        return Outcome(holds, self.revision, tuple(self._shown(key, founded) for key in transaction.reads))
+
+    def view(self, founded: int) -> dict[str, KeyValue]:
+        """All keys, as members of a founding see them."""
+        shown = {key: self._shown(key, founded) for key in self.keys}
+        return {key: found for key, found in shown.items() if found is not None}
+
+    def _write(self, written: KeyValue, sealed: int) -> None:
+        self.keys[written.key] = written
+        self._written.append((self._clock(), written))
+        if sealed:
+            self._sealed[written] = sealed
+
+    def _shown(self, key: str, founded: int) -> KeyValue | None:
+        found = self.keys.get(key)
+        if found is None or self._sealed.get(found, 0) == (0 if key == SPEC else founded):
+            return found
+        return found._replace(value=b"", is_genuine=False)
+
+    def stranger(self, kind: str, key: str) -> None:
+        """Somebody who has not the job's key does what one of `STRANGER_KINDS` says.
+
+        Args:
+            kind: of these.
+            key: is written, removed or put back.
+        """
+        self.revision += 1
+        if kind == "forge":
+            self._write(KeyValue(key, b"forged", self.revision), -1)
+        elif kind == "lose":
+            self.keys.pop(key, None)
+        else:
+            first = next((written for _, written in self._written if written.key == key), None)
+            if first is not None and self._sealed.get(first, 0) >= 0:
+                self._write(first._replace(revision=self.revision), self._sealed.get(first, 0))
 
     def go_back(self, to: int) -> None:
         """Somebody puts the copy of a time in the store's place (H9). Its revisions go on from that of the copy."""
@@ -88,9 +135,10 @@ class RemoteStore:
         self.keys = {written.key: written for _, written in self._written}
         self.revision = max((written.revision for _, written in self._written), default=1)
 
-    def entries(self) -> list[bytes]:
-        """All entries, in their order."""
-        return [self.keys[key].value for key in sorted(self.keys) if key.startswith(_ENTRIES)]
+    def entries(self, founded: int = 0) -> list[bytes]:
+        """All genuine entries, in their order."""
+        found = self.view(founded)
+        return [found[key].value for key in sorted(found) if key.startswith(_ENTRIES) and found[key].is_genuine]
 
     def _value(self, key: str) -> bytes:
         found = self.keys.get(key)
@@ -346,15 +394,15 @@ class SimCandidate:
             world.after(RETRY, self, self._look, process)
             return
         term, beat = outcome.found
-        seen = Seen(holder_of(term), 0 if beat is None else beat.revision)
-        watch.looked(seen, asked * UNIT_S, world.now * UNIT_S)
+        holder = holder_of(term)
+        watch.looked(Seen(holder, beat_of(beat, holder)), asked * UNIT_S, world.now * UNIT_S)
         if not watch.is_due(world.now * UNIT_S):
             world.after(_POLL, self, self._look, process)
             return
         self._num_claims += 1
         self.is_claiming = True
-        # The job's founding has no key here; see `elaswave.sim.protocol.lifetimes`.
-        self._claim(self.claim_class(self._name, f"{self._process}.{self._num_claims}", watch.holder, 0), process)
+        nonce = f"{self._process}.{self._num_claims}"
+        self._claim(self.claim_class(self._name, nonce, watch.holder, _SPEC, _FOUNDED), process)
 
     def _claim(self, claim: Claim, process: int) -> None:
         asked = partial(self._crew.store.transact, claim.transaction())
@@ -464,8 +512,7 @@ class Crew:
         if coordinator.dead or world.outcome:
             return
         if not world.is_stopped(coordinator):
-            value = f"{seat.term.term}@{world.now}".encode()
-            beat = seat.term.still_writes()._replace(puts=((BEAT, value),))
+            beat = seat.term.still_writes()._replace(puts=((BEAT, beat_value(seat.term.term, world.now + 1)),))
             asked = partial(self.store.transact, beat)
             self.ask(coordinator, asked, partial(self._on_beat, coordinator), is_instant=False)
         world.at(_BEAT, self._beat, coordinator, seat)

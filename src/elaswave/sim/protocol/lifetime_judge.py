@@ -1,14 +1,15 @@
 """Judges what becomes of a job's name in its store: nothing of a job that lives is removed, nothing of a later job is
 touched by an earlier one, and who can learn how the job has ended learns it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from elaswave.protocol.founding import STARTS_S
-from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, KeyValue, holder_of
+from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, KeyValue, founding_of, holder_of, is_there
 from elaswave.protocol.vigil import SEEK_AFTER_S, SEEK_EVERY_S
 from elaswave.sim.protocol.candidates import TIMEOUT, UNIT_S
 from elaswave.sim.protocol.checkers import Violation
+from elaswave.sim.protocol.schedule import STRANGER_KINDS, ScheduledFault
 
 SEEN_BY = round((SEEK_AFTER_S + 2 * SEEK_EVERY_S) / UNIT_S) + 2 * TIMEOUT
 """Who can reach the store for so long, without a coordinator, has looked for the outcome there."""
@@ -34,12 +35,17 @@ class LifetimeJudge:
     def __init__(self, clock: Callable[[], int]) -> None:
         self.has_ended = False
         """Whether all entries of a job were made, the last one of which says that it is over."""
+        self.is_refused = False
+        """Whether an agent could not found the job, for a stranger's key was there: people are to look."""
         self._clock = clock
         self._written = 0
         """When the job's coordinators have changed its keys."""
         self._ended: set[int] = set()
         """Foundings whose outcome was written."""
-        self._outcome_since: int | None = None
+        self._outcome_since: dict[int, int] = {}
+        """Founding whose outcome is there -> since when."""
+        self._has_strangers = False
+        self._was_claimed = False
         self._trouble_until: dict[int, int] = {}
         """Host -> until when it could not reach the store."""
 
@@ -53,11 +59,11 @@ class LifetimeJudge:
 
     def changed(self, by: Asker, why: str, before: Mapping[str, KeyValue], after: Mapping[str, KeyValue]) -> None:
         """The store has carried out what an agent, or its coordinator, has asked for."""
-        now, was, spec = self._clock(), before.get(SPEC), after.get(SPEC)
-        if OUTCOME not in before and OUTCOME in after:
-            self._outcome_since = now
+        now, was, spec = self._clock(), founding_of(before.get(SPEC)), after.get(SPEC)
+        if why == "end":
+            self._outcome_since[by.founded] = now
         elif OUTCOME not in after:
-            self._outcome_since = None
+            self._outcome_since.clear()
         if why == "found":
             self._founded(by, before.get(OUTCOME))
         elif why == "remove":
@@ -65,17 +71,36 @@ class LifetimeJudge:
                 raise Violation(
                     f"agent {by.incarnation} removes a job whose coordinator has written {now - self._written} ago"
                 )
-        elif was is None or was.revision != by.founded:
-            there = "nothing" if was is None else f"founding {was.revision}"
+        elif was != by.founded and not (
+            self._has_strangers and is_there(before.get(SPEC), before.get(TERM), by.founded)
+        ):
+            there = f"founding {was}" if was else "nothing"
             raise Violation(f"{why} of agent {by.incarnation}, of founding {by.founded}, where {there} is")
         elif why == "end":
             self._ended.add(by.founded)
             if spec is not None or OUTCOME not in after:
                 raise Violation(f"the end of founding {by.founded} leaves keys, or no outcome")
-        elif why == "claim" and holder_of(after.get(TERM)).term != holder_of(before.get(TERM)).term + 1:
-            raise Violation(f"agent {by.incarnation} claims a term that is not the next one")
+        elif why == "claim":
+            self._claimed_by(by, holder_of(before.get(TERM)).term, holder_of(after.get(TERM)).term)
         if why in ("found", "claim", "beat", "entry"):
             self._written = now
+
+    def _claimed_by(self, by: Asker, before: int, after: int) -> None:
+        self._was_claimed = True
+        if after <= before or (after != before + 1 and not self._has_strangers):
+            raise Violation(f"agent {by.incarnation} claims a term that is not the next one")
+
+    def stranger(self, target: str) -> None:
+        """A stranger has written to a key of the store, or removed it."""
+        self._has_strangers = True
+        if target == "outcome":
+            self._outcome_since.clear()
+
+    def over(self, fired: Sequence[ScheduledFault]) -> None:
+        """All agents have ended. What strangers do to single keys ends no job that a coordinator has begun."""
+        by_strangers = fired and all(fault.kind in STRANGER_KINDS for fault in fired)
+        if by_strangers and not self.has_ended and self._was_claimed:
+            raise Violation("a stranger has ended the job")
 
     def _founded(self, by: Asker, outcome: KeyValue | None) -> None:
         if outcome is not None and outcome.revision != by.outcome_seen:
@@ -90,13 +115,14 @@ class LifetimeJudge:
 
     def told(self, founded: int, outcome: KeyValue) -> None:
         """An agent takes the outcome for that of its job."""
-        said = int(outcome.value.split()[-1])
-        if said < founded:
-            raise Violation(f"an agent of founding {founded} takes the outcome of founding {said} for its own")
+        said = int(outcome.value.split()[-1]) if outcome.is_genuine else 0
+        if said != founded:
+            there = f"the outcome of founding {said}" if said else "a forged outcome"
+            raise Violation(f"an agent of founding {founded} takes {there} for its own")
 
-    def given_up(self, host: int, alone_since: int, now: int) -> None:
+    def given_up(self, host: int, founded: int, alone_since: int, now: int) -> None:
         """An agent ends without an outcome."""
-        there = self._outcome_since
+        there = self._outcome_since.get(founded)
         if there is None:
             return
         since = max(there, alone_since, self._trouble_until.get(host, 0))

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from elaswave.protocol.founding import Due, Founder, Founding, Left, ending
 from elaswave.protocol.heads import Head
-from elaswave.protocol.store_writes import BEAT, OUTCOME, SPEC, Claim, KeyValue, Transaction
+from elaswave.protocol.store_writes import BEAT, OUTCOME, SPEC, Claim, EntryWrite, KeyValue, Transaction
 from elaswave.protocol.vigil import Due as VigilDue
 from elaswave.protocol.vigil import Vigil
 from elaswave.sim.protocol.checkers import Violation
 from elaswave.sim.protocol.lifetimes import NUM_HOSTS, Agent, Coordinator, Life, Lifetime
-from elaswave.sim.protocol.schedule import ScheduledFault, parse_fault
+from elaswave.sim.protocol.schedule import STORE_KEYS, STRANGER_KINDS, ScheduledFault, parse_fault
 
-KINDS = ("kill", "cut", "shut", "lost", "mute", "late")
+KINDS = ("kill", "cut", "shut", "lost", "mute", "late", *STRANGER_KINDS)
 """Of faults: as those of other schedules, of agents' hosts (``a0``), the coordinator (``c``) and the store (``s``)."""
 _DURATIONS = (10, 60, 300, 500, 900)
 """Half a second to 45 s: a claim follows after 2 s, a founder asks for 20 s, an agent waits for 30 s."""
@@ -89,6 +89,7 @@ def parse_lifetime(text: str) -> Lifetime:
             raise ValueError(f"{word!r} is neither a fault nor one of seed, length, pause, restart with a number")
     for fault in faults:
         targets = {"kill": ("a0", "a1", "a2", "c"), "cut": ("a0", "a1", "a2"), "shut": ("a0", "a1", "a2")}
+        targets |= dict.fromkeys(STRANGER_KINDS, STORE_KEYS)
         if fault.kind not in KINDS or fault.target not in targets.get(fault.kind, ("s",)):
             raise ValueError(f"{str(fault)!r} is no fault of a job's keys: {', '.join(KINDS)}")
     return Lifetime(**{**values, "faults": tuple(faults)})
@@ -111,7 +112,9 @@ def random_lifetime(seed: int) -> Lifetime:
 
 
 def _drawn_fault(rng: random.Random, instant: int) -> ScheduledFault:
-    kind = rng.choice(("kill", "kill", "kill", "cut", "cut", "shut", "shut", "lost", "mute", "late"))
+    kind = rng.choice(("kill", "kill", "kill", "cut", "cut", "shut", "shut", "lost", "mute", "late", "stranger"))
+    if kind == "stranger":
+        return ScheduledFault(rng.choice([*STRANGER_KINDS]), rng.choice(STORE_KEYS), instant)
     host = f"a{rng.randrange(NUM_HOSTS)}"
     if kind == "kill":
         return ScheduledFault(kind, rng.choice(("a0", host, "c")), instant)
@@ -145,6 +148,9 @@ def everywhere(schedule: Lifetime, first: int = 0, step: int = 1) -> Iterator[Li
                 yield _with(schedule, ScheduledFault("cut", f"a{host}", instant, duration))
                 yield _with(schedule, ScheduledFault("shut", f"a{host}", instant, duration))
         yield _with(schedule, ScheduledFault("kill", "c", instant))
+        for kind in STRANGER_KINDS:
+            for key in STORE_KEYS:
+                yield _with(schedule, ScheduledFault(kind, key, instant))
         for kind in ("lost", "mute", "late"):
             for duration in _DURATIONS:
                 yield _with(schedule, ScheduledFault(kind, "s", instant, duration))
@@ -215,7 +221,7 @@ class FoundsLate(Agent):
 
 class _Forgets(Founder):
     def looked(self, left: Left | None, outcome: KeyValue | None) -> Due:
-        self._has_seen = False
+        self.founded = 0
         return super().looked(left, outcome)
 
 
@@ -253,7 +259,7 @@ class ClaimsAnotherFounding(Agent):
 
     claim_class = _ClaimsAny
 
-    def is_mine(self, spec: KeyValue | None) -> bool:
+    def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
         return spec is not None
 
 
@@ -284,6 +290,25 @@ class NeverSeeks(Agent):
     """An agent without a coordinator does not look for the outcome."""
 
     vigil_class = _LooksForNothing
+
+
+class TakesAnyOutcome(Agent):
+    """An agent does not look who has written how the job has ended."""
+
+    def counts(self, outcome: KeyValue | None) -> bool:
+        return outcome is not None
+
+
+class _KeepsItsPlace(EntryWrite):
+    def transaction(self) -> Transaction:
+        self.over = 0
+        return super().transaction()
+
+
+class StopsAtStrangers(Coordinator):
+    """A coordinator waits for ever for a place where a stranger has written an entry."""
+
+    entry_class = _KeepsItsPlace
 
 
 class LifetimeMutant(NamedTuple):
@@ -352,6 +377,20 @@ LIFETIME_MUTANTS = {
             "a coordinator takes agents of the last founding for its own",
             LifetimeBuild(coordinator=TakesStrangers),
             "kill:a0@49 shut:a1@7+500",
+            real=True,
+        ),
+        LifetimeMutant(
+            "outcome-unsealed",
+            "a stranger's outcome is taken for the job's",
+            LifetimeBuild(TakesAnyOutcome),
+            "pause=500 forge:outcome@42 lost:s@64+500 kill:c@82",
+            real=True,
+        ),
+        LifetimeMutant(
+            "entry-in-the-way",
+            "a stranger's entry stops the coordinator",
+            LifetimeBuild(coordinator=StopsAtStrangers),
+            "forge:entry@0",
             real=True,
         ),
         LifetimeMutant("no-outcome", "a job leaves no outcome", LifetimeBuild(LeavesNoOutcome), ""),

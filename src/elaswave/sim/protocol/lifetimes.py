@@ -29,14 +29,19 @@ from elaswave.protocol.store_writes import (
     Outcome,
     Transaction,
     Written,
+    beat_of,
+    beat_value,
+    founding_of,
     holder_of,
+    is_there,
+    spec_value,
 )
 from elaswave.protocol.vigil import Due as VigilDue
 from elaswave.protocol.vigil import Vigil
 from elaswave.sim.protocol.candidates import UNIT_S, RemoteStore, WayToStore
 from elaswave.sim.protocol.checkers import Violation
 from elaswave.sim.protocol.lifetime_judge import LifetimeJudge
-from elaswave.sim.protocol.schedule import ScheduledFault
+from elaswave.sim.protocol.schedule import STRANGER_KINDS, ScheduledFault
 from elaswave.sim.protocol.store import ActorDead
 
 NUM_HOSTS, NUM_CANDIDATES = 3, 2
@@ -115,7 +120,7 @@ class Agent:
     def _go_on(self, due: Due) -> None:
         life = self._life
         if due is Due.LOOK:
-            life.ask(self, partial(life.store.transact, LOOKING), self._looked)
+            life.ask(self, partial(life.store.transact, LOOKING, self._founder.founded), self._looked)
         elif due is Due.ASK:
             self._find(life.now + round(self._founder.ask_s / UNIT_S), lambda: self._go_on(self._founder.unanswered()))
         elif due is Due.REMOVE:
@@ -124,6 +129,8 @@ class Agent:
             life.ask(self, asked, self._removed)
         elif due is Due.FOUND:
             life.ask(self, partial(life.store.transact, Transaction(reads=(OUTCOME,))), self._make)
+        elif due is Due.FOREIGN:
+            life.end(self, 2, "what is there was not written with this job's key")
         elif due is Due.END:
             assert self._founder.outcome is not None
             life.end(self, 0, f"the job has ended meanwhile: {self._founder.outcome.value.decode()}")
@@ -135,8 +142,8 @@ class Agent:
             self._life.after(RETRY, self, self._go_on, Due.LOOK)
             return
         spec, term, beat, outcome = answer.found
-        self.saw = self.saw if spec is None else spec.revision
-        entry = f"rec/{len(self._life.store.entries()):08d}"
+        self.saw = founding_of(spec) or self.saw
+        entry = f"rec/{len(self._life.store.entries(self._founder.founded)):08d}"
         self._go_on(self._founder.looked(left_of(spec, term, beat, entry), outcome))
 
     def _removed(self, answer: Outcome | None) -> None:
@@ -152,19 +159,20 @@ class Agent:
             return
         (outcome,) = answer.found
         self.outcome_seen = 0 if outcome is None else outcome.revision
-        self._say(self.founding_class(f"job of {self._name} at {self._life.now}".encode(), outcome))
+        founded = self._life.draw_founding()
+        self._say(self.founding_class(spec_value(founded, by=self._name, at=self._life.now), outcome), founded)
 
-    def _say(self, founding: Founding) -> None:
+    def _say(self, founding: Founding, founded: int) -> None:
         asked = partial(self._life.change, self, "found", founding.transaction())
-        self._life.ask(self, asked, partial(self._made, founding))
+        self._life.ask(self, asked, partial(self._made, founding, founded))
 
-    def _made(self, founding: Founding, answer: Outcome | None) -> None:
+    def _made(self, founding: Founding, founded: int, answer: Outcome | None) -> None:
         if answer is None:
-            self._life.after(RETRY, self, self._say, founding)
+            self._life.after(RETRY, self, self._say, founding, founded)
             return
         made = founding.judge(answer)
         if made is Made.YES:
-            self.take_part(founding.founded)
+            self.take_part(founded)
         elif made is Made.CHANGED:
             self._go_on(Due.FOUND)
         else:
@@ -207,9 +215,10 @@ class Agent:
             return
         self.alone_since = life.now if self.alone_since is None else self.alone_since
         if due is VigilDue.SEEK:
-            life.ask(self, partial(life.store.transact, Transaction(reads=(OUTCOME,))), self._found_outcome)
+            looking = Transaction(reads=(OUTCOME,))
+            life.ask(self, partial(life.store.transact, looking, self.founded), self._found_outcome)
         elif due is VigilDue.END:
-            life.judge.given_up(self.host, self.alone_since, life.now)
+            life.judge.given_up(self.host, self.founded, self.alone_since, life.now)
             life.end(self, 75, "it has no coordinator")
 
     def _dial(self) -> None:
@@ -219,10 +228,15 @@ class Agent:
             coordinator.hello(self)
 
     def _found_outcome(self, answer: Outcome | None) -> None:
-        if answer is None or answer.found[0] is None or self.coordinator is not None:
+        if answer is None or self.coordinator is not None or not self.counts(answer.found[0]):
             return
+        assert answer.found[0] is not None
         self._life.judge.told(self.founded, answer.found[0])
         self._life.end(self, 0, f"the store says how the job has ended: {answer.found[0].value.decode()}")
+
+    def counts(self, outcome: KeyValue | None) -> bool:
+        """Whether an outcome is that of this agent's job."""
+        return outcome is not None and outcome.is_genuine
 
     def give_up(self) -> None:
         """Its part is over, and a launcher starts it again."""
@@ -249,11 +263,13 @@ class Agent:
         if self.is_at(process):
             asked = self._life.now
             looking = Transaction(reads=(SPEC, TERM, BEAT))
-            self._life.ask(self, partial(self._life.store.transact, looking), partial(self._seen, process, asked))
+            asking = partial(self._life.store.transact, looking, self.founded)
+            self._life.ask(self, asking, partial(self._seen, process, asked))
 
-    def is_mine(self, spec: KeyValue | None) -> bool:
+    def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
         """Whether the store has the job in which this agent takes part."""
-        return spec is not None and spec.revision == self.founded
+        has_entries = founding_of(spec) == 0 and bool(self._life.store.entries(self.founded))
+        return is_there(spec, term, self.founded) or has_entries
 
     def _seen(self, process: int, asked: int, answer: Outcome | None) -> None:
         life, watch = self._life, self._watching
@@ -264,15 +280,18 @@ class Agent:
             life.after(RETRY, self, self._look, process)
             return
         spec, term, beat = answer.found
-        if not self.is_mine(spec):
+        if not self.is_mine(spec, term):
             self.stand_by_again()
             return
-        seen = Seen(holder_of(term), 0 if beat is None else beat.revision)
-        watch.looked(seen, asked * UNIT_S, life.now * UNIT_S)
+        holder = holder_of(term)
+        watch.looked(Seen(holder, beat_of(beat, holder)), asked * UNIT_S, life.now * UNIT_S)
         if not watch.is_due(life.now * UNIT_S):
             life.after(POLL, self, self._look, process)
             return
-        self._claim(self.claim_class(self._name, f"{process}.{life.now}", watch.holder, self.founded), process)
+        above = 0 if watch.holder.term else life.term_of_entries(self.founded)
+        nonce = f"{process}.{life.now}"
+        claim = self.claim_class(self._name, nonce, watch.holder, spec, self.founded, above=above)
+        self._claim(claim, process)
 
     def _claim(self, claim: Claim, process: int) -> None:
         if self.is_at(process):
@@ -308,7 +327,7 @@ class Agent:
         if life.now >= until:
             life.end(self, 0, "the keys of the job stay")
         else:
-            asked = partial(life.store.transact, Transaction(reads=(SPEC, TERM)))
+            asked = partial(life.store.transact, Transaction(reads=(SPEC, TERM)), self.founded)
             life.ask(self, asked, partial(self._remove, until))
 
     def _remove(self, until: int, answer: Outcome | None) -> None:
@@ -341,6 +360,7 @@ class Coordinator:
     """A coordinator's process beside its agent: it makes entries until the job is over."""
 
     id = -1
+    entry_class = EntryWrite
 
     def __init__(self, life: "Life", agent: Agent, term: Holder) -> None:
         self.agent, self.term = agent, term
@@ -355,7 +375,7 @@ class Coordinator:
     def _beat(self) -> None:
         life = self._life
         if not self.dead:
-            beat = self.term.still_writes()._replace(puts=((BEAT, str(life.now).encode()),))
+            beat = self.term.still_writes()._replace(puts=((BEAT, beat_value(self.term.term, life.now + 1)),))
             asked = partial(life.change, self.agent, "beat", beat)
             life.ask(self, asked, self._beaten, is_instant=False)
             life.after(BEATS, self, self._beat)
@@ -365,7 +385,7 @@ class Coordinator:
             self.end("it was replaced")
 
     def _read(self) -> None:
-        self._life.ask(self, self._life.store.entries, self._go_on)
+        self._life.ask(self, partial(self._life.store.entries, self.founded), self._go_on)
 
     def _go_on(self, entries: list[bytes] | None) -> None:
         if entries is None:
@@ -383,17 +403,17 @@ class Coordinator:
         kind = END if at >= self._life.schedule.length else b"entry"
         value = b"%s %d.%d" % (kind, self.term.term, self._num_written)
         previous = f"rec/{at - 1:08d}" if at else ""
-        self._put(EntryWrite(self.term, f"rec/{at:08d}", value, previous=previous))
+        self._put(self.entry_class(self.term, f"rec/{at:08d}", value, previous=previous))
 
     def _put(self, entry: EntryWrite) -> None:
         asked = partial(self._life.change, self.agent, "entry", entry.transaction())
         self._life.ask(self, asked, partial(self._written, entry))
 
     def _written(self, entry: EntryWrite, answer: Outcome | None) -> None:
-        if answer is None:
+        written = Written.INCOMPLETE if answer is None else entry.judge(answer)
+        if written in (Written.INCOMPLETE, Written.FOREIGN):
             self._put(entry)
             return
-        written = entry.judge(answer)
         if written is not Written.YES:
             self.end(written.value)
             return
@@ -417,7 +437,8 @@ class Coordinator:
 
     def _confirm(self) -> None:
         """An agent of a later founding has come: this job may be over."""
-        self._life.ask(self, partial(self._life.store.transact, self.term.still_writes()), self._beaten)
+        asked = partial(self._life.store.transact, self.term.still_writes(), self.founded)
+        self._life.ask(self, asked, self._beaten)
 
     def _tell_end(self) -> None:
         life = self._life
@@ -472,6 +493,7 @@ class Life:
         self._way = WayToStore(self, late_by=self._late_by)
         self._cut_until = [0] * NUM_HOSTS
         self._num_incarnations = 0
+        self._num_foundings = 0
         self._faults = sorted(schedule.faults, key=lambda fault: fault.instant, reverse=True)
         for host in range(NUM_HOSTS):
             self._start(host)
@@ -490,6 +512,7 @@ class Life:
                 call(*arguments, **named)
             except ActorDead:
                 pass
+        self.judge.over(self.fired)
 
     # ------------------------------------------------------------------------------------------------- for processes
 
@@ -543,12 +566,21 @@ class Life:
 
     def change(self, agent: Agent, why: str, transaction: Transaction) -> Outcome:
         """The store carries out what changes it."""
-        before = dict(self.store.keys)
-        outcome = self.store.transact(transaction)
+        before = self.store.view(agent.founded)
+        outcome = self.store.transact(transaction, agent.founded)
         if outcome.succeeded:
             self.say(f"store: {why} by agent {agent.incarnation} of host {agent.host}, founding {agent.founded}")
-            self.judge.changed(agent, why, before, self.store.keys)
+            self.judge.changed(agent, why, before, self.store.view(agent.founded))
         return outcome
+
+    def draw_founding(self) -> int:
+        """A number that no other founding has."""
+        self._num_foundings += 1
+        return self._num_foundings
+
+    def term_of_entries(self, founded: int) -> int:
+        """The newest term of the coordinators that have written the entries of a founding."""
+        return max((int(entry.split()[1].split(b".")[0]) for entry in self.store.entries(founded)), default=0)
 
     def is_cut(self, one: int, other: int) -> bool:
         """Whether two hosts do not reach each other."""
@@ -580,7 +612,8 @@ class Life:
         for coordinator in self.coordinators:
             if coordinator.agent is agent:
                 coordinator.end("its agent has ended")
-        if code and not self.judge.has_ended:
+        self.judge.is_refused |= code == 2
+        if code and not self.judge.has_ended and not self.judge.is_refused:
             self.at(self.schedule.restart, self._start, agent.host)
 
     def _start(self, host: int) -> None:
@@ -601,6 +634,10 @@ class Life:
         elif fault.kind == "cut":
             host = int(fault.target[1:])
             self._cut_until[host] = max(self._cut_until[host], until)
+        elif fault.kind in STRANGER_KINDS:
+            entry = f"rec/{sum(key.startswith('rec/') for key in self.store.keys):08d}"
+            self.store.stranger(fault.kind, entry if fault.target == "entry" else fault.target)
+            self.judge.stranger(fault.target)
         elif fault.kind == "shut":
             self._way.shut(int(fault.target[1:]), until)
             self.judge.trouble(int(fault.target[1:]), until)

@@ -36,6 +36,14 @@ KINDS = {
     "back": "with candidates: the store is put back to the copy of so long ago",
     "shut": "with candidates: the coordinator alone cannot reach the store for a while",
 }
+STRANGER_KINDS = {
+    "forge": "who has not the job's key writes `spec`, `term`, `beat`, `outcome` or the next `entry` of the store",
+    "lose": "who has not the job's key removes one of these",
+    "old": "who has not the job's key puts the first value back that one of these ever had",
+}
+"""Of a job's keys in its store."""
+STORE_KEYS = ("spec", "term", "beat", "outcome", "entry")
+"""Their targets."""
 """ScheduledFault kinds."""
 
 
@@ -55,7 +63,7 @@ class ScheduledFault(NamedTuple):
     @property
     def workers(self) -> tuple[int, ...]:
         """The workers that it names."""
-        is_none = self.target in (COORDINATOR, HOST, STORE) or self.is_of_agent
+        is_none = self.target in (COORDINATOR, HOST, STORE, *STORE_KEYS) or self.is_of_agent
         return () if is_none else tuple(map(int, self.target.split("-")))
 
     @property
@@ -78,7 +86,7 @@ def parse_fault(text: str) -> ScheduledFault:
         _ = fault.workers
     except ValueError:
         raise ValueError(f"{text!r} is no fault: write kind:target@instant, such as kill:2@57") from None
-    if kind not in KINDS:
+    if kind not in KINDS and kind not in STRANGER_KINDS:
         raise ValueError(f"{text!r} is of no known kind: use one of {', '.join(KINDS)}")
     return fault
 
