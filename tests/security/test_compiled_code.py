@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.security.attacker import NOBODY, needs_root
 
-from elaswave.api.environment import environment_to_compute, use_private_cache
+from elaswave.api.environment import environment_to_compute, private_folder, use_private_cache
 
 pytestmark = pytest.mark.security
 
@@ -93,3 +93,36 @@ print(folder)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).parent == home and not Path(done.stdout.strip()).exists()
+
+
+def test_agents_of_a_user_without_a_home_have_one_folder_for_locks(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert private_folder("locks", stays=True) == home / ".cache" / "elaswave" / "locks"
+    home.chmod(0o777)
+    shared = home / "tmp"
+    shared.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    for safe in (False, True):
+        home.chmod(0o1777 if safe else 0o777)
+        shared.chmod(0o1777 if safe else 0o777)
+        (home / ".cache").chmod(0o777)
+        found = [private_folder("locks", stays=True) for _ in range(2)]
+        assert (found == [shared / f"elaswave-locks-{os.geteuid()}"] * 2) is safe, found
+        assert all(stat.S_IMODE(each.stat().st_mode) == 0o700 for each in found)
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["folder", "link", "open"])
+def test_a_folder_for_locks_that_others_have_made_is_not_used(
+    kind: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    home.chmod(0o1777)
+    (home / ".cache").touch()
+    guessed = home / f"elaswave-locks-{os.geteuid()}"
+    if kind == "link":
+        (home / "elsewhere").mkdir(mode=0o700)
+        guessed.symlink_to(home / "elsewhere")
+    else:
+        guessed.mkdir(mode=0o700)
+        os.chmod(guessed, 0o777) if kind == "open" else os.chown(guessed, NOBODY, NOBODY)
+    assert private_folder("locks", stays=True) != guessed

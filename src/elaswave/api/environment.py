@@ -59,9 +59,15 @@ def use_private_cache() -> None:
         os.environ[_COMPILER_FOLDER] = str(private_folder(_COMPILED))
 
 
-def private_folder(name: str) -> Path:
+def private_folder(name: str, *, stays: bool = False) -> Path:
     """A folder that only this user can write to: in the user's cache folder, or, where that is not safe, a new one that
-    goes with this process."""
+    goes with this process.
+
+    Args:
+        name: of the folder.
+        stays: other processes of this user are to have the same one: where the cache folder is not safe it is one in
+            the temporary folder that stays, unless another user has its name.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         parent = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -71,9 +77,23 @@ def private_folder(name: str) -> Path:
             return folder.resolve()
     except (OSError, RuntimeError):  # no home, or nothing can be made there
         pass
+    if stays and (found := _own_temporary(name)) is not None:
+        return found
     own = Path(tempfile.mkdtemp(prefix=f"elaswave-{name}-"))
     atexit.register(_remove, own, os.getpid())
     return own
+
+
+def _own_temporary(name: str) -> Path | None:
+    """A folder of this user's whose name anybody can guess, and make first: then there is none."""
+    folder = Path(tempfile.gettempdir()) / f"elaswave-{name}-{os.geteuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        if is_own and all(map(_is_safe, folder.resolve().parents)):
+            return folder
+    return None
 
 
 def _is_safe(folder: Path) -> bool:

@@ -135,7 +135,7 @@ def agent_command(
         job=job,
         coordinator=coordinator,
         node=node or socket.gethostname(),
-        locks=private_folder("locks"),
+        locks=private_folder("locks", stays=True),
         config_file=config_file,
         workers=workers,
         overrides=overrides,
