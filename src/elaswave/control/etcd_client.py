@@ -101,15 +101,20 @@ class EtcdClient:
             NoAnswerError, StoreError: see the module's docstring.
         """
         said = self._ask("/v3/kv/txn", {"compare": compare, "success": success, "failure": failure})
-        responses = said.get("responses", [])
-        ranges = [response["response_range"].get("kvs", []) for response in responses if "response_range" in response]
-        for found in (found for page in ranges for found in page if found["key"] == self._key(SPEC)):
-            self.founded = self.founded or founding_of(self._key_value(found))
-        return Transacted(
-            bool(said.get("succeeded", False)),
-            int(said["header"]["revision"]),
-            tuple(tuple(map(self._key_value, page)) for page in ranges),
-        )
+        try:
+            responses = said.get("responses", [])
+            ranges = [each["response_range"].get("kvs", []) for each in responses if "response_range" in each]
+            for found in (found for page in ranges for found in page if found["key"] == self._key(SPEC)):
+                self.founded = self.founded or founding_of(self._key_value(found))
+            return Transacted(
+                bool(said.get("succeeded", False)),
+                int(said["header"]["revision"]),
+                tuple(tuple(map(self._key_value, page)) for page in ranges),
+            )
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise StoreError(
+                f"{self.name} answers what no etcd does ({type(error).__name__}: {error}): see who is at that address"
+            ) from error
 
     def carry_out(self, transaction: Transaction) -> Outcome:
         """One transaction, in the protocol's words.
@@ -192,7 +197,10 @@ class EtcdClient:
     def _ask(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         if self._credentials is not None and not self._token:
             user, password = self._credentials
-            self._token = self._post("/v3/auth/authenticate", {"name": user, "password": password}).get("token", "")
+            token = self._post("/v3/auth/authenticate", {"name": user, "password": password}).get("token", "")
+            if not (isinstance(token, str) and token.isascii() and token.isprintable()):  # it goes into a header
+                raise StoreError(f"{self.name} answers with a token that no etcd gives: see who is at that address")
+            self._token = token
         return self._post(path, request)
 
     def _post(self, path: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class _Entries(Generic[_T]):
         for index, payload in enumerate(payloads):
             try:
                 self.take(decoder.decode(payload))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise StoreError(
                     f"{name}: entry {index} holds another kind of record: {error}; it was written by another release, "
                     "which must be used to go on with this job"

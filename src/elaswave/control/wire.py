@@ -359,7 +359,7 @@ class Session(Generic[_T]):
             decoder = _head_decoder if is_head else self._decoder
             message = decoder.decode(unpacked(payload, self.max_message_bytes)) if payload or is_head else None
             return Frame(Kind(kind), number, message, age_s)
-        except (msgspec.MsgspecError, ValueError, zlib.error) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError, zlib.error) as error:
             raise FrameError(f"a malformed message from {peer_name(self.peer)}: {error}") from error
 
 

@@ -114,7 +114,19 @@ def hf(folder_or_config: Any, *, dtype: Any = None, attn: str = "sdpa") -> Huggi
             f"hf was given {folder_or_config!r:.80} of type {type(folder_or_config).__name__}, needed: a local folder, "
             "or a configuration of transformers"
         )
-    config = copy.deepcopy(folder_or_config) if folder is None else _stored_config(folder)
+    if folder is None:
+        return _model_of(copy.deepcopy(folder_or_config), None, dtype, attn)
+    try:
+        return _model_of(_stored_config(folder), folder, dtype, attn)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise UsageError(
+            f"{folder / CONFIG_FILE} describes no model that can be made ({type(error).__name__}: {error}): bring the "
+            "file again"
+        ) from error
+
+
+def _model_of(config: Any, folder: Path | None, dtype: Any, attn: str) -> HuggingFaceModel:
+    """The model of a configuration, and of the values in a folder."""
     family = family_of(config)
     kind = _dtype(dtype, config)
     config.use_cache, config._attn_implementation = False, attn
