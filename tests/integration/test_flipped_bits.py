@@ -323,6 +323,29 @@ def test_what_changes_after_the_last_step_is_found_before_it_is_told(
     assert f"after step {last} was refused" in job.decisions[0].reason
 
 
+@pytest.mark.parametrize(
+    ("phase", "num_followers", "step"),
+    [
+        ("apply", 2, 5),
+        ("gather", 1, 5),
+        pytest.param("apply", 1, 5, marks=pytest.mark.slow),
+        pytest.param("gather", 2, 5, marks=pytest.mark.slow),
+        pytest.param("gather", 2, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_an_optimizers_state_that_changes_shortly_before_it_is_written_is_found(
+    phase: str, num_followers: int, step: int, undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no seal, and no vote comes after the last step. In APPLY it makes a wrong master too, which is sealed."""
+    settings: dict[str, Any] = {"elastic.num_followers": num_followers, "run.checkpoint_every": 2}
+    strike = Strike(lambda machine: flip(held(machine, Role.OWNER).slots["exp_avg"]), step=step, phase=phase)
+    job = run(tmp_path, monkeypatch, strike, settings)
+    assert strike.has_struck and job.computation == undisturbed
+    (decision,) = job.decisions
+    assert f"a checkpoint after step {step} was refused: block" in decision.reason and "in its state" in decision.reason
+    assert decision.rollback == (None if num_followers == 2 else 0)
+
+
 def test_code_that_writes_parameters_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(machine: Machine) -> None:
         machine.engine.layers[TABLE].module.map.weight.data.mul_(0.5)

@@ -56,11 +56,11 @@ class Voter(Protocol):
     def voting_copies(self) -> Mapping[int, Copy]:
         """The copies that have voted, by block."""
 
-    def agreement_terms(self) -> Iterable[tuple[int, int, int]]:
-        """(block, weight, hash) of each copy, as in the ballot."""
-
-    def compared(self) -> Mapping[int, tuple[int, int, int]]:
+    def compared(self, *, at_rest: bool = False) -> Mapping[int, tuple[int, int, int]]:
         """By block, hashes of what this worker compares with others: in the order of `WHAT`, 0 for nothing."""
+
+    def agreement_terms(self, compared: Mapping[int, tuple[int, int, int]]) -> Iterable[tuple[int, int, int]]:
+        """(block, weight, hash) of each copy, as in the ballot."""
 
     def all_reduce(
         self,
@@ -83,7 +83,7 @@ def diagnose(voter: Voter, failed: Sequence[str]) -> Generator[Wait, None, tuple
         copies are wrong.
     """
     changes = (yield from _changes(voter)) if "memory" in failed else []
-    differences = (yield from _differences(voter)) if "agreement" in failed else []
+    differences = (yield from differing(voter)) if "agreement" in failed else []
     findings = describe(voter.voting, changes, differences, lambda change: _layer_of(voter, change))
     text = yield from _name(voter, failed, findings)
     return text, judge_copies(voter.placement, changes, differences)
@@ -141,14 +141,22 @@ def _changes(voter: Voter) -> Generator[Wait, None, list[tuple[int, Change]]]:
     return [(worker, change) for worker, those in zip(workers, found, strict=True) for change in those]
 
 
-def _differences(voter: Voter) -> Generator[Wait, None, list[Difference]]:
-    """Which copies differ, with the hashes of all."""
+def differing(voter: Voter, *, at_rest: bool = False) -> Generator[Wait, None, list[Difference]]:
+    """Which copies differ, with the hashes of all workers, which must all ask at the same time.
+
+    Args:
+        voter: this worker.
+        at_rest: as of `elaswave.protocol.step.StepLoop.compared`.
+    """
+    own = voter.compared(at_rest=at_rest)
     sums = [0] * len(voter.terms.blocks)
-    for block, weight, key in voter.agreement_terms():
+    for block, weight, key in voter.agreement_terms(own):
         sums[block] = signed64(sums[block] + weight * key)
     total = yield from _sum(voter, sums, part=2)
     blocks = [block for block, difference in enumerate(total) if difference][:_MAX_COMPARED]
-    workers, own = voter.layout.workers, voter.compared()
+    if not blocks:
+        return []
+    workers = voter.layout.workers
     row = len(WHAT) * len(workers)
     hashes = [0] * (row * len(blocks))
     for index, block in enumerate(blocks):

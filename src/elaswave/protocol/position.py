@@ -19,6 +19,8 @@ far longer for one sample than for all before."""
 FOREIGN = "foreign"
 """Label of a worker that waits for the server of a foreign part: it bounds that wait itself, and the first answers,
 for which the server loads its software, may take far longer than all before."""
+COMPARE = "compare"
+"""Label of a worker that compares its copies of the state with the others', before anything is told of it."""
 RECOVER = "recover"
 """Label of a worker that goes over to a decision: it waits for it, moves state, and makes or loads what it lacks."""
 PAUSED = "paused"

@@ -34,7 +34,7 @@ from elaswave.protocol.ballot import (
     judge,
     residency_of,
 )
-from elaswave.protocol.diagnosis import diagnose
+from elaswave.protocol.diagnosis import diagnose, differing
 from elaswave.protocol.engine import (
     C,
     Change,
@@ -54,6 +54,7 @@ from elaswave.protocol.execution import Execution, Life
 from elaswave.protocol.ledger import Ledger
 from elaswave.protocol.messages import LayoutChange
 from elaswave.protocol.moves import CopyBudget, held_keys, next_placement, num_in_place
+from elaswave.protocol.position import COMPARE
 from elaswave.protocol.salvage import Keep, Partial, keep_of
 from elaswave.protocol.soundness import Soundness, describe, judge_copies
 from elaswave.protocol.traffic import Shipment, Traffic, agreement_hash, traffic_of
@@ -388,6 +389,33 @@ class StepLoop(Execution[C]):
             self._count_changes()
         return not self.changes
 
+    def compare_at_rest(self, step: int) -> Life[str]:
+        """Compares all copies of the state between two steps, before anything is told of it (K4).
+
+        Args:
+            step: the committed one that they are of.
+        Returns:
+            What is wrong; nothing if all is well.
+        Raises:
+            StateError: as of `is_sound`.
+            VoteError: as of `note_unsound`.
+        """
+        if not self.terms.verify:
+            return ""
+        self.step, self.attempt = step, 0
+        self.observer.doing(COMPARE, computing=True)
+        yield Pause.MOMENT
+        if not self.is_sound():
+            return self.describe_changes()
+        self.observer.doing(COMPARE, computing=False)
+        differences = yield from differing(self, at_rest=True)
+        found = judge_copies(self.placement, (), differences)
+        self.note_unsound(found)
+        yield Pause.SENT
+        if not found.needs_copies:
+            return ""
+        return "; ".join(describe(self.placement, (), differences, self.layer_of_change)[:MAX_CHANGES])
+
     def note_changes(self) -> None:
         """Takes down, for the next report, what has changed in this worker's memory."""
         found = judge_copies(self.placement, [(self.worker, each) for each in self.changes], ())
@@ -579,7 +607,7 @@ class StepLoop(Execution[C]):
         if self.terms.verify:
             self.changes = self.engine.changes(copies, given_up=True)
             residency = residency_of(((copy.block.id, copy.role, copy.version) for copy in copies), self.worker)
-            agreement = sum(weight * key for _, weight, key in self.agreement_terms())
+            agreement = sum(weight * key for _, weight, key in self.agreement_terms(self.compared()))
         return Ballot(
             coverage=measured.coverage,
             residency=residency,
@@ -607,33 +635,40 @@ class StepLoop(Execution[C]):
         versions = ((block, copy.version) for block, copy in self.voting_copies.items())
         return residency_of(held_keys(self.worker, change.placement, self.terms.blocks, versions), self.worker)
 
-    def compared(self) -> dict[int, tuple[int, int, int]]:
+    def compared(self, *, at_rest: bool = False) -> dict[int, tuple[int, int, int]]:
         """By block, hashes of gradient and state of a copy that has others, and of the parameters that this worker
-        computes with or serves; 0 for nothing."""
-        copies = {block: copy for block, copy in self.voting_copies.items() if self.voting.followers[block]}
-        gradients = self.engine.gradient_hashes([*copies.values()])
+        computes with or serves; 0 for nothing.
+
+        Args:
+            at_rest: between two steps: there are no gradients, and of the optimizer's states none is left out.
+        """
+        held = self.copies if at_rest else self.voting_copies  # what was arriving when an attempt ended is nothing
+        copies = {block: copy for block, copy in held.items() if self.voting.followers[block]}
         states = self.engine.master_hashes([*copies.values()])
+        gradients = [0] * len(copies) if at_rest else self.engine.gradient_hashes([*copies.values()])
         found = {
-            block: (gradient or 1, state or 1, 0)
+            block: (0 if at_rest else gradient or 1, state or 1, 0)
             for block, gradient, state in zip(copies, gradients, states, strict=True)
         }
         sampled = [
-            block for block in copies if (block + self.step) % STATE_SAMPLE_PERIOD == 0 or block in self.traffic.changed
+            block
+            for block in copies
+            if at_rest or (block + self.step) % STATE_SAMPLE_PERIOD == 0 or block in self.traffic.changed
         ]
         of_states = self.engine.state_hashes([copies[block] for block in sampled])
         for block, states_of in zip(sampled, of_states, strict=True):
             gradient, master, _ = found[block]
             found[block] = (gradient, key64("state", master, *(part for each in states_of for part in each)), 0)
         read = [*self.traffic.read]
-        for block, parameters in zip(read, self.engine.parameter_hashes(read, self.voting_copies), strict=True):
+        for block, parameters in zip(read, self.engine.parameter_hashes(read, held), strict=True):
             found[block] = (*found.get(block, (0, 0))[:2], parameters or 1)
         return found
 
-    def agreement_terms(self) -> list[tuple[int, int, int]]:
+    def agreement_terms(self, compared: Mapping[int, tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """(block, weight, key) of all that this worker compares; weights of what is equal add up to zero."""
         terms = []
-        for block, (gradient, state, parameters) in self.compared().items():
-            if gradient:
+        for block, (gradient, state, parameters) in compared.items():
+            if state:
                 weight = len(self.voting.followers[block]) if self.voting.owner[block] == self.worker else -1
                 terms.append((block, weight, agreement_key("copy", block, self.step, self.attempt, gradient, state)))
             if parameters:

@@ -2,12 +2,12 @@
 
 import math
 
-from elaswave.protocol.position import STARTING, WRITE, Position, kind_of
+from elaswave.protocol.position import COMPARE, STARTING, WRITE, Position, kind_of
 from elaswave.protocol.starvation import Starvation
 
 SPARED_MAX_S = 60.0
 """Of a worker that has been silent for longer no silence of all is an excuse any more."""
-BESIDE_STEPS = ("evaluate", "checkpoint", WRITE, "end")
+BESIDE_STEPS = (COMPARE, "evaluate", "checkpoint", WRITE, "end")
 """Labels under which no committed step shows that a worker lives; disks and digests then compete with heartbeats."""
 GAP_HALF_LIFE_S = 300.0
 _NEWS_S = 10.0

@@ -72,6 +72,8 @@ KEPT_REPORTS = 1024
 
 Duty = tuple[Literal["evaluate", "checkpoint"], int]
 """What is to be done between two steps, and the committed step that it is of."""
+_TOLD = {"evaluate": "an evaluation", "checkpoint": "a checkpoint"}
+"""What each duty tells of the state."""
 
 
 class WorkerMachine(StepLoop[C]):
@@ -402,14 +404,19 @@ class WorkerMachine(StepLoop[C]):
         """Evaluations and checkpoints of committed steps, in order; one that is interrupted is still to be done.
 
         Returns:
-            Whether they are done; else copies here are wrong, and it waits (K4).
+            Whether they are done; else copies are wrong, and it waits (K4).
         """
+        if self._duties:
+            kind, step = self._duties[0]
+            if wrong := (yield from self.compare_at_rest(step)):
+                self.wait_for_copies(f"{_TOLD[kind]} after step {step} was refused: {wrong}")
+                return False
         while self._duties:
             kind, step = self._duties[0]
             if kind == "evaluate":
                 means = yield from self.evaluate(step)
                 if means is None:
-                    self._wait_alone("an evaluation")
+                    self._wait_alone(_TOLD[kind])
                     return False
                 if self.worker == self.members[0]:
                     report = self.outbox.evaluated(step, means.loss, means.by_name(self.terms.metrics))
@@ -420,7 +427,7 @@ class WorkerMachine(StepLoop[C]):
                 yield Pause.DISK
                 self.observer.doing("checkpoint", computing=True)
                 if not self.is_sound():
-                    self._wait_alone("a checkpoint")
+                    self._wait_alone(_TOLD[kind])
                     return False
                 self.disk.write(step)
             self._duties.pop(0)

@@ -39,6 +39,11 @@ class SameBits(Observer):
         self._flips = flips
         self._wrong: dict[int, str] = {}
         """Worker -> what was wrong when its newest attempt began."""
+        self._slipped: set[tuple[int, int]] = set()
+        """(worker, block) of copies that were updated wrongly: that is found before anything is told of them."""
+
+    def slipped(self, worker: int, block: int) -> None:
+        self._slipped.add((worker, block))
 
     def used_parameter(self, worker: int, step: int, block: int, value: int) -> None:
         right = parameter(self._truth.states[step - 1][block])
@@ -51,10 +56,11 @@ class SameBits(Observer):
         self._wrong.pop(worker, None)
 
     def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
-        if state != self._truth.states[step][block]:
+        if state != self._truth.states[step][block] and (worker, block) not in self._slipped:
             raise Violation(f"block {block} on worker {worker} differs after step {step}")
 
     def loaded(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        self._slipped.discard((worker, block))
         _require(state == self._truth.states[step][block], f"block {block} loaded on worker {worker} differs")
 
     def learned(
@@ -310,8 +316,15 @@ class NoSilentLoss(Observer):
         self._flipped: set[tuple[int, int]] = set()
         """(worker, block) of copies in which a bit has flipped: they are as good as gone."""
 
+        self._slipped: set[int] = set()
+        """Blocks of which a copy was updated wrongly: of two copies none can be told to be right."""
+
     def flipped(self, worker: int, block: int) -> None:
         self._flipped.add((worker, block))
+
+    def slipped(self, worker: int, block: int) -> None:
+        self._flipped.add((worker, block))
+        self._slipped.add(block)
 
     def learned(
         self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
@@ -348,6 +361,9 @@ class NoSilentLoss(Observer):
             return
         for block in orphans:
             left = {worker for worker in members if (worker, block) not in self._flipped}
+            num_voters = 3 if block in self._slipped else 1
+            if any(len(placement.holders(block)) < num_voters for placement in known):
+                return
             if not all(set(placement.holders(block)) & left for placement in known):
                 return
         raise Violation(f"state was given up although survivors hold it: {reason}")
@@ -466,6 +482,8 @@ class Ends(Observer):
 
     def flipped(self, worker: int, block: int) -> None:
         self._flipped = True
+
+    slipped = flipped
 
     def published(self, step: int, losses: tuple[float, ...]) -> None:
         self._last = max(self._last, step)

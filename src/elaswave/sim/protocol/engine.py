@@ -66,6 +66,8 @@ class ToyEngine:
         """Layers that are here and whose constants have changed."""
         self._sent_constants = True
         """Whether those that another worker has sent are right."""
+        self.slips: int | None = None
+        """Which copy the next update writes wrongly, and what of it; None: none."""
         self._gone: list[Change] = []
         """Of layers that are here no more."""
         self._ran: set[int] = set()
@@ -341,19 +343,15 @@ class ToyEngine:
         held = self._host.machine.copies if copies else {}
         return found + [("copy", block) for block, copy in held.items() if copy.seal is not None]
 
-    def flip(self, what: str, index: int, *, sealed: bool) -> None:
-        """A bit flips; sealed: as it is written, so that its hash is that of the wrong value."""
+    def flip(self, what: str, index: int) -> None:
+        """A bit flips."""
         if what == "constants":
             self._broken_constants.add(index)
         elif what == "parameters":
             self.parameters[index] ^= 1 << 7
-            if sealed:
-                self.seals[index] = self.parameters[index]
         else:
             copy = self._host.machine.copies[index]
             copy.state = (copy.state[0] ^ 1 << 17, copy.state[1])
-            if sealed:
-                copy.seal = copy.state[0]
 
     def parameter_hashes(self, blocks: Sequence[int], copies: Mapping[int, ToyCopy]) -> list[int]:
         """The parameters themselves."""
@@ -407,8 +405,17 @@ class ToyEngine:
         for copy in copies:
             gradient, copy.gradient = _gradient(copy), None
             copy.state = update(copy.state, gradient, norm, step)
+        if copies and self.slips is not None:
+            self._slip(copies[self.slips // 2 % len(copies)], of_master=self.slips % 2 == 1)
+        for copy in copies:
             copy.seal = copy.state[0]
             self._see.applied(self._host.id, copy.block.id, step, copy.state)
+
+    def _slip(self, copy: ToyCopy, *, of_master: bool) -> None:
+        master, momentum = copy.state
+        copy.state = (master ^ 1 << 17, momentum) if of_master else (master, momentum ^ 1 << 17)
+        self.slips = None
+        self._see.slipped(self._host.id, copy.block.id)
 
     def publish(self, copies: Iterable[ToyCopy]) -> None:
         """Copies masters into the layers."""

@@ -76,6 +76,8 @@ class HostsApart(Observer):
     def flipped(self, worker: int, block: int) -> None:
         self._has_flipped = True  # that copy is gone as well
 
+    slipped = flipped
+
     def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
         if not self._is_on or epoch not in self._due:
             return

@@ -512,8 +512,8 @@ MUTANTS = {
             "rest-blind",
             "a worker that has made all its steps does not tell that a link has ended over which it sent parameters",
             Build(machine=RestsBlindly),
-            "widths=3,2 num_microbatches=6 steps=2 checkpoint_every=1 seed=923419536 exit_delay=1 link_delay=1 "
-            "slow_worker=0 slow_by=5 keeps_in_flight=0 commit_delay=15 hang:2@27+7 kill:2@113 kill:4@124 cut:0-1@154",
+            "widths=1,1,1 steps=1 checkpoint_every=1 seed=632652 exit_delay=6 link_delay=1 slow_worker=2 slow_by=5 "
+            "kill:1@46 cut:0-2@66",
         ),
         Mutant(
             "vote-taken-twice",
@@ -526,7 +526,7 @@ MUTANTS = {
             "a worker says that it has gone back to a checkpoint before it has loaded it",
             Build(machine=SaysItWentBack),
             "widths=2,3 blocks_per_layer=1 num_microbatches=3 scatter_width=9 retry_step=2 ask_step=1 tied=1 "
-            "seed=221338698 exit_delay=6 link_delay=30 slow_worker=1 slow_by=5 kill:2@85 kill:3@117 kill:4@137",
+            "seed=221338698 exit_delay=6 link_delay=30 slow_worker=1 slow_by=5 kill:2@93 kill:3@130 kill:4@145",
             real=True,
         ),
         Mutant(
@@ -580,14 +580,14 @@ MUTANTS = {
             "facts-once",
             "what was acknowledged is not said to the next coordinator",
             Build(facts=_Forgetful),
-            "widths=1,1 num_microbatches=1 kill:c@37",
+            "widths=1,1 num_microbatches=1 kill:c@38",
             real=True,
         ),
         Mutant(
             "end-first",
             "a worker tells a new coordinator of its end before it tells of its parts of checkpoints",
             Build(facts=_EndFirst),
-            "usurp:c@56+1",
+            "usurp:c@62+1",
         ),
         Mutant(
             "forget-request",
@@ -599,13 +599,13 @@ MUTANTS = {
             "old-parts",
             "what was said of parts before a loss counts for those that are written again",
             Build(coordinator=GivesUpEarly),
-            "widths=1,1,1 blocks_per_layer=1 num_microbatches=1 checkpoint_every=2 kill:2@36",
+            "widths=1,1,1 blocks_per_layer=1 num_microbatches=1 checkpoint_every=2 kill:2@47",
         ),
         Mutant(
             "give-up-committing",
             "a checkpoint is given up at the end while it is being committed",
             Build(coordinator=GivesUpWhatIsCommitted),
-            "widths=1,1 num_microbatches=1 commit_delay=60 kill:1@54",
+            "widths=1,1 num_microbatches=1 commit_delay=60 kill:1@60",
             real=True,
         ),
         Mutant(

@@ -138,6 +138,9 @@ class Observer:
     def flipped(self, worker: int, block: int) -> None:
         """A bit has flipped in a worker's copy of a block."""
 
+    def slipped(self, worker: int, block: int) -> None:
+        """A worker's copy of a block is being updated wrongly."""
+
     def gone(self, worker: int) -> None:
         """A worker has ended."""
 

@@ -122,7 +122,7 @@ SALVAGE_MUTANTS = (
         "sums on grids that a vote has changed since are kept",
         Build(machine=KeepsOldSums),
         "widths=3,2 num_microbatches=3 num_followers=2 checkpoint_every=1 retry_step=3 keeps_in_flight=0 "
-        "disconnect:0@78 kill:4@170",
+        "disconnect:0@96 kill:4@190",
     ),
     Mutant(
         "keep-what-is-wrong",

@@ -28,7 +28,7 @@ KINDS = {
     "delay": "what two workers send each other is held back for a while",
     "disconnect": "the control connection of a worker closes; it connects again",
     "flip": "a bit flips in what a worker computes with, or in a copy that it holds; the duration says where",
-    "slip": "the same as it is written, so that the worker's own hash is of the wrong value too",
+    "slip": "a worker's next update of a copy is written wrongly; the duration says of which, and whether its master",
     "usurp": "the coordinator stops for a while; a second one starts meanwhile, with candidates if its beat is missed",
     "lost": "with candidates: requests to the store are lost for a while",
     "mute": "with candidates: the store does what it is asked, and its answers are lost for a while",

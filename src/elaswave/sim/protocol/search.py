@@ -43,9 +43,10 @@ _DURATIONS = {
     "delay": (20,),
     "usurp": (5, 60),
     "flip": tuple(range(1, 10)),
+    "slip": tuple(range(1, 7)),
 } | dict.fromkeys(STORE_KINDS, (10, 60))
 """Shorter and longer than the silence after which a worker is suspected, and a coordinator followed; of one that is
-spoiled, actions; of a flip, where."""
+spoiled, actions; of a flip and a slip, where."""
 
 
 class Failure(NamedTuple):
@@ -255,6 +256,15 @@ SPACES = {
         ),
         Space("3-workers-1-flip", JOB_OF_3._replace(checkpoint_every=1), (_PROMPT,), (("flip",),)),
         Space("3-workers-change-1-flip", CHANGING_JOB, (_PROMPT,), (("flip",),)),
+        Space("3-workers-1-slip", JOB_OF_3._replace(steps=4), (_PROMPT,), (("slip",),)),
+        Space("3-workers-3-copies-1-slip", JOB_OF_3._replace(steps=4, num_followers=2), (_PROMPT,), (("slip",),)),
+        Space(
+            "3-workers-3-copies-at-the-end-1-slip",
+            JOB_OF_3._replace(steps=4, num_followers=2, checkpoint_every=0),
+            (_PROMPT,),
+            (("slip",),),
+        ),
+        Space("3-workers-change-1-slip", CHANGING_JOB, (_PROMPT,), (("slip",),)),
         Space(
             "3-workers-flip-1-fault",
             JOB_OF_3._replace(salvage=False),

@@ -5,7 +5,8 @@
 from typing import Any
 
 from elaswave.protocol.ballot import Ballot
-from elaswave.protocol.engine import Change
+from elaswave.protocol.engine import Change, Pause
+from elaswave.protocol.execution import Life
 from elaswave.protocol.facts import Facts
 from elaswave.protocol.soundness import Soundness
 from elaswave.protocol.worker import WorkerMachine
@@ -54,6 +55,14 @@ class TellsUnseen(_Machine):
         return True
 
 
+class TellsUncompared(_Machine):
+    """Writes checkpoints, and ends, without a look at the copies of others (K4)."""
+
+    def compare_at_rest(self, step: int) -> Life[str]:
+        yield Pause.MOMENT
+        return ""
+
+
 class ForgetsConstants(_Machine):
     """Goes on with constants that have changed (K1)."""
 
@@ -93,6 +102,12 @@ SOUNDNESS_MUTANTS = (
         "a worker ends without a look at what has changed in its memory since its last vote",
         Build(machine=TellsUnseen),
         "flip:2@74+3",
+    ),
+    Mutant(
+        "end-uncompared",
+        "what an update has written wrongly is told before it is compared with the other copies",
+        Build(machine=TellsUncompared),
+        "slip:0@60+1",
     ),
     Mutant(
         "constants-unseen",

@@ -155,7 +155,7 @@ STORE_MUTANTS = (
         "fenced-goes-on",
         "a coordinator that the store refuses goes on",
         Build(seat=GoesOnWhenFenced),
-        "widths=1,2 checkpoint_every=2 join_step=2 tied=1 seed=688854303 candidates=2 kill:0-2@100 usurp:c@103+60",
+        "widths=1,2 checkpoint_every=2 join_step=2 tied=1 seed=688854303 candidates=2 usurp:c@115+60 kill:0-2@117",
     ),
     Mutant(
         "serializable-read",

@@ -143,19 +143,26 @@ class SimWorker:
 
     # ------------------------------------------------------------------------------------------------ what reaches it
 
-    def flip(self, place: int, *, sealed: bool) -> None:
+    def slip(self, place: int) -> None:
+        """The next update is written wrongly, and its seal is of the wrong value.
+
+        Args:
+            place: decides which copy, and whether its master or its momentum.
+        """
+        self.engine.slips = place
+
+    def flip(self, place: int) -> None:
         """A bit flips. A copy that is about to be updated is left alone: between a worker's ballot and its update only
         the next vote can find it, which then does not know who is right.
 
         Args:
             place: decides where.
-            sealed: as it is written, so that its hash is of the wrong value.
         """
         places = self.engine.places(copies=self._watch.phase in ("run", "reduce", "gather"))
         if places:
             what, index = places[place % len(places)]
             self.world.say(f"*** a bit of {what} {index} flips on worker {self.id}")
-            self.engine.flip(what, index, sealed=sealed)
+            self.engine.flip(what, index)
             if what == "copy":
                 self.world.see.flipped(self.id, index)
 

@@ -68,8 +68,11 @@ class WorkerActor(Protocol):
     def spoil(self, num_actions: int) -> None:
         """Its processor is wrong from now on."""
 
-    def flip(self, place: int, *, sealed: bool) -> None:
+    def flip(self, place: int) -> None:
         """A bit flips in its memory."""
+
+    def slip(self, place: int) -> None:
+        """Its next update is written wrongly."""
 
     def registration(self) -> Registered | JoinerCame:
         """Its first words on a new connection."""
@@ -687,11 +690,11 @@ class World:
 
     def _flip(self, worker: WorkerActor, duration: int) -> None:
         self.has_flipped = True
-        worker.flip(duration or 7 * self.instant, sealed=False)
+        worker.flip(duration or 7 * self.instant)
 
     def _slip(self, worker: WorkerActor, duration: int) -> None:
         self.has_flipped = True
-        worker.flip(duration or 7 * self.instant, sealed=True)
+        worker.slip(duration or 7 * self.instant)
 
     def _disconnect(self, worker: WorkerActor, duration: int) -> None:
         link = self.links.get(worker.id)
