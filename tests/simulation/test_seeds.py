@@ -123,6 +123,13 @@ def test_a_copy_that_is_lost_again_on_the_same_worker_is_sent_again_and_awaited_
     assert (outcome.violation, outcome.ended) == (None, "finished")
 
 
+def test_what_was_arriving_is_not_compared_at_rest():
+    """A loss finds one worker in its next attempt, and the others where they compare what is to be written."""
+    job = "widths=2,1,1 blocks_per_layer=1 num_followers=2 steps=8 checkpoint_every=1 retry_step=2 leave_step=1"
+    schedule = parse_schedule(f"{job} blocks_at_once=3 candidates=2 kill:2@177")
+    assert run_schedule(schedule).violation is None
+
+
 def test_parameters_of_which_some_have_arrived_when_the_layer_goes_have_not_changed_in_memory():
     schedule = (
         "widths=3,2 num_microbatches=3 seed=650015026 restart_delay=1 mid_action=2 replans=1 cut:1-2@37 kill:c@40 "
