@@ -11,10 +11,16 @@ from elaswave.control.agent_messages import (
     AgentHello,
     AgentRefused,
     AskJob,
+    CheckpointCommitted,
+    CpuTimes,
     EndJoiner,
+    Exited,
+    FromAgent,
     JobSpec,
+    LogPart,
     SpawnFirst,
     SpawnJoiner,
+    TermTaken,
     ToAgent,
     Verdict,
 )
@@ -29,6 +35,16 @@ SILENT_S = 1.0
 heartbeats are missing."""
 
 _log = logging.getLogger("elaswave.control")
+
+
+def _workers_in(message: FromAgent) -> Sequence[int]:
+    """The workers that a message of an agent tells of."""
+    match message:
+        case Exited() | LogPart():
+            return (message.worker,)
+        case CpuTimes():
+            return (*message.cpu_s, *message.waited_s)
+    return ()
 
 
 class Agents:
@@ -141,6 +157,35 @@ class Agents:
             if is_new and not self._hosts.first_workers(host) and host.slots:
                 self._room(host.slots)
         return True
+
+    def may_say(self, peer: int, message: FromAgent) -> str:
+        """Why what an agent says is a lie; "" if it is none.
+
+        Every holder of the key can connect as any agent, so this is no proof of who it is. But an agent has no news of
+        the workers of other hosts, a checkpoint is committed by the agent of this host, and who has not said that it
+        has come says nothing yet. What is a lie is never acted upon.
+
+        Args:
+            peer: which agent its connection is of.
+            message: what it says.
+        """
+        match message:
+            case AskJob() | AgentHello():
+                if agent_id(message.incarnation) != peer:
+                    return f"it is that of agent {message.incarnation}"
+            case TermTaken():  # the answer of a coordinator's candidate, also to one that its agent has not come to
+                return ""
+            case _ if self._hosts.find(peer - FIRST_AGENT) is None:
+                return "it has not come"
+            case CheckpointCommitted() if peer != self.home:
+                return "the agent of the coordinator's host commits checkpoints"
+        strangers = [worker for worker in _workers_in(message) if not self._is_of(peer, worker)]
+        return f"worker {strangers[0]} is not of its host" if strangers else ""
+
+    def _is_of(self, peer: int, worker: int) -> bool:
+        """Whether a worker was placed on an agent's host."""
+        host = self._hosts.of(worker)
+        return host is not None and agent_id(host.incarnation) == peer
 
     def went(self, peer: int, now_s: float) -> None:
         """An agent's connection has ended."""

@@ -8,6 +8,7 @@ While a committer may be at work in a folder, nothing is removed there: a checkp
 """
 
 import itertools
+import logging
 import math
 import time
 from collections import deque
@@ -50,6 +51,8 @@ _TOO_SLOW = f"its commit has not ended within {COMMIT_S_MAX:.0f} s; is the disk 
 
 _Key = tuple[str, tuple[int, ...]]
 """Tensor and first index of a piece: the same for the same piece, whichever worker has written it."""
+
+_log = logging.getLogger("elaswave.control")
 
 
 class _Commit(NamedTuple):
@@ -181,6 +184,10 @@ class Checkpoints:
             self._take(self._shards.failed(message.step, message.epoch, message.worker, message.reason))
             return
         standing = message.standing
+        own = f"{shard_name(message.worker, epoch)}{SHARD_SUFFIX}"
+        if others := {item.relative_path for item in message.items} - {own}:
+            _log.warning("worker %d says that it has written %s, and not %s", message.worker, min(others), own)
+            return
         pieces = {(item.fqn, item.offsets): item for item in message.items}
         num_bytes = max((item.offset + item.length for item in message.items), default=0)
         self._standings.setdefault(standing.step, standing)

@@ -215,6 +215,8 @@ class CoordinatorProcess(JobDriver):
         elif isinstance(message, FromAgent):
             if is_agent(peer):
                 self._on_agent(peer, message)
+            else:
+                _log.warning("%s says what agents say; its %s is ignored", peer_name(peer), type(message).__name__)
         elif message.worker != peer:
             _log.warning("worker %d says that it is worker %d; its %s is ignored", peer, message.worker, type(message))
         elif isinstance(message, Joining):
@@ -306,7 +308,9 @@ class CoordinatorProcess(JobDriver):
             self.request_drain(message.worker, left_s)
 
     def _on_agent(self, peer: int, message: FromAgent) -> None:
-        if isinstance(message, AskJob):
+        if lie := self._agents.may_say(peer, message):
+            _log.warning("%s of %s does not count: %s", type(message).__name__, peer_name(peer), lie)
+        elif isinstance(message, AskJob):
             self._agents.asked(peer, message)
         elif isinstance(message, AgentHello):
             if not self._end.is_there and not self._agents.came(peer, message):
@@ -317,7 +321,7 @@ class CoordinatorProcess(JobDriver):
             self._membership.spawn_again()
             self._ask_agents()
             for exited in message.exited:
-                self._on_end_of_process(exited.worker, exited.text)
+                self._on_agent(peer, exited)
             losses = self._state.losses[message.called_step :]
             if losses:
                 first, metrics = message.called_step + 1, self._state.metrics

@@ -307,9 +307,11 @@ class TorchUpdater:
         """Goes on with the options that were saved: they are stronger than those of the script."""
         try:
             content = load_plain(base64.b64decode(state))
-            options, scheduler = content["options"], content["scheduler"]
-            scalars, num_updates = content["scalars"], int(content["num_updates"])
+            options, scheduler = [dict(group) for group in content["options"]], content["scheduler"]
+            scalars, num_updates = [dict(group) for group in content["scalars"]], int(content["num_updates"])
             attributes = dict(content.get("attributes", {}))
+            if len(scalars) != len(options) or any("params" in group for group in options):
+                raise ValueError("its groups are not those of an optimizer")
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} has no state of an optimizer like {kind_of(self._optimizer)}: {error}; "

@@ -365,3 +365,13 @@ def test_a_description_that_is_too_long_to_be_sent_is_given_up(tmp_path: Path, m
     (given_up,) = job.given_up
     assert "bytes, and at most 1000 can be sent; use larger blocks" in given_up[1]
     assert job.asked == []
+
+
+def test_a_part_that_is_another_workers_does_not_count(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    own, other = job.write(4, 1, 0), job.write(4, 1, 1)
+    job.checkpoints.part(msgspec.structs.replace(own, items=[*own.items[1:], other.items[0]]))
+    job.checkpoints.part(other)
+    assert not job.asked
+    job.checkpoints.part(own)
+    assert job.asked

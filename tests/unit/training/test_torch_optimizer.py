@@ -1,8 +1,11 @@
 """torch.optim's classes on blocks: their own bits, whatever is cut where; options, schedulers and what is kept."""
 
+import base64
+import io
 import math
 import re
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -521,3 +524,24 @@ def test_torchs_own_classes_are_not_tried_again(monkeypatch):
         crew = Crew(tried(OPTIMIZERS[name]))
         crew.step(1)
         crew.step(2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"options": 5},
+        {"options": [5, 5]},
+        {"options": [{"params": []}, {}]},
+        {"scalars": []},
+        {"scalars": [1, 2]},
+        {"num_updates": "many"},
+        {"attributes": 7},
+    ],
+)
+def test_a_state_that_nobody_has_saved_is_refused(changes: dict[str, Any]) -> None:
+    updater = tried(TWO_GROUPS["AdamW"]).updater()
+    whole = torch.load(io.BytesIO(base64.b64decode(updater.state())), weights_only=True)
+    data = io.BytesIO()
+    torch.save(whole | changes, data)
+    with pytest.raises(CheckpointError, match="resume with the optimizer that it was written with"):
+        updater.load(base64.b64encode(data.getvalue()).decode(), 4)
