@@ -35,7 +35,7 @@ _COMPANION_BYTES_MAX = 1 << 26
 _CONFIG_BYTES_MAX = 1 << 24
 LAYERS_UNSEEN_MAX = 1 << 10
 """Of layers that are built, without values, although the files have fewer tensors: what they lack is told then."""
-COUNT_MAX = 1 << 20
+COUNT_MAX = 1 << 17
 """Of layers, labels, experts or positions that a configuration may count."""
 _OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Endings of tensors that older releases wrote, and that follow from the configuration."""
