@@ -99,6 +99,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-2)
 
 
+@pytest.mark.slow
 def test_a_scripts_own_model_finds_its_call_and_its_draws_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,7 @@ def test_a_worker_joins_and_another_leaves(tmp_path: Path, capsys: pytest.Captur
         assert ctl(run_dir, "stop", "--wait") == 0
 
 
+@pytest.mark.slow
 def test_a_join_is_answered_although_the_joiner_hangs_before_it_is_a_member(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     code = "import sys; from elaswave.cli.main import main; sys.exit(main())"

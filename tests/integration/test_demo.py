@@ -60,6 +60,7 @@ def test_both_runs_are_one_computation(tmp_path: Path) -> None:
     assert "\x1b" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_joins_in_a_lost_ones_place_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import elaswave.cli.demo as demo
     import elaswave.control.launcher as launcher

@@ -70,6 +70,7 @@ def sentence(i: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {"words": words, "mask": mask.float()}, {"labels": torch.where(mask, words.roll(-1), -100)}
 
 
+@pytest.mark.slow
 def test_masks_and_a_loss_with_counts(tmp_path: Path) -> None:
     masked, counted = names_of(MASKED), names_of(COUNTED_LOSS)
     torch.manual_seed(1)
@@ -93,6 +94,7 @@ def test_optimizer_and_scheduler(tmp_path: Path) -> None:
     assert len(train(trainer, tmp_path).losses) == 3
 
 
+@pytest.mark.slow
 def test_groups_and_a_dataset_with_noise(tmp_path: Path) -> None:
     layers = {"enter": nn.Linear(1, 8), "norm": nn.LayerNorm(8), "leave": nn.Linear(8, 1)}
     trainer = elaswave.Trainer(

@@ -137,7 +137,7 @@ def _check(job: Job, case: Case, marker: Path, undisturbed: Job) -> None:
 
 SLOW = pytest.mark.slow
 DRAINS = [
-    pytest.param(Case("reduce", receives), id="target, as copies come"),
+    pytest.param(Case("reduce", receives), id="target, as copies come", marks=SLOW),
     pytest.param(Case("vote", receives), id="target, with copies that no vote has counted", marks=SLOW),
     pytest.param(Case("apply", receives), id="target, with copies that a vote has counted", marks=SLOW),
     pytest.param(Case("forward", leaves, over="epoch 2"), id="leaver, before it sends anything", marks=SLOW),

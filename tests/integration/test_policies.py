@@ -90,6 +90,7 @@ def test_spares_take_the_places_of_lost_workers_in_a_full_restart(tmp_path: Path
     assert after.num_microbatches == 6
 
 
+@pytest.mark.slow
 def test_torchfts_batch_shrinks(tmp_path: Path, reference: Job) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"elastic.policy": '"torchft"'}, faults=["kill:1@5:backward"])
     before, after = (record.layout for record in job.result.epochs)
@@ -99,6 +100,7 @@ def test_torchfts_batch_shrinks(tmp_path: Path, reference: Job) -> None:
     assert len(job.result.losses) == 12
 
 
+@pytest.mark.slow
 def test_steps_that_are_repeated_with_a_smaller_batch_have_other_losses(tmp_path: Path, reference: Job) -> None:
     """Without copies a loss leads back to the checkpoint of step 4, and step 5 is repeated by the groups that are left:
     in the log and in the result stands what it has come to the second time."""

@@ -185,7 +185,14 @@ class _KillBefore:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", [events.Persist, events.Send, events.NewEpoch, events.Decided, events.Resumed])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        events.Send,
+        events.Decided,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (events.Persist, events.NewEpoch, events.Resumed)),
+    ],
+)
 def test_the_coordinator_dies_in_the_middle_of_a_recovery(tmp_path: Path, reference: Job, kind: type) -> None:
     killer = _KillBefore(kind, tmp_path / "killed")
     job = _survive(tmp_path / "run", reference, ["kill:2@3:backward"], before_effect=killer)

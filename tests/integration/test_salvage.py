@@ -82,8 +82,11 @@ def test_another_loss_while_the_step_is_tried_again(tmp_path: Path, reference: J
 
 @pytest.mark.parametrize(
     "settings",
-    [{"layout__schedule": "zero-bubble"}, {"model__recompute": True}, {"elastic__verify": False}],
-    ids=["zero-bubble", "recompute", "unverified"],
+    [
+        pytest.param({"layout__schedule": "zero-bubble"}, id="zero-bubble"),
+        pytest.param({"model__recompute": True}, id="recompute", marks=pytest.mark.slow),
+        pytest.param({"elastic__verify": False}, id="unverified", marks=pytest.mark.slow),
+    ],
 )
 def test_other_ways_to_run_backward(tmp_path: Path, reference: Job, settings: dict[str, Any]) -> None:
     (recovery,) = lose(tmp_path, reference, "[2,2]", ["kill:2@3:backward+4"], **settings)

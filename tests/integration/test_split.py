@@ -1,5 +1,6 @@
 """Networks that `elaswave.split` has cut, in whole jobs: equal bits in any layout, through losses, after a resume."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,21 +145,31 @@ def test_auxiliary_losses_of_a_network_train_it_as_those_of_a_layer(tmp_path: Pa
     assert found.losses == as_layer.losses
 
 
-def test_a_run_survives_two_kills_and_keeps_its_cuts_when_it_resumes(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Callable[..., elaswave.Result], Any, elaswave.Result]:
+    """How texts are trained, their network in layers, and a run of it without faults."""
     first, loss, dataset = cut("texts")
 
-    def run(folder: str, faults: tuple[str, ...] = (), layers: Any = first, **options: Any) -> elaswave.Result:
+    def run(folder: Path, faults: tuple[str, ...] = (), layers: Any = first, **options: Any) -> elaswave.Result:
         changes = {"batch.microbatch_size": ROWS, "layout.widths": [1, 2], **options.pop("changes", {})}
-        return train(tmp_path / folder, changes, model=layers, loss=loss, dataset=dataset, faults=faults, **options)
+        return train(folder, changes, model=layers, loss=loss, dataset=dataset, faults=faults, **options)
 
-    calm = run("calm")
-    struck = run("struck", ("kill:1@2:backward", "kill:2@5:any"))
+    return run, first, run(tmp_path_factory.mktemp("calm"))
+
+
+def test_a_run_survives_two_kills(tmp_path: Path, texts: Any) -> None:
+    run, _, calm = texts
+    struck = run(tmp_path, ("kill:1@2:backward", "kill:2@5:any"))
     assert computation(struck) == computation(calm)
     assert len(struck.recoveries) == 2
 
-    run("half", changes={"run.steps": 4})
+
+@pytest.mark.slow
+def test_a_run_keeps_its_cuts_when_it_resumes(tmp_path: Path, texts: Any) -> None:
+    run, first, calm = texts
+    run(tmp_path, changes={"run.steps": 4})
     elsewhere = first.cut_at([place + 1 for place in first.cuts])
-    resumed = run("half", layers=elsewhere, resume=True)
+    resumed = run(tmp_path, layers=elsewhere, resume=True)
     assert computation(resumed) == computation(calm), "the run's cuts hold, not those that were found anew"
 
     model = seeded(Texts)

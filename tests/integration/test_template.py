@@ -88,8 +88,18 @@ def test_launcher_and_coordinator_hold_no_torch(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "tmp") == []
 
 
-@pytest.mark.parametrize("moment", ["template", "coordinator", "step"])
-@pytest.mark.parametrize("victim", ["launcher", "template"])
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        ("launcher", "template"),
+        ("launcher", "step"),
+        ("template", "coordinator"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("launcher", "coordinator"), ("template", "template"), ("template", "step"))
+        ),
+    ],
+)
 def test_the_end_of_launcher_or_template_is_the_end_of_all(victim: str, moment: str, tmp_path: Path) -> None:
     job = start(tmp_path)
     run_dir = tmp_path / "run"
@@ -187,7 +197,7 @@ class Unlucky:
         return None
 
 
-@pytest.mark.parametrize(("lost", "durable"), [(1, [2, 4, 6]), (2, [4, 6])])
+@pytest.mark.parametrize(("lost", "durable"), [pytest.param(1, [2, 4, 6], marks=pytest.mark.slow), (2, [4, 6])])
 def test_a_lost_committer_costs_at_most_its_checkpoint(
     lost: int, durable: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ def assert_clean(summary: Summary) -> None:
     assert shown == []
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 1000))
+@pytest.mark.parametrize("first", [0])
 def test_seeded_schedules_have_no_violation(first):
     summary = run_seeds(range(first, first + 1000))
     assert summary.num_schedules == 1000
@@ -51,26 +51,28 @@ def test_seeded_schedules_have_no_violation(first):
         ("3-workers-1-fault", 80),
         ("3-workers-2-faults", 200),
         ("3-workers-batches-1-fault", 80),
-        ("3-workers-change-1-fault", 60),
-        ("3-workers-change-2-kills", 100),
+        ("3-workers-change-1-fault", 120),
+        ("3-workers-change-2-kills", 200),
         ("4-workers-1-fault", 160),
         ("3-workers-slow-plan-2-faults", 100),
         ("3-workers-slow-commit-2-faults", 100),
         ("3-workers-2-candidates-1-fault", 40),
-        ("3-workers-2-candidates-2-faults", 400),
-        ("4-workers-2-hosts-1-fault", 10),
-        ("3-workers-2-hosts-join-1-kill", 10),
-        ("3-workers-2-agents-join-1-fault", 10),
-        ("4-workers-2-kills", 60),
-        ("4-workers-salvage-1-fault", 20),
+        ("3-workers-2-candidates-2-faults", 800),
+        ("4-workers-2-hosts-1-fault", 20),
+        ("3-workers-2-hosts-join-1-kill", 20),
+        ("3-workers-2-agents-join-1-fault", 20),
+        ("4-workers-2-kills", 120),
+        ("4-workers-salvage-1-fault", 40),
         ("4-workers-spoiled", 6),
         ("3-workers-spoiled-and-usurped", 100),
-        ("3-workers-salvage-2-kills", 60),
+        ("3-workers-salvage-2-kills", 120),
+        ("3-workers-1-flip", 12),
+        ("3-workers-1-slip", 12),
     ],
 )
 def test_a_part_of_all_schedules_of_small_jobs_has_no_violation(name, parts):
     summary = explore(SPACES[name], part=parts // 2, parts=parts)
-    assert summary.num_schedules > 100
+    assert summary.num_schedules > 50
     assert_clean(summary)
 
 
