@@ -14,6 +14,8 @@ from typing import Any
 
 from tests.children import with_parent
 
+from elaswave.control.key_files import Role
+from elaswave.control.key_making import write_role_key
 from elaswave.observability.processes import facts_of
 
 OF_TORCH = ("torchinductor_", "torchelastic_")
@@ -108,7 +110,8 @@ class Agents:
         key = folder / "job.key"
         with open(os.open(key, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write("5a" * 32)
-        self._environment = {**os.environ, "ELASWAVE_KEY_FILE": str(key)}
+        write_role_key(folder, Role.JOINING)
+        self._environment = dict(os.environ)
 
     def __enter__(self) -> "Agents":
         return self
@@ -134,6 +137,7 @@ class Agents:
         before: Sequence[str] = (),
         launcher: Sequence[str] = (sys.executable, "-m", "elaswave", "agent"),
         coordinator: str | None = None,
+        joins: bool = False,
     ) -> AgentProcess:
         """Starts the agent of a host.
 
@@ -150,7 +154,8 @@ class Agents:
         if founds:
             command += ["--run-dir", str(self.run_dir), *self._settings]
         folder = self._folder / f"{node}-{len(self._started)}"
-        agent = AgentProcess(folder, command, self._environment)
+        key = self._folder / ("joining.key" if joins else "job.key")
+        agent = AgentProcess(folder, command, {**self._environment, "ELASWAVE_KEY_FILE": str(key)})
         self._started.append(agent)
         return agent
 

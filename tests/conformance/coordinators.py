@@ -80,6 +80,7 @@ class Coordinator:
         on_message: Callable[[int, Any], None] = lambda peer, message: None,
         refusal: Callable[[int], str | None] = lambda peer: None,
         turned_away: Callable[[int, Head], TurnedAway | None] = lambda peer, head: None,
+        key_of: Callable[[int], bytes] | None = None,
         **options: Any,
     ) -> None:
         self.log: list[tuple[str, int, Any]] = []
@@ -107,6 +108,7 @@ class Coordinator:
                     on_stranger=self.strangers.append,
                     on_head=self._on_head,
                     refusal=refusal,
+                    key_of=key_of,
                 )
             )
         except BaseException:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.conformance.coordinators import KEY, Coordinator, Town
 
 from elaswave.control.control_file import remove_control_file, write_control_file
 from elaswave.control.job_network import JobNetwork
+from elaswave.control.key_files import JobKey, Role, role_key
 from elaswave.control.operator_client import OperatorClient
 from elaswave.control.operator_messages import (
     Answer,
@@ -23,7 +25,8 @@ from elaswave.control.operator_messages import (
     OperatorHello,
     TurnedAway,
 )
-from elaswave.errors import ControlError
+from elaswave.control.wire import FIRST_AGENT, is_reader, key_of_peer, operator_id
+from elaswave.errors import AuthenticationError, ControlError
 from elaswave.transport.addresses import Place
 
 PATIENCE_S = 20.0
@@ -53,6 +56,7 @@ class Job:
             for each in answer(message):
                 coordinator.server.send(peer, each) if each is not None else coordinator.server.hang_up(peer)
 
+        options.setdefault("key_of", partial(key_of_peer, JobKey(KEY, None)))
         coordinator = self.town.coordinator(on_message=on_message, **options)
         return coordinator
 
@@ -144,7 +148,7 @@ def test_a_successor_is_told_that_a_leave_has_begun(job: Job) -> None:
 
 
 def test_another_key_is_an_error_at_once(job: Job) -> None:
-    job.serves(lambda message: [], key=b"another key of enough bytes")
+    job.serves(lambda message: [], key=b"another key of enough bytes", key_of=None)
     with pytest.raises(ControlError, match="cannot be talked to: AuthenticationError.* does not hold this job's key"):
         answers(job)
 
@@ -179,3 +183,40 @@ def test_a_key_that_cannot_be_read_is_an_error_at_once(job: Job) -> None:
     job.key_file.unlink()
     with pytest.raises(ControlError, match="the job cannot be talked to: the job's key in .* cannot be read"):
         OperatorClient(job.run_dir)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_an_operator_says_by_its_id_what_its_key_is_for(job: Job, tmp_path: Path, role: Role) -> None:
+    path = tmp_path / "own.key"
+    path.write_bytes(role_key(JobKey(KEY, None), role).text)
+    path.chmod(0o600)
+    coordinator = job.serves(taken_and_written)
+    if role is Role.JOINING:
+        with pytest.raises(ControlError, match="own.key is a joining key of the job: what is asked for needs its key"):
+            OperatorClient(job.run_dir, path)
+        return
+    with OperatorClient(job.run_dir, path) as client:
+        asked = client.ask(lambda request: AskCheckpoint(request=request, wait=True), PATIENCE_S)
+        assert [answer.decided for answer in asked if isinstance(answer, Answer)] == ["taken", "written"]
+    ((_, peer, _), *_) = coordinator.log
+    assert is_reader(peer) is (role is Role.READING)
+
+
+@pytest.mark.parametrize(
+    ("role", "own"),
+    [
+        (Role.READING, operator_id(1)),
+        (Role.READING, FIRST_AGENT),
+        (Role.STEERING, 1),
+        (Role.STEERING, operator_id(1, reads=True)),
+        (Role.JOINING, operator_id(1)),
+        (Role.JOB, 1),
+    ],
+)
+def test_a_key_is_good_for_ids_of_its_own_role_alone(job: Job, role: Role, own: int) -> None:
+    """Whoever claims another one proves nothing, nor with the job's key itself, which no connection uses."""
+    coordinator = job.serves(lambda message: [])
+    peer = job.town.raw_peer(own=own, key=JobKey(KEY, None).held(role))
+    with pytest.raises(AuthenticationError, match="does not hold this job's key"):
+        peer.authenticate()
+    assert coordinator.events(own) == []

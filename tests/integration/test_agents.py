@@ -32,13 +32,13 @@ def test_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
     settings = {**FOUR, "run.steps": 30}
     with Agents(tmp_path, {**settings, "control.hosts": 3}, f"127.0.0.1:{free_port()}") as agents:
         # Before anybody founds the job: they wait, and both hear what is trained before either says that it is there.
-        pair = [agents.start("b"), agents.start("b")]
+        pair = [agents.start("b", joins=True), agents.start("b", joins=True)]
         founder = agents.start("a", founds=True)
         needless = agents.wait_for(lambda: [one for one in pair if "nothing to do" in one.text], "the end of one")[0]
         (follower,) = (one for one in pair if one is not needless)
         assert needless.end() == 0, needless.text
         first = free_port()
-        third = agents.start("d", "--set", f"net.ports={first}-{first + 1}")  # two workers
+        third = agents.start("d", "--set", f"net.ports={first}-{first + 1}", joins=True)  # two workers
         agents.wait_for_step(2)
         narrow = agents.start("e", "--set", f"net.ports={first}-{first}")
         twin = agents.start("b")

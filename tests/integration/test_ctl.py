@@ -17,6 +17,8 @@ import pytest
 from tests.integration.jobs import SMALL, as_toml, run_job
 
 from elaswave.cli.main import main
+from elaswave.control.key_files import Role
+from elaswave.control.key_making import write_role_key
 from elaswave.control.operator_client import OperatorClient
 from elaswave.control.operator_messages import AskStatus, JobStatus, StatusAnswer
 from elaswave.errors import ControlError
@@ -99,10 +101,18 @@ def test_status_checkpoint_and_stop(tmp_path: Path, capsys: pytest.CaptureFixtur
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("asked: ") and lines[1].startswith("taken (step ")
 
+        keys = Path(json.loads((run_dir / CONTROL_FILE).read_text())["key_file"]).parent
+        reading = write_role_key(keys, Role.READING)
+        assert main(["ctl", "--key", str(reading), str(run_dir), "status"]) == 0
+        assert "layout [1,2]" in capsys.readouterr().out
+        assert main(["ctl", "--key", str(reading), str(run_dir), "stop"]) == 1
+        assert "refused: a reading key may ask for the status alone" in capsys.readouterr().err
+
         assert ctl(run_dir, "drain", "7") == 1
         assert "refused: " in capsys.readouterr().err
 
-        assert ctl(run_dir, "stop", "--wait") == 0
+        steering = write_role_key(keys, Role.STEERING)
+        assert main(["ctl", "--key", str(steering), str(run_dir), "stop", "--wait"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("stopping: ") and lines[1].startswith("stopped: stopped after step ")
         _, errors = process.communicate(timeout=PATIENCE_S)

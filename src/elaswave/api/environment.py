@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from elaswave.control.key_files import JobKey, checked_key, read_key
+from elaswave.control.key_files import JobKey, key_of_text, read_key
 from elaswave.errors import UsageError
 
 COORDINATOR_VARIABLE = "ELASWAVE_COORDINATOR"
@@ -147,11 +147,11 @@ def given_key() -> JobKey | None:
     if given is not None and named is not None:
         raise UsageError(f"{KEY_VARIABLE} and {KEY_FILE_VARIABLE} both give the job's key; unset one of them")
     if given is not None:
-        return JobKey(checked_key(given, KEY_VARIABLE), None)
+        return key_of_text(given, KEY_VARIABLE, None)
     if named is None:
         return None
     path = Path(named).expanduser().absolute()
-    return JobKey(read_key(path), path)
+    return read_key(path)
 
 
 _taken: list[bytes] = []

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
@@ -53,6 +53,17 @@ class Numbers(click.ParamType):
 NUMBERS = Numbers()
 
 
+class _Job(NamedTuple):
+    """The job that is talked to."""
+
+    run: Path
+    key_file: Path | None
+
+    def client(self) -> OperatorClient:
+        """Talks to it."""
+        return OperatorClient(self.run, self.key_file)
+
+
 @click.group(
     name="ctl",
     subcommand_metavar="ACTION [OPTIONS]",
@@ -60,8 +71,15 @@ NUMBERS = Numbers()
     epilog="Exit codes: 0 done, 1 refused, not done in time, or no job runs there, 2 bad input.",
 )
 @click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--key",
+    "key_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Of a reading or steering key (elaswave keys --role); default: the job's own.",
+)
 @click.pass_context
-def ctl_group(ctx: click.Context, run: Path) -> None:
+def ctl_group(ctx: click.Context, run: Path, key_file: Path | None) -> None:
     """Talk to the job that runs in the folder RUN. Every action answers with what was decided and why.
 
     \b
@@ -74,7 +92,7 @@ def ctl_group(ctx: click.Context, run: Path) -> None:
     elaswave ctl RUN stop --wait
     elaswave ctl RUN ACTION --help
     """
-    ctx.obj = run
+    ctx.obj = _Job(run, key_file)
 
 
 def _options(function: Function) -> Function:
@@ -97,17 +115,17 @@ def _options(function: Function) -> Function:
 @click.option("--interval", "interval_s", type=_SECONDS, default=1.0, show_default=True, help="Seconds between two.")
 @_options
 @click.pass_obj
-def status_command(run: Path, watch: bool, interval_s: float, timeout_s: float, as_json: bool) -> None:
+def status_command(job: _Job, watch: bool, interval_s: float, timeout_s: float, as_json: bool) -> None:
     """Show step, loss, layout, workers, copies, recoveries, checkpoints, what is under way, and a prediction."""
-    with OperatorClient(run) as client:
+    with job.client() as client:
         if watch:
-            _watch(client, run, max(0.1, interval_s), timeout_s, as_json=as_json)
+            _watch(client, job.run, max(0.1, interval_s), timeout_s, as_json=as_json)
             return
         status = _ask_status(client, timeout_s)
     if as_json:
         say_json(status)
     else:
-        say(*render_status(status, run, terminal_width()))
+        say(*render_status(status, job.run, terminal_width()))
 
 
 def _ask_status(client: OperatorClient, timeout_s: float) -> JobStatus:
@@ -136,18 +154,18 @@ def _watch(client: OperatorClient, run: Path, interval_s: float, timeout_s: floa
 @click.option("--wait", is_flag=True, help="Until it is durable; else until the vote that asks all workers for it.")
 @_options
 @click.pass_obj
-def checkpoint_command(run: Path, wait: bool, timeout_s: float, as_json: bool) -> None:
+def checkpoint_command(job: _Job, wait: bool, timeout_s: float, as_json: bool) -> None:
     """Have a durable checkpoint written of the state after one of the next steps, and say of which."""
-    _act(run, lambda request: AskCheckpoint(request=request, wait=wait), timeout_s, as_json)
+    _act(job, lambda request: AskCheckpoint(request=request, wait=wait), timeout_s, as_json)
 
 
 @ctl_group.command(name="stop", short_help="End the job with a checkpoint.")
 @click.option("--wait", is_flag=True, help="Until the job has ended.")
 @_options
 @click.pass_obj
-def stop_command(run: Path, wait: bool, timeout_s: float, as_json: bool) -> None:
+def stop_command(job: _Job, wait: bool, timeout_s: float, as_json: bool) -> None:
     """End the job after the step in hand, with a checkpoint, as SIGTERM does."""
-    with OperatorClient(run) as client:
+    with job.client() as client:
         answer = _last_answer(client, lambda request: AskStop(request=request), timeout_s, as_json)
         over = client.wait_for_end(timeout_s) if wait and answer.decided == "stopping" else None
     _finish(answer, as_json, over)
@@ -156,9 +174,9 @@ def stop_command(run: Path, wait: bool, timeout_s: float, as_json: bool) -> None
 @ctl_group.command(name="rebalance", short_help="Look for a better layout now.")
 @_options
 @click.pass_obj
-def rebalance_command(run: Path, timeout_s: float, as_json: bool) -> None:
+def rebalance_command(job: _Job, timeout_s: float, as_json: bool) -> None:
     """Look for a better layout of the present workers, with what was measured, and change to it if there is one."""
-    _act(run, lambda request: AskRebalance(request=request), timeout_s, as_json)
+    _act(job, lambda request: AskRebalance(request=request), timeout_s, as_json)
 
 
 @ctl_group.command(name="migrate", short_help="Change to another layout.")
@@ -167,7 +185,7 @@ def rebalance_command(run: Path, timeout_s: float, as_json: bool) -> None:
 @_options
 @click.pass_obj
 def migrate_command(
-    run: Path, layers: tuple[int, ...] | None, widths: tuple[int, ...] | None, timeout_s: float, as_json: bool
+    job: _Job, layers: tuple[int, ...] | None, widths: tuple[int, ...] | None, timeout_s: float, as_json: bool
 ) -> None:
     """Change to a layout with these layers and workers of the stages, while training goes on.
 
@@ -176,16 +194,16 @@ def migrate_command(
     """
     if layers is None and widths is None:
         raise click.UsageError("give --layers, --widths, or both: what is the layout to be?")
-    _act(run, lambda request: AskMigrate(request=request, layers=layers, widths=widths), timeout_s, as_json)
+    _act(job, lambda request: AskMigrate(request=request, layers=layers, widths=widths), timeout_s, as_json)
 
 
 @ctl_group.command(name="join", short_help="Take in new workers.")
 @click.argument("num_workers", metavar="[N]", type=click.IntRange(min=1), default=1)
 @_options
 @click.pass_obj
-def join_command(run: Path, num_workers: int, timeout_s: float, as_json: bool) -> None:
+def join_command(job: _Job, num_workers: int, timeout_s: float, as_json: bool) -> None:
     """Start N new workers (1 if it is not given) and take them into the job."""
-    _act(run, lambda request: AskJoin(request=request, num_workers=num_workers), timeout_s, as_json)
+    _act(job, lambda request: AskJoin(request=request, num_workers=num_workers), timeout_s, as_json)
 
 
 @ctl_group.command(name="drain", short_help="Let a worker go.")
@@ -193,17 +211,17 @@ def join_command(run: Path, num_workers: int, timeout_s: float, as_json: bool) -
 @click.option("--deadline", "deadline_s", type=_SECONDS, metavar="SECONDS", help="After which it is lost instead.")
 @_options
 @click.pass_obj
-def drain_command(run: Path, worker: int, deadline_s: float | None, timeout_s: float, as_json: bool) -> None:
+def drain_command(job: _Job, worker: int, deadline_s: float | None, timeout_s: float, as_json: bool) -> None:
     """Let a worker leave at a step boundary, when others hold what it held: nothing is done twice."""
     make = lambda request: AskDrain(request=request, worker=worker, deadline_s=deadline_s)  # noqa: E731
-    _act(run, make, timeout_s, as_json)
+    _act(job, make, timeout_s, as_json)
 
 
 # ------------------------------------------------------------------------------------------------------------ answers
 
 
-def _act(run: Path, make: Callable[[int], Request], timeout_s: float, as_json: bool) -> None:
-    with OperatorClient(run) as client:
+def _act(job: _Job, make: Callable[[int], Request], timeout_s: float, as_json: bool) -> None:
+    with job.client() as client:
         answer = _last_answer(client, make, timeout_s, as_json)
     _finish(answer, as_json)
 

@@ -9,6 +9,7 @@ import click
 
 from elaswave.api.environment import given_key
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
+from elaswave.control.key_files import Role
 from elaswave.costs.machines import NetworkLink
 from elaswave.errors import UsageError
 from elaswave.observability.output import say, say_error, say_json
@@ -70,13 +71,13 @@ def probe_command(
     if answer is not None:
         if network is not None or source is not None or targets or output is not None or as_json:
             raise UsageError("--answer goes with --for alone: a host answers or measures; give the rest elsewhere")
-        _answer(answer, key.secret, for_s)
+        _answer(answer, key.held(Role.JOINING), for_s)
         return
     if network is None or source is None or not targets or for_s is not None:
         raise UsageError(
             "give --answer ADDRESS:PORT to answer, or NETWORK.toml, --from SITE and --to SITE=HOST:PORT to measure"
         )
-    _measure(network, source, targets, output, as_json, key.secret)
+    _measure(network, source, targets, output, as_json, key.held(Role.JOINING))
 
 
 def _answer(where: str, key: bytes, for_s: float | None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from elaswave.config.schema import ControlConfig
 from elaswave.control.agent_messages import Ended
 from elaswave.control.commit_count import CommitCount
+from elaswave.control.key_files import JobKey
 from elaswave.control.late_outcome import late_outcome
 from elaswave.control.open_store import FILE
 from elaswave.protocol.vigil import ORPHAN_S, Due, Vigil
@@ -23,7 +24,7 @@ class Alone:
         founded: which founding of the job it takes part in.
     """
 
-    def __init__(self, config: ControlConfig, job: str, run_dir: Path, key: bytes, founded: int) -> None:
+    def __init__(self, config: ControlConfig, job: str, run_dir: Path, key: JobKey, founded: int) -> None:
         self._config, self._job, self._run_dir, self._key, self._founded = config, job, run_dir, key, founded
         self._vigil = Vigil(ORPHAN_S if config.store == FILE else max(ORPHAN_S, config.store_patience_s))
         self.commits = CommitCount() if job else None

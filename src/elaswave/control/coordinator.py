@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from elaswave.control.agent_messages import (
@@ -33,10 +34,11 @@ from elaswave.control.candidate import Progress, Stage
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.job_driver import JobDriver
 from elaswave.control.job_spec import mark_of
+from elaswave.control.key_files import JobKey, Role
 from elaswave.control.open_store import claim
 from elaswave.control.operator_messages import FromOperator
 from elaswave.control.server import TurnedAway
-from elaswave.control.wire import is_agent, is_operator, peer_name
+from elaswave.control.wire import is_agent, is_operator, key_of_peer, peer_name
 from elaswave.errors import DisplacedError, ElaswaveError, RetryError, StoreError, StoreGoneError, SupersededError
 from elaswave.observability.output import VisibleLines
 from elaswave.observability.worker_logs import add_to_copy
@@ -91,6 +93,7 @@ class CoordinatorProcess(JobDriver):
 
     def __init__(self, setup: CoordinatorSetup) -> None:
         super().__init__(setup)
+        self._keys = JobKey(setup.key, None)
         self._leaving: set[int] = set()
         """Workers that have had a notice."""
 
@@ -98,7 +101,7 @@ class CoordinatorProcess(JobDriver):
         try:
             await self._server.start(
                 self._setup.listen,
-                self._setup.key,
+                self._keys.held(Role.JOINING),
                 ToCoordinator,
                 self._on_message,
                 self._on_connected,
@@ -106,6 +109,7 @@ class CoordinatorProcess(JobDriver):
                 tls=self._setup.tls,
                 on_stranger=self._terminal.say_of_stranger,
                 on_head=self._on_head,
+                key_of=partial(key_of_peer, self._keys),
             )
         except OSError as error:
             if error.errno != errno.EADDRINUSE:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from elaswave.config.schema import Config
 from elaswave.config.sites import labels_of, sites_that_may_part
-from elaswave.control.key_files import JobKey, own_key
+from elaswave.control.key_files import JobKey, Role, own_key
 from elaswave.control.machine import check_memory
 from elaswave.control.post import Post
 from elaswave.control.script import Script
@@ -94,6 +94,7 @@ def run_job(
         Exception: what a script's callback has raised.
     """
     key = key or own_key(config.net)
+    key.held(Role.JOB)
     if post is None and config.control.hosts > 1:
         raise UsageError(
             f"control.hosts: {config.control.hosts} hosts, but this command starts all workers here: start `elaswave "

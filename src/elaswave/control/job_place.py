@@ -71,7 +71,7 @@ class JobPlace:
             return self._key.file
         path = self.folder / JOB_KEY_FILE
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(self._key.secret)
+            file.write(self._key.text)
         return path
 
     def close(self) -> None:

@@ -7,17 +7,19 @@ No argument, log, file of the run or environment of a child ever holds the key. 
 import os
 import secrets
 import stat
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from elaswave.errors import UsageError
-from elaswave.transport.handshake import MIN_KEY_BYTES
+from elaswave.transport.handshake import MIN_KEY_BYTES, derived
 from elaswave.transport.tls import Tls
 
 if TYPE_CHECKING:  # numpy would come along: whoever prepares the environment imports this, before any such library
     from elaswave.config.schema import NetConfig
 
 JOB_KEY_FILE = "job.key"
+JOINING_KEY_FILE = "joining.key"
 CERTIFICATE_FILE = "certificate.pem"
 CERTIFICATE_KEY_FILE = "certificate.key"
 AUTHORITY_FILE = "authority.pem"
@@ -26,12 +28,82 @@ _KEY_BYTES = 32
 _KEY_FILE_BYTES_MAX = 1 << 16
 
 
+class Role(Enum):
+    """What a key is for. Who holds one cannot compute those that may do more."""
+
+    JOB = "job"
+    """All of it: to start the job and its coordinators, to write to its store; each other key is derived from it."""
+    JOINING = "joining"
+    """To take part with workers: agents that start no coordinator, and all connections of workers."""
+    STEERING = "steering"
+    """To ask a running job for something, as `elaswave ctl` does."""
+    READING = "reading"
+    """To ask a running job how it gets on, and for nothing else."""
+
+
+_ABOVE = {Role.JOINING: Role.JOB, Role.STEERING: Role.JOB, Role.READING: Role.STEERING}
+"""Role -> from whose key its own is derived."""
+_MARK = b"-key:"
+
+
 class JobKey(NamedTuple):
-    """The secret that every process of a job holds."""
+    """A secret that processes of a job hold."""
 
     secret: bytes
     file: Path | None
     """Where it stands; None: nowhere yet."""
+    role: Role = Role.JOB
+
+    def held(self, role: Role) -> bytes:
+        """The secret of a role.
+
+        Raises:
+            UsageError: this key is of a role that may not do what that one may.
+        """
+        if role is self.role:
+            return self.secret
+        if role not in _ABOVE:
+            where = "this key" if self.file is None else str(self.file)
+            raise UsageError(
+                f"{where} is a {self.role.value} key of the job: what is asked for needs its key, or one that may do "
+                f"more; `elaswave keys DIR --role {Role.STEERING.value}` and such make them, where the job's key stands"
+            )
+        return derived(self.held(_ABOVE[role]), role.value)
+
+    @property
+    def text(self) -> bytes:
+        """As it stands in a file."""
+        return self.secret if self.role is Role.JOB else self.role.value.encode() + _MARK + self.secret.hex().encode()
+
+
+def role_key(key: JobKey, role: Role, file: Path | None = None) -> JobKey:
+    """The key of a role.
+
+    Raises:
+        UsageError: as of `JobKey.held`.
+    """
+    return JobKey(key.held(role), file, role)
+
+
+def key_of_text(text: bytes, where: str, file: Path | None) -> JobKey:
+    """The inverse of `JobKey.text`.
+
+    Args:
+        text: of a key.
+        where: it stands, in messages.
+        file: it stands; None: in none.
+    Raises:
+        UsageError: it is too short, or no key.
+    """
+    name, mark, digits = text.partition(_MARK)
+    roles = {role.value.encode(): role for role in _ABOVE}
+    if not mark or name not in roles:
+        return JobKey(checked_key(text, where), file)
+    try:
+        secret = bytes.fromhex(digits.decode())
+    except ValueError:
+        raise UsageError(f"{where} holds no {name.decode()} key: `elaswave keys DIR --role` makes one") from None
+    return JobKey(checked_key(secret, where), file, roles[name])
 
 
 def new_key() -> bytes:
@@ -40,17 +112,18 @@ def new_key() -> bytes:
 
 
 def own_key(net: "NetConfig") -> JobKey:
-    """The key beside the certificates in ``net.keys``, or else a new one.
+    """The key beside the certificates in ``net.keys``: the job's, or else the joining one; or else a new one.
 
     Raises:
         UsageError: a file that others could read, or that cannot be read, or a key that is too short.
     """
-    if net.keys is not None and (path := Path(net.keys) / JOB_KEY_FILE).exists():
-        return JobKey(read_key(path), path)
+    for name in (JOB_KEY_FILE, JOINING_KEY_FILE):
+        if net.keys is not None and (path := Path(net.keys) / name).exists():
+            return read_key(path)
     return JobKey(new_key(), None)
 
 
-def read_key(path: Path) -> bytes:
+def read_key(path: Path) -> JobKey:
     """A key from its file; white space around it does not count.
 
     Raises:
@@ -72,7 +145,7 @@ def read_key(path: Path) -> bytes:
                 f"{path} has mode {mode:04o} and owner {status.st_uid}, so that others could read the job's key: it "
                 f"must belong to user {os.geteuid()}: chmod 600 {path}, and make a new key if others may have read it"
             )
-        return checked_key(os.read(fd, _KEY_FILE_BYTES_MAX).strip(), str(path))
+        return key_of_text(os.read(fd, _KEY_FILE_BYTES_MAX).strip(), str(path), path)
     finally:
         os.close(fd)
 

@@ -18,7 +18,10 @@ from elaswave.control.key_files import (
     CERTIFICATE_FILE,
     CERTIFICATE_KEY_FILE,
     JOB_KEY_FILE,
+    Role,
     new_key,
+    read_key,
+    role_key,
 )
 from elaswave.errors import UsageError
 from elaswave.untrusted import read_bytes
@@ -52,13 +55,14 @@ subjectAltName = {names}
 """
 
 
-def make_keys(folder: Path, hosts: Sequence[Sequence[str]], days: int) -> list[Path]:
+def make_keys(folder: Path, hosts: Sequence[Sequence[str]], days: int, *, adds: bool = False) -> list[Path]:
     """Makes what is missing: the authority and this machine's certificate, and a folder for each other host.
 
     Args:
         folder: made with mode 0700; its authority is used if it has one.
         hosts: the names and addresses of each other host, the first one names its folder.
         days: for which certificates are good.
+        adds: whether a folder that has all is not refused, since more is to be made in it.
     Returns:
         The folders that were made or filled, each for one host.
     Raises:
@@ -78,7 +82,7 @@ def make_keys(folder: Path, hosts: Sequence[Sequence[str]], days: int) -> list[P
             _write_private(folder / JOB_KEY_FILE, new_key() + b"\n")
             _make_certificate(folder, folder, LOCAL_NAMES, days)
             made.append(folder)
-        elif not hosts:
+        elif not hosts and not adds:
             raise UsageError(f"{folder} has keys already; name a new folder, or add hosts with --host")
         for names in hosts:
             own = folder / names[0]
@@ -90,6 +94,26 @@ def make_keys(folder: Path, hosts: Sequence[Sequence[str]], days: int) -> list[P
     except OSError as error:
         raise UsageError(f"keys cannot be made in {folder}: {error}") from error
     return made
+
+
+def write_role_key(folder: Path, role: Role) -> Path:
+    """Writes a lesser key beside the job's; one that is there already stays.
+
+    Returns:
+        Its file.
+    Raises:
+        UsageError: the folder has no job's key, or another one's lesser key.
+    """
+    key, path = read_key(folder / JOB_KEY_FILE), folder / f"{role.value}.key"
+    made = role_key(key, role, path)
+    try:
+        _write_private(path, made.text + b"\n")
+    except FileExistsError:
+        if read_key(path) != made:
+            raise UsageError(f"{path} is there already, of another key: remove it") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    return path
 
 
 def _check_names(names: Sequence[str]) -> None:

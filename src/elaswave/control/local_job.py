@@ -56,7 +56,7 @@ from elaswave.control.forking import how_it_ended
 from elaswave.control.job_place import JobPlace
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
 from elaswave.control.job_spec import mark_of, write_marks
-from elaswave.control.key_files import JobKey
+from elaswave.control.key_files import JobKey, Role
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.log_sending import LogSending
 from elaswave.control.own_coordinators import OwnCoordinators
@@ -167,10 +167,11 @@ class LocalJob:
         self._is_over = False
         self._waits = LauncherWaits()
         self._logs = LogSending(run_dir)
-        self._key = key.secret
+        self._job_key = key.held(Role.JOB) if post.founds or post.is_candidate else b""
+        self._key = key.held(Role.JOINING)
         prepare_spare(run_dir, config, post.job)
         self._place = place = JobPlace(config, run_dir, post, key)
-        self._alone = Alone(config.control, post.job, run_dir, key.secret, place.founded)
+        self._alone = Alone(config.control, post.job, run_dir, key, place.founded)
         self._deaths = DeathWatch()
         setup = TemplateSetup(
             config=config,
@@ -178,6 +179,7 @@ class LocalJob:
             control_dir=place.folder,
             network=place.network,
             key=self._key,
+            job_key=self._job_key,
             deaths=self._deaths,
             commits=self._alone.commits,
             faults=faults,
@@ -492,7 +494,7 @@ class LocalJob:
             run_dir=self._run_dir,
             control_dir=self._place.folder,
             listen=self._place.network.listen,
-            key=self._key,
+            key=self._job_key,
             checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
             started_s=self._started_s,
             deaths=self._deaths,

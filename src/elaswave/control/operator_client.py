@@ -15,7 +15,7 @@ import msgspec
 from elaswave import __version__
 from elaswave.control.client import ControlClient
 from elaswave.control.control_file import read_control_file
-from elaswave.control.key_files import read_key
+from elaswave.control.key_files import JobKey, Role, read_key
 from elaswave.control.operator_messages import (
     Answer,
     AskDrain,
@@ -42,22 +42,27 @@ class OperatorClient:
 
     Args:
         run_dir: the run's folder.
+        key_file: of the key to use; None: of the job's own, which the folder names.
         clock: monotonic seconds.
     Raises:
         RunFolderError, ControlError: as of `read_control_file`; also where the job's key or certificate cannot be read.
     """
 
-    def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run_dir: Path, key_file: Path | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._run_dir = run_dir
         self._clock = clock
         self._file = read_control_file(run_dir)
         self._open: Request | None = None
         self._arrived: list[ToOperator] = []
         self._over: JobOver | None = None
+        key = _key_in(key_file or Path(self._file.key_file))
+        role = Role.READING if key.role is Role.READING else Role.STEERING
         self._client: ControlClient[ToOperator] = ControlClient(
             self._file.address,
-            _key_in(Path(self._file.key_file)),
-            operator_id(secrets.randbits(30)),
+            _held(key, role),
+            operator_id(secrets.randbits(30), reads=role is Role.READING),
             ToOperator,
             self._on_message,
             lambda: OperatorHello(version=__version__),
@@ -178,7 +183,14 @@ class OperatorClient:
         )
 
 
-def _key_in(path: Path) -> bytes:
+def _held(key: JobKey, role: Role) -> bytes:
+    try:
+        return key.held(role)
+    except UsageError as error:
+        raise ControlError(f"the job cannot be talked to: {error}") from None
+
+
+def _key_in(path: Path) -> JobKey:
     try:
         return read_key(path)
     except UsageError as error:

@@ -27,6 +27,7 @@ from elaswave.control.operator_messages import (
     TurnedAway,
 )
 from elaswave.control.reply import Reply, refusal
+from elaswave.control.wire import is_reader
 from elaswave.errors import StateError, StoreError
 from elaswave.worker.messages import Heartbeat
 
@@ -118,6 +119,9 @@ class OperatorDesk:
             return
         if isinstance(message, AskStatus):
             self._tell_status(peer, message.request)
+        elif is_reader(peer) and isinstance(message, Action):
+            reason = "a reading key may ask for the status alone; use a steering key, or the job's"
+            self._answer(peer, message.request, refusal(reason))
         elif not isinstance(message, Action):
             self.closed(peer)
             self._turn_away(peer, TurnedAway(reason=f"an operator may not send {type(message).__name__}"))

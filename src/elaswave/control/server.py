@@ -143,6 +143,7 @@ class ControlServer(Generic[_T]):
         on_stranger: Callable[[str], None] = lambda reason: None,
         on_head: Callable[[int, Head], TurnedAway | None] = lambda peer, head: None,
         refusal: Callable[[int], str | None] = lambda peer: None,
+        key_of: Callable[[int], bytes] | None = None,
     ) -> None:
         """Starts listening. The callbacks must not block for long; what they raise ends `serve`.
 
@@ -160,12 +161,13 @@ class ControlServer(Generic[_T]):
             on_head: called with the newest head that a peer has been told, before it counts as connected; returns
                 what it is told if it is turned away.
             refusal: returns why a participant may not connect, or None if it may.
+            key_of: gives the key that a participant of an id must hold; None: ``key``, whoever it is.
         Raises:
             OSError: the system refuses to listen there.
             ValueError: the address or the key cannot be used, or TLS is asked for on a Unix socket.
             ConfigError: certificate files that cannot be used.
         """
-        self._key = check_key(key)
+        self._key, self._key_of = check_key(key), key_of
         self._receives = receives
         self._on_message, self._on_connected, self._on_closed = on_message, on_connected, on_closed
         self._on_refused, self._on_stranger, self._refusal = on_refused, on_stranger, refusal
@@ -294,6 +296,7 @@ class ControlServer(Generic[_T]):
             COORDINATOR,
             self._receives,
             self._refusal,
+            key_of=self._key_of,
             security=self._security,
             max_message_bytes=self.max_message_bytes,
         )

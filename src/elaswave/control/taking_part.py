@@ -24,7 +24,7 @@ from elaswave.control.host_network import HeldPort, Seed, agent_network, hold, s
 from elaswave.control.job import JobOptions, run_job
 from elaswave.control.job_folder import sweep_dead
 from elaswave.control.job_spec import check_data, check_shared, config_digest, link_checkpoints, own_folder
-from elaswave.control.key_files import JobKey
+from elaswave.control.key_files import JobKey, Role
 from elaswave.control.launcher import open_data, outcome_of
 from elaswave.control.local_job import LocalJob, refusal
 from elaswave.control.open_store import FILE, look_for_earlier, remove_earlier
@@ -125,9 +125,12 @@ def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
     if _is_over(run_dir):
         return
     can_found = not options.joins and (is_given or base is not None)  # who is told of no configuration is to find one
+    key.held(Role.JOINING)
     own, held = _hold_one(seeds, config, options.locks, can_found)
     host = _Host(options, config, is_given, seeds, own, key, new_incarnation())
     try:
+        if held is not None:
+            key.held(Role.JOB)  # coordinators need it
         spec = None
         if not can_found or own != 0:
             spec = _ask(host, options.wait_s)
@@ -342,7 +345,7 @@ def _ask(host: _Host, wait_s: float, *, hopeless_s: float = HOPELESS_S) -> JobSp
     network = agent_network(host.config.net, host.seeds, host.own)
     client: ControlClient[ToAgent] = ControlClient(
         network.launcher_dials,
-        host.key.secret,
+        host.key.held(Role.JOINING),
         agent_id(host.incarnation),
         ToAgent,
         answers.append,

@@ -107,6 +107,9 @@ class TemplateSetup(NamedTuple):
     network: JobNetwork
     """Where coordinator and workers listen and are dialled."""
     key: bytes
+    """Of those who take part, see `elaswave.control.key_files.Role`."""
+    job_key: bytes
+    """The job's; empty where no coordinator is started."""
     deaths: DeathWatch | None
     """None only on the way to a fresh interpreter."""
     commits: CommitCount | None
@@ -350,7 +353,7 @@ class _Serving:
             run_dir=setup.run_dir,
             control_dir=setup.control_dir,
             listen=setup.network.listen,
-            key=setup.key,
+            key=setup.job_key,
             checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
             started_s=asked.started_s,
             deaths=setup.deaths,

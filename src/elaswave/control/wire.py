@@ -29,6 +29,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from elaswave.control.key_files import JobKey, Role
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.protocol.heads import Head
 from elaswave.protocol.messages import PROTOCOL_VERSION
@@ -41,6 +42,8 @@ FIRST_AGENT = 2**31
 """Ids of agents begin here; those below belong to workers."""
 FIRST_OPERATOR = 3 * 2**30
 """Ids of operators (`elaswave ctl`) begin here."""
+FIRST_READER = FIRST_OPERATOR + 2**29
+"""From here on they are of operators that may ask for the status alone."""
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message, encoded: checkpoint items of models with very many tensors."""
 
@@ -73,18 +76,33 @@ def is_agent(peer: int) -> bool:
     return FIRST_AGENT <= peer < FIRST_OPERATOR
 
 
-def operator_id(number: int) -> int:
-    """The id of an operator on control connections.
+def operator_id(number: int, *, reads: bool = False) -> int:
+    """The id of an operator on control connections. It says which key it holds.
 
     Args:
         number: drawn at random, so that two operators of a job hardly ever have the same one.
+        reads: whether it holds the key of those who may ask for the status alone.
     """
-    return FIRST_OPERATOR + number % (COORDINATOR - FIRST_OPERATOR)
+    first, end = (FIRST_READER, COORDINATOR) if reads else (FIRST_OPERATOR, FIRST_READER)
+    return first + number % (end - first)
+
+
+def is_reader(peer: int) -> bool:
+    """Whether an id is of an operator that may ask for the status alone."""
+    return FIRST_READER <= peer < COORDINATOR
 
 
 def is_operator(peer: int) -> bool:
     """Whether an id is an operator's."""
     return FIRST_OPERATOR <= peer < COORDINATOR
+
+
+def key_of_peer(key: JobKey, peer: int) -> bytes:
+    """What a participant of an id must hold: a worker and an agent the joining key, an operator the steering or the
+    reading one. So nobody is more than its key is for, whatever id it claims."""
+    if is_operator(peer):
+        return key.held(Role.READING if is_reader(peer) else Role.STEERING)
+    return key.held(Role.JOINING)
 
 
 def peer_name(peer: int) -> str:
@@ -170,7 +188,7 @@ class Session(Generic[_T]):
 
     def __init__(
         self,
-        make_side: Callable[[bytes], Dialler | Listener],
+        make_side: Callable[[Callable[[bytes], bytes]], Dialler | Listener],
         key: bytes,
         receives: Any,
         security: Security | None,
@@ -193,7 +211,7 @@ class Session(Generic[_T]):
         self._num_written = 0
         self._num_read = 0
         if self._tls is None:
-            self._begin(self._key)
+            self._begin(lambda key: key)
         else:
             self._tls.feed(b"")  # the dialler speaks first
 
@@ -223,8 +241,8 @@ class Session(Generic[_T]):
             ValueError: the key is too short.
         """
 
-        def make_side(key: bytes) -> Dialler:
-            return Dialler(key, own, peer, os.urandom(NONCE_BYTES), peer_name)
+        def make_side(bind: Callable[[bytes], bytes]) -> Dialler:
+            return Dialler(bind(key), own, peer, os.urandom(NONCE_BYTES), peer_name)
 
         return cls(make_side, key, receives, security, host, max_message_bytes)
 
@@ -236,6 +254,7 @@ class Session(Generic[_T]):
         receives: Any,
         refusal: Callable[[int], str | None] = lambda peer: None,
         *,
+        key_of: Callable[[int], bytes] | None = None,
         security: Security | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> "Session[_T]":
@@ -244,12 +263,14 @@ class Session(Generic[_T]):
         Args:
             key, own, receives, security, max_message_bytes: as for `dialling`.
             refusal: returns why a participant may not connect, or None if it may.
+            key_of: gives the key that a participant of an id must hold; None: ``key``, whoever it is.
         Raises:
             ValueError: the key is too short.
         """
 
-        def make_side(key: bytes) -> Listener:
-            return Listener(key, own, os.urandom(NONCE_BYTES), refusal, peer_name)
+        def make_side(bind: Callable[[bytes], bytes]) -> Listener:
+            held = None if key_of is None else lambda peer: bind(key_of(peer))
+            return Listener(bind(key), own, os.urandom(NONCE_BYTES), refusal, peer_name, held)
 
         return cls(make_side, key, receives, security, None, max_message_bytes)
 
@@ -270,7 +291,7 @@ class Session(Generic[_T]):
             if self._side is None:
                 if self._tls.listener_digest is None:
                     return []
-                self._begin(bound_key(self._key, self._tls.listener_digest))
+                self._begin(functools.partial(bound_key, certificate_digest=self._tls.listener_digest))
         else:
             self._arrived += data
         if not self.open:
@@ -300,8 +321,8 @@ class Session(Generic[_T]):
         self._tls.write(data)
         return self._tls.take()
 
-    def _begin(self, key: bytes) -> None:
-        self._side = self._make_side(key)
+    def _begin(self, bind: Callable[[bytes], bytes]) -> None:
+        self._side = self._make_side(bind)
         self._leaving.append(self._side.opening())
 
     def _shake_hands(self) -> None:

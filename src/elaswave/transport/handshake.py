@@ -25,7 +25,7 @@ from collections.abc import Callable
 from elaswave.errors import AuthenticationError
 
 MAGIC = b"ELWLINK\n"
-VERSION = 1
+VERSION = 2
 NONCE_BYTES = 32
 MIN_KEY_BYTES = 16
 _HELLO = struct.Struct(f"<8sHII{NONCE_BYTES}s")
@@ -128,6 +128,7 @@ class Listener:
         nonce: 32 fresh random bytes.
         refusal: returns why a worker may not link with us, or None if it may.
         name: what an id is called in messages.
+        key_of: gives the key that the dialler of an id must hold; None: the job's, whoever it is.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Listener:
         nonce: bytes,
         refusal: Callable[[int], str | None],
         name: Callable[[int], str] = worker_name,
+        key_of: Callable[[int], bytes] | None = None,
     ) -> None:
         self.peer = -1
         """The id that the dialler claims; to be believed once ``done``."""
@@ -145,6 +147,7 @@ class Listener:
         self.last_words = b""
         """None."""
         self._key = key
+        self._key_of = key_of
         self._worker = worker
         self._nonce = nonce
         self._refusal = refusal
@@ -171,6 +174,7 @@ class Listener:
                     f"{self._name(dialler)} dialled {self._name(listener)} but reached {self._name(self._worker)}"
                 )
             self.peer = dialler
+            self._key = self._key if self._key_of is None else self._key_of(dialler)
             self._transcript = data + self._nonce
             self.bytes_needed = _MAC_BYTES
             mac = _mac(self._key, b"listener", self._transcript)

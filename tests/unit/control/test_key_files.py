@@ -13,7 +13,7 @@ from elaswave.api.environment import KEY_FILE_VARIABLE, KEY_VARIABLE, given_key
 from elaswave.cli.main import main
 from elaswave.config.schema import NetConfig
 from elaswave.control import key_making
-from elaswave.control.key_files import own_key, read_key, tls_of
+from elaswave.control.key_files import JobKey, Role, key_of_text, own_key, read_key, role_key, tls_of
 from elaswave.errors import ConfigError, UsageError
 from elaswave.transport.tls import Tls
 
@@ -143,7 +143,7 @@ def test_the_command_makes_keys_that_only_their_owner_can_read(tmp_path: Path, c
     ]
     for path in (folder, folder / "node-1", *secret):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    assert read_key(folder / "job.key") == read_key(folder / "node-1" / "job.key")
+    assert read_key(folder / "job.key").secret == read_key(folder / "node-1" / "job.key").secret
     for host in ("node-1", "10.0.0.5"):
         tls_of(folder / "node-1").check(host)
 
@@ -173,3 +173,80 @@ def test_without_openssl_the_command_says_what_to_do(tmp_path: Path, capsys, mon
     blocked.write_text("")
     assert main(["keys", str(blocked / "keys")]) == 2
     assert "keys cannot be made in" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------------- roles
+
+
+JOB = JobKey(KEY.encode(), None)
+MAY = {
+    Role.JOB: set(Role),
+    Role.STEERING: {Role.STEERING, Role.READING},
+    Role.JOINING: {Role.JOINING},
+    Role.READING: {Role.READING},
+}
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_key_gives_those_that_may_do_less_and_no_other(role: Role) -> None:
+    key = role_key(JOB, role, Path("own.key"))
+    for other in Role:
+        if other in MAY[role]:
+            assert key.held(other) == JOB.held(other)
+        else:
+            with pytest.raises(UsageError, match=f"own.key is a {role.value} key of the job: .* needs its key, or one"):
+                key.held(other)
+    assert len({JOB.held(each) for each in Role}) == len(Role)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_key_is_read_as_it_was_written(tmp_path: Path, role: Role) -> None:
+    path = tmp_path / "any.key"
+    path.write_bytes(role_key(JOB, role).text + b"\n")
+    path.chmod(0o600)
+    assert read_key(path) == role_key(JOB, role, path)
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        (b"reading-key:zz", "holds no reading key"),
+        (b"joining-key:", "holds a key of 0 bytes"),
+        (b"steering-key:\xff\xff", "holds no steering key"),
+    ],
+)
+def test_what_is_no_key_of_a_role(text: bytes, seen: str) -> None:
+    with pytest.raises(UsageError, match=seen):
+        key_of_text(text, "it", None)
+
+
+def test_a_key_of_a_person_may_look_like_anything() -> None:
+    assert key_of_text(b"my-key:of long text, no role", "it", None).role is Role.JOB
+
+
+def test_the_command_writes_lesser_keys_beside_the_jobs(key_file: Path, capsys) -> None:
+    folder = key_file.parent
+    (folder / "authority.pem").write_text("")
+    command = ["keys", str(folder), "--role", "reading", "--role", "joining"]
+    assert main(command) == main(command) == 0, "the same again"
+    assert f"{folder / 'reading.key'}: the reading key; whoever has it cannot make the job's" in capsys.readouterr().out
+    for role in (Role.READING, Role.JOINING):
+        path = folder / f"{role.value}.key"
+        assert read_key(path) == role_key(JOB, role, path) and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert own_key(NetConfig(transport="tcp", tls="required", keys=str(folder))).role is Role.JOB
+    key_file.write_text(KEY[::-1])
+    assert main(command) == 2 and "reading.key is there already, of another key" in capsys.readouterr().err
+    key_file.unlink()
+    assert own_key(NetConfig(transport="tcp", tls="required", keys=str(folder))).role is Role.JOINING
+    assert main(command) == 2 and "cannot be read" in capsys.readouterr().err
+
+
+def test_a_job_is_not_started_with_a_lesser_key(tmp_path: Path, capsys, monkeypatch) -> None:
+    for role in (Role.READING, Role.STEERING, Role.JOINING):
+        monkeypatch.setenv(KEY_VARIABLE, role_key(JOB, role).text.decode())
+        monkeypatch.setattr(
+            "elaswave.api.environment._taken_from_environment", lambda role=role: role_key(JOB, role).text
+        )
+        assert main(["train", "--run-dir", str(tmp_path / "run")]) == 2
+        assert f"this key is a {role.value} key of the job" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -11,11 +11,13 @@ from elaswave.config.schema import ControlConfig
 from elaswave.control import open_store
 from elaswave.control.agent_messages import Ended
 from elaswave.control.commit_count import CommitCount
+from elaswave.control.key_files import JobKey, Role
 from elaswave.control.late_outcome import late_outcome
 from elaswave.control.open_store import JobStore
 from elaswave.observability.events import EventLog, RunFinished
 from elaswave.observability.result import EVENTS_FILE, RESULT_FILE
 
+JOB_KEY = JobKey(KEY, None)
 ETCD = ControlConfig(store="etcd://a:1,b:2")
 
 
@@ -34,14 +36,15 @@ def test_the_outcome_stays_in_the_store_until_the_next_job_of_this_name(
     tmp_path: Path, etcd: FakeEtcd, ended: Ended
 ) -> None:
     job = JobStore(ETCD, tmp_path, tmp_path, KEY, job="demo")
-    assert late_outcome(ETCD, "demo", tmp_path, KEY, job.founded) is None, "the job goes on"
+    assert late_outcome(ETCD, "demo", tmp_path, JOB_KEY, job.founded) is None, "the job goes on"
     assert job.end("", msgspec.json.encode(ended)) == ""
     assert list(etcd.keys) == [b"/elaswave/demo/outcome"]
-    assert late_outcome(ETCD, "demo", tmp_path, KEY, job.founded) == ended
+    assert late_outcome(ETCD, "demo", tmp_path, JOB_KEY, job.founded) == ended
     assert open_store.look_for_earlier(ETCD, "demo", KEY).left is None, "it is in nobody's way"
     JobStore(ETCD, tmp_path, tmp_path, KEY, job="demo")
     assert (
-        list(etcd.keys) == [b"/elaswave/demo/spec"] and late_outcome(ETCD, "demo", tmp_path, KEY, job.founded) is None
+        list(etcd.keys) == [b"/elaswave/demo/spec"]
+        and late_outcome(ETCD, "demo", tmp_path, JOB_KEY, job.founded) is None
     )
 
 
@@ -51,19 +54,19 @@ def test_a_store_that_does_not_answer_or_refuses_tells_nothing(
     job = JobStore(ETCD, tmp_path, tmp_path, KEY, job="demo")
     job.end("", msgspec.json.encode(Ended(outcome="finished")))
     monkeypatch.setattr(open_store, "HttpGateway", lambda security: FakeGateway(etcd, [lost]))
-    assert late_outcome(ETCD, "demo", tmp_path, KEY, job.founded) is None
+    assert late_outcome(ETCD, "demo", tmp_path, JOB_KEY, job.founded) is None
     config = ControlConfig(store="etcd://a:1", store_credentials=str(tmp_path / "not-on-this-host"))
-    assert late_outcome(config, "demo", tmp_path, KEY, 7) is None
-    assert late_outcome(ControlConfig(), "demo", tmp_path, KEY, 7) is None
+    assert late_outcome(config, "demo", tmp_path, JOB_KEY, 7) is None
+    assert late_outcome(ControlConfig(), "demo", tmp_path, JOB_KEY, 7) is None
 
 
 def test_a_shared_run_folder_tells_of_the_result_and_nothing_else(tmp_path: Path) -> None:
     """The log's last line may be of one host's part only: a host that has left has written it."""
     with EventLog(tmp_path / EVENTS_FILE) as log:
         log.write(RunFinished(outcome="failed", steps=3, duration_s=1.0, reason="why"))
-    assert late_outcome(ControlConfig(), "demo", tmp_path, KEY, 7) is None
+    assert late_outcome(ControlConfig(), "demo", tmp_path, JOB_KEY, 7) is None
     (tmp_path / RESULT_FILE).write_text("{}")
-    assert late_outcome(ControlConfig(), "demo", tmp_path, KEY, 7) == Ended(outcome="finished")
+    assert late_outcome(ControlConfig(), "demo", tmp_path, JOB_KEY, 7) == Ended(outcome="finished")
 
 
 def test_a_commit_of_a_forked_worker_is_seen() -> None:
@@ -88,7 +91,10 @@ def test_an_outcome_that_a_stranger_has_written_or_that_is_of_another_founding_e
     other.end("", ended)
     for forged in (ended, old, etcd.keys[b"/elaswave/other/outcome"].value, b"", b"x" * 2**20):
         etcd.keys[key] = Written(forged, 99, 1)
-        assert late_outcome(ETCD, "demo", tmp_path, KEY, job.founded) is None
+        assert late_outcome(ETCD, "demo", tmp_path, JOB_KEY, job.founded) is None
+        assert open_store.read_outcome(ETCD, "demo", KEY, job.founded) is None
     assert "the outcome there was not written for this job with its key" in caplog.text
     job.end("", ended)
-    assert late_outcome(ETCD, "demo", tmp_path, KEY, job.founded) == Ended(outcome="finished")
+    assert late_outcome(ETCD, "demo", tmp_path, JOB_KEY, job.founded) == Ended(outcome="finished")
+    joining = JobKey(JOB_KEY.held(Role.JOINING), None, Role.JOINING)
+    assert late_outcome(ETCD, "demo", tmp_path, joining, job.founded) is None, "it cannot tell who has written it"

@@ -21,7 +21,7 @@ from elaswave.control.operator_messages import (
     TurnedAway,
 )
 from elaswave.control.reply import Reply
-from elaswave.control.wire import operator_id
+from elaswave.control.wire import is_reader, operator_id
 from elaswave.errors import StoreError
 from elaswave.worker.messages import Settled
 
@@ -172,3 +172,15 @@ def test_at_the_end_all_are_told_and_nobody_is_waited_for(world: World) -> None:
     assert world.server.hung_up == [PETER, MARY]
     world.desk.connected(operator_id(3))
     assert world.server.take() == [(operator_id(3), over)]
+
+
+def test_who_has_a_reading_key_may_ask_for_the_status_alone(world: World) -> None:
+    reader = operator_id(1, reads=True)
+    assert is_reader(reader) and not is_reader(PETER)
+    world.desk.connected(reader)
+    for request in (AskStop(request=5), AskJoin(request=5, num_workers=1)):
+        world.desk.received(reader, request)
+        ((peer, answer),) = world.server.take()
+        assert (peer, answer.decided, answer.is_last) == (reader, "refused", True)
+        assert "a reading key may ask for the status alone; use a steering key, or the job's" in answer.reason
+    assert world.server.hung_up == [], "it may go on to ask for that"
