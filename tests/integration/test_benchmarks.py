@@ -67,8 +67,10 @@ def test_the_tax_of_every_part_is_measured() -> None:
 
 @pytest.mark.slow
 def test_what_a_spot_check_takes_is_measured() -> None:
-    document = run("spot_checks.py", "--sizes", "tiny", "--pairs", "2")
+    document = run("spot_checks.py", "--sizes", "tiny", "--pairs", "2", "--runs", "100")
     (row,) = document["rows"]
+    assert document["delays"]["later"]["a processor that is wrong in all it does"][1] <= 2 * 90 - 1
+    assert document["one_run_of"] > 100
     assert row["run"][0] > 0 and row["average"] == pytest.approx((row["run"][1] + row["probe"][1]) / 2)
 
 
