@@ -1,7 +1,7 @@
 """A member that lies: whom it may speak for is compared with whom its connection is of, for every kind of message."""
 
 import logging
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Any, get_args
 from unittest.mock import MagicMock
 
@@ -23,8 +23,11 @@ from elaswave.control.agent_messages import (
 )
 from elaswave.control.agents import Agents
 from elaswave.control.coordinator import CoordinatorProcess
+from elaswave.control.key_files import JobKey, Role
 from elaswave.control.operator_messages import FromOperator
+from elaswave.control.store_seal import proof_of_term
 from elaswave.control.wire import agent_id, operator_id
+from elaswave.errors import SupersededError
 from elaswave.protocol.hosts import Hosts
 from elaswave.worker.messages import FromWorker
 
@@ -148,7 +151,7 @@ TRUE: list[tuple[int, Any]] = [
     (OTHER, AgentLeaving(left_s=1.0)),
     (UNKNOWN, AskJob(job="j", node="c", incarnation=33, config_digest="")),
     (UNKNOWN, AgentHello(node="c", incarnation=33, slots=2, exited=[], stop=False)),
-    (UNKNOWN, TermTaken(term=3)),
+    (UNKNOWN, TermTaken(term=3, proof=b"")),
 ]
 
 
@@ -181,6 +184,26 @@ def test_ends_that_an_agent_tells_when_it_comes_are_of_its_own_workers(
     CoordinatorProcess._on_message(coordinator, OTHER, hello)
     coordinator._on_end_of_process.assert_called_once_with(3, "has ended")
     assert "worker 1 is not of its host" in caplog.text
+
+
+def test_only_who_has_the_jobs_key_can_say_that_another_coordinator_has_the_job(
+    coordinator: MagicMock, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, founded = b"the job's key, of this test alone", 7
+    joining = JobKey(key, None).held(Role.JOINING)
+    claimed = SimpleNamespace(term=SimpleNamespace(term=2))
+    coordinator._setup = SimpleNamespace(claimed=claimed, key=key, founded=founded)
+    for term, proof in (
+        (3, b""),
+        (3, proof_of_term(joining, founded, 3)),
+        (3, proof_of_term(key, founded, 4)),
+        (3, proof_of_term(key, founded - 1, 3)),
+        (2, proof_of_term(key, founded, 2)),
+    ):
+        CoordinatorProcess._on_agent(coordinator, OTHER, TermTaken(term=term, proof=proof))
+    assert caplog.text.count("says that another coordinator has the job, and proves nothing") == 4
+    with pytest.raises(SupersededError, match="has the job's coordinator number 3"):
+        CoordinatorProcess._on_agent(coordinator, OTHER, TermTaken(term=3, proof=proof_of_term(key, founded, 3)))
 
 
 def test_the_fields_that_name_somebody_are_known() -> None:

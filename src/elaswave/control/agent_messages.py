@@ -129,6 +129,8 @@ class TermTaken(Message, frozen=True, kw_only=True):
     """Said to a coordinator that may not know it: its agent's one has the job now."""
 
     term: int
+    proof: bytes
+    """See `elaswave.control.store_seal.proof_of_term`."""
 
 
 class EndJoiner(Message, frozen=True, kw_only=True):

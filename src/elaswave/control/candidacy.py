@@ -97,5 +97,6 @@ class Candidacy:
             return False
         self.missed_since_s = at_s if was_displaced else None
         self.stand_by_at_s = at_s + self._wait_s
-        self._wait_s = min(2 * self._wait_s, STAND_BY_AGAIN_S_MAX)
+        if self._is_candidate:  # nobody else would have the job meanwhile
+            self._wait_s = min(2 * self._wait_s, STAND_BY_AGAIN_S_MAX)
         return True

@@ -26,7 +26,6 @@ from elaswave.protocol.store_writes import (
     Transaction,
     beat_of,
     beat_value,
-    founding_of,
     holder_of,
     is_there,
 )
@@ -103,17 +102,15 @@ def stand_by(
             watch.missed()
             wait(RETRY_S)
             continue
-        if founding_of(spec) not in (0, client.founded):
-            raise StoreError(f"{client.name}: the job was founded again; who is of the last one does not follow there")
         holder = holder_of(term)
-        if not is_there(spec, term, client.founded):
-            _term_before(client, spec, term, wait)  # or there is no job to claim
+        if not is_there(spec, term, client.founded, founds=watch.founds):
+            _term_before(client, spec, term, wait, founds=watch.founds)  # or there is no job to claim
         watch.looked(Seen(holder, beat_of(beat, holder)), asked_s, now_s())
         if not watch.is_due(now_s()):
             wait(POLL_S)
             continue
         before = watch.holder
-        above = before.term or _term_before(client, spec, term, wait)
+        above = before.term or _term_before(client, spec, term, wait, founds=watch.founds)
         missed_s = ended_s if before.name == name and ended_s is not None else watch.since_s
         won = _claim(client, Claim(name, new_nonce(), before, spec, client.founded, above=above), wait)
         if won is not None:
@@ -124,11 +121,13 @@ def stand_by(
 
 
 def _term_before(
-    client: EtcdClient, spec: KeyValue | None, term: KeyValue | None, wait: Callable[[float], None]
+    client: EtcdClient, spec: KeyValue | None, term: KeyValue | None, wait: Callable[[float], None], *, founds: bool
 ) -> int:
     client.timeout_s_max = REQUEST_TIMEOUT_S_MAX  # entries may be large
     try:
-        return term_before(client, Patience(client.name, ENTRIES_S, lambda *_: wait(RETRY_S)), spec, term)
+        return term_before(
+            client, Patience(client.name, ENTRIES_S, lambda *_: wait(RETRY_S)), spec, term, founds=founds
+        )
     finally:
         client.timeout_s_max = REQUEST_TIMEOUT_S
 

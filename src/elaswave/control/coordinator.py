@@ -6,6 +6,7 @@ another one, which reads the journal and goes on where this one stood.
 
 import asyncio
 import errno
+import hmac
 import logging
 import sys
 import time
@@ -38,6 +39,7 @@ from elaswave.control.key_files import JobKey, Role
 from elaswave.control.open_store import claim
 from elaswave.control.operator_messages import FromOperator
 from elaswave.control.server import TurnedAway
+from elaswave.control.store_seal import proof_of_term
 from elaswave.control.wire import is_agent, is_operator, key_of_peer, peer_name
 from elaswave.errors import DisplacedError, ElaswaveError, RetryError, StoreError, StoreGoneError, SupersededError
 from elaswave.observability.output import VisibleLines
@@ -93,15 +95,15 @@ class CoordinatorProcess(JobDriver):
 
     def __init__(self, setup: CoordinatorSetup) -> None:
         super().__init__(setup)
-        self._keys = JobKey(setup.key, None)
         self._leaving: set[int] = set()
         """Workers that have had a notice."""
 
     async def _listen(self) -> None:
+        keys = JobKey(self._setup.key, None)
         try:
             await self._server.start(
                 self._setup.listen,
-                self._keys.held(Role.JOINING),
+                keys.held(Role.JOINING),
                 ToCoordinator,
                 self._on_message,
                 self._on_connected,
@@ -109,7 +111,7 @@ class CoordinatorProcess(JobDriver):
                 tls=self._setup.tls,
                 on_stranger=self._terminal.say_of_stranger,
                 on_head=self._on_head,
-                key_of=partial(key_of_peer, self._keys),
+                key_of=partial(key_of_peer, keys),
             )
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
@@ -343,7 +345,10 @@ class CoordinatorProcess(JobDriver):
             self._on_host_leaving(peer, message.left_s)
         elif isinstance(message, TermTaken):
             own = self._setup.claimed
-            if own is not None and message.term > own.term.term:
+            proof = proof_of_term(self._setup.key, self._setup.founded, message.term)
+            if not hmac.compare_digest(proof, message.proof):
+                _log.warning("agent %d says that another coordinator has the job, and proves nothing", peer)
+            elif own is not None and message.term > own.term.term:
                 raise SupersededError(f"agent {peer} has the job's coordinator number {message.term}; this must end")
         elif isinstance(message, CpuTimes):
             for worker, cpu_s in message.cpu_s.items():

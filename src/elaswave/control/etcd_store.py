@@ -59,6 +59,7 @@ from elaswave.protocol.store_writes import (
     Outcome,
     Transaction,
     Written,
+    founding_of,
     holder_of,
     is_there,
 )
@@ -194,7 +195,7 @@ class EtcdStore(Generic[_T]):
         client = self._client
         spec, standing = self._waiting.ask(lambda: client.carry_out(Transaction(reads=(SPEC, TERM)))).found
         holder, name = holder_of(standing), f"{socket.gethostname()}:{os.getpid()}"
-        above = term_before(client, self._waiting, spec, standing)
+        above = term_before(client, self._waiting, spec, standing, founds=True)
         claim = Claim(name, new_nonce(), holder, spec, client.founded, above=above)
         won = claim.judge(self._waiting.ask(lambda: client.carry_out(claim.transaction())))
         if won is None:
@@ -589,17 +590,22 @@ def read_entries(client: EtcdClient, waiting: Patience) -> list[KeyValue]:
             return entries
 
 
-def term_before(client: EtcdClient, waiting: Patience, spec: KeyValue | None, term: KeyValue | None) -> int:
+def term_before(
+    client: EtcdClient, waiting: Patience, spec: KeyValue | None, term: KeyValue | None, *, founds: bool
+) -> int:
     """The newest term of a job's coordinators. Where its own key does not tell it, the entries do.
 
     Args:
         client, waiting: of the job.
         spec, term: as they stand there.
+        founds: as of `is_there`.
     Raises:
-        StoreError: there is no job, or it is not this one; or etcd does not answer or refuses.
+        StoreError: there is no job, it is not this one, or it was founded again; or etcd does not answer or refuses.
     """
     known = holder_of(term).term or newest_term(found.value for found in read_entries(client, waiting))
-    if not known and not is_there(spec, term, client.founded):
+    if not known and not is_there(spec, term, client.founded, founds=founds):
+        if founding_of(spec) not in (0, client.founded):
+            raise StoreError(f"{client.name}: the job was founded again; who is of the last one does not follow there")
         raise no_job(client.name) if spec is None and term is None else foreign_job(client.name)
     return known
 

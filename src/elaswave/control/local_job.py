@@ -66,6 +66,7 @@ from elaswave.control.script import Script
 from elaswave.control.shown import Shown
 from elaswave.control.step_calls import StepCalls
 from elaswave.control.stop_signals import stop_signals, undisturbed
+from elaswave.control.store_seal import proof_of_term
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_link import template_log
 from elaswave.control.template_messages import (
@@ -404,7 +405,8 @@ class LocalJob:
                     self._write_control_file()
             else:
                 if self._client.connected:  # to one that was replaced, and may not know it: it may not reach the store
-                    self._client.send(TermTaken(term=term))
+                    proof = proof_of_term(self._job_key, self._place.founded, term)
+                    self._client.send(TermTaken(term=term, proof=proof))
                 self._client.dial_first()
 
     def _keep_vigil(self) -> None:

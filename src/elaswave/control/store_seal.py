@@ -24,6 +24,18 @@ _HEAD = " head"
 """No key of a job."""
 
 
+def proof_of_term(key: bytes, founded: int, term: int) -> bytes:
+    """That who says so has the job's key, and with it a coordinator: an agent tells others' coordinators by this that
+    its own one has the job. Who only takes part cannot make it.
+
+    Args:
+        key: the job's.
+        founded: number of the founding.
+        term: of its coordinator.
+    """
+    return hmac.digest(derived(key, "term"), msgspec.msgpack.encode((founded, term)), "sha256")
+
+
 class StoreSeal:
     """Seals values of one job, and opens them.
 

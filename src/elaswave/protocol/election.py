@@ -42,7 +42,8 @@ class Watch:
 
     def __init__(self, own: str, *, founds: bool = False) -> None:
         self._own = own
-        self._founds = founds
+        self.founds = founds
+        """Whether its agent has founded the job."""
         self._seen = Seen(NOBODY, 0)
         self._since_s: float | None = None
         """When the beat was seen first; None: the watch begins."""
@@ -99,5 +100,5 @@ class Watch:
         if self._since_s is None or now_s < self._not_before_s:
             return False
         holder = self._seen.holder
-        is_free = holder.name == self._own or (self._founds and not holder.term)
+        is_free = holder.name == self._own or (self.founds and not holder.term)
         return is_free or self._looked_s - self._since_s >= STILL_S

@@ -148,14 +148,16 @@ def founding_of(spec: KeyValue | None) -> int:
     return int(json.loads(spec.value)["founded"]) if spec is not None and spec.is_genuine else 0
 
 
-def is_there(spec: KeyValue | None, term: KeyValue | None, founded: int) -> bool:
-    """Whether a founding of the job is in the store: one of two keys says so, which are removed together.
+def is_there(spec: KeyValue | None, term: KeyValue | None, founded: int, *, founds: bool = False) -> bool:
+    """Whether a founding of the job is in the store. A claim says so; before there is one, `SPEC` does. An older
+    `SPEC` that was put back stands beside what another founding has claimed.
 
     Args:
-        spec, term: as they stand there.
+        spec, term: as they stand there, genuine if they are of this founding.
         founded: the founding.
+        founds: whether the asker has founded it, so that nobody else can have claimed it before.
     """
-    return founding_of(spec) in (0, founded) and bool(founding_of(spec) or holder_of(term).term)
+    return bool(holder_of(term).term) or (founding_of(spec) == founded != 0 and (term is None or founds))
 
 
 class Claim:

@@ -296,5 +296,8 @@ def test_a_coordinator_whose_claim_was_taken_away_is_followed_after_a_while_and_
         assert launcher._candidacy.missed_since_s == at_s
         at_s += 1000.0
         assert not launcher._candidacy.is_due(at_s - 1000.0) and launcher._candidacy.is_due(at_s)
-        launcher._candidacy.has_it()
+        if is_candidate:
+            launcher._candidacy.has_it()
     assert launcher.num_started == 0, "until it is due"
+    launcher._coordinators.exited(f"ended with status {DISPLACED}", at_s)
+    assert launcher._candidacy.is_due(at_s + STAND_BY_AGAIN_S), "however often it has come to that"

@@ -99,7 +99,9 @@ def test_who_has_the_job_at_its_end_removes_it_and_leaves_the_outcome() -> None:
     assert unclaimed is not None and not unclaimed.puts and set(unclaimed.unwritten_since) == {(SPEC, 3), (TERM, 0)}
     assert ending("", 7, spec, term, None) is not None, "there is one candidate"
     assert ending("b/2", 7, spec, term, b"finished") is None, "another one has it"
-    assert ending("a/1", 2, spec, term, b"finished") is None, "it was founded again"
+    foreign = term._replace(value=b"", is_genuine=False)
+    assert ending("a/1", 2, spec, foreign, b"finished") is None, "it was founded again"
+    assert ending("a/1", 7, spec, foreign, b"finished") is None, "its spec was put back beside another founding's claim"
     assert ending("a/1", 7, None, None, b"finished") is None, "it is gone"
     for there in (None, spec._replace(value=b"", is_genuine=False)):
         kept = ending("a/1", 7, there, term, b"finished")

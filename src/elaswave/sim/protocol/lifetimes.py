@@ -268,8 +268,8 @@ class Agent:
 
     def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
         """Whether the store has the job in which this agent takes part."""
-        has_entries = founding_of(spec) == 0 and bool(self._life.store.entries(self.founded))
-        return is_there(spec, term, self.founded) or has_entries
+        is_claimable = is_there(spec, term, self.founded, founds=self._watching.founds)
+        return is_claimable or bool(self._life.store.entries(self.founded))
 
     def _seen(self, process: int, asked: int, answer: Outcome | None) -> None:
         life, watch = self._life, self._watching
