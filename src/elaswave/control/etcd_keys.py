@@ -29,8 +29,9 @@ def standing_of(client: EtcdClient, patience_s: float) -> Standing:
     """
     waiting = Patience(client.name, patience_s, pause)
     spec, term, beat, outcome = waiting.ask(lambda: client.carry_out(LOOKING)).found
-    length = 0 if spec is None else len(read_entries(client, waiting))
-    return Standing(left_of(spec, term, beat, entry_key(length)), outcome)
+    key = entry_key(0 if spec is None else len(read_entries(client, waiting)))
+    (entry,) = waiting.ask(lambda: client.carry_out(Transaction(reads=(key,)))).found
+    return Standing(left_of(spec, term, beat, key, entry), outcome)
 
 
 def remove_left(client: EtcdClient, seen: Left, patience_s: float) -> Outcome:

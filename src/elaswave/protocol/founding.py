@@ -49,18 +49,27 @@ class Left(NamedTuple):
     """Revision of that one's last beat; 0: there was none."""
     next_entry: str
     """Key of the entry that would be written next."""
+    in_its_place: int = 0
+    """Revision of what stands there and is not genuine (H14); 0: nothing."""
 
     def removal(self) -> Transaction:
         """Removes the job, unless one of its coordinators has written, or was started, since it was looked at."""
-        seen = ((SPEC, self.spec), (TERM, self.term), (BEAT, self.beat), (self.next_entry, 0))
+        seen = ((SPEC, self.spec), (TERM, self.term), (BEAT, self.beat), (self.next_entry, self.in_its_place))
         return Transaction(unwritten_since=seen, clears=True, reads=(SPEC,))
 
 
-def left_of(spec: KeyValue | None, term: KeyValue | None, beat: KeyValue | None, next_entry: str) -> Left | None:
+def left_of(
+    spec: KeyValue | None,
+    term: KeyValue | None,
+    beat: KeyValue | None,
+    next_entry: str,
+    in_its_place: KeyValue | None = None,
+) -> Left | None:
     """What was found of a job; None: nothing."""
     if spec is None:
         return None
-    return Left(founding_of(spec), spec.revision, _revision(term), _revision(beat), next_entry)
+    foreign = None if in_its_place is not None and in_its_place.is_genuine else in_its_place
+    return Left(founding_of(spec), spec.revision, _revision(term), _revision(beat), next_entry, _revision(foreign))
 
 
 def _revision(found: KeyValue | None) -> int:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.fake_etcd import KEY, FakeEtcd, FakeGateway, answer_lost, fine, lost
+from tests.fake_etcd import KEY, FakeEtcd, FakeGateway, Written, answer_lost, fine, lost
 
 from elaswave.config.schema import ControlConfig
 from elaswave.control import open_store as module
@@ -124,6 +124,13 @@ def test_a_job_that_writes_is_not_removed_by_who_founds_it_again(tmp_path: Path,
     assert etcd.keys == before
     written = module.look_for_earlier(ETCD, "demo", KEY).left
     assert written is not None and (opened.next_entry, written.next_entry) == (entry_key(0), entry_key(1))
+    etcd.keys[f"/elaswave/demo/{entry_key(1)}".encode()] = Written(b"a stranger's", 999, 1)
+    assert not module.remove_earlier(ETCD, "demo", KEY, written).succeeded
+    beside = module.look_for_earlier(ETCD, "demo", KEY).left
+    assert beside == written._replace(in_its_place=999)
+    kept = dict(etcd.keys)
+    assert module.remove_earlier(ETCD, "demo", KEY, beside).succeeded and not etcd.keys, "it hinders nobody"
+    etcd.keys = {key: value for key, value in kept.items() if value.revision != 999}
     assert module.remove_earlier(ETCD, "demo", KEY, written).succeeded and not etcd.keys
     again = module.remove_earlier(ETCD, "demo", KEY, written)
     assert not again.succeeded and again.found == (None,), "an answer that was lost: the request is said again"

@@ -22,6 +22,11 @@ def test_what_was_left_is_told_by_its_revisions() -> None:
     assert left_of(spec, None, None, "rec/0") == Left(7, 3, 0, 0, "rec/0")
     forged = left_of(spec._replace(is_genuine=False, value=b""), term, beat, "rec/2")
     assert forged is not None and forged.founded == 0
+    stranger = KeyValue("rec/2", b"", 40, is_genuine=False)
+    beside = left_of(spec, term, beat, "rec/2", stranger)
+    assert beside is not None and ("rec/2", 40) in beside.removal().unwritten_since, "it hinders nobody"
+    written = left_of(spec, term, beat, "rec/2", stranger._replace(is_genuine=True))
+    assert written == LEFT, "a coordinator has written since"
     removal = LEFT.removal()
     assert set(removal.unwritten_since) == {(SPEC, 3), (TERM, 5), ("beat", 9), ("rec/2", 0)}
     assert removal.clears and not removal.puts

@@ -143,8 +143,10 @@ class Agent:
             return
         spec, term, beat, outcome = answer.found
         self.saw = founding_of(spec) or self.saw
-        entry = f"rec/{len(self._life.store.entries(self._founder.founded)):08d}"
-        self._go_on(self._founder.looked(left_of(spec, term, beat, entry), outcome))
+        founded = self._founder.founded or founding_of(spec)
+        entry = f"rec/{len(self._life.store.entries(founded)):08d}"
+        standing = self._life.store.view(founded).get(entry)
+        self._go_on(self._founder.looked(left_of(spec, term, beat, entry, standing), outcome))
 
     def _removed(self, answer: Outcome | None) -> None:
         life = self._life
