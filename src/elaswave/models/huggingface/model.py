@@ -191,10 +191,10 @@ def _stored_config(folder: Path) -> Any:
         ) from error
     if model_type not in FAMILIES:  # before transformers looks at it, which may not know it either
         raise unknown_architecture(model_type, str(path))
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:  # of what was read and checked: from_pretrained would read again, and perhaps another file that this one names
+        return CONFIG_MAPPING[model_type].from_dict(described)
     except Exception as error:  # of any kind: transformers checks the values itself
         raise UsageError(f"transformers cannot read {path}: {error}\nCorrect that value") from error
 
