@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import socket
 import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from elaswave.control import open_store, taking_part
 from elaswave.control.agent_messages import AskJob
 from elaswave.control.host_network import Seed
 from elaswave.control.journal import ClockRead
-from elaswave.control.key_files import JobKey
+from elaswave.control.key_files import JobKey, Role, role_key
 from elaswave.control.open_store import JobStore
 from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
@@ -145,3 +146,30 @@ def test_a_forged_outcome_ends_no_founder(tmp_path: Path, etcd: FakeEtcd, monkey
 
     monkeypatch.setattr(taking_part, "_ask", ends_meanwhile)
     assert taking_part._ask_whether_it_runs(host) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "coordinator", "seen"),
+    [
+        (Role.READING, "127.0.0.1:{port}", "is a reading key of the job"),
+        (Role.STEERING, "127.0.0.1:{port}", "is a steering key of the job"),
+        (Role.JOINING, "127.0.0.1:{port}", "is a joining key of the job"),
+        (Role.JOINING, "127.0.0.1:{port},10.0.0.2:7077", "is a joining key of the job"),
+    ],
+)
+def test_an_agent_has_a_key_for_what_it_does(tmp_path: Path, role: Role, coordinator: str, seen: str) -> None:
+    """The last two may start coordinators."""
+    port = free_port()
+    options = AgentOptions(
+        "demo",
+        coordinator.format(port=port),
+        "a",
+        tmp_path,
+        overrides=("control.store=etcd://127.0.0.1:1",),
+        run_dir=tmp_path / "run",
+    )
+    with pytest.raises(UsageError, match=seen):
+        taking_part.take_part(options, role_key(JobKey(KEY, None), role), lambda: None)
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # nothing is left that has it
+    assert not (tmp_path / "run").exists()
