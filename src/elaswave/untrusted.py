@@ -37,7 +37,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     A pipe that the shell has made for this command (``<(...)``) is read as a file is.
 
     Args:
-        path: of the file; a link is followed.
+        path: of the file. A link is followed to read, and never to write: it may lead to a file of this user's.
         flags: of ``open``.
         mode: of a file that is made.
     Returns:
@@ -45,7 +45,14 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     Raises:
         OSError: it cannot be opened, or is no regular file. ``strerror`` says what it is.
     """
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, mode)
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise OSError(errno.ELOOP, "it is a link, through which nothing is written", os.fspath(path)) from None
+        raise
     try:
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
         own_pipe = kind == stat.S_IFIFO and os.fspath(path).startswith(_PIPES_OF_OUR_OWN)

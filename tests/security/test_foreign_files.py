@@ -20,14 +20,23 @@ from tests.security.readers import STEP, kinds, resealed, seal
 from elaswave.data.token_files import read_header
 from elaswave.errors import CheckpointError, DataError, ElaswaveError, RunFolderError, UsageError
 from elaswave.models.huggingface.model import hf
-from elaswave.observability.events import DAMAGED_SHOWN, EventsLost, read_events
+from elaswave.observability.events import DAMAGED_SHOWN, EventLog, EventsLost, read_events
 from elaswave.observability.result import atomic_write
 from elaswave.observability.run_folder import huggingface_files
+from elaswave.observability.worker_logs import add_to_copy
 from elaswave.state.archives import elements_in, load_plain
 from elaswave.state.checkpoint import folder_of, verify_checkpoint
 from elaswave.state.checkpoint_commit import commit_in_one_of
 from elaswave.state.checkpoint_format import MANIFEST_FILE, decode_manifest
-from elaswave.untrusted import decode_json, is_plain_name, open_binary, read_bytes, read_text, stays_inside
+from elaswave.untrusted import (
+    decode_json,
+    is_plain_name,
+    open_binary,
+    open_to_write,
+    read_bytes,
+    read_text,
+    stays_inside,
+)
 
 pytestmark = pytest.mark.security
 
@@ -393,6 +402,31 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     assert read_bytes(tmp_path / "file", 9) == b"x" * 9
     with pytest.raises(OSError, match="longer than 8 bytes"):
         read_bytes(tmp_path / "file", 8)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    own = tmp_path / ".bashrc"
+    own.write_text("mine")
+    (tmp_path / "run").mkdir()
+    KINDS["run-0"].make(tmp_path / "run")
+    log = tmp_path / "run" / "events.jsonl"
+    log.unlink()
+    log.symlink_to(own)
+    with pytest.raises(RunFolderError, match="it is a link, through which nothing is written"):
+        EventLog(log)
+    with pytest.raises(OSError, match="it is a link"):
+        open_to_write(log)
+    copy = tmp_path / "run" / "logs" / "worker-3.log"
+    copy.symlink_to(own)
+    with pytest.raises(OSError, match="it is a link"):
+        add_to_copy(tmp_path / "run", 3, "text")
+    assert own.read_text() == "mine"
+
+
+def test_texts_of_a_configuration_are_none_that_a_terminal_obeys(model: Path) -> None:
+    changed(model / "config.json", bos_token_id="\x1b]0;owned\x07")
+    with pytest.raises(UsageError, match="bos_token_id holds characters that a terminal would obey"):
+        hf(model)
 
 
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:

@@ -400,7 +400,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _open_lock(path: Path) -> int:
     """Others may not open it: who can read a file can lock it."""
-    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
     with contextlib.suppress(OSError):  # of an earlier version's, or not this user's own
         os.fchmod(descriptor, 0o600)
     return descriptor

@@ -22,6 +22,7 @@ from elaswave.models.huggingface.stored import DTYPES as STORED_DTYPES
 from elaswave.models.huggingface.stored import StoredTensor, stored_tensors
 from elaswave.models.layers import Layer
 from elaswave.untrusted import read_bytes, read_json, reason, stays_inside
+from elaswave.visible import visible
 
 ATTENTIONS = ("sdpa", "eager")
 """Kernels that give the same bits wherever they run."""
@@ -183,7 +184,7 @@ def _stored_config(folder: Path) -> Any:
     try:
         described = read_json(path, most_bytes=_CONFIG_BYTES_MAX)
         model_type = str(described["model_type"])
-        _check_counts(described)
+        _check_values(described)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path} is no configuration of transformers ({type(error).__name__}: {reason(error)}): bring the "
@@ -199,17 +200,20 @@ def _stored_config(folder: Path) -> Any:
         raise UsageError(f"transformers cannot read {path}: {error}\nCorrect that value") from error
 
 
-def _check_counts(described: Any) -> None:
-    """Refuses counts for each of which transformers would make something: layers, labels, experts.
+def _check_values(described: Any) -> None:
+    """Refuses counts for each of which transformers would make something (layers, labels, experts), and texts that a
+    terminal would obey: transformers prints some of them.
 
     Raises:
         ValueError: names the key.
     """
     for key, value in described.items():
         if isinstance(value, dict):
-            _check_counts(value)
+            _check_values(value)
         elif isinstance(value, int) and key.startswith(("num_", "n_")) and value > COUNT_MAX:
             raise ValueError(f"{key} is {value}, and at most {COUNT_MAX} are of any model")
+        if visible(str(value)) != str(value):
+            raise ValueError(f"{key} holds characters that a terminal would obey")
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:
