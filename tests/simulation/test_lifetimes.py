@@ -91,6 +91,7 @@ def test_what_is_no_schedule_is_refused(text: str) -> None:
         ("lose:spec@60 kill:a0@62", "has the coordinator of term 2"),
         ("cut:a1@0+900 kill:a0@50 old:spec@146", "takes part in founding 2"),
         ("mute:s@42+900 forge:entry@0", "store: remove by agent"),
+        ("shut:a0@44+500 old:entry@88", "the store says how the job has ended"),
         ("forge:spec@3", "what is there was not written with this job's key"),
         ("kill:a0@60", "agent 4 of host 0 takes part in founding 1"),
         ("kill:a0@49 shut:a1@7+500", "founding 2"),

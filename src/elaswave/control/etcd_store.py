@@ -50,6 +50,7 @@ from elaswave.control.store import Owner, WriterFence
 from elaswave.errors import DisplacedError, StoreError, StoreGoneError, SupersededError
 from elaswave.protocol.heads import Head, Heard, beginning, judge
 from elaswave.protocol.store_writes import (
+    OUTCOME,
     SPEC,
     TERM,
     Claim,
@@ -603,7 +604,10 @@ def term_before(
         StoreError: there is no job, it is not this one, or it was founded again; or etcd does not answer or refuses.
     """
     known = holder_of(term).term or newest_term(found.value for found in read_entries(client, waiting))
-    if not known and not is_there(spec, term, client.founded, founds=founds):
+    if not is_there(spec, term, client.founded, founds=founds):
+        (outcome,) = waiting.ask(lambda: client.carry_out(Transaction(reads=(OUTCOME,)))).found
+        if known and not (outcome is not None and outcome.is_genuine):
+            return known  # else the job is over, and somebody has put an entry of it back
         if founding_of(spec) not in (0, client.founded):
             raise StoreError(f"{client.name}: the job was founded again; who is of the last one does not follow there")
         raise no_job(client.name) if spec is None and term is None else foreign_job(client.name)

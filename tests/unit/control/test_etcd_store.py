@@ -691,6 +691,17 @@ def test_a_stranger_who_founds_a_job_of_this_name_is_told_of_and_nothing_is_remo
     assert world.etcd.keys == before
 
 
+def test_an_entry_that_is_put_back_brings_no_job_to_life_that_is_over(world: World) -> None:
+    world.open().append(Said("one"))
+    kept = stored(world, entry_key(0))
+    remove(world.client(FakeGateway(world.etcd)), 1.0, "", b"finished", 7)
+    write(world, entry_key(0), kept)
+    before = dict(world.etcd.keys)
+    with pytest.raises(StoreError, match="holds no job: its keys were removed"):
+        world.open(founded=7)
+    assert world.etcd.keys == before
+
+
 def test_names_and_values_of_any_size_hinder_no_opening(world: World) -> None:
     world.open().append(Said("one"))
     for number in range(150):

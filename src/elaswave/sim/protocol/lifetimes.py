@@ -271,7 +271,9 @@ class Agent:
     def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
         """Whether the store has the job in which this agent takes part."""
         is_claimable = is_there(spec, term, self.founded, founds=self._watching.founds)
-        return is_claimable or bool(self._life.store.entries(self.founded))
+        outcome = self._life.store.view(self.founded).get(OUTCOME)
+        is_over = outcome is not None and outcome.is_genuine
+        return is_claimable or (bool(self._life.store.entries(self.founded)) and not is_over)
 
     def _seen(self, process: int, asked: int, answer: Outcome | None) -> None:
         life, watch = self._life, self._watching
