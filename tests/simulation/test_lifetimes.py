@@ -196,7 +196,7 @@ def test_who_could_have_read_the_outcome_does_not_end_without(at: At) -> None:
 
 
 def test_what_strangers_do_to_a_key_ends_no_job(at: At) -> None:
-    strangers = [parse_fault("forge:term@3"), parse_fault("lose:beat@9")]
+    strangers = [parse_fault("forge:term@3")]
     at.judge.over(strangers)
     at.judge.changed(at.agent, "claim", {SPEC: SPEC_2}, {SPEC: SPEC_2, TERM: TERM_1})
     at.judge.over(())

@@ -71,9 +71,7 @@ class LifetimeJudge:
                 raise Violation(
                     f"agent {by.incarnation} removes a job whose coordinator has written {now - self._written} ago"
                 )
-        elif was != by.founded and not (
-            self._has_strangers and is_there(before.get(SPEC), before.get(TERM), by.founded)
-        ):
+        elif was != by.founded and not (self._has_strangers and _is_known(before, by.founded)):
             there = f"founding {was}" if was else "nothing"
             raise Violation(f"{why} of agent {by.incarnation}, of founding {by.founded}, where {there} is")
         elif why == "end":
@@ -97,8 +95,9 @@ class LifetimeJudge:
             self._outcome_since.clear()
 
     def over(self, fired: Sequence[ScheduledFault]) -> None:
-        """All agents have ended. What strangers do to single keys ends no job that a coordinator has begun."""
-        by_strangers = fired and all(fault.kind in STRANGER_KINDS for fault in fired)
+        """All agents have ended. What a stranger does to a single key ends no job that a coordinator has begun; of two
+        keys nothing may be left by which it is known before its first entry."""
+        by_strangers = len(fired) == 1 and fired[0].kind in STRANGER_KINDS
         if by_strangers and not self.has_ended and self._was_claimed:
             raise Violation("a stranger has ended the job")
 
@@ -128,3 +127,9 @@ class LifetimeJudge:
         since = max(there, alone_since, self._trouble_until.get(host, 0))
         if now - since > SEEN_BY:
             raise Violation(f"the agent of host {host} ends without the outcome, which it could read for {now - since}")
+
+
+def _is_known(keys: Mapping[str, KeyValue], founded: int) -> bool:
+    """Whether something genuine tells that a founding is there, as its members see the keys (H14)."""
+    has_entries = any(key.startswith("rec/") and found.is_genuine for key, found in keys.items())
+    return has_entries or is_there(keys.get(SPEC), keys.get(TERM), founded)
