@@ -132,6 +132,14 @@ def test_what_was_arriving_is_not_compared_at_rest():
     assert run_schedule(schedule).violation is None
 
 
+def test_a_checkpoint_that_was_put_aside_is_written_again():
+    """A copy flips, its only other one is lost: the job goes back to the checkpoint before the newest."""
+    job = "widths=1,2 steps=8 checkpoint_every=1 retry_step=2 change_step=2 join_step=2 tied=1 accumulator_bits=48"
+    schedule = parse_schedule(f"{job} seed=67663358 agents=3 disconnect:a2@184+150 flip:0@276")
+    outcome = run_schedule(schedule)
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+
+
 def test_parameters_of_which_some_have_arrived_when_the_layer_goes_have_not_changed_in_memory():
     schedule = (
         "widths=3,2 num_microbatches=3 seed=650015026 restart_delay=1 mid_action=2 replans=1 cut:1-2@37 kill:c@40 "

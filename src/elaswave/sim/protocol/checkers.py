@@ -450,6 +450,8 @@ class CheckpointsKept(Observer):
             )
         if decision.rollback is not None:
             self._returned = {step for step in self._returned if step < decision.rollback} | {decision.rollback}
+            # Later ones may hold what was found wrong, and were put aside.
+            self._stored = {step for step in self._stored if step <= decision.rollback}
             self._asked = {step for step in self._asked if step <= decision.rollback}
             for step in [step for step in self._parts if step > decision.rollback]:
                 del self._parts[step]
