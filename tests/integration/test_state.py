@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.integration.jobs import flip_bit, run_job
 
-from elaswave.errors import StateError
+from elaswave.errors import RecoveryError, StateError
 from elaswave.state.digests import add_digests
 from elaswave.state.placement import Role
 from elaswave.state.store import BlockStore
@@ -48,16 +48,23 @@ def hexadecimal(digests: dict[str, int]) -> dict[str, str]:
     return {name: f"{value:016x}" for name, value in digests.items()}
 
 
-def test_a_copy_that_differs_after_the_last_step_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("verify", "error", "told"),
+    [
+        (True, RecoveryError, "a checkpoint after step 4 was refused: block .* differs between its owner"),
+        (False, StateError, r"the followers' copy of exp_avg\.embedding\.token\.weight is not the owners'"),
+    ],
+)
+def test_a_copy_that_differs_after_the_last_step_is_found(
+    verify: bool, error: type[Exception], told: str, tmp_path: Path
+) -> None:
     class FlipAtTheEnd:
         def reached(self, phase: str, index: int, machine: Any) -> None:
             if (machine.worker, machine.step, phase, index) == (1, 4, "apply", len(machine.copies) - 1):
                 flip_bit(next(BlockStore(machine.copies).with_role(Role.FOLLOWER)).slots["exp_avg"], 0, 0)
 
-    with pytest.raises(
-        StateError, match=r"the followers' copy of exp_avg\.embedding\.token\.weight is not the owners'"
-    ):
-        run_job(tmp_path, SHORT | {"layout.widths": [2, 2]}, probe=FlipAtTheEnd())
+    with pytest.raises(error, match=told):
+        run_job(tmp_path, SHORT | {"layout.widths": [2, 2], "elastic.verify": verify}, probe=FlipAtTheEnd())
     assert not (tmp_path / "result.json").exists()
 
 

@@ -473,6 +473,9 @@ def test_checkpoints_that_a_vote_asked_for_are_kept():
         given_up.finished((0,), {})
     back = checker()
     back.decided(decision(resume=1, rollback=0))
+    with pytest.raises(Violation, match=r"without a word about the checkpoints of steps \[3\]"):
+        back.finished((0,), {})  # the one of before was put aside
+    back.checkpointed(3, states, grid)
     back.finished((0,), {})
     further = checker()
     further.decided(decision(resume=3, checkpoint=False))  # an owner was lost with its part, the others had gone on
