@@ -456,7 +456,7 @@ class CheckpointsKept(Observer):
             for step in [step for step in self._parts if step > decision.rollback]:
                 del self._parts[step]
         elif self._base in self._due:
-            is_stored = self._base in self._stored
+            is_stored = self._base in self._stored | self._returned
             _require(
                 decision.checkpoint != is_stored,
                 f"epoch {decision.epoch} goes on after step {self._base}, whose checkpoint is "
