@@ -65,6 +65,8 @@ STATE_SAMPLE_PERIOD = 16
 """The optimizer's states of each block are compared between its copies once in this many steps."""
 MAX_REJECTED_ATTEMPTS = 2
 """A step whose certificate fails this often is not tried again, unless what was wrong has been made good."""
+PROVES_COPIES = frozenset(("agreement", "residency", "layout and grids"))
+"""Parts of a certificate that together say that all copies are where all workers take them to be, and equal."""
 MAX_CHANGES = 3
 """A worker whose memory changes this often within `CHANGES_STEPS` ends itself: it would do so again."""
 CHANGES_STEPS = 100
@@ -587,8 +589,8 @@ class StepLoop(Execution[C]):
         self.learn(vector, verdict)
         if verdict.outcome is VoteOutcome.REJECT:
             self.note_changes()  # in the same moment: whatever follows, a report must tell of them (K2)
-            if "agreement" not in verdict.failed:  # what has just come is what its owner has written
-                self.copies, self.arriving = self.voting_copies, {}
+            if PROVES_COPIES.isdisjoint(verdict.failed):  # what has just come is what its owner has written
+                self._count_arriving()
         return verdict
 
     def ballot(self) -> Ballot:
@@ -702,12 +704,16 @@ class StepLoop(Execution[C]):
         )
         self.known_vote = (self.step, self.attempt, verdict)
         if verdict.commits:
-            self.copies, self.arriving = self.voting_copies, {}
-            self.placement = self.voting
+            self._count_arriving()
             if self.coming is not None:
                 self._take_placement(self.coming.placement)
         self.take(verdict)
         self.observer.learned(evidence)
+
+    def _count_arriving(self) -> None:
+        """Copies that have come count, and are not sent again: the gradients of the next attempt are for them."""
+        self.copies, self.arriving = self.voting_copies, {}
+        self.placement = self.voting
 
     def adopts(self, verdict: Verdict) -> bool:
         """Whether a vote adopts the held change: all hold it (M3)."""

@@ -63,6 +63,16 @@ class TellsUncompared(_Machine):
         return ""
 
 
+class CountsTwice(_Machine):
+    """Has copies sent again that a refused vote has made count: the gradients of the next attempt go to those (K7)."""
+
+    def _count_arriving(self) -> None:
+        before, evidence = self.placement, self.ledger.evidence
+        super()._count_arriving()
+        if evidence is None or not evidence.commits:
+            self.placement = before
+
+
 class ForgetsConstants(_Machine):
     """Goes on with constants that have changed (K1)."""
 
@@ -108,6 +118,13 @@ SOUNDNESS_MUTANTS = (
         "what an update has written wrongly is told before it is compared with the other copies",
         Build(machine=TellsUncompared),
         "slip:0@60+1",
+    ),
+    Mutant(
+        "count-twice",
+        "a copy that a refused vote has made count is sent again, and keeps the gradient of before",
+        Build(machine=CountsTwice),
+        "widths=3,2 num_microbatches=3 num_hosts=2 seed=131741710 kill:2@8 flip:3@21 suspect:1@88",
+        real=True,
     ),
     Mutant(
         "constants-unseen",
