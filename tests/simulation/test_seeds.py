@@ -132,6 +132,14 @@ def test_what_was_arriving_is_not_compared_at_rest():
     assert run_schedule(schedule).violation is None
 
 
+def test_a_decision_that_reaches_the_store_twice_gives_nothing_up():
+    schedule = (
+        "widths=3 num_microbatches=3 steps=2 seed=707247151 exit_delay=6 plan_delay=15 candidates=2 store_delay=2 "
+        "kill:1@4 kill:2@14 late:s@28+10 back:s@31+2"
+    )
+    assert run_schedule(parse_schedule(schedule)).violation is None
+
+
 def test_a_checkpoint_that_was_put_aside_is_written_again():
     """A copy flips, its only other one is lost: the job goes back to the checkpoint before the newest."""
     job = "widths=1,2 steps=8 checkpoint_every=1 retry_step=2 change_step=2 join_step=2 tied=1 accumulator_bits=48"

@@ -310,6 +310,7 @@ class NoSilentLoss(Observer):
 
     def __init__(self) -> None:
         self._in_force: dict[int, Placement] = {}
+        self._newest: Decision | None = None
         self._loading: set[int] = set()
         """Workers that have yet to load a checkpoint; until they have, nothing can be asked of any worker."""
         self._any_committed = False
@@ -341,6 +342,9 @@ class NoSilentLoss(Observer):
         self._in_force.pop(worker, None)
 
     def decided(self, decision: Decision) -> None:
+        if decision == self._newest:
+            return  # a store that was put back has taken the same entry once more
+        self._newest = decision
         if decision.rollback is not None:
             self._check(decision.members, range(len(decision.placement.owner)), decision.reason)
             self._loading = set(decision.members)
