@@ -480,6 +480,7 @@ def test_checkpoints_that_a_vote_asked_for_are_kept():
     again = checker()
     again.decided(decision(resume=2, rollback=1))  # that one was made durable by a coordinator that was replaced
     again.decided(decision(resume=2, checkpoint=False))
+    again.decided(decision(resume=2, checkpoint=True))
     further = checker()
     further.decided(decision(resume=3, checkpoint=False))  # an owner was lost with its part, the others had gone on
     with pytest.raises(Violation, match="ended without a word"):

@@ -459,8 +459,9 @@ class CheckpointsKept(Observer):
             self._asked = {step for step in self._asked if step <= decision.rollback}
             for step in [step for step in self._parts if step > decision.rollback]:
                 del self._parts[step]
-        elif self._base in self._due:
-            is_stored = self._base in self._stored | self._returned
+        elif self._base in self._due and self._base not in self._returned - self._stored:
+            # One that a replaced coordinator has made durable is there, and may be written again.
+            is_stored = self._base in self._stored
             _require(
                 decision.checkpoint != is_stored,
                 f"epoch {decision.epoch} goes on after step {self._base}, whose checkpoint is "
