@@ -283,7 +283,7 @@ class _Running:
         self.pid: int | None = pid
         self._gate = gate
         gate.wait()
-        self._pids = _process_group(pid)
+        self._pids = _with_descendants(pid)
 
     def turn(self, num_steps: int) -> tuple[float, float]:
         """Lets it run some steps; wall-clock and CPU seconds."""
@@ -321,14 +321,16 @@ def _phases_of(folder: Path) -> dict[str, float]:
     return {} if steps is None else {name: s for name, s in steps.phases_s.items() if name not in ("run", "data")}
 
 
-def _process_group(group: int) -> list[int]:
-    """The processes of a group."""
-    pids = []
+def _with_descendants(first: int) -> list[int]:
+    """A process and all that it and those have started; workers have sessions of their own."""
+    children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                pids.append(int(folder.name))
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    pids = [first]
+    for pid in pids:
+        pids += children.get(pid, ())
     return pids
 
 
