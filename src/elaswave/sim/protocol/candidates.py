@@ -478,7 +478,7 @@ class Crew:
         writer, number, record = self.contents[value]
         self.world.see.persisted(writer, number, record)
         if isinstance(record, Decision):
-            self.world.see.decided(record)
+            self.world.decided(record)
 
     def ask(
         self, asker: Any, do: Callable[[], _T], answered: Callable[[_T | None], None], *, is_instant: bool = True

@@ -146,7 +146,7 @@ class SimCoordinator(CoordinatorDriver):
             return
         self.world.store.append(record)
         if isinstance(record, Decision):
-            self.world.see.decided(record)
+            self.world.decided(record)
 
     def send(self, worker: int, message: CoreToWorker) -> None:
         """Over the control connection, if there is one."""
@@ -230,9 +230,6 @@ class SimCoordinator(CoordinatorDriver):
         """Checkpoints that wait for the lost are given up or complete now."""
         world, decision = self.world, effect.decision
         world.say(f"decided: {_describe(decision)}")
-        if decision.rollback is not None:
-            world.given_up = {step for step in world.given_up if step <= decision.rollback}
-            world.written = {step for step in world.written if step <= decision.rollback}
         for found in self.shards.follow(decision):
             self._on_shards(found)
 

@@ -13,7 +13,7 @@ from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.engine import Key
 from elaswave.protocol.events import JoinerCame
 from elaswave.protocol.heads import Head, newest
-from elaswave.protocol.messages import CoreToWorker, Evidence, Registered
+from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Registered
 from elaswave.sim.protocol.agents import Agents
 from elaswave.sim.protocol.candidates import Crew, Seat
 from elaswave.sim.protocol.job import BlockState, Exponents, Job, losses_of, model_of
@@ -150,6 +150,7 @@ class World:
         self.store = store
         self.disk: dict[int, tuple[dict[int, BlockState], Exponents]] = {}
         """Durable checkpoints: step -> (blocks, grids)."""
+        self._newest_decision: Decision | None = None
         self.written: set[int] = set()
         """Steps of those, as the journal has it."""
         self.given_up: set[int] = set()
@@ -680,6 +681,14 @@ class World:
         self._closed_data[a.id, b.id] = max(a.epoch, b.epoch)
         for worker, peer in ((a, b), (b, a)):
             self._at(self.delay(), self._act, worker, _link_closed(worker, peer.id), ())
+
+    def decided(self, decision: Decision) -> None:
+        """A decision is durable: with it, that later checkpoints than the one that it goes back to are void."""
+        self.see.decided(decision)
+        if decision != self._newest_decision and decision.rollback is not None:
+            self.given_up = {step for step in self.given_up if step <= decision.rollback}
+            self.written = {step for step in self.written if step <= decision.rollback}
+        self._newest_decision = decision
 
     def open_again(self, a: int, b: int) -> None:
         """Two workers have a link again."""
