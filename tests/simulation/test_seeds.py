@@ -132,6 +132,12 @@ def test_what_was_arriving_is_not_compared_at_rest():
     assert run_schedule(schedule).violation is None
 
 
+def test_a_joiner_whose_last_words_come_after_its_end_is_lost_as_a_member():
+    job = "widths=3 num_microbatches=3 steps=7 retry_step=2 join_step=1 seed=932715521 link_delay=30 restart_delay=1"
+    outcome = run_schedule(parse_schedule(f"{job} kill:c@69 kill:3@72"))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+
+
 def test_a_decision_that_reaches_the_store_twice_gives_nothing_up():
     schedule = (
         "widths=3 num_microbatches=3 steps=2 seed=707247151 exit_delay=6 plan_delay=15 candidates=2 store_delay=2 "

@@ -224,7 +224,10 @@ class SimCoordinator(CoordinatorDriver):
         )
 
     def on_new_epoch(self, effect: NewEpoch) -> None:
-        """Nothing is shown."""
+        """Members are watched from now on, also one that has come and ended before: late words of it may have come
+        after the news of its end."""
+        for worker in effect.joined:
+            self._expect(worker)
 
     def on_decided(self, effect: Decided) -> None:
         """Checkpoints that wait for the lost are given up or complete now."""
@@ -280,7 +283,8 @@ class SimCoordinator(CoordinatorDriver):
 
     def _check_present(self, worker: int) -> None:
         link = self.links.get(worker)
-        if (link is None or not link.open) and worker in self.core.members:
+        is_silent = link is None or not link.open or link.worker.dead
+        if is_silent and worker in self.core.members:
             self.on_suspicion(worker, "heartbeat")
 
     # ------------------------------------------------------------------------------------------------------ detectors
