@@ -105,7 +105,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """In which it happened; of what changes between two steps, the first one after it."""
     phase: str
-    """Phase of the step in which it happened: forward, backward, reduce, vote, apply, gather, or any."""
+    """Phase of the step in which it happened: forward, backward, reduce, vote, apply, gather; or any, where it is not
+    known: the lost worker's last heartbeat was of a place that it had passed, since it has voted later."""
     detected_by: Literal["exit", "link", "heartbeat", "progress", "vote", "drain", "host"] | None
     epoch: int
     """The epoch that the event led to."""
