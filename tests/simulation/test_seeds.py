@@ -138,6 +138,15 @@ def test_a_joiner_whose_last_words_come_after_its_end_is_lost_as_a_member():
     assert (outcome.violation, outcome.ended) == (None, "finished")
 
 
+def test_a_copy_that_a_refused_vote_made_count_is_known_when_a_decision_applies_the_next_one():
+    job = (
+        "widths=3,2 num_microbatches=3 stop_step=1 blocks_at_once=2 blocks_per_round=8 tied=1 seed=634478333 "
+        "link_delay=5 slow_worker=0 slow_by=5 keeps_in_flight=0 commit_delay=15"
+    )
+    outcome = run_schedule(parse_schedule(f"{job} cut:0-3@51 flip:0@106 suspect:4@180"))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+
+
 def test_a_decision_that_reaches_the_store_twice_gives_nothing_up():
     schedule = (
         "widths=3 num_microbatches=3 steps=2 seed=707247151 exit_delay=6 plan_delay=15 candidates=2 store_delay=2 "

@@ -422,6 +422,7 @@ class _Watch(StepObserver):
     def began(self) -> None:
         machine = self._host.machine
         worker, epoch = self._host.id, self._host.links.epoch
+        self._tell_new_copies()
         self._see.began(worker, epoch, machine.step, machine.attempt, machine.placement)
         changes = (machine.held_change, machine.moving, machine.coming)
         newest = max([machine.ledger.change, *(change.number for change in changes if change is not None)])
@@ -457,10 +458,7 @@ class _Watch(StepObserver):
         if machine.moving is not None:
             self._see.adopted(host.id)
         if evidence.commits:
-            for block in machine.copies.keys() - self.known:
-                copy = machine.copies[block]
-                self._see.loaded(host.id, block, copy.version, copy.state)
-            self.known = set(machine.copies)
+            self._tell_new_copies()
             self._see.placed(host.id, machine.placement)
 
     def switched(self) -> None:
@@ -471,8 +469,13 @@ class _Watch(StepObserver):
 
     def installed(self, decision: Decision) -> None:
         machine = self._host.machine
-        for block in machine.copies.keys() - self.known:  # what had come when a vote was refused
-            self._see.loaded(self._host.id, block, machine.copies[block].version, machine.copies[block].state)
-        self.known = set(machine.copies)
+        self._tell_new_copies()
         versions = [copy.version for copy in machine.copies.values()]
         self._see.installed(self._host.id, decision, versions, machine.progress.grids.exponents)
+
+    def _tell_new_copies(self) -> None:
+        """Of copies that have begun to count: with a commit or, before the next attempt, with a refused vote (K7)."""
+        machine = self._host.machine
+        for block in machine.copies.keys() - self.known:
+            self._see.loaded(self._host.id, block, machine.copies[block].version, machine.copies[block].state)
+        self.known = set(machine.copies)
