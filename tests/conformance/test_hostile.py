@@ -15,7 +15,7 @@ from elaswave.errors import AuthenticationError, FrameError, PeerLostError, Wait
 from elaswave.transport import acceptor, addresses, unauthenticated
 from elaswave.transport import link as link_module
 from elaswave.transport.frames import HEADER_BYTES, Tag, encode_header
-from elaswave.transport.handshake import Dialler, Listener
+from elaswave.transport.handshake import MAGIC, VERSION, Dialler, Listener
 from elaswave.transport.stream import StreamTransport
 
 TAG = Tag(channel=1, step=1, attempt=0)
@@ -82,7 +82,7 @@ def refused(sock: socket.socket, *transports) -> bool:
         b"\xff" * 200,
         Dialler(KEY, 0, 9, bytes(32)).opening(),  # wants another worker
         Dialler(KEY, 0, 1, bytes(32)).opening() + bytes(32),  # a wrong answer to the challenge
-        Dialler(KEY, 0, 1, bytes(32)).opening().replace(b"ELWLINK\n\x01", b"ELWLINK\n\x09"),  # another version
+        Dialler(KEY, 0, 1, bytes(32)).opening().replace(MAGIC + bytes([VERSION]), MAGIC + bytes([VERSION + 7])),
     ],
     ids=["http", "zeros", "ones", "another-worker", "wrong-answer", "version"],
 )
