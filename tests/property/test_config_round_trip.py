@@ -15,6 +15,7 @@ from elaswave.errors import ConfigError
 fractions = st.floats(0, 1, exclude_max=True)
 positive = st.floats(0, 1e300, exclude_min=True)
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+path = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
 
 
 @st.composite
@@ -37,7 +38,7 @@ def configs(draw: st.DrawFn) -> Config:
     )
     config = Config(
         model=model,
-        data=DataConfig(source="/" + draw(text) + ".txt", vocab_size=draw(st.none() | st.integers(2, 65536))),
+        data=DataConfig(source="/" + draw(path) + ".txt", vocab_size=draw(st.none() | st.integers(2, 65536))),
         optimizer=OptimizerConfig(
             lr=draw(st.floats(0, 1e300)), eps=draw(positive), betas=(draw(fractions), draw(fractions))
         ),
