@@ -331,22 +331,29 @@ IN_ANOTHER_PROCESS = """
 import sys, hashlib
 from elaswave.models.layers import build_layer
 from elaswave.models.registry import build_model
-model = build_model(sys.argv[1], vocab_size=50, num_layers=2, hidden_size=32, num_heads=4, context_length=16,
-                    dropout=0.0, num_kv_heads=2, intermediate_size=48)
-values = b"".join(p.detach().numpy().tobytes() for p in build_layer(model.layers[2], 11, 2).parameters())
-print(hashlib.sha256(values).hexdigest())
+for family in sys.argv[1:]:
+    model = build_model(family, vocab_size=50, num_layers=2, hidden_size=32, num_heads=4, context_length=16,
+                        dropout=0.0, num_kv_heads=2, intermediate_size=48)
+    values = b"".join(p.detach().numpy().tobytes() for p in build_layer(model.layers[2], 11, 2).parameters())
+    print(family, hashlib.sha256(values).hexdigest())
 """
 
 
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[str, str]:
+    """Hashes of a layer's values by family, as another process has built it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "77"}
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, *MODELS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
 @pytest.mark.parametrize("family", sorted(MODELS))
-def test_another_process_that_builds_one_layer_alone_gets_the_same_values(family: str):
+def test_another_process_that_builds_one_layer_alone_gets_the_same_values(family: str, elsewhere: dict[str, str]):
     layer = build_layer(small(family).layers[2], 11, 2)
     own = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in layer.parameters())).hexdigest()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "77"}
-    done = subprocess.run(
-        [sys.executable, "-c", IN_ANOTHER_PROCESS, family], capture_output=True, text=True, env=environment, timeout=120
-    )
-    assert done.stdout.strip() == own, done.stderr
+    assert elsewhere[family] == own
 
 
 class TestLlamaSizes:

@@ -70,9 +70,9 @@ def test_a_thread_beside_the_first_one_counts_too():
 
 def test_who_sleeps_does_not_wait_on_however_busy_a_core():
     with busy_core() as busy, python(SLEEPS) as pid:
-        starve(pid, busy.core)
         while (facts := facts_of(pid)) is not None and facts.state != "S":
-            time.sleep(0.01)  # it has still to get to its sleep
+            time.sleep(0.01)  # it has still to get to its sleep, and would not soon without a processor
+        starve(pid, busy.core)
         assert look_at(pid) == 0.0
 
 

@@ -209,7 +209,7 @@ def _write_in_process(folder: Path, worker: int, out: multiprocessing.connection
 
 def test_writers_in_other_processes_send_plain_data(tmp_path: Path) -> None:
     folder = shard_folder(tmp_path, 5)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     items: list[WrittenItem] = []
     processes = []
     for worker in range(2):
@@ -609,7 +609,7 @@ def _write_with_little_space(folder: Path, out: multiprocessing.connection.Conne
 
 def test_a_file_that_grows_too_large_is_an_error(tmp_path: Path) -> None:
     folder = shard_folder(tmp_path, 1)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_write_with_little_space, args=(folder, send))
     process.start()
