@@ -32,6 +32,7 @@ def test_seeds(capsys):
     assert "jobs finished" in out
 
 
+@pytest.mark.slow
 def test_several_processes_find_the_same(capsys):
     summaries = []
     for processes in ("1", "2"):

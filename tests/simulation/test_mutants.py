@@ -23,7 +23,14 @@ def test_planted_bugs_are_found(mutant):
     assert run_schedule(schedule).violation is None
 
 
-@pytest.mark.parametrize("name", ["ignore-evidence", "apply-twice", "switch-again", "replicate-once"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ignore-evidence",
+        "apply-twice",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("switch-again", "replicate-once")),
+    ],
+)
 def test_a_search_by_seeds_finds_them_and_shrinks_what_it_found(name):
     build = MUTANTS[name].build
     failure = run_seeds(range(200), build).failures[0]

@@ -229,7 +229,9 @@ def test_a_policy_without_a_plan_says_so(capsys: Any, monkeypatch: pytest.Monkey
     assert "\ntorchft  " in output(capsys, *arguments)
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+@pytest.mark.parametrize(
+    ("suffix", "magic"), [("png", b"\x89PNG"), pytest.param("svg", b"<?xml", marks=pytest.mark.slow)]
+)
 def test_plots(capsys: Any, tmp_path: Path, suffix: str, magic: bytes) -> None:
     path = tmp_path / f"plot.{suffix}"
     output(capsys, "compare", *SMALL, "--policies", "elaswave,recycle", "--lose", "1", "--plot", str(path))
@@ -472,6 +474,7 @@ def test_patterns_of_losses() -> None:
 # ------------------------------------------------------------------------------------------- speeds, one's own policy
 
 
+@pytest.mark.slow
 def test_slow_workers_are_planned_for(capsys: Any) -> None:
     slow = document(capsys, "compare", *SMALL, "--lose", "1", "--speed", "1=0.5", "--speed", "2=0.9",
                     "--policies", "recycle", "--json")  # fmt: skip

@@ -51,6 +51,7 @@ def test_published_policies_are_compared(capsys: Any, cluster: list[str]) -> Non
     assert pauses["bamboo:plan"] == (0.0 if not cluster else 20.0)  # of 8 workers one is above 5 %
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_published_policies_plan_and_live_through_weeks(capsys: Any, cluster: list[str]) -> None:
     for policy in PUBLISHED:
