@@ -15,6 +15,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from tests.signals import hearing_signals
 
 from elaswave import __version__
 from elaswave.cli import main as main_module
@@ -242,10 +243,10 @@ def test_our_own_bugs_show_their_traceback(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_ending_signal_unwinds(launcher: Launcher, number: int, tmp_path: Path) -> None:
-    previous = signal.getsignal(number)
     launcher.action = lambda: signal.raise_signal(number)
-    assert main(["train", "--run-dir", "r"]) == 128 + number
-    assert signal.getsignal(number) == previous
+    with hearing_signals():
+        assert main(["train", "--run-dir", "r"]) == 128 + number
+        assert signal.getsignal(number) == signal.SIG_DFL
     launcher.action = lambda: None
     assert main(["train", "--run-dir", "r", "--overwrite"]) == 0
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 import pytest
+from tests.signals import hearing_signals
 
 from elaswave.control.asked_stop import AskedStop
 from elaswave.control.stop_signals import STOP_SIGNALS, USER_SIGNALS, ending_early, is_ours, stop_signals, undisturbed
@@ -15,10 +16,8 @@ from elaswave.errors import StoppedBySignalError
 
 @pytest.fixture(autouse=True)
 def default_handlers() -> Iterator[None]:
-    previous = {number: signal.signal(number, signal.SIG_DFL) for number in USER_SIGNALS}
-    yield
-    for number, old in previous.items():
-        signal.signal(number, old)
+    with hearing_signals():
+        yield
 
 
 @pytest.mark.parametrize("number", USER_SIGNALS)
