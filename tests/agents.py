@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.children import with_parent
+from tests.signals import hear_signals
 
 from elaswave.control.key_files import Role
 from elaswave.control.key_making import write_role_key
@@ -46,6 +47,7 @@ class AgentProcess:
                 stderr=subprocess.STDOUT,
                 env={**environment, "TMPDIR": str(self._temporary)},
                 start_new_session=True,
+                preexec_fn=hear_signals,
             )
 
     @property

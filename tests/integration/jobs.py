@@ -96,6 +96,10 @@ class Job(NamedTuple):
         return self.result.losses, self.result.state_digest, self.digests
 
 
+Calm = Callable[[Mapping[str, Any]], Job]
+"""The fixture `calm`: gives the undisturbed job with changes by dotted key."""
+
+
 def small_config(settings: Mapping[str, Any] | None = None) -> Config:
     """The small model's configuration with changes by dotted key; its layout is resolved."""
     values = {**SMALL, **(settings or {})}

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.signals import hear_signals
+
 ROOT = Path(__file__).resolve().parents[2]
 RUN = (sys.executable, "-c", "import sys; from elaswave.cli.main import main; sys.exit(main())", "run")
 
@@ -37,7 +39,7 @@ def run(
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **dict.fromkeys(VARIABLES, str(threads))}
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=hear_signals,
     )  # fmt: skip
     try:
         out, errors = process.communicate(timeout=timeout_s)

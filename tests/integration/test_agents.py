@@ -87,7 +87,7 @@ def test_the_host_of_the_coordinator_is_lost_and_another_candidate_goes_on(tmp_p
     )
 
 
-@pytest.mark.slow  # tests/hosts has a short case among the quick ones
+@pytest.mark.slow
 def test_hosts_that_are_lost_come_and_leave_change_no_bit(tmp_path: Path) -> None:
     settings = {**FOUR, "run.steps": 100_000, "optimizer.schedule": "constant"}
     with Agents(tmp_path, {**settings, "control.hosts": 2}, f"127.0.0.1:{free_port()}") as agents:
@@ -172,7 +172,7 @@ def test_hosts_share_only_checkpoints_and_one_folder_tells_of_all_workers(tmp_pa
 @pytest.mark.parametrize(
     ("how", "code"),
     [
-        ("ctl", 143),
+        pytest.param("ctl", 143, marks=pytest.mark.slow),
         pytest.param("SIGTERM", 143, marks=pytest.mark.slow),
         pytest.param("SIGINT", 130, marks=pytest.mark.slow),
         pytest.param("SIGUSR1", 138, marks=pytest.mark.slow),

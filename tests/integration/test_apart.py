@@ -51,7 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
 @pytest.mark.parametrize(
     ("model", "settings", "faults"),
     [
-        ("float32", FOUR, ["kill:3@4:backward"]),
+        pytest.param("float32", FOUR, ["kill:3@4:backward"], marks=pytest.mark.slow),
         pytest.param(
             "bfloat16",
             {"layout.widths": [1, 2], "layout.schedule": "zero-bubble-h2"},

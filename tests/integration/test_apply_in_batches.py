@@ -88,7 +88,10 @@ class DiesBetweenBatches(Probe):
                 self.mixed.append(versions)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in ("clipped", "bfloat16", "AdamW") else pytest.mark.slow) for case in CASES],
+)
 def test_a_loss_between_two_batches_changes_no_bit(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_by_one: Callable[[str], ThreadJob]
 ) -> None:

@@ -232,6 +232,7 @@ def test_memory_is_measured_by_part_beside_plain_pytorch() -> None:
     assert all(row["peak"] > 12 for row in rows.values())  # weights, gradients and a share of the optimizer's at least
 
 
+@pytest.mark.slow
 def test_plans_are_timed() -> None:
     document = run("planner.py", "--workers", "96", "1024", "--runs", "1")
     assert [(row["workers"], row["stragglers"]) for row in document["rows"]] == [

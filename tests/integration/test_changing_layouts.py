@@ -84,8 +84,14 @@ class Changing:
         loop.run_step = run_step  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("num_followers", [0, 1, 2])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "num_followers"),
+    [
+        pytest.param(model, num_followers, marks=() if index == num_followers else pytest.mark.slow)
+        for index, model in enumerate(MODELS, start=1)
+        for num_followers in (0, 1, 2)
+    ],
+)
 def test_changes_do_not_show(tmp_path: Path, model: str, num_followers: int) -> None:
     settings: dict[str, Any] = MODELS[model] | {"elastic.num_followers": num_followers}
     alone = train(START, tmp_path, settings, steps=STEPS)

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.integration.jobs import QuietReporter, run_job, small_config
+from tests.integration.jobs import Calm, QuietReporter, run_job, small_config
 from tests.integration.waits import HeldUntil
 
 from elaswave.control import checkpoints
@@ -21,7 +21,7 @@ SETTINGS = {"run.steps": 4, "run.checkpoint_every": 2}
 
 
 def test_a_checkpoint_folder_that_cannot_be_made_costs_checkpoints_and_at_the_end_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
     """A file stands in its place, so that neither workers nor the coordinator can make it, or remove it."""
     run_dir = tmp_path / "run"
@@ -37,7 +37,7 @@ def test_a_checkpoint_folder_that_cannot_be_made_costs_checkpoints_and_at_the_en
     spare = {**SETTINGS, "run.spare_checkpoints": str(tmp_path / "spare")}
     job = run_job(run_dir, spare)
     assert [record.path for record in job.result.checkpoints] == [f"spare-checkpoints/step-0000000{n}" for n in (2, 4)]
-    assert job.computation == run_job(tmp_path / "reference", SETTINGS).computation
+    assert job.computation == calm(SETTINGS).computation
 
 
 def test_a_thread_that_cannot_be_started_costs_a_checkpoint_only(
@@ -71,7 +71,11 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(
     assert any("an old checkpoint stays, training goes on" in line for line in job.messages)
 
 
-@pytest.mark.parametrize("also_coordinator", [False, True], ids=["worker", "worker and coordinator"])
+@pytest.mark.parametrize(
+    "also_coordinator",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["worker", "worker and coordinator"],
+)
 def test_a_loss_after_the_part_was_written_keeps_the_checkpoint(
     also_coordinator: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

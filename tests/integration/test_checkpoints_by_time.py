@@ -10,7 +10,7 @@ from elaswave.observability.events import CheckpointWritten, read_events
 from elaswave.state.checkpoint import find_newest_checkpoint
 
 
-@pytest.mark.parametrize("phase", ["vote", "apply"])
+@pytest.mark.parametrize("phase", [pytest.param("vote", marks=pytest.mark.slow), "apply"])
 def test_a_checkpoint_by_time_survives_the_worker_that_asks_for_it(tmp_path: Path, phase: str) -> None:
     # So short that the very first vote asks for a checkpoint, and long runs of steps are never without one.
     settings = {"run.steps": 5, "run.checkpoint_every_s": 1e-3, "run.keep_checkpoints": 9}
@@ -26,6 +26,7 @@ def test_a_checkpoint_by_time_survives_the_worker_that_asks_for_it(tmp_path: Pat
     assert [record.step for record in undisturbed.result.checkpoints] == [5]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_older_checkpoints_but_not_with_other_data(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"All happy families are alike. " * 100)

@@ -51,6 +51,7 @@ def test_a_lost_workers_place_is_taken_again(undisturbed: Job, tmp_path: Path) -
     assert [each for each in kinds if each[0] != "migrated"] == [("lost", 1), ("joined", 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("widths", "leaving", "left"),
     [
@@ -95,7 +96,8 @@ def _notify(run_dir: Path, *workers: int, and_kill_coordinator: bool = False) ->
     return send
 
 
-@pytest.mark.parametrize("and_kill_coordinator", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("and_kill_coordinator", [False, True])
 def test_a_worker_that_has_had_a_notice_leaves(undisturbed: Job, tmp_path: Path, and_kill_coordinator: bool) -> None:
     notify = _notify(tmp_path, 3, and_kill_coordinator=and_kill_coordinator)
     job = run_job(tmp_path, SETTINGS, probe=WaitsFor(log_of(tmp_path), "worker 3 has left", notify))
@@ -106,6 +108,7 @@ def test_a_worker_that_has_had_a_notice_leaves(undisturbed: Job, tmp_path: Path,
     assert any(line.startswith(told) for line in job.messages)
 
 
+@pytest.mark.slow
 def test_notices_to_all_workers_stop_the_job_with_a_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
     reporter = QuietReporter()
     probe = WaitsFor(log_of(tmp_path), "all workers are to leave", _notify(tmp_path, 0, 1, 2, 3))

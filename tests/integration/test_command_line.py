@@ -12,15 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tests.integration.jobs import SMALL, as_toml, run_job
+from tests.integration.jobs import SMALL, as_toml, nothing_left, run_job
 from tests.signals import hear_signals
 
+from elaswave.cli.main import main
 from elaswave.observability.result import RunResult, read_digests, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +88,23 @@ def ended(temporary: Path, *arguments: str) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def ended_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """As `ended`, in this process, which has torch already: what a command says does not depend on where it runs."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        with nothing_left():
+            code = main(["train", *arguments])
+        return code, *capfd.readouterr()
+
+    return run
+
+
 def wait_for_step(run_dir: Path, step: int) -> None:
     """Waits until a run's log says that a step has been committed."""
     deadline = time.monotonic() + TIMEOUT_S
@@ -116,10 +134,12 @@ def wait_for_step(run_dir: Path, step: int) -> None:
     ],
     ids=["unknown key", "wrong type", "wide stage", "stages", "layers", "no file", "short", "vocabulary"],
 )
-def test_bad_input_is_refused_with_exit_code_2(changes: dict[str, Any], expected: list[str], tmp_path: Path) -> None:
+def test_bad_input_is_refused_with_exit_code_2(
+    changes: dict[str, Any], expected: list[str], tmp_path: Path, ended_here: Run
+) -> None:
     (tmp_path / "short.txt").write_bytes(b"short")
     (tmp_path / "big.bin").write_bytes(b"".join(n.to_bytes(2, "little") for n in [1, 2, 3, 12] + [4] * 200))
-    code, output, errors = ended(tmp_path / "t", "--run-dir", "run", "--json", *settings_of(**changes))
+    code, output, errors = ended_here("--run-dir", "run", "--json", *settings_of(**changes))
     assert code == 2, errors
     assert "Traceback" not in errors
     assert errors.startswith("error: ")
@@ -137,22 +157,22 @@ def test_every_problem_is_listed(tmp_path: Path) -> None:
         assert key in errors
 
 
-def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path, ended_here: Run) -> None:
     (tmp_path / "file").write_text("not a folder")
-    code, _, errors = ended(tmp_path / "t1", "--run-dir", "file/run", *settings_of())
+    code, _, errors = ended_here("--run-dir", "file/run", *settings_of())
     assert (code, "Traceback" in errors) == (2, False)
     assert "cannot write" in errors and "choose another --run-dir" in errors
 
     short = settings_of(run__steps=2)
-    code, _, errors = ended(tmp_path / "t2", "--run-dir", "run", *short)
+    code, _, errors = ended_here("--run-dir", "run", *short)
     assert code == 0, errors
     before = (tmp_path / "run" / "result.json").read_bytes()
 
-    code, _, errors = ended(tmp_path / "t3", "--run-dir", "run", *short)
+    code, _, errors = ended_here("--run-dir", "run", *short)
     assert (code, "Traceback" in errors) == (2, False)
     assert "holds a run already; add --resume to go on with it, --overwrite to replace it" in errors
 
-    code, _, errors = ended(tmp_path / "t4", "--run-dir", "run", "--resume", *settings_of(model__hidden_size=64))
+    code, _, errors = ended_here("--run-dir", "run", "--resume", *settings_of(model__hidden_size=64))
     assert (code, "Traceback" in errors) == (2, False)
     assert "model.hidden_size is 32 there and 64 here" in errors
     assert (tmp_path / "run" / "result.json").read_bytes() == before
@@ -160,20 +180,20 @@ def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     saved = (tmp_path / "run" / "config.toml").read_bytes()
     edited = re.sub(rb"(?m)^lr = .*$", b"lr = 0.5", saved)
     (tmp_path / "run" / "config.toml").write_bytes(edited)
-    code, _, errors = ended(tmp_path / "edited", "--run-dir", "run", "--resume")
+    code, _, errors = ended_here("--run-dir", "run", "--resume")
     assert (code, "Traceback" in errors) == (2, False)
     assert "is of another computation" in errors and "here. Ask for its values" in errors
     assert re.search(r"optimizer\.lr is 0\.\d+ there and 0\.5 here", errors)
     assert (tmp_path / "run" / "config.toml").read_bytes() == edited != saved
     (tmp_path / "run" / "config.toml").write_bytes(saved)
 
-    code, _, errors = ended(tmp_path / "t6", "--run-dir", "run", "--resume", "--set", "run.steps=1")
+    code, _, errors = ended_here("--run-dir", "run", "--resume", "--set", "run.steps=1")
     assert (code, "Traceback" in errors) == (2, False)
     assert "has 2 steps already, and run.steps = 1 asks for fewer: there is nothing to do" in errors
     assert (tmp_path / "run" / "result.json").read_bytes() == before
     assert (tmp_path / "run" / "config.toml").read_bytes() == saved
 
-    code, _, errors = ended(tmp_path / "t5", "--run-dir", "run", "--overwrite", *settings_of(run__steps=3))
+    code, _, errors = ended_here("--run-dir", "run", "--overwrite", *settings_of(run__steps=3))
     assert code == 0, errors
     assert read_result(tmp_path / "run").steps == 3
 
@@ -187,7 +207,7 @@ def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         pytest.param(signal.SIGINT, 130, True, id="Ctrl-C"),  # a terminal sends it to all processes
         pytest.param(signal.SIGTERM, 143, False, id="SIGTERM"),
         pytest.param(signal.SIGHUP, 129, True, id="a closed terminal", marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, 138, True, id="a scheduler's signal to all"),
+        pytest.param(signal.SIGUSR1, 138, True, id="a scheduler's signal to all", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR2, 140, False, id="SIGUSR2", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 130, False, id="SIGINT to the command", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 143, True, id="SIGTERM to all", marks=pytest.mark.slow),
@@ -237,6 +257,7 @@ def same(one: Path, other: Path) -> bool:
     return computation(read_result(one)) == computation(read_result(other)) and read_digests(one) == read_digests(other)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with started(tmp_path / "t", "--run-dir", str(run_dir), "--json", *settings_of(run__steps=10**6)) as process:
@@ -254,6 +275,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_impatient_signals_leave_nothing_behind(tmp_path: Path) -> None:
     """Ten of them, as fast as a person can, while the job ends; `started` sees what is left."""
     run_dir = tmp_path / "run"
@@ -271,7 +293,7 @@ def test_training_goes_on_without_its_terminal(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "--run-dir", str(run_dir), *settings_of(run__steps=60)],
+        [*COMMAND, "--run-dir", str(run_dir), *settings_of(run__steps=100, layout__widths=[1])],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm"},
         stdin=theirs,
         stdout=theirs,
@@ -288,10 +310,10 @@ def test_training_goes_on_without_its_terminal(tmp_path: Path) -> None:
         assert process.wait(TIMEOUT_S) == 0
     finally:
         end(process)
-    assert read_result(run_dir).steps == 60
+    assert read_result(run_dir).steps == 100
     lines = (run_dir / "logs" / "terminal.log").read_text().splitlines()
     assert lines[0].startswith("output is not taken any more (")
-    assert any(line.startswith("finished 60 steps in ") for line in lines)
+    assert any(line.startswith("finished 100 steps in ") for line in lines)
 
 
 def wait_for_text(process: subprocess.Popen[str], text: str) -> None:
@@ -325,6 +347,7 @@ def test_workers_end_when_the_command_is_killed(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- two jobs
 
 
+@pytest.mark.slow
 def test_two_jobs_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     with contextlib.ExitStack() as stack:

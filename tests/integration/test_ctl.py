@@ -126,6 +126,7 @@ def test_status_checkpoint_and_stop(tmp_path: Path, capsys: pytest.CaptureFixtur
             assert status_of(client).step >= 1, "the other job has gone on"
 
 
+@pytest.mark.slow
 def test_a_person_who_asks_changes_no_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir, steps = tmp_path / "run", 60
     with job(run_dir, run__steps=steps) as process:
@@ -143,6 +144,7 @@ def test_a_person_who_asks_changes_no_bit(tmp_path: Path, capsys: pytest.Capture
     assert (result.losses, result.state_digest) == undisturbed.computation[:2]
 
 
+@pytest.mark.slow
 def test_layers_and_workers_move_and_no_bit_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     with job(run_dir, run__steps=FOREVER, optimizer__schedule="constant") as process:
@@ -218,6 +220,7 @@ def test_a_join_is_answered_although_the_joiner_hangs_before_it_is_a_member(tmp_
         assert ctl(run_dir, "stop", "--wait") == 0
 
 
+@pytest.mark.slow
 def test_a_better_layout_is_found_when_a_person_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     emulated = {"device.kind": "emulated", "device.model": "gpt2-small", "device.name": "a100"}

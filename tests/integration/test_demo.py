@@ -39,6 +39,7 @@ def run(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_both_runs_are_one_computation(tmp_path: Path) -> None:
     with nothing_left():
         done = run(tmp_path, *arguments(tmp_path / "demo"), "--seed", "5", "--json")

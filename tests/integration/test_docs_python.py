@@ -104,6 +104,7 @@ def test_groups_and_a_dataset_with_noise(tmp_path: Path) -> None:
     assert len(train(trainer, tmp_path).losses) == 3
 
 
+@pytest.mark.slow
 def test_ties_of_builders(tmp_path: Path) -> None:
     head = eval(TIED, {"elaswave": elaswave, "Head": Head})
     samples = [(sentence(i)[0]["words"], sentence(i + 1)[0]["words"]) for i in range(40)]
@@ -116,6 +117,7 @@ def test_ties_of_builders(tmp_path: Path) -> None:
     assert weights["head.weight"].equal(weights["embedding.weight"])
 
 
+@pytest.mark.slow
 def test_a_network_is_cut_and_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = names_of(CUT)["main"]
     with active(ScriptSession(JobOptions(run_dir=tmp_path / "run"), None, ("batch.num_microbatches=4",))):

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.integration.jobs import QuietReporter, run_job
+from tests.integration.jobs import Calm, QuietReporter, run_job
 
 from elaswave.control import worker_life, worker_looks
 from elaswave.protocol import detection
@@ -24,9 +24,9 @@ def strike(monkeypatch: pytest.MonkeyPatch, victims: tuple[int, ...], number: si
     monkeypatch.setattr(worker_life, "run_worker", be_struck_or_run)
 
 
-@pytest.mark.parametrize("victims", [(0,), (3,), (1, 2)])
+@pytest.mark.parametrize("victims", [*(pytest.param((each,), marks=pytest.mark.slow) for each in (0, 3)), (1, 2)])
 def test_workers_that_never_register_are_lost_like_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victims: tuple[int, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victims: tuple[int, ...], calm: Calm
 ) -> None:
     strike(monkeypatch, victims, signal.SIGKILL)
     settings = {"run.steps": 4, "elastic.num_followers": 2}
@@ -34,14 +34,15 @@ def test_workers_that_never_register_are_lost_like_any_other(
     assert sorted(each.worker for each in job.result.recoveries if each.kind == "lost") == list(victims)  # type: ignore[type-var]
     assert job.result.start_up_s > 0
     monkeypatch.undo()
-    assert job.computation == run_job(tmp_path / "reference", settings).computation
+    assert job.computation == calm(settings).computation
 
 
+@pytest.mark.slow
 def test_workers_that_stand_still_before_they_register_are_left_behind_and_made_up_for_from_the_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
     """With them all copies of some blocks are gone, but nothing has been computed yet."""
-    reference = run_job(tmp_path / "reference", {"run.steps": 4, "layout.widths": [1]})
+    reference = calm({"run.steps": 4})
     strike(monkeypatch, (0, 2, 3), signal.SIGSTOP)
     monkeypatch.setattr(detection, "SILENCE_STARTING_S", 4.0)
     monkeypatch.setattr(worker_looks, "LOOK_S", 0.25)

@@ -29,7 +29,7 @@ class Kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("phase", ["vote", "gather"])
+@pytest.mark.parametrize("phase", [pytest.param("vote", marks=pytest.mark.slow), "gather"])
 def test_a_worker_whose_state_nobody_copies_ends_the_job_with_a_clear_error(phase: str, tmp_path: Path) -> None:
     with pytest.raises(RecoveryError) as raised:
         run_job(tmp_path, LAYOUT | {"elastic.num_followers": 0}, probe=Kill(1, phase))
@@ -37,7 +37,9 @@ def test_a_worker_whose_state_nobody_copies_ends_the_job_with_a_clear_error(phas
     assert "elastic.num_followers = 0 survives no loss; 1 would survive any 1" in str(raised.value)
 
 
-@pytest.mark.parametrize("widths", [[1, 1], [1, 3], [2, 2]], ids=str)
+@pytest.mark.parametrize(
+    "widths", [*(pytest.param(w, marks=pytest.mark.slow) for w in ([1, 1], [1, 3])), [2, 2]], ids=str
+)
 def test_an_error_of_a_layer_is_shown_once_and_the_exit_code_is_1(
     widths: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -84,6 +86,7 @@ def test_without_any_whole_checkpoint_a_resume_says_so(tmp_path: Path) -> None:
         run_job(tmp_path, LAYOUT, resume=True)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_ends_early_names_the_checkpoint_that_it_was_resumed_from(tmp_path: Path) -> None:
     run_job(tmp_path, LAYOUT)
     more = LAYOUT | {"run.steps": 9, "elastic.min_workers": 4}

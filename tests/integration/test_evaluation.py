@@ -14,14 +14,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[1, 7])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 7])
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Job]:
     """A number of evaluation micro-batches, and the job of one worker."""
     settings = SETTINGS | {"run.eval_microbatches": request.param, "layout.widths": [1]}
     return request.param, run_job(tmp_path_factory.mktemp("alone"), settings)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*("2+3", "3+1"), pytest.param("4x1", marks=pytest.mark.slow)])
 def test_validation_losses_do_not_depend_on_the_layout(alone: tuple[int, Job], layout: str, tmp_path: Path) -> None:
     num_microbatches, expected = alone
     # No more training micro-batches than the widest stage needs: evaluations may need other links than training.
@@ -31,6 +31,7 @@ def test_validation_losses_do_not_depend_on_the_layout(alone: tuple[int, Job], l
     assert job.computation == expected.computation
 
 
+@pytest.mark.slow
 def test_links_that_only_an_evaluation_needs_are_there(tmp_path: Path) -> None:
     settings = SETTINGS | {"batch.num_microbatches": 3, "run.eval_microbatches": 7}
     one, other = (

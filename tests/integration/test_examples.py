@@ -9,8 +9,6 @@ from tests.integration.scripts import ROOT, RUN, run
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 SHORT = ("--set", "run.steps=6", "--set", "batch.num_microbatches=5", "--set", "batch.microbatch_size=4")
 """Five micro-batches divide by no number of workers."""
-QUICK = ("own_model.py",)
-"""What the others show is in quick tests of the rules: auxiliary losses, buffers, trees, loaders, checkpoints."""
 TWO_KILLS = ("--fault", "kill:2@2:backward", "--fault", "kill:random@5:any")
 TIMEOUT_S = 300
 
@@ -27,11 +25,10 @@ def train(folder: Path, example: str, *options: str) -> tuple[str, str]:
     return line, done.stdout
 
 
+# What they show is in quick tests of the rules: auxiliary losses, buffers, trees, loaders, checkpoints.
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize(
-    "example",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
-)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_survives_two_kills(example: str, tmp_path: Path) -> None:
     calm, _ = train(tmp_path, example, *SHORT, "--workers", "1")
     struck, output = train(tmp_path, example, *SHORT, "--workers", "4", *TWO_KILLS)

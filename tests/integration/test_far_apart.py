@@ -27,7 +27,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_job(tmp_path_factory.mktemp("alone"), SETTINGS | ONE).computation
 
 
-@pytest.mark.parametrize("fault", ["kill:1@3:reduce", "slow-link:1@3:0.01"])
+@pytest.mark.parametrize("fault", ["kill:1@3:reduce", pytest.param("slow-link:1@3:0.01", marks=pytest.mark.slow)])
 def test_slow_links_and_losses_change_no_bit(alone: Any, tmp_path: Path, fault: str) -> None:
     job = run_job(tmp_path, SETTINGS | APART, faults=[fault])
     assert job.computation == alone

@@ -51,12 +51,6 @@ def refused(*arguments: str | Path) -> str:
     return str(caught.value)
 
 
-@pytest.fixture(autouse=True)
-def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the command, which has one thread."""
-    monkeypatch.setattr("elaswave.api.trainer.template_environment", lambda: None)
-
-
 def test_from_a_checkpoint_and_a_text_to_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     given = ("--hf", folder, "--data", folder.parent / "book.txt", *SHORT)
     output = train(*given, "--set", "run.steps=4", "--fault", "kill:1@3:backward", "--run-dir", tmp_path / "two",

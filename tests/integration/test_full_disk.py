@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.jobs import QuietReporter, coordinator_of, run_job
+from tests.integration.jobs import Calm, QuietReporter, coordinator_of, run_job
 
 from elaswave.control import checkpoints, job_end
 from elaswave.control.file_store import FileStore
@@ -63,7 +63,8 @@ class FillsTheDisk:
             self._file.unlink()
 
 
-def test_a_disk_that_is_full_for_a_while_costs_lines_of_the_log(small_disk: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_a_while_costs_lines_of_the_log(small_disk: Path, tmp_path: Path, calm: Calm) -> None:
     reporter = QuietReporter()
     job = run_job(
         small_disk / "run",
@@ -80,12 +81,12 @@ def test_a_disk_that_is_full_for_a_while_costs_lines_of_the_log(small_disk: Path
     # What the log lacks the result has, also what only the coordinator of before has heard.
     assert [record.step for record in job.result.checkpoints] == [60, 70]
     assert any(recovery.kind == "coordinator" for recovery in job.result.recoveries)
-    reference = run_job(tmp_path / "reference", SETTINGS)
+    reference = calm(SETTINGS)
     assert job.computation == reference.computation
 
 
 def test_a_disk_that_stays_full_costs_the_weights_which_is_said_or_they_go_to_the_spare_disk(
-    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
     for module in (checkpoints, shard_writer):
         monkeypatch.setattr(module, "PATIENCE_S", 0.2)
@@ -108,7 +109,7 @@ def test_a_disk_that_stays_full_costs_the_weights_which_is_said_or_they_go_to_th
     (small_disk / "filler").unlink()
     resumed = run_job(small_disk / "other", spare, resume=True)
     assert resumed.result.steps == 8 and (small_disk / "other" / "spare-checkpoints" / "step-00000008").is_dir()
-    assert resumed.computation == run_job(tmp_path / "reference", settings).computation
+    assert resumed.computation == calm(settings).computation
 
 
 class TurnsReadOnly:
@@ -128,7 +129,7 @@ class TurnsReadOnly:
 
 @pytest.mark.usefixtures("small_disk")
 def test_a_folder_that_turns_read_only_names_the_checkpoint_to_go_on_from_also_after_a_new_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
     for module in (checkpoints, shard_writer):
         monkeypatch.setattr(module, "PATIENCE_S", 0.0)
@@ -144,7 +145,7 @@ def test_a_folder_that_turns_read_only_names_the_checkpoint_to_go_on_from_also_a
     log = (run_dir / "logs" / "coordinator.log").read_text()
     assert "Traceback" not in log
     resumed = run_job(run_dir, settings, resume=True)
-    assert resumed.computation == run_job(tmp_path / "reference", settings).computation
+    assert resumed.computation == calm(settings).computation
 
 
 def test_a_journal_that_takes_no_more_records_ends_the_job_with_that_reason(
@@ -163,6 +164,7 @@ def test_a_journal_that_takes_no_more_records_ends_the_job_with_that_reason(
     assert isinstance(read_events(tmp_path / "run" / "events.jsonl")[-1], RunFinished)
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_written_names_the_checkpoint_to_go_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def run(script: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     return result.returncode, [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_no_part_is_lost_to_another(tmp_path: Path) -> None:
     script = tmp_path / "unruly.py"
     script.write_text(UNRULY)
@@ -102,6 +103,7 @@ def test_no_part_is_lost_to_another(tmp_path: Path) -> None:
     assert [line["value"] for line in lines if "value" in line] == [1, 2, 3, 5]
 
 
+@pytest.mark.slow
 def test_what_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
     script = tmp_path / "hanging.py"
     script.write_text(HANGING)
@@ -158,6 +160,7 @@ def fault_free(*arguments: str) -> dict[str, Any]:
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_the_benchmark_begins_nothing_when_its_budget_is_spent(tmp_path: Path) -> None:
     document = fault_free("--budget-s", "1", "--out", str(tmp_path / "rows"))
     assert set(document["outcomes"].values()) == {"not begun"} and len(document["outcomes"]) == 5

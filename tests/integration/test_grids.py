@@ -59,6 +59,7 @@ def test_gradients_that_shrink_and_grow_again_cost_an_attempt_each_and_no_bit(
     assert all(len(found) == 1 for found in retries(one).values())
 
 
+@pytest.mark.slow
 def test_grids_are_part_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_unlucky(monkeypatch, steep, probability=0.1)
     settings = {"model.dropout": 0.0, "optimizer.schedule": "constant", "layout.widths": [2]}

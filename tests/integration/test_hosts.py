@@ -15,7 +15,7 @@ def undisturbed(tmp_path_factory):
     ("widths", "hosts", "fault"),
     [
         ([2, 2], ["a", "b"], "kill-host:a@3:backward"),
-        ([2, 1], ["a=1", "b=2"], "kill-host:b@3:apply"),
+        pytest.param([2, 1], ["a=1", "b=2"], "kill-host:b@3:apply", marks=pytest.mark.slow),
         ([1, 1, 1], ["r/a", "r/b", "s/a"], "kill-host:r@2:vote"),
     ],
 )

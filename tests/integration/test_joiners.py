@@ -152,6 +152,7 @@ def test_a_joiner_with_another_key_gets_no_connection_and_says_why(
     assert len(shown) == 1, job.errors
 
 
+@pytest.mark.slow
 def test_a_joiner_that_cannot_prepare_itself_disturbs_nobody(
     undisturbed: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_joiner_that_cannot_prepare_itself_disturbs_nobody(
     assert job.result.recoveries == []
 
 
+@pytest.mark.slow
 def test_joiners_that_end_with_the_same_error_do_not_end_the_job(
     undisturbed: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ DRAINS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DRAINS)
 def test_a_kill_during_a_drain_changes_no_bit(undisturbed: Job, tmp_path: Path, case: Case) -> None:
     job, marker = _run(tmp_path, case, f"worker {LEAVER} has left", [f"drain:{LEAVER}@5"])

@@ -38,12 +38,12 @@ FEW_LAYOUTS = ("2x2", "1+3", "2+1+2, gpipe, recomputed")
 """Enough to try the models other than the first one on."""
 
 QUICK = {
-    "gpt-float32": {*LAYOUTS} - {"1x4", "2x1", "3+1", "2x2, cut early", "4x1, gpipe", "1x2, no followers"},
-    "gpt-bfloat16": {"1+3"},
-    "llama-float32": {"2x2"},
+    "gpt-float32": {"2x2", "1+3, cut late"},
+    "gpt-bfloat16": set(),
+    "llama-float32": set(),
     "llama-bfloat16": {"2+1+2, gpipe, recomputed"},
 }
-"""What is tried each time CI runs."""
+"""What is tried each time CI runs, in real processes: `test_any_layout.py` has all layouts within one."""
 
 ONE_WORKER = {"layout.stages": 1, "layout.replicas": 1}
 
@@ -110,7 +110,7 @@ def test_every_layout_is_the_same_computation(
     [
         pytest.param("gpt-float32", "2x2", "1+3", marks=pytest.mark.slow),
         pytest.param("gpt-bfloat16", "1x4", "4x1", marks=pytest.mark.slow),
-        ("llama-float32", "3+1", "1x2, no followers"),
+        pytest.param("llama-float32", "3+1", "1x2, no followers", marks=pytest.mark.slow),
         ("llama-bfloat16", "2+1+2", "2x2, cut early"),
     ],
 )

@@ -39,12 +39,17 @@ def on_the_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job
     ("model", "settings", "faults"),
     [
         ("float32", FOUR, ["kill:3@4:backward"]),
-        ("bfloat16", {"layout.widths": [1, 2], "layout.schedule": "zero-bubble-h2"}, []),
+        pytest.param(
+            "bfloat16",
+            {"layout.widths": [1, 2], "layout.schedule": "zero-bubble-h2"},
+            [],
+            marks=pytest.mark.slow,
+        ),
         pytest.param("float32", ONE, [], marks=pytest.mark.slow),
         pytest.param("float32", FOUR, ["kill:0@3:forward", "join@5"], marks=pytest.mark.slow),
         pytest.param("float32", FOUR, ["kill:2@5:reduce", "drain:1@6"], marks=pytest.mark.slow),
         pytest.param("float32", FOUR, ["kill:1@4:vote", "kill:2@6:gather"], marks=pytest.mark.slow),
-        ("bfloat16", FOUR, ["kill:3@4:apply+2"]),
+        pytest.param("bfloat16", FOUR, ["kill:3@4:apply+2"], marks=pytest.mark.slow),
         pytest.param("float32", FOUR, ["kill:0@4:apply+1"], marks=pytest.mark.slow),
         pytest.param("bfloat16", {"layout.widths": [2, 1, 2], "model.recompute": True}, [], marks=pytest.mark.slow),
     ],
@@ -58,6 +63,7 @@ def test_a_device_apart_from_the_host_computes_the_same(
     assert len(lost) == sum(fault.startswith("kill") for fault in faults)
 
 
+@pytest.mark.slow
 def test_with_clipping_the_layout_does_not_show_and_a_run_goes_on_on_the_other_device(tmp_path: Path) -> None:
     settings = MODELS["float32"] | STEPS | {"optimizer.grad_clip": 0.5, "run.checkpoint_every": 4}
     alone = run_job(tmp_path / "alone", settings | LOOPBACK | ONE)

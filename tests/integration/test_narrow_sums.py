@@ -8,6 +8,7 @@ from tests.integration.jobs import run_job
 NARROW = {"elastic.accumulator_bits": 48, "model.dropout": 0.0, "run.steps": 3}
 
 
+@pytest.mark.slow
 def test_neither_layout_nor_kill_shows_but_the_width_does(tmp_path: Path) -> None:
     one, killed = (
         run_job(tmp_path / str(len(widths)), NARROW | {"layout.widths": widths}, faults=faults)

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integration.jobs import coordinator_of, run_job
+from tests.integration.jobs import Calm, coordinator_of, run_job
+from tests.signals import hearing_signals
 
 from elaswave.control import checkpoint_search, coordinator_starts, local_job, own_coordinators
 from elaswave.control.checkpoint_search import CheckpointFinder
@@ -38,7 +39,10 @@ class StopsWithItsCoordinator:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_a_worker_that_never_finds_the_new_coordinator_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_worker_that_never_finds_the_new_coordinator_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
+) -> None:
     run, pid = coordinator_starts.run_coordinator, tmp_path / "pid"
 
     def run_known(setup: CoordinatorSetup) -> int:
@@ -48,11 +52,11 @@ def test_a_worker_that_never_finds_the_new_coordinator_is_lost(tmp_path: Path, m
     monkeypatch.setattr(coordinator_starts, "run_coordinator", run_known)
     job = run_job(tmp_path / "run", {"run.steps": 4}, probe=StopsWithItsCoordinator(pid))
     assert [recovery.worker for recovery in job.result.recoveries if recovery.kind == "lost"] == [1]
-    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 4}).computation
+    assert job.computation == calm({"run.steps": 4}).computation
 
 
 def test_a_coordinator_that_dies_with_the_last_word_on_its_lips(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
     close, died = RunRecorder.close, tmp_path / "died"
 
@@ -67,10 +71,10 @@ def test_a_coordinator_that_dies_with_the_last_word_on_its_lips(
     assert died.exists()
     assert job.result.steps == 3
     monkeypatch.undo()
-    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 3}).computation
+    assert job.computation == calm({"run.steps": 3}).computation
 
 
-@pytest.mark.parametrize("last_words", [events.Decided, events.Resumed])
+@pytest.mark.parametrize("last_words", [events.Decided, pytest.param(events.Resumed, marks=pytest.mark.slow)])
 def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(tmp_path: Path, last_words: type) -> None:
     died = tmp_path / "died"
 
@@ -85,7 +89,9 @@ def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(tm
     assert any(line.startswith("worker 2 (stage 1) lost in backward of step 3") for line in job.messages), job.messages
 
 
-def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_hangs_is_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
+) -> None:
     hung = tmp_path / "hung"
     monkeypatch.setattr(local_job, "ControlClient", functools.partial(ControlClient, silence_timeout_s=1.0))
     monkeypatch.setattr(own_coordinators, "COORDINATOR_HUNG_S", 2.0)
@@ -100,7 +106,7 @@ def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, monkeyp
     assert hung.exists()
     # On a machine that is too busy for the next one to answer in so short a time that one is followed, too.
     assert [recovery.kind for recovery in job.result.recoveries].count("coordinator") >= 1
-    assert job.computation == run_job(tmp_path / "reference", settings).computation
+    assert job.computation == calm(settings).computation
 
 
 @pytest.mark.parametrize("kind", [events.Persist, events.NewEpoch])
@@ -119,7 +125,7 @@ def test_a_coordinator_that_fails_while_it_deals_with_a_loss_ends_the_job(tmp_pa
 
 
 def test_a_coordinator_can_be_heard_while_it_verifies_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
     """Checksums of large files take longer than it may be silent before it is taken for hung."""
     where = tmp_path / "where"
@@ -133,7 +139,7 @@ def test_a_coordinator_can_be_heard_while_it_verifies_checkpoints(
     job = run_job(tmp_path / "run", settings, faults=["kill:2@4:backward"])
     assert where.read_text() == "beside"
     assert any("goes back to the checkpoint of step" in message for message in job.messages)
-    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 5}).computation
+    assert job.computation == calm({"run.steps": 5}).computation
 
 
 def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
@@ -184,16 +190,16 @@ def dies_once_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, m
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        (RunRecorder, "finish"),
+        pytest.param(RunRecorder, "finish", marks=pytest.mark.slow),
         (Checkpoints, "part"),
-        (RunRecorder, "ready"),
-        (Detector, "link_lost"),
+        pytest.param(RunRecorder, "ready", marks=pytest.mark.slow),
+        pytest.param(Detector, "link_lost", marks=pytest.mark.slow),
         (RunRecorder, "step"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_what_a_coordinator_has_acknowledged_does_not_die_with_it(
-    owner: type, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: type, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
     """The end, parts of checkpoints, the start, a broken link, a step: each dies with the coordinator that was told."""
     settings = {"run.steps": 4, "run.checkpoint_every": 2, "run.keep_checkpoints": 9}
@@ -209,7 +215,7 @@ def test_what_a_coordinator_has_acknowledged_does_not_die_with_it(
     assert len(job.result.losses) == 4
     assert job.result.epochs[0].epoch == 1 and job.result.epochs[0].first_step == 1
     monkeypatch.undo()
-    assert job.computation == run_job(tmp_path / "reference", settings).computation
+    assert job.computation == calm(settings).computation
 
 
 def test_a_wish_to_stop_outlives_the_coordinator_that_heard_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +231,7 @@ def test_a_wish_to_stop_outlives_the_coordinator_that_heard_it(tmp_path: Path, m
 
     stop_workers = CoordinatorProcess._stop_workers
     monkeypatch.setattr(CoordinatorProcess, "_stop_workers", die)
-    with pytest.raises(StoppedBySignalError):
+    with hearing_signals(), pytest.raises(StoppedBySignalError):
         run_job(tmp_path / "run", {"run.steps": 100_000}, probe=Terminates(os.getpid(), mark))
     assert mark.exists()
     assert list((tmp_path / "run" / "checkpoints").glob("step-????????"))

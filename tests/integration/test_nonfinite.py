@@ -19,7 +19,7 @@ SKIP = {"run.skip_nonfinite": True, "model.dropout": 0.0}
 Spoil = Callable[[torch.Tensor], torch.Tensor]
 
 
-@pytest.mark.parametrize("spoil", [infinite_output, nan_gradient])
+@pytest.mark.parametrize("spoil", [pytest.param(infinite_output, marks=pytest.mark.slow), nan_gradient])
 def test_skipped_steps_are_the_same_under_every_layout(
     spoil: Spoil, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -33,7 +33,9 @@ def test_skipped_steps_are_the_same_under_every_layout(
         assert len([text for text in job.messages if "was committed without an update" in text]) == len(skipped)
 
 
-@pytest.mark.parametrize("spoil, consistency", [(nan_output, "bitwise"), (nan_gradient, "scaled")])
+@pytest.mark.parametrize(
+    "spoil, consistency", [pytest.param(nan_output, "bitwise", marks=pytest.mark.slow), (nan_gradient, "scaled")]
+)
 def test_a_skipped_step_changes_nothing_but_the_number_of_steps(
     spoil: Spoil, consistency: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -61,7 +63,7 @@ def masters(digests: dict[str, str]) -> dict[str, str]:
         (nan_gradient, "a gradient of layer 2 (block.1) is not finite in step 6, micro-batch 4. "),
     ],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("1x1", marks=pytest.mark.slow), "1+3"])
 def test_the_error_names_step_microbatch_and_layer(
     spoil: Spoil, what: str, layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

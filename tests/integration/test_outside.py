@@ -41,6 +41,7 @@ def test_a_worker_and_the_coordinator_are_killed_at_once_by_hand(tmp_path: Path)
     assert not takes_orphans(), "orphans of later tests would stay zombies of this process"
 
 
+@pytest.mark.slow
 def test_a_committer_is_killed_and_the_template_stopped_for_a_while_by_hand(tmp_path: Path) -> None:
     """Neither is needed for steps: one checkpoint is committed again, another one later."""
     run_dir = tmp_path / "job" / RUN_FOLDER

@@ -297,6 +297,7 @@ class Small(torch.nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_what_a_script_has_set_reaches_a_fresh_interpreter(tmp_path, monkeypatch):
     (tmp_path / "small.py").write_text(SMALL)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -358,6 +359,7 @@ class Joins(torch.nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_named_tuples_of_a_script_that_must_not_be_forked_travel(tmp_path, monkeypatch):
     """Its classes reach the workers by value."""
     use(FRESH, monkeypatch)
@@ -373,6 +375,7 @@ def test_named_tuples_of_a_script_that_must_not_be_forked_travel(tmp_path, monke
     assert len(result.losses) == 2
 
 
+@pytest.mark.slow
 def test_what_the_fresh_interpreter_cannot_load_is_named(tmp_path, monkeypatch):
     use(FRESH, monkeypatch)
     ghost = types.ModuleType("ghost")

@@ -189,6 +189,7 @@ def test_two_losses_do_not_show(
     assert job.evaluations == undisturbed.evaluations
 
 
+@pytest.mark.slow
 def test_the_owner_of_a_tied_tensor_dies_between_reduce_and_gather(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,11 +194,15 @@ def retries_of(job: Job, step: int = STEP) -> list[str]:
     "probe, finding",
     [
         (PlantedProgram(run_twice, always=False), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3]"),
-        (PlantedProgram(run_not_at_all, always=False), "coverage (micro-batch 1 was added 0 times in layers [0, 1"),
-        (Mutation(flip_gradient, 1), f"agreement ({DIFFERS}"),
+        pytest.param(
+            PlantedProgram(run_not_at_all, always=False),
+            "coverage (micro-batch 1 was added 0 times in layers [0, 1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Mutation(flip_gradient, 1), f"agreement ({DIFFERS}", marks=pytest.mark.slow),
         (Mutation(flip_owned_gradient, 0), f"agreement ({DIFFERS}"),
         (FlippedSum(owner=0), CHANGED_SUM),
-        (FlippedSum(owner=1), CHANGED_SUM),
+        pytest.param(FlippedSum(owner=1), CHANGED_SUM, marks=pytest.mark.slow),
     ],
     ids=["run twice", "not run", "flipped in a follower", "flipped in an owner", "sum for another", "sum of its own"],
 )
@@ -217,11 +221,15 @@ def test_a_fault_that_strikes_once_costs_an_attempt_and_no_bit(
     "probe, finding",
     [
         (PlantedProgram(run_twice, always=True), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3]"),
-        (PlantedProgram(run_not_at_all, always=True), "coverage (micro-batch 1 was added 0 times in layers [0, 1"),
-        (Mutation(flip_gradient, 1, always=True), DIFFERS),
-        (FlippedSum(owner=0, always=True), CHANGED_SUM),
+        pytest.param(
+            PlantedProgram(run_not_at_all, always=True),
+            "coverage (micro-batch 1 was added 0 times in layers [0, 1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Mutation(flip_gradient, 1, always=True), DIFFERS, marks=pytest.mark.slow),
+        pytest.param(FlippedSum(owner=0, always=True), CHANGED_SUM, marks=pytest.mark.slow),
         (Mutation(own_it_too, 1), "block 0 has 2 owners and 0 followers, needed are 1 and 1"),
-        (Mutation(lose_update, 1), "a copy of block 0 is 1 steps behind"),
+        pytest.param(Mutation(lose_update, 1), "a copy of block 0 is 1 steps behind", marks=pytest.mark.slow),
         (Mutation(another_next_layout, 2), "the next layout differs between workers [0, 1, 3] and [2]"),
         (Mutation(other_grids, 1), "grids or the number of updates differ between workers [0, 2, 3] and [1]"),
     ],
@@ -246,7 +254,11 @@ def test_a_fault_in_the_first_attempt_of_all_still_leaves_room_to_measure_the_gr
     assert second == "the first gradients have been measured"
 
 
-@pytest.mark.parametrize("probe", [StaleFollower(1), Mutation(flip_master, 1)], ids=["missed update", "flipped bit"])
+@pytest.mark.parametrize(
+    "probe",
+    [StaleFollower(1), pytest.param(Mutation(flip_master, 1), marks=pytest.mark.slow)],
+    ids=["missed update", "flipped bit"],
+)
 def test_a_copy_that_has_silently_changed_is_found_in_the_next_vote_and_replaced(
     undisturbed: Job, probe: Any, tmp_path: Path
 ) -> None:
@@ -265,6 +277,7 @@ def test_a_base_copy_that_came_corrupted_is_found_before_it_counts(undisturbed: 
     assert reason.startswith("the certificate does not hold: agreement (block ") and "workers [3]" in reason
 
 
+@pytest.mark.slow
 def test_a_job_that_a_bug_has_ended_resumes_to_the_same_bits(undisturbed: Job, tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         run_job(tmp_path, LAYOUT | {"run.checkpoint_every": 1}, probe=Mutation(flip_gradient, 1, step=5, always=True))

@@ -49,11 +49,14 @@ def layouts(job: Job) -> list[LayoutChosen]:
 @pytest.mark.parametrize(
     "policy",
     [
-        "recycle_rerouting",
-        *(
-            pytest.param(name, marks=SLOW)
-            for name in ("oobleck_aligned", "recycle_normalized", "torchft_batch_kept", "full_restart")
-        ),
+        pytest.param(name, marks=SLOW)
+        for name in (
+            "recycle_rerouting",
+            "oobleck_aligned",
+            "recycle_normalized",
+            "torchft_batch_kept",
+            "full_restart",
+        )
     ],
 )
 def test_a_baseline_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, reference: Job, policy: str) -> None:
@@ -136,6 +139,7 @@ def test_elaswave_changes_the_layout_afterwards(tmp_path: Path, reference: Job, 
     assert all(recovery.critical_bytes == 0 for recovery in recovered)
 
 
+@pytest.mark.slow
 def test_every_layout_says_what_was_predicted_and_what_it_took(tmp_path: Path) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"run.steps": 24}, faults=["kill:1@8:backward"])
     events = read_events(job.run_dir / EVENTS_FILE)
@@ -155,12 +159,14 @@ def test_every_layout_says_what_was_predicted_and_what_it_took(tmp_path: Path) -
         assert record.measured_step_s > 0.5 * record.predicted_step_s
 
 
+@pytest.mark.slow
 def test_without_rebalancing_the_interim_layout_stays(tmp_path: Path, reference: Job) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"elastic.rebalance": False}, faults=["kill:1@3:backward"])
     assert job.computation == reference.computation
     assert [(record.epoch, record.change) for record in job.result.epochs] == [(1, 0), (2, 0)]
 
 
+@pytest.mark.slow
 def test_frequency_levels_do_not_show_in_the_bits(tmp_path: Path, reference: Job) -> None:
     settings = EMULATED | {"device.name": '"ascend-910b"', "device.frequency": '"emulated"'}
     job = run_job(tmp_path / "run", settings, faults=["kill:1@3:backward"])
@@ -186,6 +192,7 @@ def _own_quota() -> float:
     return int((folder / "cpu.cfs_quota_us").read_text()) / int((folder / "cpu.cfs_period_us").read_text())
 
 
+@pytest.mark.slow
 def test_quotas_are_in_force_from_the_start_and_a_lost_workers_share_goes_to_the_others(tmp_path: Path) -> None:
     _need_groups()
 

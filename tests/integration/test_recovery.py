@@ -70,9 +70,21 @@ def _check_kill(run_dir: Path, reference: Job, layout: str, worker: int, phase: 
     assert any(f"worker {worker} (stage" in message for message in job.messages)
 
 
+QUICK_PHASES = ("forward", "backward", "apply")
+"""In the others workers of `test_salvage.py` are lost."""
+
+
 @pytest.mark.parametrize(
     ("layout", "worker", "phase"),
-    [(["2x2", "[1,3]", "[3,1]"][index % 3], (index * 3 + index // 3) % 4, phase) for index, phase in enumerate(PHASES)]
+    [
+        pytest.param(
+            ["2x2", "[1,3]", "[3,1]"][index % 3],
+            (index * 3 + index // 3) % 4,
+            phase,
+            marks=() if phase in QUICK_PHASES else pytest.mark.slow,
+        )
+        for index, phase in enumerate(PHASES)
+    ]
     + [pytest.param(*case, marks=pytest.mark.slow) for case in (("[1,3]", 0, "backward"), ("[3,1]", 3, "vote"))],
 )
 def test_a_kill_in_each_phase(tmp_path: Path, reference: Job, layout: str, worker: int, phase: str) -> None:
@@ -100,6 +112,7 @@ def test_a_hang_is_noticed_by_its_silence(tmp_path: Path, reference: Job) -> Non
     assert [recovery.detected_by for recovery in job.result.recoveries] == ["heartbeat"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_cut_off(tmp_path: Path, reference: Job) -> None:
     job = _survive(tmp_path / "run", reference, ["cut:3@3:forward"])
     (recovery,) = job.result.recoveries
@@ -132,7 +145,7 @@ def test_followers_are_replicated_again_so_that_a_later_loss_is_survived_too(tmp
     assert job.result.epochs[-1].layout.workers == (3,)
 
 
-@pytest.mark.parametrize("replicated_bytes", [12 * 1024, 1 << 20])
+@pytest.mark.parametrize("replicated_bytes", [12 * 1024, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_a_kill_during_re_replication(tmp_path: Path, reference: Job, replicated_bytes: int) -> None:
     """With two followers every block still has another copy, however far re-replication has come."""
     settings = {"elastic.num_followers": 2, "elastic.refill_bytes_per_step": replicated_bytes}

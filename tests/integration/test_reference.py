@@ -61,8 +61,13 @@ def one_thread() -> None:
     [
         {},
         {"model.family": "llama", "model.num_heads": 4, "model.num_kv_heads": 2},
-        {"optimizer.name": "sgd", "optimizer.lr": 0.1, "optimizer.grad_clip": 0.5},
-        {"optimizer.grad_clip": 0.0, "optimizer.schedule": "constant", "model.dropout": 0.0},
+        pytest.param(
+            {"optimizer.name": "sgd", "optimizer.lr": 0.1, "optimizer.grad_clip": 0.5}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"optimizer.grad_clip": 0.0, "optimizer.schedule": "constant", "model.dropout": 0.0},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["gpt", "llama", "sgd", "no clipping"],
 )

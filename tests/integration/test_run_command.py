@@ -12,6 +12,7 @@ import time
 import pytest
 from tests.integration.scripts import ROOT, RUN, as_a_person_has_it, members, run, script
 
+from elaswave.cli.main import main
 from elaswave.observability.processes import read_processes
 
 HEAD = """
@@ -82,7 +83,7 @@ def digest_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     return line.split()
 
 
-def test_a_script_runs_by_itself_and_with_the_command_whose_options_are_stronger(plain, tmp_path):
+def test_a_script_runs_by_itself_and_with_the_command_whose_options_are_stronger(plain, tmp_path, monkeypatch, capfd):
     with script(tmp_path, SCRIPT) as path:
         assert plain[2:] == ["5", "7"]
         forked = run(tmp_path, *RUN, "--set", "layout.widths=[2,2]", "--fault", "kill:2@3:any", path.name)
@@ -99,12 +100,12 @@ def test_a_script_runs_by_itself_and_with_the_command_whose_options_are_stronger
         assert f"digest {plain[1]}" in resumed.stderr, "what the script prints is not in the document"
         refused = run(tmp_path, *RUN, "--workers", "4", path.name)
         assert refused.returncode == 2 and "layout.widths" in refused.stderr
-        trained = run(tmp_path, *RUN[:-1], "train", "--resume", "--run-dir", "r")
-        assert trained.returncode == 2 and "elaswave run --resume --run-dir r SCRIPT.py" in trained.stderr
-        exported = run(tmp_path, *RUN[:-1], "export", "r", "--step", "0")
-        assert exported.returncode == 2 and "which only the script can make" in exported.stderr
-        assert run(tmp_path, *RUN[:-1], "export", "r").returncode == 0
-        assert run(tmp_path, *RUN[:-1], "inspect", "r").returncode == 0
+        monkeypatch.chdir(tmp_path)
+        assert main(["train", "--resume", "--run-dir", "r"]) == 2
+        assert "elaswave run --resume --run-dir r SCRIPT.py" in capfd.readouterr().err
+        assert main(["export", "r", "--step", "0"]) == 2
+        assert "which only the script can make" in capfd.readouterr().err
+        assert main(["export", "r"]) == main(["inspect", "r"]) == 0
 
 
 @pytest.mark.slow
@@ -312,6 +313,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_command_forks_and_sets_of_texts_have_one_order_everywhere(tmp_path):
     """Without the variables that tests export the script's process has one thread, and forks; beside a thread the
     template is a fresh interpreter, with the same hashes."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.signals import hear_signals
 from tests.trace_format import validate_trace
 
 from elaswave.observability.events import Event, RunFinished, RunStarted, StepCommitted, read_events
@@ -84,7 +85,14 @@ def test_the_files_of_a_complete_run_agree(tmp_path: Path) -> None:
 def run_until_terminated(command: list[str], folder: Path, steps: int) -> None:
     """Starts a run, looks at it as soon as it has made some steps, and ends it with SIGTERM."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_signals,
+    )
     try:
         deadline = time.monotonic() + TIMEOUT_S
         while not (folder / "events.jsonl").exists() or summarize(folder).steps < steps:

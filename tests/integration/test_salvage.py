@@ -24,6 +24,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+QUICK_PHASES = ("reduce", "vote", "gather")
+"""In the others workers of `test_recovery.py` are lost."""
+
+
 @lru_cache(maxsize=1)
 def _reference(folder: str) -> Job:
     return run_job(Path(folder), SETTINGS | {"layout.widths": "[1]"})
@@ -42,7 +46,13 @@ def lose(folder: Path, reference: Job, widths: str, faults: Sequence[str], **set
     return job.result.recoveries
 
 
-@pytest.mark.parametrize(("phase", "worker"), [*zip(PHASES, (0, 3, 0, 3, 0, 3), strict=True)])
+@pytest.mark.parametrize(
+    ("phase", "worker"),
+    [
+        pytest.param(phase, worker, marks=() if phase in QUICK_PHASES else pytest.mark.slow)
+        for phase, worker in zip(PHASES, (0, 3, 0, 3, 0, 3), strict=True)
+    ],
+)
 def test_a_kill_in_each_phase_at_2x2(tmp_path: Path, reference: Job, phase: str, worker: int) -> None:
     offset = "+3" if phase in ("forward", "backward") else ""
     (recovery,) = lose(tmp_path, reference, "[2,2]", [f"kill:{worker}@3:{phase}{offset}"])
@@ -55,7 +65,7 @@ def test_a_kill_in_each_phase_at_2x2(tmp_path: Path, reference: Job, phase: str,
 @pytest.mark.parametrize(
     "fault",
     [
-        "kill:5@3:backward+2",
+        pytest.param("kill:5@3:backward+2", marks=pytest.mark.slow),
         pytest.param("kill:1@3:forward+2", marks=pytest.mark.slow),
         pytest.param("kill:6@3:reduce", marks=pytest.mark.slow),
         pytest.param("kill:2@3:vote", marks=pytest.mark.slow),
@@ -72,6 +82,7 @@ def test_switched_off_the_whole_step_runs_again(tmp_path: Path, reference: Job) 
     assert N // 2 < recovery.num_microbatches_recomputed <= N  # all that have run, the other pipeline's too
 
 
+@pytest.mark.slow
 def test_another_loss_while_the_step_is_tried_again(tmp_path: Path, reference: Job) -> None:
     """Worker 3 is lost at its last forwards; worker 0 then has fewer backwards left than those after which it dies."""
     faults = ["kill:3@3:backward+5", "kill:0@3:vote"]
@@ -83,7 +94,7 @@ def test_another_loss_while_the_step_is_tried_again(tmp_path: Path, reference: J
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"layout__schedule": "zero-bubble"}, id="zero-bubble"),
+        pytest.param({"layout__schedule": "zero-bubble"}, id="zero-bubble", marks=pytest.mark.slow),
         pytest.param({"model__recompute": True}, id="recompute", marks=pytest.mark.slow),
         pytest.param({"elastic__verify": False}, id="unverified", marks=pytest.mark.slow),
     ],

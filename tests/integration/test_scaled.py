@@ -14,7 +14,8 @@ RECIPE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family, dropout", [pytest.param("gpt", 0.0, marks=pytest.mark.slow), ("llama", 0.1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family, dropout", [("gpt", 0.0), ("llama", 0.1)])
 def test_scaled_losses_are_those_of_bitwise_within_1e_5(family: str, dropout: float, tmp_path: Path) -> None:
     settings = RECIPE | {"model.family": family, "model.dropout": dropout}
     exact = run_job(tmp_path / "bitwise", settings | {"layout.widths": [1]})

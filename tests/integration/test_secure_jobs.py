@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.certificates import keys_of
-from tests.integration.jobs import SMALL, as_toml, run_job
+from tests.integration.jobs import SMALL, Calm, as_toml, run_job
 
 from elaswave.api.environment import KEY_FILE_VARIABLE, KEY_VARIABLE
 from elaswave.cli.main import main
@@ -32,7 +32,7 @@ def shown_by(pid: int) -> dict[str, bytes]:
     return shown
 
 
-def test_a_job_inside_tls_computes_the_same_and_shows_its_key_nowhere(tmp_path: Path) -> None:
+def test_a_job_inside_tls_computes_the_same_and_shows_its_key_nowhere(tmp_path: Path, calm: Calm) -> None:
     keys, run_dir = keys_of("job"), tmp_path / "run"
     settings = {**SMALL, "layout.widths": "[1,2]", "run.steps": 8, "net.transport": "tcp", "net.tls": "required"}
     settings |= {"net.keys": keys, "elastic.respawn": True}
@@ -62,7 +62,7 @@ def test_a_job_inside_tls_computes_the_same_and_shows_its_key_nowhere(tmp_path: 
     assert KEY.encode() not in out + errors
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("elaswave-")], "the job's folder is left"
 
-    reference = run_job(tmp_path / "reference", {"layout.widths": "[1,2]", "run.steps": 8})
+    reference = calm({"run.steps": 8})
     result = json.loads(out)
     assert (result["losses"], result["state_digest"]) == (
         reference.result.losses,

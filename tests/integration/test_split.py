@@ -157,6 +157,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Callable[..., elasw
     return run, first, run(tmp_path_factory.mktemp("calm"))
 
 
+@pytest.mark.slow
 def test_a_run_survives_two_kills(tmp_path: Path, texts: Any) -> None:
     run, _, calm = texts
     struck = run(tmp_path, ("kill:1@2:backward", "kill:2@5:any"))

@@ -215,6 +215,7 @@ def network(folder: Path | None, step: int) -> list[nn.Module]:
 REAL: dict[str, Any] = {"run.steps": 16, "batch.num_microbatches": 4, "layout.widths": [2, 1]}
 
 
+@pytest.mark.slow
 def test_in_real_processes_a_wrong_one_is_lost_and_the_job_goes_on(tmp_path: Path) -> None:
     result = train(tmp_path / "wrong", REAL, model=network(tmp_path, 5))
     (lost,) = result.recoveries

@@ -32,7 +32,7 @@ class DigestWriter:
                 (self.folder / f"{role.name}-{machine.worker}.json").write_text(parts)
 
 
-@pytest.mark.parametrize("widths", [[2, 2], [2, 1, 2]], ids=str)
+@pytest.mark.parametrize("widths", [pytest.param([2, 2], marks=pytest.mark.slow), [2, 1, 2]], ids=str)
 def test_a_digest_from_followers_alone_is_that_of_the_owners(widths: list[int], tmp_path: Path) -> None:
     settings = {"optimizer.schedule": "constant", "layout.widths": widths}
     expected = run_job(tmp_path / "three", settings | {"run.steps": 3}).digests
@@ -68,7 +68,9 @@ def test_a_copy_that_differs_after_the_last_step_is_found(
     assert not (tmp_path / "result.json").exists()
 
 
-@pytest.mark.parametrize("num_followers", [0, 1, 2])
+@pytest.mark.parametrize(
+    "num_followers", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_optimizer_bytes_of_a_worker_are_its_share(num_followers: int, tmp_path: Path) -> None:
     default_model = {
         "model.num_layers": 4,
@@ -87,6 +89,7 @@ def test_optimizer_bytes_of_a_worker_are_its_share(num_followers: int, tmp_path:
     assert max(worker.optimizer_bytes for worker in memory.values()) <= 1.1 * (1 + num_followers) / 4 * alone
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_computation(tmp_path: Path) -> None:
     one, same, other = (
         run_job(tmp_path / name, SHORT | {"layout.widths": [1, 1], "run.seed": seed})
@@ -98,6 +101,7 @@ def test_another_seed_is_another_computation(tmp_path: Path) -> None:
     assert set(one.result.losses).isdisjoint(other.result.losses)
 
 
+@pytest.mark.slow
 def test_verification_off_gives_the_same_bits(tmp_path: Path) -> None:
     on, off = (
         run_job(tmp_path / str(on), SHORT | {"elastic.verify": on, "layout.widths": [2, 2]}) for on in (True, False)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.integration.jobs import Job, run_job
+from tests.integration.jobs import Calm, Job, run_job
 
 from elaswave.control import stragglers
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
@@ -11,8 +11,8 @@ from elaswave.types import Layout
 from elaswave.worker import outbox
 
 
-def test_a_slow_worker_is_no_loss_and_does_not_show_in_the_bits(tmp_path: Path) -> None:
-    reference = run_job(tmp_path / "reference")
+def test_a_slow_worker_is_no_loss_and_does_not_show_in_the_bits(tmp_path: Path, calm: Calm) -> None:
+    reference = calm({})
     faults = ["slow:1@3:0.5", "slow:2@4:0.3", "slow:1@6:1", "kill:3@8:backward"]
     job = run_job(tmp_path / "run", faults=faults)
     assert job.computation == reference.computation

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from tests.integration import own
-from tests.integration.jobs import QuietReporter, nothing_left, run_job, small_config
+from tests.integration.jobs import Calm, QuietReporter, nothing_left, run_job, small_config
+from tests.signals import hear_signals
 from torch import Tensor, nn
 
 from elaswave.control import checkpoint_search, checkpoints, job_end, launcher, launcher_waits, template, template_link
@@ -37,7 +38,14 @@ def start(folder: Path) -> subprocess.Popen[str]:
     settings = [word for pair in PATIENT for word in ("--set", pair)]
     command = [sys.executable, "-m", "elaswave", "train", "--run-dir", str(folder / "run"), *settings]
     environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=hear_signals,
+    )
 
 
 def wait_for(what: Callable[[], Any]) -> Any:
@@ -83,7 +91,10 @@ def test_launcher_and_coordinator_hold_no_torch(tmp_path: Path) -> None:
         assert status_of(found["launcher"].pid, "Threads") == 1, "they fork"
     finally:
         job.send_signal(signal.SIGINT)
-        job.communicate(timeout=WAIT_S)
+        try:
+            job.communicate(timeout=WAIT_S)
+        finally:
+            job.kill()
     assert job.returncode == 130
     assert os.listdir(tmp_path / "tmp") == []
 
@@ -91,12 +102,16 @@ def test_launcher_and_coordinator_hold_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("victim", "moment"),
     [
-        ("launcher", "template"),
         ("launcher", "step"),
         ("template", "coordinator"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("launcher", "coordinator"), ("template", "template"), ("template", "step"))
+            for each in (
+                ("launcher", "template"),
+                ("launcher", "coordinator"),
+                ("template", "template"),
+                ("template", "step"),
+            )
         ),
     ],
 )
@@ -143,13 +158,14 @@ class KillsTheTemplate:
             os.kill(os.getppid(), signal.SIGKILL)
 
 
-def test_a_job_whose_template_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_job_whose_template_was_killed_goes_on_from_its_checkpoint(tmp_path: Path, calm: Calm) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(RecoveryError, match="was killed by SIGKILL, and all workers have ended with it") as raised:
         run_job(run_dir, SETTINGS, probe=KillsTheTemplate(run_dir))
     assert "to go on from there: elaswave train --resume" in str(raised.value)
     job = run_job(run_dir, SETTINGS, resume=True)
-    assert job.computation == run_job(tmp_path / "reference", SETTINGS).computation
+    assert job.computation == calm(SETTINGS).computation
 
 
 def test_a_template_that_is_killed_when_the_result_is_written_ends_no_job(
@@ -199,7 +215,7 @@ class Unlucky:
 
 @pytest.mark.parametrize(("lost", "durable"), [pytest.param(1, [2, 4, 6], marks=pytest.mark.slow), (2, [4, 6])])
 def test_a_lost_committer_costs_at_most_its_checkpoint(
-    lost: int, durable: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lost: int, durable: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
     monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", Unlucky(tmp_path, lost))
     reporter = QuietReporter()
@@ -209,7 +225,7 @@ def test_a_lost_committer_costs_at_most_its_checkpoint(
     assert len(told) == lost - 1
     assert len(list(tmp_path.glob("lost-*"))) == lost
     monkeypatch.undo()
-    assert job.computation == run_job(tmp_path / "reference", SETTINGS).computation
+    assert job.computation == calm(SETTINGS).computation
 
 
 def test_a_coordinator_that_is_lost_during_a_commit_leaves_it_to_the_next(
@@ -259,6 +275,7 @@ def in_half_a_second(monkeypatch: pytest.MonkeyPatch) -> Callable[[launcher_wait
     return shortened
 
 
+@pytest.mark.slow
 def test_a_commit_that_takes_too_long_is_ended_before_the_next_one_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,7 +292,11 @@ def test_a_commit_that_takes_too_long_is_ended_before_the_next_one_begins(
     ]
 
 
-@pytest.mark.parametrize("is_told", [False, True], ids=["before the launcher knows of it", "at work"])
+@pytest.mark.parametrize(
+    "is_told",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["before the launcher knows of it", "at work"],
+)
 def test_a_commit_that_cannot_be_ended_for_the_next_coordinator_ends_the_job(
     is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +325,11 @@ def test_a_commit_that_cannot_be_ended_for_the_next_coordinator_ends_the_job(
 @pytest.mark.parametrize(
     ("where", "told"),
     [
-        ("run_template", r"cannot load torch and the model: it has used no processor time for \d+ s and is stopped"),
+        pytest.param(
+            "run_template",
+            r"cannot load torch and the model: it has used no processor time for \d+ s and is stopped",
+            marks=pytest.mark.slow,
+        ),
         ("_Serving", r"does not fork worker 0, worker 1: it has used no processor time for \d+ s and is stopped"),
     ],
     ids=["loading", "forking"],

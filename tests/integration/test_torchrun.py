@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.agents import Agents, free_port
-from tests.integration.jobs import SMALL, run_job
+from tests.integration.jobs import SMALL, Calm
 from tests.integration.test_agents import finished, recoveries
 
 from elaswave.observability.processes import children_of
@@ -39,8 +39,9 @@ def is_agent(pid: int) -> bool:
     return b"elaswave.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("entry_points")
-def test_an_agent_that_is_killed_is_started_again_and_the_other_nodes_agents_go_on(tmp_path: Path) -> None:
+def test_an_agent_that_is_killed_is_started_again_and_the_other_nodes_agents_go_on(tmp_path: Path, calm: Calm) -> None:
     with Agents(tmp_path, {**SETTINGS, "control.hosts": 2}, f"127.0.0.1:{free_port()}") as agents:
         first = agents.start("a", founds=True, launcher=torchrun(0))
         second = agents.start("b", launcher=torchrun(1))
@@ -51,7 +52,7 @@ def test_an_agent_that_is_killed_is_started_again_and_the_other_nodes_agents_go_
         os.kill(agent, signal.SIGKILL)
         assert (first.end(), second.end()) == (0, 0), (first.text, second.text)
     assert {each["worker"] for each in recoveries(agents, "lost")} == {1, 3}
-    assert finished(agents.run_dir).computation == run_job(tmp_path / "reference", SETTINGS).computation
+    assert finished(agents.run_dir).computation == calm(SETTINGS).computation
 
 
 @pytest.mark.usefixtures("entry_points")
