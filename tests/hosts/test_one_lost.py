@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "hosts can be mad
 TWO = {**SMALL, "layout.widths": "[2]", "elastic.num_followers": 1, "run.steps": 150}
 
 
+@pytest.mark.slow
 def test_a_host_is_lost_and_the_other_one_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     with World(2) as world:
         settings = {**TWO, "control.hosts": 2, "net.trusted": True}

@@ -74,6 +74,7 @@ def test_a_mutant_that_is_not_found_is_a_failure(capsys):
     assert "the mutant no-terms was not found" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_violation_in_the_product_ends_with_its_seed(capsys, monkeypatch):
     from elaswave.sim.protocol.mutants import MUTANTS
 
