@@ -33,8 +33,8 @@ from tests.etcd_processes import ETCD, cluster
 from tests.hosts.world import Host, World, lacking
 from tests.integration.jobs import SMALL, run_job
 
-from elaswave.faults.chaos import Draw
 from elaswave.observability.processes import ProcessTable, facts_of, processes_file
+from verify.chaos.cases import Draw
 
 NUM_HOSTS = 4
 NUM_MEMBERS = 3

@@ -19,9 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elaswave.faults.growth import Growth, GrowthWatch
 from elaswave.observability.compare import compare_results
 from elaswave.observability.result import RunResult, read_digests, read_result
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what watches a job is the checkout's
+
+from verify.chaos.growth import Growth, GrowthWatch
 
 MODEL = {
     "model.num_layers": "2",

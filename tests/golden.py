@@ -131,8 +131,8 @@ def transcripts() -> Iterator[tuple[str, str]]:
 
 
 def _transcript(start: int) -> str:
-    from elaswave.sim.protocol.run import run_schedule
-    from elaswave.sim.protocol.schedule import random_schedule
+    from verify.simulator.run import run_schedule
+    from verify.simulator.schedule import random_schedule
 
     lines: list[str] = []
     for seed in range(start, start + _SEEDS_PER_DIGEST):
@@ -149,11 +149,17 @@ def plans() -> Iterator[tuple[str, str]]:
 
 def help_texts() -> Iterator[tuple[str, str]]:
     """What each command says of itself."""
-    yield "elaswave", digest(text := _output(["--help"]))
+    yield from _helps([])
+    yield from _helps(["verify"])
+
+
+def _helps(program: list[str]) -> Iterator[tuple[str, str]]:
+    text = _output([*program, "--help"])
+    yield " ".join(program) or "elaswave", digest(text)
     for verb in _commands_in(text):
-        yield verb, digest(text := _output([verb, "--help"]))
+        yield " ".join([*program, verb]), digest(text := _output([*program, verb, "--help"]))
         for action in _commands_in(text):
-            yield f"{verb} {action}", digest(_output([verb, action, "--help"]))
+            yield " ".join([*program, verb, action]), digest(_output([*program, verb, action, "--help"]))
 
 
 def _commands_in(text: str) -> list[str]:
@@ -162,9 +168,12 @@ def _commands_in(text: str) -> list[str]:
 
 def _output(arguments: list[str]) -> str:
     from elaswave.cli.main import cli
+    from verify.__main__ import PROGRAM, verify
 
+    program, name = (verify, PROGRAM) if arguments[0] == "verify" else (cli, "elaswave")
+    words = arguments[1:] if program is verify else arguments
     try:
-        ended = CliRunner().invoke(cli, arguments, prog_name="elaswave", terminal_width=80, catch_exceptions=False)
+        ended = CliRunner().invoke(program, words, prog_name=name, terminal_width=80, catch_exceptions=False)
     except ElaswaveError as error:
         return f"{type(error).__name__}: {error}"
     if ended.exit_code != 0:

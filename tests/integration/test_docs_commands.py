@@ -51,7 +51,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def run_shell(commands: str, folder: Path) -> str:
-    """What commands print, in a shell that ends at the first one that fails; ``elaswave`` is this checkout's."""
+    """What commands print, in a shell that ends at the first one that fails; ``elaswave`` and ``verify`` are
+    this checkout's."""
     (folder / "examples").symlink_to(ROOT / "examples")
     command = folder / "bin" / "elaswave"
     command.parent.mkdir()
@@ -61,7 +62,7 @@ def run_shell(commands: str, folder: Path) -> str:
     environment = {
         **os.environ,
         "PATH": f"{command.parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
         "TMPDIR": str(folder),
     }
     done = subprocess.run(

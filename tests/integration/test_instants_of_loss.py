@@ -15,12 +15,12 @@ from elaswave.control.run_result import check_followers
 from elaswave.planning.layout import make_layout
 from elaswave.protocol.engine import Phase
 from elaswave.protocol.messages import Decision, Installed
-from elaswave.sim.protocol.mutants import MUTANTS
 from elaswave.state.digests import add_digests
 from elaswave.state.placement import Placement
 from elaswave.state.store import HeldBlock
 from elaswave.worker import torch_engine
 from elaswave.worker.messages import FromWorker, StepReport
+from verify.planted_bugs.mutants import MUTANTS
 
 SETTINGS: dict[str, Any] = {"run.steps": 8, "run.eval_every": 3}
 BETTER = make_layout(widths=[1, 3], layers_per_stage=[1, 3], num_microbatches=5)

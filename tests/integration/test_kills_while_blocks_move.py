@@ -1,7 +1,7 @@
 """Source, target, joiner, leaver or coordinator is killed at a named instant of a drain, a join or a planned change.
 
 Processes are real. Each kill strikes when a condition inside a worker holds, and not by the clock, so that it strikes
-where it says it does. The simulator has every instant of them (`elaswave.sim.protocol.search`).
+where it says it does. The simulator has every instant of them (`verify.simulator.search`).
 """
 
 import os

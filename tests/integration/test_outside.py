@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from elaswave.cli.main import cli
-from elaswave.faults.outside import Strike
-from elaswave.faults.striker import Striker
-from elaswave.faults.trial import RUN_FOLDER, run_command
+from verify.__main__ import verify
+from verify.chaos.outside import Strike
+from verify.chaos.striker import Striker
+from verify.chaos.trial import RUN_FOLDER, run_command
 
 TIMEOUT_S = 240.0
 PR_GET_CHILD_SUBREAPER = 37
@@ -61,7 +61,7 @@ def test_a_committer_is_killed_and_the_template_stopped_for_a_while_by_hand(tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_minute_of_kills_from_outside(tmp_path: Path) -> None:
-    arguments = ["bench", "chaos", "--outside", "--minutes", "1", "--seed", "5", "--run-dir", str(tmp_path / "jobs")]
-    done = CliRunner().invoke(cli, arguments)
+    arguments = ["chaos", "--outside", "--minutes", "1", "--seed", "5", "--run-dir", str(tmp_path / "jobs")]
+    done = CliRunner().invoke(verify, arguments)
     assert done.exit_code == 0, done.output
     assert "same bits" in done.output

@@ -60,7 +60,8 @@ def read_mutants(path: Path = LIST) -> list[Mutant]:
 def source_file(mutant: Mutant) -> Path:
     """The file of a mutant's place, relative to the root of the checkout."""
     module = mutant.place.partition(":")[0]
-    return Path("src", *module.split(".")).with_suffix(".py")
+    folder = "" if module.startswith("verify.") else "src"
+    return Path(folder, *module.split(".")).with_suffix(".py")
 
 
 def mutated(mutant: Mutant, root: Path = ROOT) -> str:

@@ -26,8 +26,8 @@ from elaswave.protocol.events import (
     TellAddresses,
 )
 from elaswave.protocol.messages import Copies, Decision, Evidence, Fenced, Prepare, Registered, Report
-from elaswave.sim.protocol.job import Job, Model, model_of
 from elaswave.state.partners import EVERYBODY
+from verify.simulator.job import Job, Model, model_of
 
 FIVE = Job(widths=(3, 2), num_microbatches=3)
 THREE = Job(widths=(2, 1))

@@ -19,10 +19,10 @@ from elaswave.protocol.events import (
 from elaswave.protocol.ledger import Ledger, LedgerError
 from elaswave.protocol.member import Hold, Ignored, Member, MemberState
 from elaswave.protocol.messages import Decision, LayoutChange, Prepare
-from elaswave.sim.protocol.job import Job, model_of, other_layout
 from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import place_blocks
 from elaswave.types import ExecutionParameters
+from verify.simulator.job import Job, model_of, other_layout
 
 LAYOUT = model_of(THREE).layout
 OTHER = other_layout(LAYOUT)

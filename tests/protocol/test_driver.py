@@ -8,8 +8,8 @@ from elaswave.protocol.decisions import plan_survivors
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
 from elaswave.protocol.events import PendingWork, PlanRecovery
-from elaswave.sim.protocol.job import model_of
 from elaswave.state.partners import EVERYBODY
+from verify.simulator.job import model_of
 
 
 class WritingDriver(CoordinatorDriver):

@@ -25,11 +25,11 @@ from elaswave.protocol.events import (
 )
 from elaswave.protocol.ledger import CatchUp, Ledger
 from elaswave.protocol.messages import AskPause, Dial, Fenced, GoOn, Installed, Linked, Paused, Progress, Released
-from elaswave.sim.protocol.job import model_of
-from elaswave.sim.protocol.run import run_schedule
-from elaswave.sim.protocol.schedule import parse_schedule
 from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Placement
+from verify.simulator.job import model_of
+from verify.simulator.run import run_schedule
+from verify.simulator.schedule import parse_schedule
 
 PROGRESS = Progress(num_updates=2, exponents=(3, 4), calibrated=True, exact=True, canaries={0: 1}, engine="options")
 

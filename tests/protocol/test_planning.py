@@ -30,9 +30,9 @@ from elaswave.protocol.events import (
     RecoveryPlanned,
 )
 from elaswave.protocol.messages import Copies
-from elaswave.sim.protocol.job import model_of, other_layout
 from elaswave.state.partners import EVERYBODY
 from elaswave.types import ExecutionParameters
+from verify.simulator.job import model_of, other_layout
 
 
 def question_of(effects) -> PlanRecovery:

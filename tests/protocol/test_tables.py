@@ -27,11 +27,11 @@ from elaswave.protocol.member import Member
 from elaswave.protocol.messages import Installed, Linked, Paused, Unsound
 from elaswave.protocol.table import Transition, TransitionTable, markdown_table, mermaid_diagram
 from elaswave.protocol.worker import WorkerMachine
-from elaswave.sim.protocol.coordinator import SimCoordinator
-from elaswave.sim.protocol.run import Build, run_schedule
-from elaswave.sim.protocol.schedule import parse_schedule
-from elaswave.sim.protocol.search import run_seeds
 from elaswave.types import ExecutionParameters
+from verify.simulator.coordinator import SimCoordinator
+from verify.simulator.run import Build, run_schedule
+from verify.simulator.schedule import parse_schedule
+from verify.simulator.search import run_seeds
 
 SEEN: set[tuple[Enum, Enum]] = set()
 

@@ -4,7 +4,9 @@ import pytest
 
 from elaswave.protocol.events import NewEpochRecord, TermRecord
 from elaswave.protocol.messages import Decision, Fenced, LayoutChange, Prepare
-from elaswave.sim.protocol.checkers import (
+from elaswave.state.placement import Placement
+from elaswave.types import ExecutionParameters
+from verify.simulator.checkers import (
     Agreement,
     ChangesHeld,
     CheckpointsKept,
@@ -22,12 +24,10 @@ from elaswave.sim.protocol.checkers import (
     Violation,
     all_checkers,
 )
-from elaswave.sim.protocol.host_checker import HostsApart, OneProcess, Orphans
-from elaswave.sim.protocol.job import Job, model_of, other_layout, parameter, undisturbed
-from elaswave.sim.protocol.observer import Observer, together
-from elaswave.sim.protocol.one_coordinator import OneCoordinator, OneHistory
-from elaswave.state.placement import Placement
-from elaswave.types import ExecutionParameters
+from verify.simulator.host_checker import HostsApart, OneProcess, Orphans
+from verify.simulator.job import Job, model_of, other_layout, parameter, undisturbed
+from verify.simulator.observer import Observer, together
+from verify.simulator.one_coordinator import OneCoordinator, OneHistory
 
 JOB = Job(steps=2)
 TRUTH = undisturbed(JOB)

@@ -1,4 +1,4 @@
-"""``elaswave bench protocol``."""
+"""``python -m verify protocol``."""
 
 import json
 import os
@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 from tests.signals import hear_signals
 
-from elaswave.cli import bench_protocol
 from elaswave.cli.main import main
-from elaswave.sim.protocol.run import Build
-from elaswave.sim.protocol.schedule import parse_schedule
-from elaswave.sim.protocol.search import SPACES
+from verify.__main__ import COMMANDS, PROGRAM, verify
+from verify.commands import protocol
+from verify.simulator.run import Build
+from verify.simulator.schedule import parse_schedule
+from verify.simulator.search import SPACES
 
 
 def bench(*arguments: str) -> int:
-    return main(["bench", "protocol", *arguments])
+    return main(["protocol", *arguments], program=verify, name=PROGRAM)
 
 
 def test_seeds(capsys):
@@ -58,9 +59,9 @@ def test_a_mutant_is_found_and_shortened(capsys):
     out = capsys.readouterr().out
     assert "violation: LedgerError: change 1 of the layout after change 1" in out
     command = out.splitlines()[-1].strip()
-    assert command.startswith("elaswave bench protocol --mutant switch-again --replay ")
+    assert command.startswith("python -m verify protocol --mutant switch-again --replay ")
     # The command that is printed shows the violation, and without the bug there is none.
-    arguments = shlex.split(command)[3:]
+    arguments = shlex.split(command)[4:]
     assert bench(*arguments) == 1
     out = capsys.readouterr().out
     assert out.startswith("schedule: ")
@@ -76,16 +77,16 @@ def test_a_mutant_that_is_not_found_is_a_failure(capsys):
 
 @pytest.mark.slow
 def test_a_violation_in_the_product_ends_with_its_seed(capsys, monkeypatch):
-    from elaswave.sim.protocol.mutants import MUTANTS
+    from verify.planted_bugs.mutants import MUTANTS
 
     broken: Build = MUTANTS["ignore-evidence"].build
-    monkeypatch.setattr(bench_protocol, "PRODUCT", broken)
+    monkeypatch.setattr(protocol, "PRODUCT", broken)
     assert bench("--schedules", "250", "--processes", "1", "--json") == 1
     failure = json.loads(capsys.readouterr().out)["failure"]
     assert failure["violation"]
     parse_schedule(failure["shortest"])
     assert bench("--schedules", "250", "--processes", "1") == 1
-    assert f"elaswave bench protocol --replay {failure['seed']}" in capsys.readouterr().out
+    assert f"python -m verify protocol --replay {failure['seed']}" in capsys.readouterr().out
 
 
 def test_replays(capsys):
@@ -99,6 +100,17 @@ def test_replays(capsys):
     assert "ended: " in capsys.readouterr().out
 
 
+def test_the_commands_name_themselves_as_they_are_typed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in COMMANDS:
+        assert main([command, "--help"], program=verify, name=PROGRAM) == 0
+        text = capsys.readouterr().out
+        assert f"Usage: python -m verify {command} [OPTIONS]\n" in text
+        assert max(map(len, text.splitlines())) <= 79
+    assert main(["protcol"], program=verify, name=PROGRAM) == 2
+    assert "No such command 'protcol'; did you mean protocol?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", [["--replay", "nonsense"], ["--mutant", "none"], ["--space", "all"]])
 def test_bad_input(wrong, capsys):
     assert bench(*wrong) == 2
@@ -109,10 +121,12 @@ def test_bad_input(wrong, capsys):
 
 ENDLESS = """
 import time
-from elaswave.cli import bench_protocol, main
-bench_protocol._seed_tasks = lambda seed, schedules, mutant: [(time.sleep, 3600.0)] * 4
+from elaswave.cli.main import main
+from verify.__main__ import verify
+from verify.commands import protocol
+protocol._seed_tasks = lambda seed, schedules, mutant: [(time.sleep, 3600.0)] * 4
 if __name__ == "__main__":
-    raise SystemExit(main.main(["bench", "protocol", "--processes", "2"]))
+    raise SystemExit(main(["protocol", "--processes", "2"], program=verify))
 """
 """Schedules that would take hours."""
 
@@ -140,7 +154,8 @@ def is_at_work(pid: int) -> bool:
 def test_a_signal_to_the_command_alone_ends_it_and_its_processes(number, tmp_path):
     (tmp_path / "endless.py").write_text(ENDLESS)
     command = [sys.executable, str(tmp_path / "endless.py")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hear_signals)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hear_signals)
     try:
         wait_for(lambda: len(pool_of(process.pid)) == 2 and all(map(is_at_work, pool_of(process.pid))))
         children = pool_of(process.pid)

@@ -4,9 +4,9 @@ import pytest
 
 from elaswave.protocol.founding import STARTS_S
 from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, KeyValue, spec_value
-from elaswave.sim.protocol.checkers import Violation
-from elaswave.sim.protocol.lifetime_judge import SEEN_BY, LifetimeJudge
-from elaswave.sim.protocol.lifetime_search import (
+from verify.simulator.checkers import Violation
+from verify.simulator.lifetime_judge import SEEN_BY, LifetimeJudge
+from verify.simulator.lifetime_search import (
     LIFETIME_MUTANTS,
     LIVES,
     LifetimeSummary,
@@ -17,13 +17,13 @@ from elaswave.sim.protocol.lifetime_search import (
     run_lifetimes,
     shortest,
 )
-from elaswave.sim.protocol.lifetimes import Agent, Life, Lifetime
-from elaswave.sim.protocol.schedule import parse_fault
+from verify.simulator.lifetimes import Agent, Life, Lifetime
+from verify.simulator.schedule import parse_fault
 
 
 def assert_clean(summary: LifetimeSummary) -> None:
     assert [
-        f"{violation}: elaswave bench lifetimes --replay '{failed}'" for failed, violation in summary.failures
+        f"{violation}: python -m verify lifetimes --replay '{failed}'" for failed, violation in summary.failures
     ] == []
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from elaswave.sim.protocol.mutants import MUTANTS
-from elaswave.sim.protocol.run import run_schedule
-from elaswave.sim.protocol.schedule import parse_schedule, random_schedule
-from elaswave.sim.protocol.search import run_seeds, shrink
+from verify.planted_bugs.mutants import MUTANTS
+from verify.simulator.run import run_schedule
+from verify.simulator.schedule import parse_schedule, random_schedule
+from verify.simulator.search import run_seeds, shrink
 
 OTHER_SEEDS = 1500
 """Tried if a mutant's example does not show it any more, because the core says something more or less than before."""
@@ -17,7 +17,7 @@ def test_planted_bugs_are_found(mutant):
     if run_schedule(schedule, mutant.build).violation is None:
         found = run_seeds(range(OTHER_SEEDS), mutant.build, schedule.job).failures
         assert found, (
-            f"{mutant.name} is not found; look for a new example: elaswave bench protocol --mutant {mutant.name}"
+            f"{mutant.name} is not found; look for a new example: python -m verify protocol --mutant {mutant.name}"
         )
         schedule = found[0].schedule
     assert run_schedule(schedule).violation is None

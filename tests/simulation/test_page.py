@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.sim.protocol.lifetime_search import LIFETIME_MUTANTS
-from elaswave.sim.protocol.mutants import MUTANTS
-from elaswave.sim.protocol.page import fill
-from elaswave.sim.protocol.schedule import KINDS
-from elaswave.sim.protocol.search import SPACES
+from verify.page import fill
+from verify.planted_bugs.mutants import MUTANTS
+from verify.simulator.lifetime_search import LIFETIME_MUTANTS
+from verify.simulator.schedule import KINDS
+from verify.simulator.search import SPACES
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 

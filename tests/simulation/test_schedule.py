@@ -4,9 +4,9 @@ import pytest
 
 from elaswave.protocol.coordinator import StartRecord, TermRecord
 from elaswave.protocol.worker import WorkerMachine
-from elaswave.sim.protocol.job import Job
-from elaswave.sim.protocol.run import Build, run_schedule
-from elaswave.sim.protocol.schedule import (
+from verify.simulator.job import Job
+from verify.simulator.run import Build, run_schedule
+from verify.simulator.schedule import (
     Conditions,
     Schedule,
     ScheduledFault,
@@ -14,7 +14,7 @@ from elaswave.sim.protocol.schedule import (
     parse_schedule,
     random_schedule,
 )
-from elaswave.sim.protocol.store import SimStore, StaleTermError
+from verify.simulator.store import SimStore, StaleTermError
 
 
 def test_round_trip():

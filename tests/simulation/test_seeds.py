@@ -2,14 +2,14 @@
 
 import pytest
 
-from elaswave.sim.protocol.run import run_schedule
-from elaswave.sim.protocol.schedule import Schedule, parse_schedule, random_schedule
-from elaswave.sim.protocol.search import ALL_KINDS, JOB_OF_3, SPACES, Summary, explore, run_seeds, strike_points
+from verify.simulator.run import run_schedule
+from verify.simulator.schedule import Schedule, parse_schedule, random_schedule
+from verify.simulator.search import ALL_KINDS, JOB_OF_3, SPACES, Summary, explore, run_seeds, strike_points
 
 
 def assert_clean(summary: Summary) -> None:
     shown = [
-        f"{failure.violation}: elaswave bench protocol --replay '{failure.schedule}'" for failure in summary.failures
+        f"{failure.violation}: python -m verify protocol --replay '{failure.schedule}'" for failure in summary.failures
     ]
     assert shown == []
 

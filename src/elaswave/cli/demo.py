@@ -2,7 +2,7 @@
 and both are one computation.
 
 What is drawn (who, when, in which phase) follows from ``--seed``. The faults keep a distance of a few steps, so that
-each finds its victim's state in two places again; faults that meet are the business of ``elaswave bench chaos``.
+each finds its victim's state in two places again; faults that meet are the business of ``python -m verify chaos``.
 """
 
 import contextlib

@@ -54,7 +54,6 @@ COMMANDS = {
     "plan": "elaswave.cli.plan:plan_command",
     "simulate": "elaswave.cli.simulate:simulate_command",
     "compare": "elaswave.cli.compare:compare_command",
-    "bench": "elaswave.cli.bench:bench_group",
     "data": "elaswave.cli.data:data_group",
     "keys": "elaswave.cli.keys:keys_command",
     "probe": "elaswave.cli.probe:probe_command",
@@ -83,23 +82,25 @@ def cli() -> None:
     """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, program: click.Group = cli, name: str = "elaswave") -> int:
     """Runs one command line.
 
     Args:
         arguments: without the program's name; the process's own if None.
+        program: whose commands these are.
+        name: how the program is called.
     Returns:
         The exit code.
     """
     open_closed_streams()
     own = sys.argv[1:]
-    if arguments is None and own[:1] == ["run"]:
+    if arguments is None and program is cli and own[:1] == ["run"]:
         begin_with_fixed_hashes()
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(VisibleLines())
     use_one_thread()  # before any module of a command is imported
     try:
-        code = _run(own if arguments is None else list(arguments))
+        code = _run(own if arguments is None else list(arguments), program, name)
         if arguments is None and code > EXIT_SIGNAL_BASE:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must not change how the command ends
         return code
@@ -130,12 +131,12 @@ def _was_printing(error: OSError) -> bool:
     return at is not None
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], program: click.Group, name: str) -> int:
     as_json = "--json" in arguments[: _options_end(arguments)]
     try:
         _refuse_undecodable(arguments[: _options_end(arguments) + 1])
         with _signals_raise():
-            result = cli.main(arguments, prog_name="elaswave", standalone_mode=False)
+            result = program.main(arguments, prog_name=name, standalone_mode=False)
         return result if isinstance(result, int) else EXIT_SUCCESS
     except click.ClickException as error:
         shown = io.StringIO()

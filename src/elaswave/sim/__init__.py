@@ -1,1 +1,1 @@
-"""Virtual time: the protocol under faults (`sim.protocol`), and weeks of a cluster under any policy (`sim.cluster`)."""
+"""Virtual time: weeks of a cluster under any policy (`sim.cluster`), and a step over slow links."""

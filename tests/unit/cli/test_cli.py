@@ -281,7 +281,6 @@ def test_the_arguments_of_the_process_are_the_default(monkeypatch: pytest.Monkey
     ("arguments", "message"),
     [
         (["trian"], "No such command 'trian'; did you mean train?"),
-        (["bench", "protcol"], "No such command 'protcol'; did you mean protocol?"),
         (["zzz"], "No such command 'zzz'; there are demo, train"),
     ],
 )
@@ -298,7 +297,7 @@ def test_usage_names_the_commands_as_they_are_typed(capsys: Any) -> None:
 def test_help_fits_80_columns_and_says_what_there_is(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     texts = {}
-    for command in [*([verb] for verb in COMMANDS), ["inspect", "diff"], ["bench", "chaos"], ["bench", "protocol"], []]:
+    for command in [*([verb] for verb in COMMANDS), ["inspect", "diff"], []]:
         assert main([*command, "--help"]) == 0
         texts[" ".join(command)] = text = capsys.readouterr().out
         assert max(map(len, text.splitlines())) <= 79

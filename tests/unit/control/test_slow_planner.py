@@ -17,8 +17,8 @@ from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.decisions import plan_survivors
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
-from elaswave.sim.protocol.job import model_of
 from elaswave.state.partners import EVERYBODY
+from verify.simulator.job import model_of
 
 
 class Process(CoordinatorProcess):

@@ -16,6 +16,7 @@ from elaswave.cli.main import cli
 from elaswave.config.load import load_config
 from elaswave.config.sites import labels_of, sites_that_may_part
 from elaswave.faults.injection import parse_faults
+from verify.__main__ import verify
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "src" / "elaswave"
@@ -68,7 +69,7 @@ def shell_blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The arguments of every ``elaswave`` command in the page's shell blocks."""
+    """The arguments of every ``elaswave`` command in the page's shell blocks; of ``verify``, with its name."""
     for block in shell_blocks(text):
         words = shlex.shlex(block.replace("\\\n", " ").replace("\n", ";"), posix=True, punctuation_chars="|&;<>")
         words.whitespace_split = True
@@ -83,6 +84,8 @@ def commands(text: str) -> Iterator[list[str]]:
                 arguments.append(word)
             elif word == "elaswave":
                 arguments = []
+            elif word == "verify":
+                arguments = ["verify"]
 
 
 def check_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +105,10 @@ def check_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None
         else:
             monkeypatch.setattr(command, "callback", parsed.update)
 
-    replace(cli)
+    program, arguments = (verify, arguments[1:]) if arguments[0] == "verify" else (cli, arguments)
+    replace(program)
     with contextlib.redirect_stdout(io.StringIO()):
-        cli.main(arguments, prog_name="elaswave", standalone_mode=False)
+        program.main(arguments, standalone_mode=False)
     if arguments[0] == "train":
         file = parsed["config_file"]
         if file is not None and "$" in str(file):
@@ -146,15 +150,18 @@ def test_these_tests_find_what_they_look_for(monkeypatch: pytest.MonkeyPatch) ->
     assert dead_links(page, text) == ["nowhere.md", "#c"]
     assert missing_files(text) == ["state/no_such.py"]
     shell = (
-        "```\nelaswave X\n```\n```sh\ny && elaswave train a \\\n --set 'b.c=[1, 2]' > d\nelaswave inspect $R | y\n```\n"
+        "```\nelaswave X\n```\n```sh\ny && elaswave train a \\\n --set 'b.c=[1, 2]' > d\nelaswave inspect $R | y\n"
+        "python -m verify chaos --runs 1\n```\n"
     )
-    assert list(commands(shell)) == [["train", "a", "--set", "b.c=[1, 2]"], ["inspect", "$R"]]
+    found = [["train", "a", "--set", "b.c=[1, 2]"], ["inspect", "$R"], ["verify", "chaos", "--runs", "1"]]
+    assert list(commands(shell)) == found
     for wrong in (
         "train --no-such",
         "train --set run.no_such=1",
         "train --fault kill:9@1",
         "no-such",
         "inspect diff a",
+        "verify no-such",
     ):
         with pytest.raises(Exception, match="(?i)no.such|no such|kill:9@1|missing"):
             check_command(wrong.split(), monkeypatch)
@@ -175,6 +182,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 def test_every_folder_of_the_package_is_in_the_architecture() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     folders = {path.parent.relative_to(SOURCE) for path in SOURCE.rglob("*.py")} - {Path(".")}
+    folders |= {path.parent.relative_to(ROOT) for path in (ROOT / "verify").rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if f"| `{folder}/` |" not in text] == []
 
 

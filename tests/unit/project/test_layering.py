@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.project.trees import modules
 
 ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "src" / "elaswave"
+PACKAGES = (ROOT / "src" / "elaswave", ROOT / "verify")
 CONTRACTS = {
     contract["id"]: contract
     for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -30,17 +31,14 @@ SIMULATED = tuple(CONTRACTS["simulated"]["source_modules"])
 ARRAYS = ("elaswave.costs", "elaswave.planning", *SIMULATED)
 """May use numpy; of them only the simulators its random sources."""
 
+READERS = ("elaswave.api", "elaswave.cli", "elaswave.foreign.server", "elaswave.devices.cuda", "verify.commands")
+"""May look at the environment. The server of foreign parts is a program of its own; a GPU's libraries are told by a
+variable, none is read."""
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
 
 
 def within(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(package + ".") for package in packages)
-
-
-def modules(package: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
 def reads_environment(tree: ast.Module) -> Iterator[int]:
@@ -95,38 +93,37 @@ def uses_of_numpy_random(tree: ast.Module, *, seeded: bool) -> Iterator[tuple[in
             yield node.lineno, node.names[0].name
 
 
-def violations(package: Path) -> list[str]:
+def violations(*packages: Path) -> list[str]:
     """One line per use of randomness or look at the environment that breaks a rule."""
     found = []
-    for module, path in modules(package):
+    for module, path in modules(*packages):
         source = path.read_text()
         if "random" not in source and "env" not in source:
             continue  # a tree takes time, and would have none of it
         tree = ast.parse(source, str(path))
-        where = path.relative_to(package.parent)
+        where = path.relative_to(next(each.parent for each in packages if path.is_relative_to(each)))
         if within(module, SIMULATED):
             for line, name in uses_of_random(tree):
                 found.append(f"{where}:{line}: {module} uses random.{name}, not of a seed")
         if within(module, ARRAYS):
             for line, name in uses_of_numpy_random(tree, seeded=within(module, SIMULATED)):
                 found.append(f"{where}:{line}: {module} uses numpy.random.{name}, not of a seed")
-        # The server of foreign parts is a program of its own; a GPU's libraries are told by a variable, none is read.
-        if not within(module, ("elaswave.api", "elaswave.cli", "elaswave.foreign.server", "elaswave.devices.cuda")):
+        if not within(module, READERS):
             for line in reads_environment(tree):
                 found.append(f"{where}:{line}: {module} reads the environment, only cli and api may")
     return found
 
 
 def test_draws_have_seeds_and_only_the_entry_points_read_the_environment():
-    assert len(list(modules(PACKAGE))) > 10
-    assert violations(PACKAGE) == []
+    assert all(len(list(modules(package))) > 10 for package in PACKAGES)
+    assert violations(*PACKAGES) == []
 
 
 def test_no_function_assumes_a_scatter_width():
     """All members must choose the same partners: whoever asks must know over how many the job spreads its blocks."""
     assumed = [
         f"{name}.{function.name}"
-        for name, path in modules(PACKAGE)
+        for name, path in modules(*PACKAGES)
         if "scatter_width" in (source := path.read_text())
         for function in ast.walk(ast.parse(source))
         if isinstance(function, ast.FunctionDef) and "scatter_width" in arguments_with_defaults(function.args)
@@ -136,14 +133,14 @@ def test_no_function_assumes_a_scatter_width():
 
 def test_pure_modules_load_nothing_impure():
     """In a fresh interpreter: also what they import indirectly, and their packages' ``__init__``, load no torch."""
-    pure = [module for module, _ in modules(PACKAGE) if within(module, PURE + SIMULATED)]
-    assert {"elaswave.planning.programs", "elaswave.protocol.coordinator", "elaswave.sim.protocol.world"} <= {*pure}
+    pure = [module for module, _ in modules(*PACKAGES) if within(module, PURE + SIMULATED)]
+    assert {"elaswave.planning.programs", "elaswave.protocol.coordinator", "verify.simulator.world"} <= {*pure}
     code = (
         "import importlib, sys\n"
         f"for name in {pure!r}: importlib.import_module(name)\n"
         "print(*sorted({'torch', 'socket', 'asyncio', 'multiprocessing'} & set(sys.modules)))"
     )
-    path = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
+    path = f"import sys; sys.path[:0] = {[str(package.parent) for package in PACKAGES]!r}\n"
     done = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
 
@@ -158,7 +155,7 @@ SLIM = ("control.launcher", "control.local_job", "control.job_processes", "contr
 def slim():
     """Of a fresh interpreter that imports them one after the other: which it has imported without torch."""
     code = "".join(f"import elaswave.{name}; print({name!r}, 'torch' in sys.modules)\n" for name in SLIM)
-    path = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
+    path = f"import sys; sys.path[:0] = {[str(package.parent) for package in PACKAGES]!r}\n"
     done = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
@@ -170,13 +167,13 @@ def test_launcher_and_coordinator_load_no_torch(slim, module):
 
 
 PLANTED = {
-    "planning/cost.py": [
+    "elaswave/planning/cost.py": [
         ("import numpy as np\nnp.random.default_rng(1)", "2: elaswave.planning.cost uses numpy.random.default_rng"),
         ("from numpy.random import default_rng", "uses numpy.random.default_rng"),
     ],
-    "sim/protocol/world.py": [
-        ("import random\nrandom.random()", "2: elaswave.sim.protocol.world uses random.random, not of a seed"),
-        ("import numpy as np\nnp.random.default_rng()", "2: elaswave.sim.protocol.world uses numpy.random.default_rng"),
+    "verify/simulator/world.py": [
+        ("import random\nrandom.random()", "2: verify.simulator.world uses random.random, not of a seed"),
+        ("import numpy as np\nnp.random.default_rng()", "2: verify.simulator.world uses numpy.random.default_rng"),
         ("import numpy as np\nnp.random.seed(1)", "uses numpy.random.seed, not of a seed"),
         ("import random\nrandom.Random()", "uses random.Random, not of a seed"),
         ("import random\nmake = random.Random", "uses random.Random, not of a seed"),
@@ -184,7 +181,7 @@ PLANTED = {
         ("from random import choice", "uses random.choice, not of a seed"),
         ("import random as r", "uses random.* as r, not of a seed"),
     ],
-    "control/launcher.py": [
+    "elaswave/control/launcher.py": [
         (
             "import os\nprint(os.environ['HOME'])",
             "2: elaswave.control.launcher reads the environment, only cli and api may",
@@ -194,64 +191,65 @@ PLANTED = {
     ],
 }
 HARMLESS = {
-    "planning/cost.py": "import numpy as np\nnp.zeros(3)",
-    "sim/protocol/world.py": "import random\nimport numpy as np\nnp.random.default_rng(7)\n"
+    "elaswave/planning/cost.py": "import numpy as np\nnp.zeros(3)",
+    "verify/simulator/world.py": "import random\nimport numpy as np\nnp.random.default_rng(7)\n"
     "rng: random.Random\ndef draw(rng: random.Random) -> random.Random: return random.Random(7)",
-    "control/launcher.py": "import os\nos.getpid()",
-    "cli/main.py": "import os\nos.environ.get('HOME')",
+    "elaswave/control/launcher.py": "import os\nos.getpid()",
+    "elaswave/cli/main.py": "import os\nos.environ.get('HOME')",
 }
 
 
-def plant(root: Path, files: dict[str, str]) -> Path:
-    package = root / "elaswave"
+def plant(root: Path, files: dict[str, str]) -> list[Path]:
     for name in {*PLANTED, *HARMLESS, *files}:
-        path = package / name
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(files.get(name, HARMLESS.get(name, "")))
-    return package
+    return [root / package.name for package in PACKAGES]
 
 
 def test_the_guard_passes_what_is_allowed(tmp_path):
-    assert violations(plant(tmp_path, {})) == []
+    assert violations(*plant(tmp_path, {})) == []
 
 
 @pytest.mark.parametrize(
     ("file", "code", "message"), [(file, *case) for file, cases in PLANTED.items() for case in cases]
 )
 def test_the_guard_catches_planted_violations(tmp_path, file, code, message):
-    found = violations(plant(tmp_path, {file: code}))
+    found = violations(*plant(tmp_path, {file: code}))
     assert found
     assert any(message in line for line in found), found
-    assert all(line.startswith(f"elaswave/{file}:") for line in found)
+    assert all(line.startswith(f"{file}:") for line in found)
 
 
 IMPORTS = {
     "layers": [
-        ("transport/link.py", "from elaswave.worker import probe"),
-        ("transport/link.py", "from elaswave.protocol import ledger"),
-        ("protocol/ledger.py", "from elaswave.transport import link"),
-        ("training/optimizer.py", "from elaswave.control import launcher"),
-        ("observability/output.py", "def late():\n    import elaswave.cli.main"),
-        ("models/gpt.py", "from elaswave.state import flat"),
-        ("data/sampler.py", "from elaswave.models import gpt"),
-        ("planning/plan.py", "from elaswave.config import schema"),
-        ("types.py", "import elaswave.planning.plan"),
-        ("hashing.py", "from elaswave.errors import DataError"),
+        ("elaswave/transport/link.py", "from elaswave.worker import probe"),
+        ("elaswave/transport/link.py", "from elaswave.protocol import ledger"),
+        ("elaswave/protocol/ledger.py", "from elaswave.transport import link"),
+        ("elaswave/training/optimizer.py", "from elaswave.control import launcher"),
+        ("elaswave/observability/output.py", "def late():\n    import elaswave.cli.main"),
+        ("elaswave/models/gpt.py", "from elaswave.state import flat"),
+        ("elaswave/data/sampler.py", "from elaswave.models import gpt"),
+        ("elaswave/planning/plan.py", "from elaswave.config import schema"),
+        ("elaswave/types.py", "import elaswave.planning.plan"),
+        ("elaswave/hashing.py", "from elaswave.errors import DataError"),
     ],
+    "beside": [("elaswave/faults/injection.py", "from verify.chaos import cases")],
+    "verify": [("verify/simulator/world.py", "from verify.planted_bugs import mutant")],
     "pure": [
-        ("planning/plan.py", "import torch.nn.functional as F"),
-        ("costs/layers.py", "from time import monotonic"),
-        ("protocol/ledger.py", "def late():\n    import random"),
-        ("protocol/member.py", "from asyncio import sleep"),
-        ("protocol/ledger.py", "from elaswave.state import flat"),  # which imports torch
-        ("state/placement.py", "import socket"),
+        ("elaswave/planning/plan.py", "import torch.nn.functional as F"),
+        ("elaswave/costs/layers.py", "from time import monotonic"),
+        ("elaswave/protocol/ledger.py", "def late():\n    import random"),
+        ("elaswave/protocol/member.py", "from asyncio import sleep"),
+        ("elaswave/protocol/ledger.py", "from elaswave.state import flat"),  # which imports torch
+        ("elaswave/state/placement.py", "import socket"),
     ],
     "simulated": [
-        ("sim/protocol/world.py", "import time"),
-        ("sim/cluster/job.py", "import secrets"),
-        ("sim/protocol/world.py", "from elaswave.state import flat"),
+        ("verify/simulator/world.py", "import time"),
+        ("elaswave/sim/cluster/job.py", "import secrets"),
+        ("verify/simulator/world.py", "from elaswave.state import flat"),
     ],
-    "arrays": [("protocol/ledger.py", "import numpy"), ("state/placement.py", "import numpy as np")],
+    "arrays": [("elaswave/protocol/ledger.py", "import numpy"), ("elaswave/state/placement.py", "import numpy as np")],
 }
 
 
@@ -269,10 +267,11 @@ def broken_contracts(root: Path) -> tuple[set[str], str]:
 
 
 def copy_with(folder: Path, imports: Iterable[tuple[str, str]]) -> Path:
-    """A copy of the package with code at the end of files."""
-    shutil.copytree(PACKAGE, folder / "elaswave", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the packages with code at the end of files."""
+    for package in PACKAGES:
+        shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     for file, code in imports:
-        with (folder / "elaswave" / file).open("a") as module:
+        with (folder / file).open("a") as module:
             module.write(f"\n{code}\n")
     return folder
 
@@ -282,7 +281,7 @@ def test_the_contracts_hold_for_a_copy(tmp_path):
 
 
 def test_a_room_that_no_layer_has_is_named(tmp_path):
-    broken, text = broken_contracts(copy_with(tmp_path, [("newroom.py", "import math")]))
+    broken, text = broken_contracts(copy_with(tmp_path, [("elaswave/newroom.py", "import math")]))
     assert broken == {"layers"} and "newroom" in text
 
 
@@ -298,5 +297,5 @@ def test_a_contract_catches_a_planted_import(caught, id, file, code):
     assert id in broken
     package, name, module = re.search(r"(?:from (\S+) import (\w+)|import (\S+))", code).groups()
     targets = [f"{package}.{name}", package] if package else [module, module.partition(".")[0]]
-    importer = ".".join(("elaswave", *Path(file).with_suffix("").parts))
+    importer = ".".join(Path(file).with_suffix("").parts)
     assert any(f"{importer} -> {target} (l." in text for target in targets), text

@@ -51,4 +51,8 @@ def test_an_installation_brings_the_data_files_along(tmp_path: Path) -> None:
     wanted = {f"elaswave/presets/{name}.toml" for name in ("devices", "links", "models")} | {"elaswave/py.typed"}
     assert wanted == {path.relative_to(package.parent).as_posix() for path in package.rglob("*") if path.is_file()
                       and path.suffix not in (".py", ".pyc")}  # fmt: skip
-    assert wanted <= set(zipfile.ZipFile(wheel).namelist())
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert wanted <= names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"elaswave"}, (
+        "what tries it out stays in the checkout"
+    )

@@ -21,7 +21,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert {".", "tutorial", "ARCHITECTURE", "benchmarks", "examples", "own-models/tied", "reference/python"} <= pages
     reference = (tmp_path / "site/reference/python/index.html").read_text()
     assert "values by dotted key" in reference, "made from docstrings"
-    assert "elaswave bench protocol" in (tmp_path / "site/reference/commands/index.html").read_text()
+    commands = (tmp_path / "site/reference/commands/index.html").read_text()
+    assert "elaswave simulate" in commands and "python -m verify protocol" in commands
     first = (tmp_path / "site/index.html").read_text()
     assert 'href="tutorial/"' in first and "docs/tutorial" not in first, "links are the site's"
 

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.unit.project.trees import PACKAGE, dotted, functions, modules
+from tests.unit.project.trees import PACKAGE, VERIFY, dotted, functions, modules
 
 OPENS = {"open", "os.open", "io.open", "os.fdopen", "mmap.mmap", "np.memmap", "np.load", "np.fromfile"}
 DECODES = {
@@ -58,11 +58,6 @@ EXCEPTED = {
     "data.sources:write_python_docs": MAKES,
     "data.token_files:TokenWriter.__init__": MAKES,
     "devices.availability:cuda_of_torch": PACKAGED,
-    "faults.growth:held_by": KERNEL,
-    "faults.trial:_be_job": MAKES,
-    "faults.trial:run_command.start": MAKES,
-    "faults.weather:Sky._begin": MAKES,
-    "faults.weather:Sky._limit": KERNEL,
     "foreign.part:Part._about": OWN,
     "foreign.part:Part._checked": OWN,
     "foreign.server:Server._answer": OWN,
@@ -92,6 +87,11 @@ EXCEPTED = {
     "worker.frequency:_group_of": KERNEL,
     "worker.payloads:_describe": CHECKED,
     "worker.rehearsal:_libraries_of_matrices": KERNEL,
+    "verify.chaos.growth:held_by": KERNEL,
+    "verify.chaos.trial:_be_job": MAKES,
+    "verify.chaos.trial:run_command.start": MAKES,
+    "verify.chaos.weather:Sky._begin": MAKES,
+    "verify.chaos.weather:Sky._limit": KERNEL,
 }
 
 
@@ -115,7 +115,7 @@ def _is_of_the_kernel(call: ast.Call) -> bool:
 
 def test_files_are_read_through_one_module() -> None:
     found: dict[str, set[str]] = {}
-    for module, path in modules(PACKAGE):
+    for module, path in modules(PACKAGE, VERIFY):
         if module != "elaswave.untrusted":
             for function, call in calls_beside(ast.parse(path.read_text())):
                 found.setdefault(f"{module.removeprefix('elaswave.')}:{function}", set()).add(call)

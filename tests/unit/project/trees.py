@@ -4,14 +4,18 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[3] / "src" / "elaswave"
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "src" / "elaswave"
+VERIFY = ROOT / "verify"
+"""What tries the package out, under the same rules."""
 
 
-def modules(package: Path) -> Iterator[tuple[str, Path]]:
-    """Every module of a package with its file."""
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+def modules(*packages: Path) -> Iterator[tuple[str, Path]]:
+    """Every module of some packages with its file."""
+    for package in packages:
+        for path in sorted(package.rglob("*.py")):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
 def functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST]]:

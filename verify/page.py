@@ -1,0 +1,89 @@
+"""The parts of ``docs/protocol.md`` that are made from the code: diagrams, tables of transitions, planted bugs.
+
+``scripts/protocol-page`` writes them anew; a test compares them.
+"""
+
+import re
+
+from elaswave.protocol import agent, coordinator_table, member
+from elaswave.protocol.table import C, R, S, TransitionTable, markdown_table, mermaid_diagram
+from verify.planted_bugs.mutants import MUTANTS
+from verify.simulator.lifetime_search import LIFETIME_MUTANTS, parse_lifetime, run_lifetime
+from verify.simulator.run import run_schedule
+from verify.simulator.schedule import KINDS, parse_schedule
+from verify.simulator.search import SPACES
+
+_SECTION = re.compile(r"(<!-- from the code: (\w+) -->\n).*?(<!-- until here -->)", re.DOTALL)
+
+
+def fill(text: str) -> str:
+    """A page with its sections made anew.
+
+    Args:
+        text: the page; a section stands between ``<!-- from the code: NAME -->`` and ``<!-- until here -->``.
+    Raises:
+        KeyError: a section of an unknown name.
+    """
+    return _SECTION.sub(lambda match: f"{match[1]}{_SECTIONS[match[2]]()}\n{match[3]}", text)
+
+
+def _coordinator() -> str:
+    return _machine(coordinator_table.TRANSITIONS)
+
+
+def _member() -> str:
+    return _machine(member.TRANSITIONS)
+
+
+def _agent() -> str:
+    return _machine(agent.TRANSITIONS)
+
+
+def _machine(table: TransitionTable[S, C, R]) -> str:
+    return f"```mermaid\n{mermaid_diagram(table)}\n```\n\n{markdown_table(table)}"
+
+
+def _faults() -> str:
+    return "\n".join(
+        ["| fault | what it does |", "|---|---|", *(f"| `{kind}` | {what} |" for kind, what in KINDS.items())]
+    )
+
+
+def _spaces() -> str:
+    lines = ["| space | stages | steps | faults, first; second | conditions |", "|---|---|---|---|---|"]
+    for space in SPACES.values():
+        kinds = "; ".join(", ".join(names) for names in space.kinds)
+        widths = "[" + ",".join(map(str, space.job.widths)) + "]"
+        lines.append(f"| {space.name} | {widths} | {space.job.steps} | {kinds} | {len(space.conditions)} |")
+    return "\n".join(lines)
+
+
+def _mutants() -> str:
+    lines = ["| bug | what is wrong | what is seen | schedule |", "|---|---|---|---|"]
+    for mutant in MUTANTS.values():
+        seen = run_schedule(parse_schedule(mutant.example), mutant.build).violation or "not shown by its example"
+        seen = seen.partition(", and there is no valid")[0]
+        real = " (the core once had it)" if mutant.real else ""
+        lines.append(f"| `{mutant.name}` | {mutant.what}{real} | {seen} | `{mutant.example}` |")
+    return "\n".join(lines)
+
+
+def _lifetimes() -> str:
+    lines = ["| bug | what is wrong | what is seen | schedule |", "|---|---|---|---|"]
+    for mutant in LIFETIME_MUTANTS.values():
+        schedule = parse_lifetime(mutant.example)
+        seen = run_lifetime(schedule, mutant.build).violation or "not shown by its example"
+        real = " (the product once had it)" if mutant.real else ""
+        lines.append(f"| `{mutant.name}` | {mutant.what}{real} | {seen} | `{mutant.example or 'seed=0'}` |")
+    return "\n".join(lines)
+
+
+_SECTIONS = {
+    "coordinator": _coordinator,
+    "member": _member,
+    "agent": _agent,
+    "faults": _faults,
+    "spaces": _spaces,
+    "mutants": _mutants,
+    "lifetimes": _lifetimes,
+}

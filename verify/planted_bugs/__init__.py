@@ -1,0 +1,1 @@
+"""Bugs planted in the simulated product on purpose, each of which the search must find."""

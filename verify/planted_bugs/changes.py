@@ -1,0 +1,237 @@
+"""Bugs planted in planned changes (rules M) and in units that layers share; see `verify.planted_bugs.mutants`."""
+
+# ruff: noqa: D102 (what each class does wrong is its own docstring)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from elaswave.protocol.ballot import Verdict, expected_residency
+from elaswave.protocol.execution import Life
+from elaswave.protocol.messages import FIRST_EPOCH, Decision, LayoutChange
+from elaswave.protocol.traffic import Shipment, Traffic, traffic_of
+from elaswave.protocol.worker import WorkerMachine
+from elaswave.state.placement import Block, Placement
+from elaswave.types import ExecutionParameters, Layout
+from verify.planted_bugs.mutant import Mutant
+from verify.simulator.engine import ToyCopy
+from verify.simulator.run import Build
+
+_Machine = WorkerMachine[ToyCopy]
+
+
+class ForgetsRatios(_Machine):
+    """After a decision, the workers of odd ids code with the ratios of the start."""
+
+    def _use_layout(self, layout: Layout, execution: ExecutionParameters) -> frozenset[int]:
+        is_decided = "member" in vars(self) and self.member.epoch > FIRST_EPOCH and self.worker % 2
+        return super()._use_layout(layout, msgspec.structs.replace(execution, ratios={}) if is_decided else execution)
+
+
+class KeepsTheFirstOffer(_Machine):
+    """A change that a following coordinator says again is not taken in its name (the core once had it)."""
+
+    def offer(self, change: LayoutChange) -> None:
+        if self._offered is None or change.number > self._offered.number:
+            self._offered = change
+
+
+class AdoptsAlone(_Machine):
+    """A planned change is adopted where it is held, whatever the others hold."""
+
+    def adopts(self, verdict: Verdict) -> bool:
+        return verdict.commits and self.held_change is not None
+
+
+class MovesWhenHeld(_Machine):
+    """Copies travel towards a change that is held, but not adopted yet."""
+
+    def replicate(self) -> None:
+        adopted, self.moving = self.moving, self.moving or self.held_change
+        super().replicate()
+        self.moving = adopted
+
+
+class SwitchesUnproven(_Machine):
+    """An adopted change comes into force though not all of its copies are in their places."""
+
+    def arrives(self, verdict: Verdict) -> bool:
+        return self.moving is not None and verdict.commits
+
+
+class BudgetsAlone(_Machine):
+    """What may travel follows from what a worker has measured itself, and not from the vote."""
+
+    def take(self, verdict: Verdict) -> None:
+        super().take(verdict._replace(duration_us=self.engine.measured().duration_us))
+
+
+class KeepsOldRoles(_Machine):
+    """A change is in force, and a worker goes on with the roles that it had."""
+
+    def _take_roles(self) -> None:
+        pass
+
+
+class DropsUnproven(_Machine):
+    """Copies that the next placement does not need are dropped as soon as the change is adopted."""
+
+    def replicate(self) -> None:
+        if self.moving is not None:
+            placement, worker = self.moving.placement, self.worker
+            self.copies = {block: copy for block, copy in self.copies.items() if worker in placement.holders(block)}
+        super().replicate()
+
+
+class SwitchesWhileCopying(_Machine):
+    """A change comes into force with the vote with which its last copies count (the core once had it)."""
+
+    def arrives(self, verdict: Verdict) -> bool:
+        if self.moving is None or not verdict.commits:
+            return False
+        return verdict.next_residency == expected_residency(self.moving.placement, self.step)
+
+
+class KeepsOldChanges(_Machine):
+    """A planned change outlives its epoch."""
+
+    def hold(self, change: LayoutChange | None) -> None:
+        if change is not None:
+            super().hold(change)
+
+
+class GathersUnderTheOldLayout(_Machine):
+    """A change is in force, but GATHER still goes to those that needed parameters before."""
+
+    def switch(self, change: LayoutChange) -> None:
+        before = self.traffic
+        super().switch(change)
+        self.traffic = before
+
+
+class SwitchesAgain(_Machine):
+    """A change that has come into force is adopted once more."""
+
+    def learn(self, vector: Sequence[int], verdict: Verdict) -> None:
+        super().learn(vector, verdict)
+        if self.coming is not None:
+            self.moving = self.coming
+
+
+def _traffic_within_stages(
+    worker: int, blocks: tuple[Block, ...], layout: Layout, placement: Placement, voting: Placement
+) -> Traffic:
+    right = traffic_of(worker, blocks, layout, placement, voting)
+    stage = layout.stage_of(worker)
+
+    def stays(shipment: Shipment) -> bool:
+        return shipment.layer < layout.num_layers or layout.stage_of(shipment.peer) == stage
+
+    out = {unit: tuple(filter(stays, shipments)) for unit, shipments in right.partials_out.items()}
+    return right._replace(partials_out=out, partials_in=tuple(filter(stays, right.partials_in)))
+
+
+class SumsWithinStages(_Machine):
+    """The sum of a shared unit lacks the uses in other stages than its owner's."""
+
+    traffic_of = staticmethod(_traffic_within_stages)
+
+
+class DeliversLayersOnly(_Machine):
+    """Shared units are not delivered to those that take over a layer which uses them."""
+
+    def install(self, decision: Decision) -> Life[None]:
+        layers = tuple(pair for pair in decision.deliver if pair[1] < decision.layout.num_layers)
+        yield from super().install(msgspec.structs.replace(decision, deliver=layers))
+
+
+CHANGE_MUTANTS = (
+    Mutant(
+        "ratios-forgotten",
+        "after a loss some workers code with the ratios of the start",
+        Build(machine=ForgetsRatios),
+        "steps=6 change_step=1 kill:0@0",
+    ),
+    Mutant(
+        "change-old-name",
+        "a change that is said again by the next coordinator is looked at in the name of the one before",
+        Build(machine=KeepsTheFirstOffer),
+        "widths=1,1 num_microbatches=1 steps=6 change_step=1 restart_delay=1 kill:c@24",
+        real=True,
+    ),
+    Mutant(
+        "change-alone",
+        "a planned change is adopted though a worker does not hold it",
+        Build(machine=AdoptsAlone),
+        "change_step=1 seed=242090808",
+    ),
+    Mutant(
+        "move-when-held",
+        "copies travel towards a change that is held, but not adopted",
+        Build(machine=MovesWhenHeld),
+        "steps=6 change_step=1 slow_worker=0 slow_by=40",
+    ),
+    Mutant(
+        "switch-unproven",
+        "a change comes into force though not all of its copies are in their places",
+        Build(machine=SwitchesUnproven),
+        "steps=6 change_step=1",
+    ),
+    Mutant(
+        "budget-alone",
+        "what may travel follows from what a worker has measured itself",
+        Build(machine=BudgetsAlone),
+        "widths=1,1 num_microbatches=1",
+    ),
+    Mutant(
+        "switch-old-roles",
+        "a change is in force, and a worker goes on with the roles that it had",
+        Build(machine=KeepsOldRoles),
+        "widths=1,1 num_microbatches=1 steps=6 change_step=1",
+    ),
+    Mutant(
+        "drop-unproven",
+        "copies that the next placement does not need are dropped before it is in force",
+        Build(machine=DropsUnproven),
+        "steps=6 change_step=1",
+    ),
+    Mutant(
+        "switch-while-copying",
+        "a change comes into force, and copies are dropped, with the vote that the last of its copies came with",
+        Build(machine=SwitchesWhileCopying),
+        "steps=8 leave_step=1 leaver=1 link_delay=6 slow_worker=1 slow_by=40 suspect:0@170",
+        real=True,
+    ),
+    Mutant(
+        "old-change",
+        "a planned change of the layout outlives its epoch",
+        Build(machine=KeepsOldChanges),
+        "widths=1,1,1 num_microbatches=1 steps=6 change_step=1 kill:1@86",
+    ),
+    Mutant(
+        "switch-old-gather",
+        "a changed layout is in force, and GATHER still follows the old one",
+        Build(machine=GathersUnderTheOldLayout),
+        "widths=2,2 steps=6 change_step=1",
+    ),
+    Mutant(
+        "switch-again",
+        "a change that has come into force is still held",
+        Build(machine=SwitchesAgain),
+        "widths=1,1 num_microbatches=1 steps=4 change_step=1",
+    ),
+    Mutant(
+        "tie-one-stage",
+        "the sum of a shared unit lacks the uses in other stages than its owner's",
+        Build(machine=SumsWithinStages),
+        "widths=1,1 num_microbatches=1 tied=1",
+    ),
+    Mutant(
+        "tie-undelivered",
+        "a worker that takes over a layer is not sent the unit that it shares with others",
+        Build(machine=DeliversLayersOnly),
+        "widths=1,1,1 tied=1 kill:0@40",
+    ),
+)

@@ -1,0 +1,139 @@
+"""Bugs planted in what a step keeps of an earlier attempt (S1 to S5); see `verify.planted_bugs.mutants`."""
+
+# ruff: noqa: D102 (what each class does wrong is its own docstring)
+
+from typing import Any
+
+import msgspec
+
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.events import CoordinatorEffect, WorkerFailed
+from elaswave.protocol.salvage import Keep, Partial
+from elaswave.protocol.worker import WorkerMachine
+from verify.planted_bugs.mutant import Mutant
+from verify.simulator.coordinator import SimCoordinator
+from verify.simulator.engine import ToyCopy
+from verify.simulator.run import Build
+
+_Machine = WorkerMachine[ToyCopy]
+
+
+class KeepsCoverageOnly(_Machine):
+    """What was covered stays covered, but the sums are emptied (S1)."""
+
+    def begin_sums(self) -> None:
+        super().begin_sums()
+        engine: Any = self.engine
+        engine.sums.words = dict.fromkeys(engine.sums.words, 0)
+
+
+class AddsTheDeadsPart(_Machine):
+    """Partial sums that a lost worker had sent are added all the same (S4)."""
+
+    _from_the_dead: tuple[tuple[int, list[int]], ...] = ()
+
+    def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
+        engine: Any = self.engine
+        self._from_the_dead = tuple(
+            (layer, sums) for (layer, peer), (_, sums) in engine.received.items() if peer not in members
+        )
+        super().move(epoch, members, with_progress=with_progress)
+
+    def begin_sums(self) -> None:
+        super().begin_sums()
+        engine: Any = self.engine
+        for layer, sums in self._from_the_dead if self.kept else ():
+            for block, part in zip(self.traffic.owned.get(layer, ()), sums, strict=False):
+                engine.sums.words[block] = engine.sums.words.get(block, 0) + part
+        self._from_the_dead = ()
+
+
+class CountsLossesTwice(_Machine):
+    """A loss that a survivor has kept counts again where its micro-batch runs again (S1)."""
+
+    def keep(self) -> Keep | None:
+        keep = super().keep()
+        return keep and keep._replace(covered=(*keep.covered[:-1], 0))
+
+
+class AddsCoveredLayers(_Machine):
+    """A layer that is covered is added again where a gradient passes it (S3)."""
+
+    def keep(self) -> Keep | None:
+        keep = super().keep()
+        return keep and keep._replace(covered=(*(0 for _ in keep.covered[1:]), keep.covered[-1]))
+
+
+class KeepsOldSums(_Machine):
+    """A worker says of sums on the grids of an earlier attempt that they are of the last one (S5)."""
+
+    def partial(self) -> Partial | None:
+        partial = super().partial()
+        return partial and msgspec.structs.replace(partial, root=1 << 20)
+
+
+class KeepsTooLong(_Machine):
+    """Takes what is kept into every attempt of the step, not only into the one that the decision is about (S5)."""
+
+    def begin_sums(self) -> None:
+        if self.step == self.kept_for[0]:
+            self.kept_for = (self.step, self.attempt)
+        super().begin_sums()
+
+
+class _Trusts(Coordinator):
+    def _on_failed(self, event: WorkerFailed, now_s: float) -> list[CoordinatorEffect]:
+        return super()._on_failed(event._replace(is_wrong=False), now_s)
+
+
+class KeepsWhatIsWrong(SimCoordinator):
+    """Survivors keep what they have computed with numbers of a worker whose processor is wrong (S5)."""
+
+    core_class = _Trusts
+
+
+SALVAGE_MUTANTS = (
+    Mutant(
+        "keep-coverage-only",
+        "what was added before a loss counts as covered, but the sums are emptied",
+        Build(machine=KeepsCoverageOnly),
+        "widths=4 num_microbatches=4 kill:3@54",
+    ),
+    Mutant(
+        "keep-dead-part",
+        "partial sums that a lost worker had sent are added although its part runs again",
+        Build(machine=AddsTheDeadsPart),
+        "retry_step=2 tied=1 kill:2@71",
+    ),
+    Mutant(
+        "keep-loss-twice",
+        "a loss that a survivor has kept counts again where its micro-batch runs again",
+        Build(machine=CountsLossesTwice),
+        "replans=1 hang:0@9+75",
+    ),
+    Mutant(
+        "keep-and-add",
+        "a layer that is covered is added again where it passes a gradient on",
+        Build(machine=AddsCoveredLayers),
+        "widths=1,2 retry_step=2 kill:0@70",
+    ),
+    Mutant(
+        "keep-old-grids",
+        "sums on grids that a vote has changed since are kept",
+        Build(machine=KeepsOldSums),
+        "widths=3,2 num_microbatches=3 num_followers=2 checkpoint_every=1 retry_step=3 keeps_in_flight=0 "
+        "disconnect:0@96 kill:4@190",
+    ),
+    Mutant(
+        "keep-what-is-wrong",
+        "survivors keep what they have computed with numbers that a spot check has found to be wrong",
+        Build(coordinator=KeepsWhatIsWrong),
+        "spoil:0@0+1",
+    ),
+    Mutant(
+        "keep-too-long",
+        "what was kept for one attempt is kept for the next one too, on other grids",
+        Build(machine=KeepsTooLong),
+        "retry_step=3 tied=1 kill:0@78",
+    ),
+)

@@ -1,0 +1,135 @@
+"""Bugs planted in how bits are found that flip in a worker's memory (K1 to K4); see `verify.planted_bugs.mutants`."""
+
+# ruff: noqa: D102 (what each class does wrong is its own docstring)
+
+from typing import Any
+
+from elaswave.protocol.ballot import Ballot
+from elaswave.protocol.engine import Change, Pause
+from elaswave.protocol.execution import Life
+from elaswave.protocol.facts import Facts
+from elaswave.protocol.soundness import Soundness
+from elaswave.protocol.worker import WorkerMachine
+from verify.planted_bugs.mutant import Mutant
+from verify.simulator.engine import ToyCopy
+from verify.simulator.run import Build
+
+_Machine = WorkerMachine[ToyCopy]
+
+
+class VotesUnsound(_Machine):
+    """Votes as if nothing had changed in its memory (K1)."""
+
+    def ballot(self) -> Ballot:
+        return super().ballot()._replace(num_changed=0)
+
+
+class ClaimsWrongCopies(_Machine):
+    """Reports copies as valid that it knows to be wrong (K2)."""
+
+    def _note_wrong(self, found: Soundness) -> None:
+        super()._note_wrong(found)
+        self.wrong = frozenset()
+
+
+class ClaimsWrongParameters(_Machine):
+    """Does not say that parameters are to be sent again (K2)."""
+
+    def _note_wrong(self, found: Soundness) -> None:
+        before = self.ledger.parameters_step
+        super()._note_wrong(found)
+        self.ledger.parameters_step, self.proven = before, None
+
+
+class UnsoundOnce(Facts):
+    """What a worker says of wrong copies is not said to the next coordinator (K3)."""
+
+    def unsound(self, message: Any) -> None:
+        pass
+
+
+class TellsUnseen(_Machine):
+    """Writes checkpoints, and ends, without a look at its memory (K4)."""
+
+    def is_sound(self) -> bool:
+        return True
+
+
+class TellsUncompared(_Machine):
+    """Writes checkpoints, and ends, without a look at the copies of others (K4)."""
+
+    def compare_at_rest(self, step: int) -> Life[str]:
+        yield Pause.MOMENT
+        return ""
+
+
+class CountsTwice(_Machine):
+    """Has copies sent again that a refused vote has made count: the gradients of the next attempt go to those (K7)."""
+
+    def _count_arriving(self) -> None:
+        before, evidence = self.placement, self.ledger.evidence
+        super()._count_arriving()
+        if evidence is None or not evidence.commits:
+            self.placement = before
+
+
+class ForgetsConstants(_Machine):
+    """Goes on with constants that have changed (K1)."""
+
+    def ballot(self) -> Ballot:
+        ballot = super().ballot()
+        constants: list[Change] = [change for change in self.changes if change.memory.name in ("CONSTANT", "MENDED")]
+        return ballot._replace(num_changed=len(self.changes) - len(constants))
+
+
+SOUNDNESS_MUTANTS = (
+    Mutant(
+        "vote-unsound",
+        "a worker votes though its memory has changed since it was written",
+        Build(machine=VotesUnsound),
+        "flip:0@20+2",
+    ),
+    Mutant(
+        "claim-wrong-copy",
+        "a copy that is known to be wrong is reported as held",
+        Build(machine=ClaimsWrongCopies),
+        "flip:2@29+3",
+    ),
+    Mutant(
+        "claim-wrong-parameters",
+        "parameters that are known to be wrong are not sent again",
+        Build(machine=ClaimsWrongParameters),
+        "flip:1@40+1",
+    ),
+    Mutant(
+        "unsound-once",
+        "that copies are wrong is not said to the next coordinator",
+        Build(facts=UnsoundOnce),
+        "flip:1@20+1 kill:c@23",
+    ),
+    Mutant(
+        "end-unseen",
+        "a worker ends without a look at what has changed in its memory since its last vote",
+        Build(machine=TellsUnseen),
+        "flip:2@74+3",
+    ),
+    Mutant(
+        "end-uncompared",
+        "what an update has written wrongly is told before it is compared with the other copies",
+        Build(machine=TellsUncompared),
+        "slip:0@60+1",
+    ),
+    Mutant(
+        "count-twice",
+        "a copy that a refused vote has made count is sent again, and keeps the gradient of before",
+        Build(machine=CountsTwice),
+        "widths=3,2 num_microbatches=3 num_hosts=2 seed=131741710 kill:2@8 flip:3@21 suspect:1@88",
+        real=True,
+    ),
+    Mutant(
+        "constants-unseen",
+        "what no step writes is not looked at in the vote",
+        Build(machine=ForgetsConstants),
+        "flip:0@20+2",
+    ),
+)

@@ -1,0 +1,651 @@
+"""The life of a job's name in its store, from its founding to its outcome: rules H1, H4, H12 and H13.
+
+Three hosts: the first one's agent founds the job, those of the first two may have its coordinator, and the third one
+only takes part. What they do is the product's: who founds (`elaswave.protocol.founding`), who claims
+(`elaswave.protocol.election`), what a coordinator writes (`elaswave.protocol.store_writes`), whom it takes for a member
+(`elaswave.protocol.heads`), how long an agent waits and when it looks for the outcome (`elaswave.protocol.vigil`).
+Steps and workers are left out: a coordinator makes entries, and ends the job after some. Agents die and come again,
+hosts are cut off from each other and from the store, whose requests are lost, late or not answered.
+"""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from heapq import heappop, heappush
+from typing import Any, NamedTuple, TypeVar
+
+from elaswave.protocol.election import BEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.founding import LOOKING, Due, Founder, Founding, Left, Made, ending, left_of
+from elaswave.protocol.heads import Head, Heard, beginning, judge
+from elaswave.protocol.store_writes import (
+    BEAT,
+    OUTCOME,
+    SPEC,
+    TERM,
+    Claim,
+    EntryWrite,
+    Holder,
+    KeyValue,
+    Outcome,
+    Transaction,
+    Written,
+    beat_of,
+    beat_value,
+    founding_of,
+    holder_of,
+    is_there,
+    spec_value,
+)
+from elaswave.protocol.vigil import Due as VigilDue
+from elaswave.protocol.vigil import Vigil
+from verify.simulator.candidates import UNIT_S, RemoteStore, WayToStore
+from verify.simulator.checkers import Violation
+from verify.simulator.lifetime_judge import LifetimeJudge
+from verify.simulator.schedule import STRANGER_KINDS, ScheduledFault
+from verify.simulator.store import ActorDead
+
+NUM_HOSTS, NUM_CANDIDATES = 3, 2
+POLL, BEATS, WATCH, ASK, RETRY = round(POLL_S / UNIT_S), round(BEAT_S / UNIT_S), 8, 10, 2
+PATIENCE_S = 60.0
+"""How long an agent that may found the job asks for a coordinator of one that runs."""
+END_PATIENCE = round(60.0 / UNIT_S)
+"""How long the end of a job waits for the store, as decisions do."""
+MAX_TIME = 60_000
+"""By then all agents have ended: fifty minutes."""
+END = b"end"
+_T = TypeVar("_T")
+
+
+class Lifetime(NamedTuple):
+    """All that decides a run."""
+
+    seed: int = 0
+    """Of the delays; 0: all alike."""
+    length: int = 4
+    """Entries that a coordinator makes before the job is over."""
+    pause: int = 60
+    """Between two of them."""
+    restart: int = 30
+    """After which a launcher starts an agent again."""
+    faults: tuple[ScheduledFault, ...] = ()
+
+    def __str__(self) -> str:
+        changed = [f"{name}={getattr(self, name)}" for name in self._fields[:-1] if getattr(self, name) != _PLAIN[name]]
+        return " ".join([*changed, *map(str, self.faults)])
+
+
+_PLAIN = Lifetime()._asdict()
+
+
+class Agent:
+    """One incarnation of a host's agent."""
+
+    id = -1
+    founder_class = Founder
+    founding_class = Founding
+    vigil_class = Vigil
+    claim_class = Claim
+    ends = staticmethod(ending)
+    removes = staticmethod(Left.removal)
+
+    def __init__(self, life: "Life", host: int, incarnation: int) -> None:
+        self.host, self.incarnation = host, incarnation
+        self.dead = False
+        self.founded = 0
+        """Which founding it takes part in, once it does."""
+        self.saw = 0
+        """Founding of the job that it has seen in the store before it took part."""
+        self.outcome_seen = 0
+        """Revision of the outcome when it looked before it founded."""
+        self.coordinator: Coordinator | None = None
+        """To which it is connected."""
+        self.alone_since: int | None = None
+        self._life = life
+        self._process = 0
+        """Counts the candidates' processes."""
+        self._wait = 20
+        self._vigil = self.vigil_class()
+        self._name = f"{host}/{incarnation}"
+
+    def start(self) -> None:
+        """It is started by a launcher."""
+        if self.host == 0:
+            self._founder = self.founder_class(has_others=True, patience_s=PATIENCE_S, now_s=self._life.now * UNIT_S)
+            self._go_on(Due.LOOK)
+        else:
+            self._find(self._life.now + 12_000, self.give_up)
+
+    # ------------------------------------------------------------------------------------------------------- founding
+
+    def _go_on(self, due: Due) -> None:
+        life = self._life
+        if due is Due.LOOK:
+            life.ask(self, partial(life.store.transact, LOOKING, self._founder.founded), self._looked)
+        elif due is Due.ASK:
+            self._find(life.now + round(self._founder.ask_s / UNIT_S), lambda: self._go_on(self._founder.unanswered()))
+        elif due is Due.REMOVE:
+            assert self._founder.left is not None
+            asked = partial(life.change, self, "remove", self.removes(self._founder.left))
+            life.ask(self, asked, self._removed)
+        elif due is Due.FOUND:
+            life.ask(self, partial(life.store.transact, Transaction(reads=(OUTCOME,))), self._make)
+        elif due is Due.FOREIGN:
+            life.end(self, 2, "what is there was not written with this job's key")
+        elif due is Due.END:
+            assert self._founder.outcome is not None
+            life.end(self, 0, f"the job has ended meanwhile: {self._founder.outcome.value.decode()}")
+        else:
+            self.give_up()
+
+    def _looked(self, answer: Outcome | None) -> None:
+        if answer is None:
+            self._life.after(RETRY, self, self._go_on, Due.LOOK)
+            return
+        spec, term, beat, outcome = answer.found
+        self.saw = founding_of(spec) or self.saw
+        founded = self._founder.founded or founding_of(spec)
+        entry = f"rec/{len(self._life.store.entries(founded)):08d}"
+        standing = self._life.store.view(founded).get(entry)
+        self._go_on(self._founder.looked(left_of(spec, term, beat, entry, standing), outcome))
+
+    def _removed(self, answer: Outcome | None) -> None:
+        life = self._life
+        if answer is None:
+            life.after(RETRY, self, self._go_on, Due.REMOVE)
+        else:
+            self._go_on(self._founder.removed(answer, life.now * UNIT_S))
+
+    def _make(self, answer: Outcome | None) -> None:
+        if answer is None:
+            self._life.after(RETRY, self, self._go_on, Due.FOUND)
+            return
+        (outcome,) = answer.found
+        self.outcome_seen = 0 if outcome is None else outcome.revision
+        founded = self._life.draw_founding()
+        self._say(self.founding_class(spec_value(founded, by=self._name, at=self._life.now), outcome), founded)
+
+    def _say(self, founding: Founding, founded: int) -> None:
+        asked = partial(self._life.change, self, "found", founding.transaction())
+        self._life.ask(self, asked, partial(self._made, founding, founded))
+
+    def _made(self, founding: Founding, founded: int, answer: Outcome | None) -> None:
+        if answer is None:
+            self._life.after(RETRY, self, self._say, founding, founded)
+            return
+        made = founding.judge(answer)
+        if made is Made.YES:
+            self.take_part(founded)
+        elif made is Made.CHANGED:
+            self._go_on(Due.FOUND)
+        else:
+            self.give_up()
+
+    def _find(self, until: int, missed: Callable[[], None]) -> None:
+        """Asks candidates what is trained."""
+        life = self._life
+        life.tick(self)
+        found = life.coordinator_for(self.host)
+        if found is not None:
+            self.take_part(found.founded)
+        elif life.now >= until:
+            missed()
+        else:
+            life.after(ASK, self, self._find, until, missed)
+
+    # ----------------------------------------------------------------------------------------------------- taking part
+
+    def take_part(self, founded: int) -> None:
+        """It knows which job this is."""
+        self.founded = founded
+        self._life.say(f"agent {self.incarnation} of host {self.host} takes part in founding {founded}")
+        if self.host < NUM_CANDIDATES:
+            self._stand_by()
+        self._watch()
+
+    def _watch(self) -> None:
+        life = self._life
+        life.after(WATCH, self, self._watch)
+        coordinator = self.coordinator
+        if coordinator is not None and (coordinator.dead or life.is_cut(self.host, coordinator.agent.host)):
+            self.coordinator = None
+        if self.coordinator is None:
+            self._dial()
+        leads = life.leads(self)
+        due = self._vigil.look(life.now * UNIT_S, has_coordinator=leads or self.coordinator is not None, num_commits=0)
+        if leads or self.coordinator is not None:
+            self.alone_since = None
+            return
+        self.alone_since = life.now if self.alone_since is None else self.alone_since
+        if due is VigilDue.SEEK:
+            looking = Transaction(reads=(OUTCOME,))
+            life.ask(self, partial(life.store.transact, looking, self.founded), self._found_outcome)
+        elif due is VigilDue.END:
+            life.judge.given_up(self.host, self.founded, self.alone_since, life.now)
+            life.end(self, 75, "it has no coordinator")
+
+    def _dial(self) -> None:
+        coordinator = self._life.coordinator_for(self.host)
+        if coordinator is not None:
+            self._life.tick(self)
+            coordinator.hello(self)
+
+    def _found_outcome(self, answer: Outcome | None) -> None:
+        if answer is None or self.coordinator is not None or not self.counts(answer.found[0]):
+            return
+        assert answer.found[0] is not None
+        self._life.judge.told(self.founded, answer.found[0])
+        self._life.end(self, 0, f"the store says how the job has ended: {answer.found[0].value.decode()}")
+
+    def counts(self, outcome: KeyValue | None) -> bool:
+        """Whether an outcome is that of this agent's job."""
+        return outcome is not None and outcome.is_genuine
+
+    def give_up(self) -> None:
+        """Its part is over, and a launcher starts it again."""
+        self._life.end(self, 75, "it knows of no coordinator")
+
+    # -------------------------------------------------------------------------------------------- a candidate's process
+
+    def _stand_by(self) -> None:
+        self._process += 1
+        self._watching = Watch(self._name, founds=self.host == 0)
+        self._look(self._process)
+
+    def stand_by_again(self) -> None:
+        """Its coordinator has ended, or its candidate's process has."""
+        self._process += 1
+        self._life.after(self._wait, self, self._stand_by)
+        self._wait = min(2 * self._wait, 1200)
+
+    def is_at(self, process: int) -> bool:
+        """Whether this candidate's process still lives."""
+        return process == self._process and not self.dead
+
+    def _look(self, process: int) -> None:
+        if self.is_at(process):
+            asked = self._life.now
+            looking = Transaction(reads=(SPEC, TERM, BEAT))
+            asking = partial(self._life.store.transact, looking, self.founded)
+            self._life.ask(self, asking, partial(self._seen, process, asked))
+
+    def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
+        """Whether the store has the job in which this agent takes part."""
+        is_claimable = is_there(spec, term, self.founded, founds=self._watching.founds)
+        outcome = self._life.store.view(self.founded).get(OUTCOME)
+        is_over = outcome is not None and outcome.is_genuine
+        return is_claimable or (bool(self._life.store.entries(self.founded)) and not is_over)
+
+    def _seen(self, process: int, asked: int, answer: Outcome | None) -> None:
+        life, watch = self._life, self._watching
+        if not self.is_at(process):
+            return
+        if answer is None:
+            watch.missed()
+            life.after(RETRY, self, self._look, process)
+            return
+        spec, term, beat = answer.found
+        if not self.is_mine(spec, term):
+            self.stand_by_again()
+            return
+        holder = holder_of(term)
+        watch.looked(Seen(holder, beat_of(beat, holder)), asked * UNIT_S, life.now * UNIT_S)
+        if not watch.is_due(life.now * UNIT_S):
+            life.after(POLL, self, self._look, process)
+            return
+        above = 0 if watch.holder.term else life.term_of_entries(self.founded)
+        nonce = f"{process}.{life.now}"
+        claim = self.claim_class(self._name, nonce, watch.holder, spec, self.founded, above=above)
+        self._claim(claim, process)
+
+    def _claim(self, claim: Claim, process: int) -> None:
+        if self.is_at(process):
+            asked = partial(self._life.change, self, "claim", claim.transaction())
+            self._life.ask(self, asked, partial(self._claimed, claim, process))
+
+    def _claimed(self, claim: Claim, process: int, answer: Outcome | None) -> None:
+        if not self.is_at(process):
+            return
+        if answer is None:
+            self._claim(claim, process)
+            return
+        won = claim.judge(answer)
+        if won is None:
+            self._watching.failed(self._life.now * UNIT_S)
+            self._look(process)
+            return
+        self._wait = 20
+        self._life.lead(self, won)
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def hear_end(self, *, had_it: bool) -> None:
+        """A coordinator has told how the job has ended."""
+        self._process += 1
+        if had_it:
+            self._clear(self._life.now + END_PATIENCE)
+        else:
+            self._life.end(self, 0, "it was told that the job has ended")
+
+    def _clear(self, until: int) -> None:
+        life = self._life
+        if life.now >= until:
+            life.end(self, 0, "the keys of the job stay")
+        else:
+            asked = partial(life.store.transact, Transaction(reads=(SPEC, TERM)), self.founded)
+            life.ask(self, asked, partial(self._remove, until))
+
+    def _remove(self, until: int, answer: Outcome | None) -> None:
+        if answer is None:
+            self._clear(until)
+            return
+        spec, term = answer.found
+        asked = self.ends(self._name, self.founded, spec, term, f"finished {self.founded}".encode())
+        if asked is None:
+            self._life.end(self, 0, "the keys are another agent's")
+        else:
+            self._end_with(asked, until)
+
+    def _end_with(self, asked: Transaction, until: int) -> None:
+        life = self._life
+        if life.now >= until:
+            life.end(self, 0, "the keys of the job stay")
+            return
+
+        def answered(answer: Outcome | None) -> None:
+            if answer is None:
+                self._end_with(asked, until)
+            else:
+                life.end(self, 0, "the keys of the job are removed")
+
+        life.ask(self, partial(life.change, self, "end", asked), answered)
+
+
+class Coordinator:
+    """A coordinator's process beside its agent: it makes entries until the job is over."""
+
+    id = -1
+    entry_class = EntryWrite
+
+    def __init__(self, life: "Life", agent: Agent, term: Holder) -> None:
+        self.agent, self.term = agent, term
+        self.dead = False
+        self.founded = agent.founded
+        self._life = life
+        self._entries: list[bytes] = []
+        self._num_written = 0
+        self._beat()
+        self._read()
+
+    def _beat(self) -> None:
+        life = self._life
+        if not self.dead:
+            beat = self.term.still_writes()._replace(puts=((BEAT, beat_value(self.term.term, life.now + 1)),))
+            asked = partial(life.change, self.agent, "beat", beat)
+            life.ask(self, asked, self._beaten, is_instant=False)
+            life.after(BEATS, self, self._beat)
+
+    def _beaten(self, answer: Outcome | None) -> None:
+        if answer is not None and not answer.succeeded:
+            self.end("it was replaced")
+
+    def _read(self) -> None:
+        self._life.ask(self, partial(self._life.store.entries, self.founded), self._go_on)
+
+    def _go_on(self, entries: list[bytes] | None) -> None:
+        if entries is None:
+            self._read()
+            return
+        self._entries = entries
+        if entries and entries[-1].startswith(END):
+            self._tell_end()
+        else:
+            self._life.after(self._life.schedule.pause, self, self._write)
+
+    def _write(self) -> None:
+        self._num_written += 1
+        at = len(self._entries)
+        kind = END if at >= self._life.schedule.length else b"entry"
+        value = b"%s %d.%d" % (kind, self.term.term, self._num_written)
+        previous = f"rec/{at - 1:08d}" if at else ""
+        self._put(self.entry_class(self.term, f"rec/{at:08d}", value, previous=previous))
+
+    def _put(self, entry: EntryWrite) -> None:
+        asked = partial(self._life.change, self.agent, "entry", entry.transaction())
+        self._life.ask(self, asked, partial(self._written, entry))
+
+    def _written(self, entry: EntryWrite, answer: Outcome | None) -> None:
+        written = Written.INCOMPLETE if answer is None else entry.judge(answer)
+        if written in (Written.INCOMPLETE, Written.FOREIGN):
+            self._put(entry)
+            return
+        if written is not Written.YES:
+            self.end(written.value)
+            return
+        self._go_on([*self._entries, entry.value])
+
+    def fits(self, heard: Head) -> bool:
+        """Whether an agent is a member of this job."""
+        own = Head(self.founded, self.term.term, 0, b"")
+        return judge(heard, own, []) is not Heard.OTHER_JOB
+
+    def hello(self, agent: Agent) -> None:
+        """An agent says which founding it is of."""
+        if not self.fits(beginning(agent.founded)):
+            if agent.founded < self.founded:
+                self._life.end(agent, 75, "the job was founded again")
+            else:
+                self._confirm()
+            return
+        self._life.judge.took(self.founded, agent.founded)
+        agent.coordinator = self
+
+    def _confirm(self) -> None:
+        """An agent of a later founding has come: this job may be over."""
+        asked = partial(self._life.store.transact, self.term.still_writes(), self.founded)
+        self._life.ask(self, asked, self._beaten)
+
+    def _tell_end(self) -> None:
+        life = self._life
+        life.judge.is_over(self.founded)
+        for agent in life.agents:
+            if agent is not self.agent and agent.coordinator is self and not life.is_cut(agent.host, self.agent.host):
+                life.tick(self)
+                life.after(life.delay(), agent, agent.hear_end, had_it=False)
+        life.tick(self)
+        life.after(life.delay(), self.agent, self.agent.hear_end, had_it=True)
+        self.dead = True
+
+    def end(self, reason: str) -> None:
+        """Its process is gone; its agent starts a candidate's again."""
+        if not self.dead:
+            self.dead = True
+            self._life.say(f"the coordinator of term {self.term.term} at host {self.agent.host} ends: {reason}")
+            if not self.agent.dead:
+                self.agent.stand_by_again()
+
+
+class Life:
+    """One simulated run.
+
+    Args:
+        schedule: what happens.
+        agent_class, coordinator_class: bugs are planted here.
+        log: takes a line per event.
+    """
+
+    def __init__(
+        self,
+        schedule: Lifetime,
+        agent_class: type[Agent] = Agent,
+        coordinator_class: type[Coordinator] = Coordinator,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.now = self.instant = 0
+        self.instants: list[tuple[int, int]] = []
+        self.fired: list[ScheduledFault] = []
+        self.store = RemoteStore(lambda: self.now)
+        self.judge = LifetimeJudge(lambda: self.now)
+        self.agents: list[Agent] = []
+        """The newest one of each host."""
+        self.coordinators: list[Coordinator] = []
+        self._agent_class, self._coordinator_class = agent_class, coordinator_class
+        self._log = log
+        self._queue: list[tuple[int, int, Callable[..., None], tuple[Any, ...], dict[str, Any]]] = []
+        self._sequence = 0
+        self._random = random.Random(schedule.seed)
+        self._way = WayToStore(self, late_by=self._late_by)
+        self._cut_until = [0] * NUM_HOSTS
+        self._num_incarnations = 0
+        self._num_foundings = 0
+        self._faults = sorted(schedule.faults, key=lambda fault: fault.instant, reverse=True)
+        for host in range(NUM_HOSTS):
+            self._start(host)
+
+    def run(self) -> None:
+        """Until all agents have ended, and all that is under way has come to the store.
+
+        Raises:
+            Violation: something has happened that must never happen.
+        """
+        while self._queue:
+            self.now, _, call, arguments, named = heappop(self._queue)
+            if self.now > MAX_TIME:
+                raise Violation(f"agents go on for ever: {[agent.host for agent in self.agents if not agent.dead]}")
+            try:
+                call(*arguments, **named)
+            except ActorDead:
+                pass
+        self.judge.over(self.fired)
+
+    # ------------------------------------------------------------------------------------------------- for processes
+
+    def say(self, text: str) -> None:
+        """A line of the log."""
+        if self._log is not None:
+            self._log(f"{self.now:6d} {self.instant:5d}  {text}")
+
+    def at(self, delay: int, call: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Lets something happen later."""
+        self._sequence += 1
+        heappush(self._queue, (self.now + delay, self._sequence, call, arguments, named))
+
+    def after(self, delay: int, actor: Any, call: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Lets a process do something later, if it is still there."""
+        self.at(delay, self.deliver, actor, partial(call, *arguments, **named))
+
+    def deliver(self, actor: Any, call: Callable[..., None], *arguments: Any) -> None:
+        """Something comes to a process."""
+        if not actor.dead:
+            call(*arguments)
+
+    def delay(self) -> int:
+        """The next message's time under way."""
+        return self._random.choice((1, 1, 1, 2, 3, 9)) if self.schedule.seed else 1
+
+    def _late_by(self) -> int:
+        """Some requests are still under way when the job has ended, and when another one of its name has."""
+        return self._random.choice((0, 0, 400, 1500)) if self.schedule.seed else 0
+
+    def tick(self, actor: Any) -> None:
+        """An instant passes.
+
+        Raises:
+            ActorDead: a fault has ended the process.
+        """
+        self.instant += 1
+        self.instants.append((self.now, actor.id))
+        while self._faults and self._faults[-1].instant < self.instant:
+            self._strike(self._faults.pop())
+        if actor.dead:
+            raise ActorDead
+
+    def ask(
+        self, actor: Any, do: Callable[[], _T], answered: Callable[[_T | None], None], *, is_instant: bool = True
+    ) -> None:
+        """Asks the store for something, as a process on a host."""
+        if is_instant:
+            self.tick(actor)
+        self._way.ask(actor, actor.host if isinstance(actor, Agent) else actor.agent.host, do, answered)
+
+    def change(self, agent: Agent, why: str, transaction: Transaction) -> Outcome:
+        """The store carries out what changes it."""
+        before = self.store.view(agent.founded)
+        outcome = self.store.transact(transaction, agent.founded)
+        if outcome.succeeded:
+            self.say(f"store: {why} by agent {agent.incarnation} of host {agent.host}, founding {agent.founded}")
+            self.judge.changed(agent, why, before, self.store.view(agent.founded))
+        return outcome
+
+    def draw_founding(self) -> int:
+        """A number that no other founding has."""
+        self._num_foundings += 1
+        return self._num_foundings
+
+    def term_of_entries(self, founded: int) -> int:
+        """The newest term of the coordinators that have written the entries of a founding."""
+        return max((int(entry.split()[1].split(b".")[0]) for entry in self.store.entries(founded)), default=0)
+
+    def is_cut(self, one: int, other: int) -> bool:
+        """Whether two hosts do not reach each other."""
+        return one != other and max(self._cut_until[one], self._cut_until[other]) > self.now
+
+    def coordinator_for(self, host: int) -> Coordinator | None:
+        """Who answers first where a host's agent dials."""
+        for coordinator in sorted(self.coordinators, key=lambda each: each.agent.host):
+            if not coordinator.dead and not self.is_cut(host, coordinator.agent.host):
+                return coordinator
+        return None
+
+    def leads(self, agent: Agent) -> bool:
+        """Whether an agent has the coordinator."""
+        return any(each.agent is agent and not each.dead for each in self.coordinators)
+
+    def lead(self, agent: Agent, term: Holder) -> None:
+        """A candidate's process is the coordinator from now on."""
+        self.say(f"host {agent.host} has the coordinator of term {term.term}, founding {agent.founded}")
+        self.coordinators = [each for each in self.coordinators if not each.dead]
+        self.coordinators.append(self._coordinator_class(self, agent, term))
+
+    def end(self, agent: Agent, code: int, reason: str) -> None:
+        """An agent ends, and all its processes. Unless it is done, a launcher starts it again."""
+        if agent.dead:
+            return
+        agent.dead = True
+        self.say(f"agent {agent.incarnation} of host {agent.host} ends with {code}: {reason}")
+        for coordinator in self.coordinators:
+            if coordinator.agent is agent:
+                coordinator.end("its agent has ended")
+        self.judge.is_refused |= code == 2
+        if code and not self.judge.has_ended and not self.judge.is_refused:
+            self.at(self.schedule.restart, self._start, agent.host)
+
+    def _start(self, host: int) -> None:
+        self._num_incarnations += 1
+        agent = self._agent_class(self, host, self._num_incarnations)
+        self.agents[host : host + 1] = [agent]
+        self.after(0, agent, agent.start)
+
+    def _strike(self, fault: ScheduledFault) -> None:
+        self.fired.append(fault)
+        self.say(f"*** {fault}")
+        until = self.now + fault.duration
+        if fault.kind == "kill" and fault.target == "c":
+            for coordinator in self.coordinators[-1:]:
+                coordinator.end("it is killed")
+        elif fault.kind == "kill":
+            self.end(self.agents[int(fault.target[1:])], -9, "it is killed")
+        elif fault.kind == "cut":
+            host = int(fault.target[1:])
+            self._cut_until[host] = max(self._cut_until[host], until)
+        elif fault.kind in STRANGER_KINDS:
+            entry = f"rec/{sum(key.startswith('rec/') for key in self.store.keys):08d}"
+            self.store.stranger(fault.kind, entry if fault.target == "entry" else fault.target)
+            self.judge.stranger(fault.target)
+        elif fault.kind == "shut":
+            self._way.shut(int(fault.target[1:]), until)
+            self.judge.trouble(int(fault.target[1:]), until)
+        else:
+            self._way.trouble(fault.kind, until)
+            for host in range(NUM_HOSTS):
+                self.judge.trouble(host, until)

@@ -1,0 +1,64 @@
+"""Frames between simulated workers, and what they tell the coordinator beside the core's own messages."""
+
+from typing import Any, NamedTuple
+
+from elaswave.protocol.messages import Evidence
+from verify.simulator.job import BlockState, Exponents
+
+
+class SimFrame(NamedTuple):
+    """What travels between workers."""
+
+    epoch: int
+    step: int
+    attempt: int
+    value: Any
+
+
+class SimReady(NamedTuple):
+    """A worker begins to train."""
+
+    worker: int
+
+
+class StepDone(NamedTuple):
+    """A worker has a committed step behind it; with its vote."""
+
+    worker: int
+    epoch: int
+    evidence: Evidence
+
+
+class Shard(NamedTuple):
+    """A worker's owned blocks for the durable checkpoint of a step."""
+
+    worker: int
+    epoch: int
+    step: int
+    grid: Exponents
+    states: dict[int, BlockState]
+
+
+class FinishedReport(NamedTuple):
+    """A worker has made its last step: block -> (owned, version, state)."""
+
+    worker: int
+    epoch: int
+    step: int
+    stopped: bool
+    """Whether it has ended before the job's last step, because a vote asked for that."""
+    states: dict[int, tuple[bool, int, BlockState]]
+
+
+class PeerLost(NamedTuple):
+    """A worker's link to a peer has closed."""
+
+    worker: int
+    epoch: int
+    peer: int
+
+
+class CheckpointSettled(NamedTuple):
+    """A coordinator says that a step's durable checkpoint is complete, or given up."""
+
+    step: int
