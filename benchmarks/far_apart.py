@@ -48,8 +48,8 @@ from elaswave.planning.far_apart.operators import (  # noqa: E402
     places,
     values_of,
 )
-from elaswave.planning.far_apart.rivals import dtfm_genetic, equal_compute, equal_number  # noqa: E402
 from elaswave.planning.far_apart.timing import time_plan  # noqa: E402
+from elaswave_rivals.far_apart import dtfm_genetic, equal_compute, equal_number  # noqa: E402
 
 RATES_MBIT = (8, 100, 1000, 10_000)
 MIXES: dict[str, tuple[Sequence[str], float]] = {

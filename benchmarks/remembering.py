@@ -3,6 +3,7 @@
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.declared import declared_of
 from elaswave.planning.plan import Allocation, Plan, Planner
 
 
@@ -14,7 +15,7 @@ class Remembering:
     """
 
     def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+        self._planner, self.declared = planner, declared_of(planner)
         self._answers: list[Plan | InfeasiblePlan] = []
         self._next = 0
 

@@ -26,14 +26,15 @@ from typing import Any, NamedTuple
 import msgspec
 from remembering import Remembering
 
+from elaswave.config.policy_code import other_policies, policies
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.baselines.common import rectangle
 from elaswave.planning.healthy import healthy_step_s
 from elaswave.planning.placed_blocks import Placing
-from elaswave.planning.policies import POLICIES, make_policies
+from elaswave.planning.policies import make_policies
+from elaswave.planning.policy_parts import rectangle
 from elaswave.sim.cluster.failures import DAY_S, Scenario, draw, rates_named
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.outcome import PolicyOutcome
@@ -66,7 +67,7 @@ def main() -> int:
     parser.add_argument("--device", default="h100")
     parser.add_argument("--stages", type=int, default=16)
     parser.add_argument("--microbatches", type=int, default=8, help="of a pipeline, in a step")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", default=list(policies()), choices=list(policies()))
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     options = parser.parse_args()
 
@@ -119,7 +120,7 @@ def measure(options: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
     configured = rectangle(
         machines, costs, num_stages=options.stages, num_microbatches=number, schedule=SCHEDULE
     )  # fmt: skip
-    healthy_s = healthy_step_s(machines, costs, configured, POLICIES)
+    healthy_s = healthy_step_s(machines, costs, configured, policies())
     planners: dict[tuple[str, int, int], Remembering] = {}
     rows = []
     for policy, followers, minutes in product(options.policies, options.followers, options.checkpoint_minutes):
@@ -131,13 +132,11 @@ def measure(options: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
                 pauses = msgspec.structs.replace(
                     pauses, checkpoint_interval_s=60 * minutes, backup_interval_s=60 * minutes
                 )
-            planner = None
+            planner = make_policies(pauses, followers=followers, local_search=False, others=other_policies())[policy]
             if len(options.checkpoint_minutes) > 1:  # else no plan is wanted twice, and they may be large
                 copies = followers if policy == "elaswave" else 0  # the others plan with what is published of them
                 if (policy, copies, index) not in planners:
-                    planners[policy, copies, index] = Remembering(
-                        make_policies(pauses, followers=followers, local_search=False)[policy]
-                    )
+                    planners[policy, copies, index] = Remembering(planner)
                 planner = planners[policy, copies, index].again()
             outcomes.append(
                 simulate(
@@ -145,12 +144,12 @@ def measure(options: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
                     machines,
                     costs,
                     policy,
+                    planner,
                     num_stages=options.stages,
                     num_microbatches=number,
                     schedule=SCHEDULE,
                     healthy_step_s=healthy_s,
                     pauses=pauses,
-                    planner=planner,
                     placing=Placing(followers=followers),
                 )
             )

@@ -23,16 +23,17 @@ import msgspec
 import numpy as np
 from remembering import Remembering
 
+from elaswave.config.policy_code import other_policies
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.config.schema import ElasticConfig
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.baselines.common import rectangle
 from elaswave.planning.placed_blocks import PlacedBlocks, Placing
 from elaswave.planning.plan import Allocation
 from elaswave.planning.policies import make_policies
+from elaswave.planning.policy_parts import rectangle
 from elaswave.sim.cluster.failures import DAY_S, RACK_LOSSES_PER_DAY, racks_of, rates_named
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.traces.formats import read_trace
@@ -188,7 +189,8 @@ def of_trace(options: argparse.Namespace) -> list[dict[str, Any]]:
     pauses = RecoveryTimes().for_mtbf(life.mtbf_s)
     rows = []
     for followers in (1, 2):
-        planner = Remembering(make_policies(pauses, followers=followers, local_search=False)["elaswave"])
+        policies = make_policies(pauses, followers=followers, local_search=False, others=other_policies())
+        planner = Remembering(policies["elaswave"])
         placings = [Placing(followers=followers, scatter_width=None, knows_hosts=False)]
         placings += [Placing(followers=followers, scatter_width=width) for width in options.widths]
         for placing in placings:
@@ -200,9 +202,9 @@ def of_trace(options: argparse.Namespace) -> list[dict[str, Any]]:
             }
             for interval_s in INTERVALS_S:
                 found = simulate(
-                    life, machines, costs, "elaswave",
+                    life, machines, costs, "elaswave", planner.again(),
                     num_stages=stages, num_microbatches=life.num_workers_max // stages * 4 * stages,
-                    schedule="zero-bubble", planner=planner.again(), placing=placing,
+                    schedule="zero-bubble", placing=placing,
                     refill_bytes_per_step=None,
                     pauses=msgspec.structs.replace(pauses, backup_interval_s=interval_s),
                 )  # fmt: skip

@@ -24,18 +24,22 @@ from typing import Any
 from harness import machine, print_header
 
 from elaswave.cli.cluster_options import choose_lost
+from elaswave.config.policy_code import policies
 from elaswave.config.presets import catalog, device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.declared import declared_of
 from elaswave.planning.fault_free import fastest_fault_free
 from elaswave.planning.healthy import Start, own_starts
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.planner import plan
-from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY
 from elaswave.planning.prediction import time_within_memory
+
+POLICIES = policies()
+PREDICTED_ONLY = {name for name, planner in POLICIES.items() if not declared_of(planner).runs_here}
 
 NUM_WORKERS = 96
 NEEDED_CAPACITY = 0.98
@@ -264,7 +268,7 @@ def plans_of(
     known = [  # planned once is enough
         lambda *_, found=found: found  # type: ignore[misc]
         for name, found in plans.items()
-        if name in CANDIDATES
+        if declared_of(POLICIES[name]).is_candidate
     ]
     return {"elaswave": plan(left, costs, ours, event, baselines=known), **plans}, refused
 

@@ -30,6 +30,7 @@ import msgspec
 from harness import configuration, machine, print_header
 
 from elaswave.config.devices import base_level, cluster_of, emulated_costs
+from elaswave.config.policy_code import policies
 from elaswave.config.presets import model_shape
 from elaswave.config.schema import Config
 from elaswave.control.launcher import train
@@ -38,8 +39,8 @@ from elaswave.costs.machines import ClusterEvent
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EpochRecord, RunResult
-from elaswave.planning.baselines.full_restart import num_pipelines
-from elaswave.planning.policies import PREDICTED_ONLY, SPARES
+from elaswave.planning.declared import declared_of
+from elaswave.planning.full_restart import num_pipelines
 from elaswave.planning.prediction import time_as_it_is
 from elaswave.planning.routes import allocation_of
 
@@ -87,7 +88,8 @@ class Setting(NamedTuple):
 
     def replicas_under(self, policy: str) -> int:
         """Pipelines at the beginning: fewer where a policy keeps spares."""
-        return num_pipelines(self.num_workers, self.stages, SPARES[policy]) if policy in SPARES else self.replicas
+        spares = declared_of(policies()[policy]).num_spares
+        return num_pipelines(self.num_workers, self.stages, spares) if spares else self.replicas
 
     def lost(self) -> list[int]:
         """Ids of the workers that are killed; ids are given stage by stage. None of them is a spare."""
@@ -224,7 +226,7 @@ def _predicted_only(
     lost = tuple(setting.lost())
     event, policies = ClusterEvent(kind="lost", workers=lost), planners_of(config)
     found = []
-    for policy in sorted(PREDICTED_ONLY):
+    for policy in sorted(name for name, each in policies().items() if not declared_of(each).runs_here):
         plan = policies[policy](cluster.without(lost), costs, allocation, event)
         rate = plan.allocation.num_microbatches / plan.predicted_step_s
         found.append(

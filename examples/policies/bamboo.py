@@ -37,12 +37,12 @@ import numpy as np
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
+from elaswave.planning import full_restart
 from elaswave.planning.apportionment import evenly
-from elaswave.planning.baselines import full_restart
-from elaswave.planning.baselines.common import chain_of, fetch, gone_from, make_plan, renamed, unused
 from elaswave.planning.declared import replicates
 from elaswave.planning.pipelines import Ranges, ranges_of
 from elaswave.planning.plan import Allocation, Chain, Plan
+from elaswave.planning.policy_parts import chain_of, fetch, gone_from, make_plan, renamed, unused
 from elaswave.planning.replication import Replication
 
 NAME = "bamboo"

@@ -20,11 +20,11 @@ import numpy as np
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.baselines import full_restart
-from elaswave.planning.baselines.common import fetch, gone_from, is_in, make_plan, renamed
-from elaswave.planning.baselines.depths import best_of_depths
+from elaswave.planning import full_restart
 from elaswave.planning.declared import replicates
+from elaswave.planning.depths import best_of_depths
 from elaswave.planning.plan import Allocation, Plan
+from elaswave.planning.policy_parts import fetch, gone_from, is_in, make_plan, renamed
 from elaswave.planning.replication import Replication
 
 NAME = "dynatrain"

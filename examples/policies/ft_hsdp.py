@@ -10,7 +10,7 @@ in its abstract; the sections were not read:
 - The stall of a failure is 3 minutes, where fully synchronous training takes 10.
 - A recovering replica joins "with minimal stall" (its non-blocking catch-up): none here, in its favour.
 
-So it is torchft's planner with another pause (`elaswave.planning.baselines.torchft` says what is simplified): a replica
+So it is torchft's planner with another pause (`elaswave_rivals.torchft` says what is simplified): a replica
 is a pipeline, and the batch follows the number of replicas. `plan_batch_kept` keeps the batch, which FT-HSDP does not:
 it compares throughput at equal training, and a training job refuses `plan`, whose bits would differ.
 
@@ -21,10 +21,10 @@ tests/unit/planning/test_policy_plugins.py reproduces it.
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.baselines import torchft
 from elaswave.planning.declared import replicates
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.replication import Replication
+from elaswave_rivals import torchft
 
 STALL_S = 180.0
 """Of all replicas, after a failure: arXiv 2602.00277, abstract ("from 10 minutes to 3 minutes")."""

@@ -14,8 +14,8 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import evenly
-from elaswave.planning.baselines.common import make_plan
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare
+from elaswave.planning.policy_parts import make_plan
 
 PAUSE_S = 1.0
 """Of training, after every event: what one's own system takes."""

@@ -27,11 +27,12 @@ import numpy as np
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.baselines import full_restart, torchft
-from elaswave.planning.baselines.common import base_levels, fetch, is_in, make_plan, renamed, unused
+from elaswave.planning import full_restart
 from elaswave.planning.declared import replicates
 from elaswave.planning.plan import Allocation, Plan, StageShare
+from elaswave.planning.policy_parts import base_levels, fetch, is_in, make_plan, renamed, unused
 from elaswave.planning.replication import Replication
+from elaswave_rivals import torchft
 
 NAME = "trainmover"
 REPLICATION = Replication(

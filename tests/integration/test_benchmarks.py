@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from tests.etcd_processes import needs_etcd
 
+from elaswave.config.policy_code import policies
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs
-from elaswave.planning.policies import POLICIES, PREDICTED_ONLY
+from elaswave.planning.declared import declared_of
+
+PREDICTED_ONLY = {name for name, planner in policies().items() if not declared_of(planner).runs_here}
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -281,7 +284,7 @@ def test_a_day_of_a_cluster_is_simulated_under_every_policy() -> None:
     document = run(
         "simulate.py", "--workers", "64", "--stages", "4", "--model", "llama-2-7b", "--days", "1", "--stragglers", "0.1"
     )
-    assert [row["policy"] for row in document["rows"]] == list(POLICIES)
+    assert [row["policy"] for row in document["rows"]] == list(policies())
     assert all(0 < row["goodput"]["mean"] < 1.5 for row in document["rows"])
     assert all(row["cpu_s"] > 0 for row in document["rows"])
 

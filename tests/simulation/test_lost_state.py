@@ -2,15 +2,16 @@
 
 import msgspec
 import pytest
-from tests.simulation.test_cluster import COSTS, HOUR_S, joined, lost, scenario
+from tests.simulation.test_cluster import COSTS, HOUR_S, joined, lost, planner_of, scenario
 from tests.unit.planning_cases import machines
 
+from elaswave.config.policy_code import policies
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.baselines.common import rectangle
+from elaswave.planning.declared import declared_of
 from elaswave.planning.placed_blocks import PlacedBlocks, Placing
 from elaswave.planning.plan import Plan
-from elaswave.planning.policies import POLICIES
+from elaswave.planning.policy_parts import rectangle
 from elaswave.sim.cluster.held_state import HeldBlocks, HeldWhole, held_state
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.outcome import PolicyOutcome
@@ -21,7 +22,8 @@ PAIRS = Placing(scatter_width=1)
 
 def run(*changes, policy: str = "elaswave", placing: Placing = PAIRS, num_workers: int = 8, **more) -> PolicyOutcome:
     return simulate(
-        scenario(*changes, num_workers=num_workers), machines(1), COSTS, policy, num_stages=2, num_microbatches=16,
+        scenario(*changes, num_workers=num_workers), machines(1), COSTS, policy,
+        planner_of(policy, PAUSES, followers=placing.followers), num_stages=2, num_microbatches=16,
         schedule="zero-bubble", pauses=PAUSES, placing=placing, **more,
     )  # fmt: skip
 
@@ -69,8 +71,8 @@ def test_a_whole_rack_takes_no_state_with_it_where_racks_are_known():
     for racks, rollbacks in (((0, 0, 1, 1, 2, 2, 3, 3), 0), ((), 1)):
         life = msgspec.structs.replace(scenario(lost(4500.0, *range(8)), num_workers=32), racks=racks)
         outcome = simulate(
-            life, machines(1), COSTS, "elaswave", num_stages=2, num_microbatches=32, schedule="zero-bubble",
-            pauses=PAUSES, placing=PAIRS,
+            life, machines(1), COSTS, "elaswave", planner_of("elaswave", PAUSES), num_stages=2, num_microbatches=32,
+            schedule="zero-bubble", pauses=PAUSES, placing=PAIRS,
         )  # fmt: skip
         assert outcome.num_rollbacks == rollbacks, racks
 
@@ -128,10 +130,8 @@ def test_full_restart_always_goes_back():
 
 
 def test_what_each_policy_holds_is_said_beside_it():
-    from elaswave.planning.policies import REPLICATION
-
-    assert set(REPLICATION) == set(POLICIES)
-    for name, replication in REPLICATION.items():
+    for name, planner in policies().items():
+        replication = declared_of(planner).replication
         assert replication.what and replication.source, name
         held = held_state(replication, COSTS, machines(1).between_nodes, PAIRS, None)
         assert isinstance(held, HeldBlocks if name == "elaswave" else HeldWhole)

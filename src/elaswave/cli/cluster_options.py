@@ -15,6 +15,7 @@ import click
 
 from elaswave.cli.option_groups import Command, add_group, given_in
 from elaswave.config.own import TOKENS_PER_S
+from elaswave.config.policy_code import policies
 from elaswave.config.presets import catalog, device_preset, link_preset, model_shape
 from elaswave.costs.analytic import ACCUMULATOR_BITS, analytic_costs, preset_cluster
 from elaswave.costs.layers import Costs
@@ -23,11 +24,11 @@ from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.fences import CODECS
+from elaswave.planning.declared import declared_of
 from elaswave.planning.fault_free import fastest_fault_free, fault_free
 from elaswave.planning.healthy import Start, own_starts
 from elaswave.planning.placed_blocks import Placing
 from elaswave.planning.plan import Allocation, Planner
-from elaswave.planning.policies import POLICIES, replication_of
 from elaswave.planning.prediction import time_as_it_is
 from elaswave.planning.survival import Survival, survival_of
 from elaswave.sim.cluster.failures import racks_of
@@ -197,7 +198,7 @@ def policy_option(command: Command) -> Command:
         metavar="NAME|CODE",
         default="elaswave",
         show_default=True,
-        help=f"Who plans: {', '.join(POLICIES)}; or your own: module:function, file.py:function.",
+        help=f"Who plans: {', '.join(policies())}; or your own: module:function, file.py:function.",
     )(command)
 
 
@@ -218,7 +219,7 @@ class Setting:
     """Live copies of every block."""
     racks: tuple[int, ...] = ()
     """Rack of machine 0, 1, ...; empty: racks are not known."""
-    planners: Mapping[str, Planner] = field(default_factory=lambda: POLICIES)
+    planners: Mapping[str, Planner] = field(default_factory=policies)
     """Policies that are known, by name."""
     schedules: tuple[Schedule, ...] = SCHEDULES
     """That the job may run."""
@@ -244,10 +245,10 @@ class Setting:
         """The shortest step that any policy is known to make of all workers: one for all of them."""
         return min([self.step_s, *(start.step_s for start in self.own_starts.values())])
 
-    def survival(self, policy: str, planner: Planner, allocation: Allocation) -> Survival:
+    def survival(self, planner: Planner, allocation: Allocation) -> Survival:
         """Which losses at one instant leave a copy of all state, under a policy's layout of all workers."""
         placing = Placing(followers=self.followers, racks=self.racks)
-        return survival_of(replication_of(policy, planner), allocation, self.cluster, placing)
+        return survival_of(declared_of(planner).replication, allocation, self.cluster, placing)
 
     def capacity_left(self, left: Cluster) -> float:
         """Tokens per second of the capacity that is left: the best that any policy makes of all workers, times the

@@ -19,19 +19,19 @@ from elaswave.cli.cluster_options import (
     describe_setting,
     loss_options,
 )
-from elaswave.cli.far_apart import FarOptions, check_far, compare_far_apart, far_options
+from elaswave.cli.far_apart import FarOptions, check_far, compare_far_apart, far_options, far_planners
 from elaswave.cli.layout_table import as_json
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.config.policy_code import find_policy
+from elaswave.config.policy_code import policies as known_policies
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.observability.output import say
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.healthy import Start
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.policies import POLICIES
 
-DEFAULT_POLICIES = ",".join(POLICIES)
+DEFAULT_POLICIES = ",".join(known_policies())
 
 
 @click.command(name="compare", short_help="What every policy makes of the same loss.")
@@ -42,7 +42,7 @@ DEFAULT_POLICIES = ",".join(POLICIES)
     "--policies",
     metavar="NAME,NAME",
     default=DEFAULT_POLICIES,
-    help=f"Separated by commas, of {', '.join(POLICIES)}.  [default: all]",
+    help=f"Separated by commas, of {', '.join(known_policies())}.  [default: all]",
 )
 @click.option(
     "--policy",
@@ -89,9 +89,7 @@ def compare_command(
     if far.network is not None:
         if added or plot is not None:
             raise UsageError("--network goes with neither --policy nor --plot; leave them out")
-        from elaswave.planning.far_apart.rivals import FAR_PLANNERS
-
-        chosen = list(FAR_PLANNERS) if policies == DEFAULT_POLICIES else policies.split(",")
+        chosen = list(far_planners()) if policies == DEFAULT_POLICIES else policies.split(",")
         compare_far_apart(
             options,
             far,
@@ -116,7 +114,8 @@ def compare_command(
     check_some_are_left(lose, options.workers or DEFAULT_WORKERS)
     # One healthy time for all, whoever is asked for.
     setting = replace(
-        describe_setting(options, speeds=speeds, nodes_per_rack=nodes_per_rack), planners={**POLICIES, **planners}
+        describe_setting(options, speeds=speeds, nodes_per_rack=nodes_per_rack),
+        planners={**known_policies(), **planners},
     )
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     left = setting.cluster.without(lost)
@@ -149,7 +148,7 @@ def _entry(
     name: str, planner: Planner, setting: Setting, start: Start, left: Cluster, event: ClusterEvent
 ) -> dict[str, Any]:
     """What a policy does, as JSON."""
-    survival = setting.survival(name, planner, start.allocation)
+    survival = setting.survival(planner, start.allocation)
     begin = {
         "survives": survival.describe(),
         "survival": msgspec.to_builtins(survival),

@@ -3,8 +3,9 @@
 Networks and devices are emulated: nothing here measures anything, and every output says so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from elaswave.cli.layout_table import as_json
 from elaswave.cli.option_groups import Command, add_group, given_in
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
 from elaswave.config.own import TOKENS_PER_S
+from elaswave.config.policy_code import registered
 from elaswave.config.presets import model_shape
 from elaswave.costs.analytic import PARAMETER_BYTES, analytic_costs
 from elaswave.costs.schedules import Schedule
@@ -25,8 +27,7 @@ from elaswave.observability.wrapping import wrap
 from elaswave.planning.far_apart.copies import survival_of_plan
 from elaswave.planning.far_apart.job import Copies, FarJob, FarPlan, allocation_of_plan, without_devices
 from elaswave.planning.far_apart.objective import FAR_SCHEDULES
-from elaswave.planning.far_apart.op_fence import op_fence
-from elaswave.planning.far_apart.rivals import FAR_PLANNERS
+from elaswave.planning.far_apart.op_fence import FarPlanner, op_fence
 from elaswave.planning.far_apart.timing import time_plan
 
 DEFAULT_FAR_MODEL = "gpt2-small"
@@ -221,6 +222,16 @@ def plan_far_apart(
     say(*lines)
 
 
+FAR_PLANNERS_GROUP = "elaswave.far_planners"
+"""Of entry points: each names a mapping of planners by name."""
+
+
+@cache
+def far_planners() -> Mapping[str, FarPlanner]:
+    """OP-Fence, and what other packages have registered."""
+    return {"op_fence": op_fence, **registered(FAR_PLANNERS_GROUP)}
+
+
 def compare_far_apart(
     options: ClusterOptions,
     far: FarOptions,
@@ -237,15 +248,16 @@ def compare_far_apart(
     Raises:
         UsageError: a planner that is not known, options that cannot be, or a job that does not fit.
     """
+    planners = far_planners()
     if not names or len(set(names)) != len(names):
         raise UsageError(
             f"--policies {','.join(names)!r}: give each planner once, separated by commas, at least one of "
-            f"{', '.join(FAR_PLANNERS)}"
+            f"{', '.join(planners)}"
         )
-    unknown = [name for name in names if name not in FAR_PLANNERS]
+    unknown = [name for name in names if name not in planners]
     if unknown:
         raise UsageError(
-            f"--policies: with --network there is no planner {unknown[0]!r}; choose of {', '.join(FAR_PLANNERS)}"
+            f"--policies: with --network there is no planner {unknown[0]!r}; choose of {', '.join(planners)}"
         )
     setting = _setting(options, far, speeds)
     try:
@@ -279,7 +291,7 @@ def _planned(setting: _Setting, job: FarJob, name: str, far: FarOptions, referen
     """What a planner makes of a job, as JSON."""
     try:
         if name != "op_fence":
-            plan = FAR_PLANNERS[name](job, schedules=setting.schedules)
+            plan = far_planners()[name](job, schedules=setting.schedules)
         elif job is setting.job:
             plan = reference
         else:

@@ -105,7 +105,7 @@ def plan_command(
         plan = planner(left, setting.costs, setting.allocation, ClusterEvent(kind="lost", workers=lost))
     else:
         left, plan = setting.cluster, None
-    result = _Result(setting, setting.survival(policy, planner, setting.allocation), lost, left, plan)
+    result = _Result(setting, setting.survival(planner, setting.allocation), lost, left, plan)
     step = None if trace is None else _traced(trace, setting, left, plan)
     if json_mode:
         simulated = {} if step is None else {"simulated_step": step.to_json()}
@@ -138,6 +138,7 @@ def _traced(path: Path, setting: Setting, left: Cluster, plan: Plan | None) -> "
 
 def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Planner]]:
     """A run as it is, what is known about the prediction of its steps, and the policies as it asks them."""
+    from elaswave.config.policy_code import other_policies
     from elaswave.control.replanning import planners_of
     from elaswave.observability.run_costs import read_run_costs
     from elaswave.planning.routes import allocation_of
@@ -145,7 +146,7 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Pl
     costs = read_run_costs(run)
     allocation = allocation_of(costs.layout, costs.schedule, costs.levels)
     size = costs.config.batch.microbatch_size
-    planners = planners_of(costs.config)
+    planners = planners_of(costs.config, other_policies())
     setting = Setting(
         title=f"{run}: layout {costs.layout.describe()}, {costs.layout.num_microbatches} micro-batches of "
         + (f"{size} samples" if costs.counts_samples else f"{size} x {costs.config.model.context_length} tokens"),

@@ -24,17 +24,20 @@ from elaswave.cli.redundancy_options import RedundancyOptions, redundancy_option
 from elaswave.cli.scenario_options import ScenarioOptions, read_scenarios, scenario_options
 from elaswave.cli.tables import terminal_width
 from elaswave.cli.waiting import Waiting
-from elaswave.config.policy_code import find_policy
+from elaswave.config.policy_code import find_policy, is_code, other_policies
+from elaswave.config.policy_code import policies as known_policies
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
+from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.observability.output import say
-from elaswave.planning.baselines.common import rectangle
 from elaswave.planning.fault_free import fastest_fault_free
 from elaswave.planning.healthy import healthy_step_s
-from elaswave.planning.policies import POLICIES
+from elaswave.planning.plan import Planner
+from elaswave.planning.policies import make_policies
+from elaswave.planning.policy_parts import rectangle
 from elaswave.sim.cluster.failures import DAY_S, Scenario
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.outcome import PolicyOutcome
@@ -71,8 +74,8 @@ class Life:
     "policies",
     multiple=True,
     metavar="NAME|CODE",
-    help=f"Who plans: {', '.join(POLICIES)}; or your own: module:function, file.py:function. May be given several "
-    "times; one alone is told in detail.  [default: all of them]",
+    help=f"Who plans: {', '.join(known_policies())}; or your own: module:function, file.py:function. May be "
+    "given several times; one alone is told in detail.  [default: all of them]",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first scenario.")
 @click.option(
@@ -97,7 +100,7 @@ def simulate_command(
     elaswave simulate --trace gcloud.txt --model llama-2-7b \\
       --device a100 --stages 4 --followers 2
     """
-    names = policies or tuple(POLICIES)
+    names = policies or tuple(known_policies())
     if len(set(names)) != len(names):
         raise UsageError(f"--policy {' --policy '.join(names)}: give each policy once")
     for name in names:
@@ -195,21 +198,22 @@ def live(life: Life, policies: Sequence[str], redundancy: RedundancyOptions) -> 
     try:
         healthy_s = healthy_s_of(life)
         for policy in policies:
-            own = find_policy(policy) if policy not in POLICIES else None
+            own = find_policy(policy) if is_code(policy) else None
             outcomes.append([])
             for scenario in life.scenarios:
-                before = sum(map(len, outcomes))
+                before, pauses = sum(map(len, outcomes)), redundancy.pauses(scenario)
+                planner = own or _named(policy, pauses, redundancy.placing.followers)
                 outcomes[-1].append(
                     simulate(
                         scenario,
                         life.machines,
                         life.costs,
                         policy,
+                        planner,
                         num_stages=life.num_stages,
                         num_microbatches=life.num_microbatches,
                         schedule=life.schedule,
-                        pauses=redundancy.pauses(scenario),
-                        planner=own,
+                        pauses=pauses,
                         placing=redundancy.placing,
                         refill_bytes_per_step=redundancy.refill_bytes_per_step,
                         healthy_step_s=healthy_s,
@@ -221,6 +225,10 @@ def live(life: Life, policies: Sequence[str], redundancy: RedundancyOptions) -> 
     finally:
         waiting.close()
     return outcomes
+
+
+def _named(policy: str, pauses: RecoveryTimes, followers: int) -> Planner:
+    return make_policies(pauses, followers=followers, local_search=False, others=other_policies())[policy]
 
 
 def healthy_s_of(life: Life) -> float:
@@ -236,4 +244,4 @@ def healthy_s_of(life: Life) -> float:
         num_microbatches=life.num_microbatches,
         schedule=life.schedule,
     )
-    return healthy_step_s(life.machines, life.costs, configured, POLICIES)
+    return healthy_step_s(life.machines, life.costs, configured, known_policies())

@@ -1,4 +1,5 @@
-"""Recovery policies by name, or from a person's own code: ``module:function`` or ``path/to/file.py:function``.
+"""Recovery policies: by name, of this package and of others that register theirs by an entry point; or a person's own
+code, ``module:function`` or ``path/to/file.py:function``.
 
 A person's code may do anything: it is loaded here, called in a thread of its own, within a bound, and what it returns
 is checked (`elaswave.planning.plan.checked`). Whatever is wrong with it becomes one `UsageError` that names the policy.
@@ -11,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +21,10 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.plan import Allocation, Plan, Planner, checked
-from elaswave.planning.policies import POLICIES, policy_named
+from elaswave.planning.policies import TimedPlanner, make_policies
 
+POLICIES_GROUP = "elaswave.policies"
+"""Of entry points: each names a mapping of policies by name (`elaswave.planning.policies.TimedPlanner`)."""
 TIMEOUT_S = 60.0
 """For one plan of a person's policy in `plan`, `compare` and `simulate`."""
 
@@ -31,12 +34,48 @@ def is_code(name: str) -> bool:
     return ":" in name
 
 
-def find_policy(name: str, policies: Mapping[str, Planner] = POLICIES, *, timeout_s: float | None = None) -> Planner:
+@cache
+def other_policies() -> Mapping[str, TimedPlanner]:
+    """Policies that other packages have registered, by name.
+
+    Raises:
+        UsageError: one of them cannot be loaded; names it.
+    """
+    return registered(POLICIES_GROUP)
+
+
+@cache
+def policies() -> Mapping[str, Planner]:
+    """All policies, with `RecoveryTimes`' defaults."""
+    return make_policies(others=other_policies())
+
+
+def registered(group: str) -> Mapping[str, Any]:
+    """What other packages have registered by entry points, each of which names a mapping by name.
+
+    Args:
+        group: of the entry points.
+    Raises:
+        UsageError: one of them cannot be loaded; names it.
+    """
+    from importlib.metadata import entry_points  # late: it takes longer than all of a coordinator's planning code
+
+    found: dict[str, Any] = {}
+    for entry in sorted(entry_points(group=group)):
+        try:
+            found |= entry.load()
+        except Exception as error:  # whatever another package's code raises
+            raise UsageError(f"what {entry.value} registers as {group} cannot be loaded: {_told(error)}") from error
+    return found
+
+
+def find_policy(name: str, known: Mapping[str, Planner] | None = None, *, timeout_s: float | None = None) -> Planner:
     """The policy that a person asks for.
 
     Args:
-        name: one of `policies`, or where a function is (`elaswave.planning.plan.Planner` is what it has to be).
-        policies: by name.
+        name: one of those that are known, or where a function is (`elaswave.planning.plan.Planner` is what it has to
+            be).
+        known: by name; None means `policies`.
         timeout_s: for one plan of a person's own; None means `TIMEOUT_S`.
     Returns:
         A planner. A person's own raises `UsageError` for whatever goes wrong in it but `InfeasiblePlan`.
@@ -44,7 +83,7 @@ def find_policy(name: str, policies: Mapping[str, Planner] = POLICIES, *, timeou
         UsageError: there is none, or the code cannot be loaded.
     """
     if not is_code(name):
-        return policy_named(name, policies)
+        return _named(name, policies() if known is None else known)
     where, _, function = name.rpartition(":")
     planner = getattr(_load(where, name), function, None)
     if planner is None:
@@ -52,6 +91,15 @@ def find_policy(name: str, policies: Mapping[str, Planner] = POLICIES, *, timeou
     if not callable(planner):
         raise UsageError(f"policy {name}: {function!r} in {where} is of type {type(planner).__name__}, no function")
     return _Bounded(planner, name, TIMEOUT_S if timeout_s is None else timeout_s)
+
+
+def _named(name: str, known: Mapping[str, Planner]) -> Planner:
+    if name not in known:
+        raise UsageError(
+            f"unknown policy {name!r}: choose one of {', '.join(known)}, or name your own as module:function or "
+            "path/to/file.py:function"
+        )
+    return known[name]
 
 
 def _load(where: str, name: str) -> ModuleType:

@@ -23,18 +23,20 @@ import msgspec
 import numpy as np
 
 from elaswave.config.devices import cluster_of, device_of, emulated_costs, power_limit_w
-from elaswave.config.policy_code import find_policy
+from elaswave.config.policy_code import find_policy, other_policies
 from elaswave.config.schema import Config
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule, bounds_within
 from elaswave.errors import InfeasiblePlan, UsageError
+from elaswave.planning.declared import declared_of, declares
 from elaswave.planning.execution import compiled_by, programs_of
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.planner import plan as elaswave_plan
-from elaswave.planning.policies import CANDIDATES, ROLL_BACK, SPARES, make_policies
+from elaswave.planning.policies import ELASWAVE as DECLARED
+from elaswave.planning.policies import TimedPlanner, make_policies
 from elaswave.planning.recovery import put_to_work, set_idle, survivor_layout
 from elaswave.planning.routes import allocation_of
 from elaswave.planning.shapes import Shape, build
@@ -64,17 +66,17 @@ class Replanned(NamedTuple):
     predicted_step_s: float
 
 
-def planners_of(config: Config) -> dict[str, Planner]:
-    """All policies as a run asks them: with its pauses, its followers, and what its devices can do.
+def planners_of(config: Config, others: Mapping[str, TimedPlanner]) -> dict[str, Planner]:
+    """Policies as a run asks them: with its pauses, its followers, and what its devices can do.
 
     Args:
         config: of the run, resolved.
+        others: of other packages.
     """
-    policies = dict(
-        make_policies(RecoveryTimes(restart_s=config.elastic.restart_s, horizon_s=config.elastic.horizon_s))
-    )
-    baselines = tuple(each for name, each in policies.items() if name in CANDIDATES)
-    policies[ELASWAVE] = partial(_elaswave, config=config, baselines=baselines)
+    times = RecoveryTimes(restart_s=config.elastic.restart_s, horizon_s=config.elastic.horizon_s)
+    policies = dict(make_policies(times, others=others))
+    baselines = tuple(each for each in policies.values() if declared_of(each).is_candidate)
+    policies[ELASWAVE] = declares(DECLARED)(partial(_elaswave, config=config, baselines=baselines))
     return policies
 
 
@@ -116,7 +118,9 @@ class Replanner:
             emulated_costs(config) if config.device.kind == "emulated" else None,
         )
         self._device = device_of(config)
-        self._policies = planners_of(config)
+        # Looking for other packages' policies takes time in which a job starts: those of whom nobody asks are left out.
+        asks_others = self.policy != ELASWAVE or config.device.kind == "emulated"
+        self._policies = planners_of(config, other_policies() if asks_others else {})
         self.is_own = config.elastic.policy_is_code
         """Whether the policy is a person's own code."""
         if self.is_own:
@@ -152,7 +156,7 @@ class Replanner:
     @property
     def restarts(self) -> bool:
         """Whether every loss leads back to the last durable checkpoint."""
-        return self.policy in ROLL_BACK
+        return declared_of(self._policies[self.policy]).rolls_back
 
     def predict(self, layout: Layout, execution: ExecutionParameters, costs: Costs) -> float:
         """Seconds of a step: the very programs that the workers run, timed.
@@ -304,7 +308,7 @@ class Replanner:
         """
         going = tuple(sorted(set(leaving) & set(present.active)))
         new = tuple(worker for worker in present.idle if worker not in leaving)
-        if self.policy in SPARES and not going:
+        if declared_of(self._policies[self.policy]).num_spares and not going:
             reason = f"workers {_named(new)} stand by until a loss"
             return Replanned(present, execution, reason, self.predict(present, execution, costs))
         interim = set_idle(present, going) if going else reduce(put_to_work, new, present)

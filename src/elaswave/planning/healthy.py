@@ -5,7 +5,7 @@ own*: the layout that a policy's published system would choose of all workers wi
 
 - every system is configured by somebody, who can try numbers of stages: the fastest equal stages of any depth;
 - a system that plans is asked what it makes of those workers, and does so if it is faster (ElasWave's planner, and any
-  planner of one's own); the baselines of `elaswave.planning.policies` keep what was configured;
+  planner of one's own); those that declare so keep what was configured;
 - a job that keeps spares runs so many pipelines fewer;
 - Oobleck chooses the combination of pipeline templates that uses all workers and is fastest (SOSP 2023, section 4.2);
 - ElasWave's planner has the others' plans among its candidates as far as it has them after a loss, so their own starts
@@ -26,19 +26,19 @@ from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.baselines.full_restart import num_pipelines
+from elaswave.planning.declared import declared_of
 from elaswave.planning.fault_free import timed_fault_free
 from elaswave.planning.frequency import check_power, common_levels
+from elaswave.planning.full_restart import num_pipelines
 from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
 from elaswave.planning.plan import Allocation, Planner
-from elaswave.planning.policies import BASELINES_UP_TO, OWN_STEPS, POLICIES, SPARES
+from elaswave.planning.policies import CANDIDATES_UP_TO
 from elaswave.planning.prediction import EXACT_ACTIONS, EXACT_WORKERS, time_as_it_is, time_within_memory
 
 TIMED = 2
 """Numbers of stages that are timed as plans are, of those that the closed form finds fastest."""
 MIXES = 2
 """Combinations of templates that are."""
-_FROM_TEMPLATES = frozenset({"oobleck", "oobleck_aligned"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +64,7 @@ def own_starts(
         cluster: all workers, none lost.
         costs: of the model's layers.
         configured: the job as it is configured, which everyone may keep.
-        planners: policies by name; ``oobleck`` and ``elaswave`` are those of `elaswave.planning.policies`.
+        planners: policies by name; what each declares says how it begins.
         schedules: that the job may run.
         followers: live copies of every block, for memory.
     Returns:
@@ -72,20 +72,22 @@ def own_starts(
     """
     equal = best_equal_stages(cluster, costs, configured, schedules=schedules, followers=followers)
     found: dict[str, Start] = {}
-    mixed = _templates(cluster, costs, equal, followers) if planners.keys() & _FROM_TEMPLATES else []
+    declared = {name: declared_of(planner) for name, planner in planners.items()}
+    use_templates = any(each.start == "templates" for each in declared.values())
+    mixed = _templates(cluster, costs, equal, followers) if use_templates else []
     for name, planner in planners.items():
         offers = [equal]
-        if name == "elaswave" or name not in POLICIES:
+        if declared[name].start == "planned":
             offers += _asked(cluster, costs, equal.allocation, planner)
             if configured is not equal.allocation and np.ptp(cluster.speed) > 0:
                 # A planner looks at depths near that of before, and slow workers are left out best at another one.
                 offers += _asked(cluster, costs, configured, planner)
-        elif name in SPARES:
-            offers = [_with_spares(cluster, costs, equal, SPARES[name], schedules, followers)]
-        elif name in _FROM_TEMPLATES:
+        elif num_spares := declared[name].num_spares:
+            offers = [_with_spares(cluster, costs, equal, num_spares, schedules, followers)]
+        elif declared[name].start == "templates":
             offers += mixed
         found[name] = min(offers, key=lambda start: start.step_s)
-    if "elaswave" in found and cluster.num_workers <= BASELINES_UP_TO:
+    if "elaswave" in found and cluster.num_workers <= CANDIDATES_UP_TO:
         found["elaswave"] = min([found["elaswave"], *found.values()], key=lambda start: start.step_s)
     return found
 
@@ -111,7 +113,7 @@ def healthy_step_s(
         allocation=configured, step_s=time_as_it_is(cluster, costs, configured, followers=followers).step_s
     )
     known = [as_configured, *starts.values()]
-    for name in sorted(planners.keys() & OWN_STEPS):
+    for name in sorted(name for name, planner in planners.items() if declared_of(planner).own_steps):
         for start in (as_configured, starts[name]):
             known += _asked(cluster, costs, start.allocation, planners[name])
     return min(start.step_s for start in known)

@@ -21,10 +21,10 @@ from elaswave import __version__
 from elaswave.cli import main as main_module
 from elaswave.cli.main import COMMANDS, cli, main
 from elaswave.config.load import load_config
+from elaswave.config.policy_code import policies
 from elaswave.errors import CheckpointError, ConfigError, DataError, ElaswaveError, StoppedBySignalError, WorkerError
 from elaswave.faults.injection import SUPPORTED
 from elaswave.observability.run_folder import saved_config
-from elaswave.planning.policies import POLICIES
 
 
 class Launcher(ModuleType):
@@ -302,7 +302,7 @@ def test_help_fits_80_columns_and_says_what_there_is(capsys: Any, monkeypatch: p
         texts[" ".join(command)] = text = capsys.readouterr().out
         assert max(map(len, text.splitlines())) <= 79
     for command in ("plan", "simulate", "compare"):
-        assert all(name in texts[command].split("Options:")[1] for name in POLICIES)
+        assert all(name in texts[command].split("Options:")[1] for name in policies())
     assert "_ELASWAVE_COMPLETE=bash_source" in texts[""]
     words = texts["train"].split("--fault KIND")[1]
     assert all(kind in words for kind in SUPPORTED)

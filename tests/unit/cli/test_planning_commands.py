@@ -12,10 +12,13 @@ from tests.unit.observability.test_run_costs import configuration, log_of, repor
 from elaswave.cli.cluster_options import ClusterOptions, choose_lost, describe_setting
 from elaswave.cli.main import main
 from elaswave.config.load import load_config
+from elaswave.config.policy_code import policies
 from elaswave.config.presets import device_preset
 from elaswave.observability.events import EventLog
 from elaswave.observability.run_folder import open_run_dir
-from elaswave.planning.policies import POLICIES, PREDICTED_ONLY
+from elaswave.planning.declared import declared_of
+
+PREDICTED_ONLY = {name for name, planner in policies().items() if not declared_of(planner).runs_here}
 
 SMALL = ["--workers", "12", "--stages", "3", "--model", "llama-2-7b", "--device", "h100", "--microbatches", "6"]
 TRACE = "0,add,a\n0,add,b\n0,add,c\n0,add,d\n3600000,remove,b\n7200000,add,b\n10800000,remove,a\n14400000,add,e\n"
@@ -174,7 +177,7 @@ def test_a_trace_is_one_scenario(capsys: Any, tmp_path: Path) -> None:
 def test_policies_are_compared_on_the_same_loss(capsys: Any) -> None:
     found = document(capsys, "compare", *SMALL, "--lose", "2")
     entries = {entry["policy"]: entry for entry in found["policies"]}
-    assert list(entries) == list(POLICIES)
+    assert list(entries) == list(policies())
     for entry in entries.values():
         assert {"policy", "throughput", "capacity_fraction", "step_time_s", "pause_s", "reason"} <= set(entry)
         if entry["feasible"]:
@@ -289,7 +292,7 @@ def test_all_policies_are_simulated_in_one_call(capsys: Any, monkeypatch: pytest
     columns = ["policy", "goodput", "ETTR", "of capacity", "went back", "lost work", "pauses", "waiting", "slower"]
     assert lines[header].split() == " ".join(columns).split()
     rows = [line.split() for line in lines[header + 1 :]]
-    assert [row[0] for row in rows] == list(POLICIES)
+    assert [row[0] for row in rows] == list(policies())
     faster = [row[0] for row in rows if float(row[1].rstrip("%")) > float(row[2].rstrip("%"))]
     assert not faster, "hardly anything is lost, and all are measured by the fastest fault-free job that any makes"
     assert "\nfault-free: " in "\n".join(lines)

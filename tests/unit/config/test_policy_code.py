@@ -1,20 +1,21 @@
 """A person's own recovery policy: how it is found, recorded, bounded and checked."""
 
+import importlib.metadata
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from elaswave.config.load import build_config, load_config
-from elaswave.config.policy_code import find_policy
+from elaswave.config.policy_code import POLICIES_GROUP, find_policy, policies, registered
 from elaswave.costs.machines import ClusterEvent
 from elaswave.errors import ConfigError, InfeasiblePlan, UsageError
+from elaswave.planning.declared import declared_of
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare
-from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY, replication_of
 from elaswave.planning.replication import Replication
 
 ARGUMENTS: Any = (
@@ -40,7 +41,33 @@ def policy_of(tmp_path: Path, body: str, timeout_s: float = 5.0) -> Any:
 
 
 def test_a_name_is_a_built_in_policy():
-    assert find_policy("oobleck") is POLICIES["oobleck"]
+    assert find_policy("oobleck") is policies()["oobleck"]
+    with pytest.raises(UsageError, match="unknown policy 'elastic': choose one of elaswave, recycle"):
+        find_policy("elastic")
+
+
+class Entry(NamedTuple):
+    """An entry point of another package."""
+
+    value: str
+    loaded: Any
+
+    def load(self) -> Any:
+        if isinstance(self.loaded, Exception):
+            raise self.loaded
+        return self.loaded
+
+
+def test_other_packages_register_policies(monkeypatch: pytest.MonkeyPatch):
+    entries = [Entry("one:POLICIES", {"first": 1}), Entry("two:POLICIES", {"second": 2})]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries if group == POLICIES_GROUP else [])
+    assert registered(POLICIES_GROUP) == {"first": 1, "second": 2}
+    assert registered("elaswave.other") == {}
+    entries.append(Entry("three:POLICIES", ImportError("no module named three")))
+    with pytest.raises(
+        UsageError, match="what three:POLICIES registers as elaswave.policies cannot be loaded: ImportE"
+    ):
+        registered(POLICIES_GROUP)
 
 
 def test_a_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -97,9 +124,9 @@ def test_what_a_policy_declares_is_known_of_the_bounded_one(tmp_path: Path):
         "def plan(*_): pass"
     )
     own = policy_of(tmp_path, body)
-    assert replication_of("own.py:plan", own) == Replication(unit="nothing", what="nothing", source="me")
-    assert replication_of("own.py:plan", policy_of(tmp_path, "def plan(*_): pass")).unit == "stages"
-    assert replication_of("torchft", POLICIES["torchft"]).unit == "groups"
+    assert declared_of(own).replication == Replication(unit="nothing", what="nothing", source="me")
+    assert declared_of(policy_of(tmp_path, "def plan(*_): pass")).replication.unit == "stages"
+    assert declared_of(policies()["torchft"]).replication.unit == "groups"
 
 
 def test_the_configuration_records_where_the_code_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -120,9 +147,10 @@ def test_a_policy_that_is_neither_a_name_nor_code_is_refused(policy: str):
 
 
 def test_every_named_policy_that_can_run_here_can_be_configured():
-    for name in {"elaswave", "torchft"} | CANDIDATES:
+    runs_here = {name: declared_of(planner).runs_here for name, planner in policies().items()}
+    for name in (name for name, runs in runs_here.items() if runs):
         config = build_config({"elastic": {"policy": name}})
         assert config.elastic.policy == name and not config.elastic.policy_is_code
-    for name in PREDICTED_ONLY:
+    for name in (name for name, runs in runs_here.items() if not runs):
         with pytest.raises(ConfigError, match="recycle_normalized.*oobleck_aligned"):
             build_config({"elastic": {"policy": name}})

@@ -25,7 +25,7 @@ from elaswave.worker.run_plan import RunPlan
 EXAMPLES = Path(__file__).parents[3] / "examples" / "policies"
 FLAT = """
 import numpy as np
-from elaswave.planning.baselines.common import make_plan, rectangle
+from elaswave.planning.policy_parts import make_plan, rectangle
 
 ASKED = []
 
@@ -177,7 +177,7 @@ UNORDERED = FLAT.replace("    return make_plan(", "    import dataclasses\n    r
     """
 
 def nested(policy, cluster, costs, flat, pause_s, lost_steps, reason):
-    from elaswave.planning.baselines.common import chain_of
+    from elaswave.planning.policy_parts import chain_of
     from elaswave.planning.plan import Allocation, Plan
     ids, last = cluster.ids, costs.num_layers
     one = [np.array([2]), np.array([2]), np.array([2])]

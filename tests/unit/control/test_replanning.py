@@ -96,7 +96,7 @@ def test_a_baseline_that_fails_does_not_end_the_job(monkeypatch, caplog):
     def fail(*arguments):
         raise KeyError("an unknown worker")
 
-    monkeypatch.setattr(replanning, "make_policies", lambda times: {"recycle_rerouting": fail})
+    monkeypatch.setattr(replanning, "make_policies", lambda times, others: {"recycle_rerouting": fail})
     given = config("recycle_rerouting")
     layout, execution, costs = start(given)
     found = Replanner(given).baseline(layout, execution, [1], costs)

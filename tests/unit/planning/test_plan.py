@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tests.unit.planning_cases import layers, machines
 
+from elaswave.config.policy_code import policies
 from elaswave.costs.machines import ClusterEvent
-from elaswave.planning.baselines.common import rectangle
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policies import POLICIES
+from elaswave.planning.policy_parts import rectangle
 
 COSTS = layers(*[1.0] * 9)
 
@@ -20,10 +20,10 @@ COSTS = layers(*[1.0] * 9)
 def plan_of(policy: str) -> Plan:
     cluster = machines(12)
     start = rectangle(cluster, COSTS, num_stages=3, num_microbatches=16, schedule="1f1b")
-    return POLICIES[policy](cluster.without([5]), COSTS, start, ClusterEvent(kind="lost", workers=(5,)))
+    return policies()[policy](cluster.without([5]), COSTS, start, ClusterEvent(kind="lost", workers=(5,)))
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("policy", list(policies()))
 def test_a_plan_has_a_json_form(policy: str) -> None:
     found = plan_of(policy)
     found.allocation.check()

@@ -11,9 +11,9 @@ from elaswave.config.policy_code import find_policy
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, ClusterEvent, Device, NetworkLink
 from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.baselines.common import rectangle
+from elaswave.planning.declared import declared_of
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.policies import replication_of
+from elaswave.planning.policy_parts import rectangle
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 from elaswave.sim.cluster.job import simulate
 
@@ -189,7 +189,7 @@ def test_without_a_standby_a_pipeline_stops_and_its_workers_are_standbys():
     ],
 )
 def test_what_they_hold_more_than_once(name: str, unit: str):
-    assert replication_of(name, policy(name)).unit == unit
+    assert declared_of(policy(name)).replication.unit == unit
 
 
 def test_a_simulated_job_goes_back_by_what_its_policy_declares():
@@ -211,8 +211,8 @@ def lived(name: str, changes: tuple[ClusterChange, ...], duration_s: float, numb
         source="made", duration_s=duration_s, initial=tuple(range(number)), nodes=(0,) * number, changes=changes
     )
     return simulate(
-        scenario, cluster_of(number), COSTS, name, num_stages=stages, num_microbatches=4 * number,
-        pauses=RecoveryTimes(checkpoint_stall_s=0.0), planner=policy(name),
+        scenario, cluster_of(number), COSTS, name, policy(name), num_stages=stages, num_microbatches=4 * number,
+        pauses=RecoveryTimes(checkpoint_stall_s=0.0),
     )  # fmt: skip
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tests.unit.planning_cases import layers, machines
 
-from elaswave.planning.baselines.common import rectangle
 from elaswave.planning.placed_blocks import PlacedBlocks, Placing
 from elaswave.planning.plan import Allocation
+from elaswave.planning.policy_parts import rectangle
 from elaswave.planning.replication import WholeGroups, WholeStages, WithoutCopies, layer_ranges
 from elaswave.planning.survival import percent, survival
 

@@ -53,6 +53,6 @@ def test_an_installation_brings_the_data_files_along(tmp_path: Path) -> None:
                       and path.suffix not in (".py", ".pyc")}  # fmt: skip
     names = set(zipfile.ZipFile(wheel).namelist())
     assert wanted <= names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"elaswave"}, (
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"elaswave", "elaswave_rivals"}, (
         "what tries it out stays in the checkout"
     )

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.unit.project.trees import PACKAGE, VERIFY, dotted, functions, modules
+from tests.unit.project.trees import PACKAGES, dotted, functions, modules
 
 OPENS = {"open", "os.open", "io.open", "os.fdopen", "mmap.mmap", "np.memmap", "np.load", "np.fromfile"}
 DECODES = {
@@ -115,7 +115,7 @@ def _is_of_the_kernel(call: ast.Call) -> bool:
 
 def test_files_are_read_through_one_module() -> None:
     found: dict[str, set[str]] = {}
-    for module, path in modules(PACKAGE, VERIFY):
+    for module, path in modules(*PACKAGES):
         if module != "elaswave.untrusted":
             for function, call in calls_beside(ast.parse(path.read_text())):
                 found.setdefault(f"{module.removeprefix('elaswave.')}:{function}", set()).add(call)

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.unit.project.trees import PACKAGE, VERIFY, dotted, functions, modules
+from tests.unit.project.trees import PACKAGES, dotted, functions, modules
 
 PRINTS = {"print", "click.echo", "click.secho", "echo", "rich.print", "Text", "Text.assemble", "Console", "Live"}
 STREAMS = ("stream", "stdout", "stderr", "errors", "out")
@@ -48,7 +48,7 @@ def calls_beside(tree: ast.Module) -> Iterator[tuple[str, str]]:
 def test_texts_are_shown_through_one_module() -> None:
     found = {
         f"{module.removeprefix('elaswave.')}:{function}"
-        for module, path in modules(PACKAGE, VERIFY)
+        for module, path in modules(*PACKAGES)
         if module != "elaswave.observability.output"
         for function, _ in calls_beside(ast.parse(path.read_text()))
     }

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "src" / "elaswave"
-VERIFY = ROOT / "verify"
-"""What tries the package out, under the same rules."""
+PACKAGES = (ROOT / "src" / "elaswave", ROOT / "src" / "elaswave_rivals", ROOT / "verify")
+"""What is installed, and what tries it out under the same rules."""
 
 
 def modules(*packages: Path) -> Iterator[tuple[str, Path]]:

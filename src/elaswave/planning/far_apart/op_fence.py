@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as chained
 from itertools import combinations, product
+from typing import Protocol
 
 import numpy as np
 
@@ -41,6 +42,17 @@ BUDGET = 5_000
 """Stages that the search may look at, over all chains: what its time depends on."""
 
 Chain = tuple[tuple[int, ...], ...]
+
+
+class FarPlanner(Protocol):
+    """Plans a job on machines far apart."""
+
+    def __call__(self, job: FarJob, *, schedules: Sequence[Schedule] = FAR_SCHEDULES) -> FarPlan:
+        """The plan.
+
+        Raises:
+            InfeasiblePlan: nothing that this planner would choose fits into memory.
+        """
 
 
 @dataclass(frozen=True)

@@ -32,19 +32,11 @@ from elaswave.costs.memory import MemoryModel
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.baselines.common import make_plan, rectangle
-from elaswave.planning.baselines.full_restart import num_pipelines
+from elaswave.planning.declared import declared_of
+from elaswave.planning.full_restart import num_pipelines
 from elaswave.planning.placed_blocks import Placing, num_blocks
 from elaswave.planning.plan import Plan, Planner
-from elaswave.planning.policies import (
-    OWN_STEPS,
-    ROLL_BACK,
-    SPARES,
-    make_policies,
-    policy_named,
-    replication_of,
-)
-from elaswave.planning.replication import Replication
+from elaswave.planning.policy_parts import make_plan, rectangle
 from elaswave.sim.cluster.copies import Copies, copies_of
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 from elaswave.sim.cluster.held_state import held_state
@@ -56,13 +48,12 @@ def simulate(
     machines: Cluster,
     costs: Costs,
     policy: str,
+    planner: Planner,
     *,
     num_stages: int,
     num_microbatches: int,
     schedule: Schedule = "1f1b",
     pauses: RecoveryTimes | None = None,
-    planner: Planner | None = None,
-    replication: Replication | None = None,
     placing: Placing | None = None,
     refill_bytes_per_step: float | None = None,
     healthy_step_s: float | None = None,
@@ -75,13 +66,12 @@ def simulate(
         machines: a cluster of the machines meant; the device and memory of its first worker, and its links, are
             everyone's, and so is a worker's share of its power limit.
         costs: of the model's layers.
-        policy: name of one of `elaswave.planning.policies`.
+        policy: its name.
+        planner: the policy; what it declares says what it keeps and how it begins.
         num_stages: of the job's pipelines at the beginning, and whenever it begins again.
         num_microbatches: of a step.
         schedule: of the job at the beginning.
         pauses: times of standing still; None means `RecoveryTimes`' defaults.
-        planner: use this one under the policy's name.
-        replication: what of the state the policy holds more than once; None means as `replication_of` says.
         placing: followers of blocks, where the policy has blocks; None means `Placing`'s defaults. The scenario's racks
             are known to it, unless it knows no hosts.
         refill_bytes_per_step: the most that a worker sends in a step to make lost copies again
@@ -91,15 +81,13 @@ def simulate(
             shortest that any policy is known to make.
         progress: told after every change what share of the scenario is behind.
     Raises:
-        UsageError: an unknown policy.
         InfeasiblePlan: not even all workers that are ever there at once can train this model.
     """
     pauses = pauses or RecoveryTimes()
     placing = replace(placing or Placing(), racks=scenario.racks)
-    chosen = planner or policy_named(policy, make_policies(pauses, followers=placing.followers, local_search=False))
     job = _SimulatedJob(
-        scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, healthy_step_s,
-        replication or replication_of(policy, chosen), placing, refill_bytes_per_step,
+        scenario, machines, costs, policy, planner, num_stages, num_microbatches, schedule, pauses, healthy_step_s,
+        placing, refill_bytes_per_step,
     )  # fmt: skip
     for change in scenario.changes:
         job.advance(change.at_s)
@@ -115,13 +103,14 @@ class _SimulatedJob:
     def __init__(
         self, scenario: Scenario, machines: Cluster, costs: Costs, policy: str, planner: Planner, num_stages: int,
         num_microbatches: int, schedule: Schedule, pauses: RecoveryTimes, healthy_step_s: float | None,
-        replication: Replication, placing: Placing, refill_bytes_per_step: float | None,
+        placing: Placing, refill_bytes_per_step: float | None,
     ) -> None:  # fmt: skip
         self._scenario, self._costs, self._policy, self._planner, self._pauses = (
             scenario, costs, policy, planner, pauses
         )  # fmt: skip
         self._num_stages, self._num_microbatches, self._schedule = num_stages, num_microbatches, schedule
-        self._replication, self._followers = replication, placing.followers
+        self._declared, self._followers = declared_of(planner), placing.followers
+        replication = self._declared.replication
         link = machines.between_nodes
         shared = msgspec.structs.replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * pauses.copy_share)
         self._held = held_state(replication, costs, shared, placing, refill_bytes_per_step)
@@ -138,7 +127,7 @@ class _SimulatedJob:
         self._undisturbed_step_s = step_s
         self._rho = num_microbatches / step_s
         self._most = most
-        rolls_back = policy in ROLL_BACK or replication.unit == "nothing"
+        rolls_back = self._declared.rolls_back or replication.unit == "nothing"
         interval_s = pauses.checkpoint_interval_s if rolls_back else pauses.backup_interval_s
         self._checkpoint_every_s = interval_s + pauses.checkpoint_stall_s
 
@@ -291,11 +280,11 @@ class _SimulatedJob:
         """Begins, or begins again, if the workers suffice; those that are left over join at once."""
         self._copied_s = self._now_s
         try:
-            self._plan = self._started(self._there, SPARES.get(self._policy, 0))
+            self._plan = self._started(self._there, self._declared.num_spares)
         except InfeasiblePlan:
             self._plan = None
             return
-        if self._policy in OWN_STEPS:
+        if self._declared.own_steps:
             nothing = ClusterEvent(kind="slowed", workers=(int(self._there.ids[0]),))
             self._plan = self._planner(self._there, self._costs, self._plan.allocation, nothing)
         self._since_checkpoint_s = 0.0
@@ -350,7 +339,7 @@ class _SimulatedJob:
         loaded = [memory.sent_bytes(stage.start, stage.stop) for stage in stages]
         self._migrated_bytes += sum(each * stage.width for each, stage in zip(loaded, stages, strict=True))
         seconds = self._pauses.restart_s
-        if self._replication.rolls_back_in_place:
+        if self._declared.replication.rolls_back_in_place:
             agreed = self._pauses.at(self._there.num_workers, num_blocks(self._costs))
             seconds = agreed.recover_s + self._pauses.load_s(max(loaded))
         self._pause("rollback", seconds)

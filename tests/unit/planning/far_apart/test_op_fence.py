@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from tests.far_jobs import far_cluster, far_costs, far_job
 
+from elaswave.cli.far_apart import far_planners
 from elaswave.config.network import read_network, scaled
 from elaswave.config.presets import model_shape
 from elaswave.costs.analytic import analytic_costs
 from elaswave.costs.machines import NetworkLink
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.far_apart.clusters import clusterings, orders
-from elaswave.planning.far_apart.genetic import genetic_stages
 from elaswave.planning.far_apart.job import FarJob, allocation_of_plan
 from elaswave.planning.far_apart.objective import Model
 from elaswave.planning.far_apart.op_fence import op_fence
-from elaswave.planning.far_apart.rivals import FAR_PLANNERS
 from elaswave.planning.far_apart.timing import time_plan
+from elaswave_rivals.genetic import genetic_stages
 
 SLOW = NetworkLink(bandwidth_bytes_per_s=1e6, latency_s=0.05)
 TEN = Path(__file__).parents[4] / "examples" / "far_apart" / "ten_regions.toml"
@@ -50,7 +50,7 @@ def test_48_devices_are_all_used_and_replicas_share_a_site(ten_regions):
     assert [sum(counts) for counts in plan.num_microbatches] == [32] * len(plan.stages)
     allocation_of_plan(ten_regions, plan).check()
     for name in ("equal_number", "equal_compute"):
-        assert plan.step_s < FAR_PLANNERS[name](ten_regions).step_s
+        assert plan.step_s < far_planners()[name](ten_regions).step_s
 
 
 def test_embedding_and_head_are_alone_where_they_end_the_step(ten_regions, monkeypatch):
@@ -94,7 +94,7 @@ def test_copies_outside_cost_what_they_send():
 
 def test_memory_that_lacks_is_said():
     job = far_job(far_cluster([1, 1], between=SLOW, memory_bytes=10.0), far_costs([1.0, 1.0], activation_bytes=30.0))
-    for planner in FAR_PLANNERS.values():
+    for planner in far_planners().values():
         with pytest.raises(InfeasiblePlan, match="memory: .*add devices, or take those with more memory"):
             planner(job)
 
@@ -119,7 +119,7 @@ def test_the_genetic_search_gathers_what_is_near():
 
 def test_programs_take_about_what_the_objective_says():
     job = far_job(far_cluster([2, 2], between=SLOW, speeds=[1, 1, 1, 0.5]), far_costs([0.1] * 8, boundary_bytes=1e4))
-    for name, planner in FAR_PLANNERS.items():
+    for name, planner in far_planners().items():
         timing = time_plan(job, planner(job))
         assert timing.alone_s <= timing.shared_s * (1 + 1e-9), name
         assert timing.objective_s == pytest.approx(timing.shared_s, rel=0.25), name

@@ -5,8 +5,8 @@ import numpy as np
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.baselines.common import rectangle
 from elaswave.planning.plan import Allocation
+from elaswave.planning.policy_parts import rectangle
 from elaswave.planning.prediction import estimate, time_within_memory
 
 TIMED = 3

@@ -27,9 +27,9 @@ from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import evenly
-from elaswave.planning.baselines.common import chain_of, fetch, gone_from, is_in, make_plan, unused
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan, StateTransfer
+from elaswave.planning.policy_parts import chain_of, fetch, gone_from, is_in, make_plan, unused
 from elaswave.planning.replication import Replication
 
 NAME = "torchft"

@@ -36,7 +36,9 @@ from elaswave.costs.step_time.work import (
     run_in_order,
     transfer_of,
 )
+from elaswave.planning.memory_limits import memory_limits
 from elaswave.planning.plan import Allocation, Chain, levels_of
+from elaswave.planning.prediction import Prediction, fidelity_for
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
 from elaswave.types import Layout, Program
@@ -51,6 +53,20 @@ gradient during each of them, and what arrives would wait for its end."""
 _PARTS = ("forward", "input_gradient", "weight_gradient")
 _SLACK = 1e-9
 """Relative; differences of rounding."""
+
+
+def period_s(cluster: Cluster, costs: Costs, allocation: Allocation, timed: Prediction, within_s: float) -> float:
+    """Seconds from step to step if no stage waits for others: exact where the step with a barrier is, and they may be
+    below `within_s`.
+
+    Args: as of `elaswave.planning.policy_parts.PeriodOf`.
+    """
+    limits = memory_limits(cluster, costs, allocation) if timed.num_limited else None
+    most = None if limits is None else limits.as_mapping()
+    found_s = staggered_bound_s(cluster, costs, allocation, timed.found.pace_s, max_in_flight=most)
+    if found_s < within_s and fidelity_for(allocation) == "exact":
+        found_s = staggered_step_s(cluster, costs, allocation, max_in_flight=most, least_s=found_s)
+    return min(timed.step_s, found_s)
 
 
 class Repeated(NamedTuple):

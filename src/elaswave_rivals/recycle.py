@@ -15,7 +15,7 @@ Gandhi, Zhao, Skiadopoulos, Kozyrakis: ReCycle: Resilient Training of Large DNNs
   its share of the optimizer's state, while training stands. Where steps are no shorter for it, nobody moves, in its
   favour. ``normalize=False``: no worker changes stage.
 - *Staggered optimizer* (section 3): stages update without waiting for each other, so bubbles at the end of one step and
-  the beginning of the next are filled too. `elaswave.planning.baselines.staggered` says how it is predicted.
+  the beginning of the next are filled too. `elaswave_rivals.staggered` says how it is predicted.
   ``staggered_optimizer=False``: every step ends with a barrier.
 
 With all three, the default and the policy ``recycle``, a plan is a prediction only. This engine commits a step by a
@@ -40,12 +40,13 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning import full_restart
 from elaswave.planning.apportionment import evenly, topped_up
-from elaswave.planning.baselines import full_restart
-from elaswave.planning.baselines.common import base_levels, copy_s, fetch, gone_from, is_in, make_plan, renamed, unused
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer
+from elaswave.planning.policy_parts import base_levels, copy_s, fetch, gone_from, is_in, make_plan, renamed, unused
 from elaswave.planning.replication import Replication
+from elaswave_rivals.staggered import period_s
 
 NAME = "recycle"
 _PREDICTED = ", stages update without waiting for each other: predicted, this engine cannot run it"
@@ -169,8 +170,8 @@ def _best_schedule(
     return _fastest(
         lambda schedule, within_s: make_plan(
             name, cluster, costs, replace(allocation, schedule=schedule), pause_s=pause_s, lost_steps=lost_steps,
-            transfers=transfers, staggered=staggered_optimizer, reason=f"{what}; {schedule}{suffix}",
-            within_s=within_s,
+            transfers=transfers, reason=f"{what}; {schedule}{suffix}", within_s=within_s,
+            period_of=period_s if staggered_optimizer else None,
         ),
         [(schedule,) for schedule in schedules],
         within_s,

@@ -7,32 +7,20 @@ through the devices in the order of the file, so that neighbours are usually in 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.far_apart.genetic import genetic_stages
 from elaswave.planning.far_apart.job import FarJob, FarPlan
 from elaswave.planning.far_apart.objective import FAR_SCHEDULES, Group, Model
-from elaswave.planning.far_apart.op_fence import op_fence
+from elaswave.planning.far_apart.op_fence import FarPlanner
+from elaswave_rivals.genetic import genetic_stages
 
 GENETIC_DEPTH_MAX = 8
 """Stages up to which DT-FM's search is asked, as many as its code has: it looks at every path through them."""
 GENETIC_DEPTHS = 2
 """Numbers of stages that are tried, the largest ones: each takes seconds."""
-
-
-class FarPlanner(Protocol):
-    """Plans a job."""
-
-    def __call__(self, job: FarJob, *, schedules: Sequence[Schedule] = FAR_SCHEDULES) -> FarPlan:
-        """The plan.
-
-        Raises:
-            InfeasiblePlan: nothing that this planner would choose fits into memory.
-        """
 
 
 def equal_number(job: FarJob, *, schedules: Sequence[Schedule] = FAR_SCHEDULES) -> FarPlan:
@@ -56,8 +44,7 @@ def dtfm_genetic(job: FarJob, *, schedules: Sequence[Schedule] = FAR_SCHEDULES) 
     return _best(model, "dtfm_genetic", chains, schedules)
 
 
-FAR_PLANNERS: Mapping[str, FarPlanner] = {
-    "op_fence": op_fence,
+PLANNERS: Mapping[str, FarPlanner] = {
     "equal_number": equal_number,
     "equal_compute": equal_compute,
     "dtfm_genetic": dtfm_genetic,

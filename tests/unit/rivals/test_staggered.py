@@ -17,15 +17,15 @@ from elaswave.costs.schedules import SCHEDULES, Schedule, bounds_within, in_flig
 from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import Durations, durations_of
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.baselines import recycle
-from elaswave.planning.baselines.common import rectangle
-from elaswave.planning.baselines.staggered import repeat_programs, staggered_bound_s, staggered_step_s
 from elaswave.planning.plan import Allocation
+from elaswave.planning.policy_parts import rectangle
 from elaswave.planning.prediction import estimate, step_s
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
 from elaswave.planning.validation import validate_programs
 from elaswave.types import Action, Hop, Layout, Program
+from elaswave_rivals import recycle
+from elaswave_rivals.staggered import repeat_programs, staggered_bound_s, staggered_step_s
 
 
 def unfolded_ends(

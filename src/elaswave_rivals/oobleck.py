@@ -40,9 +40,11 @@ from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.memory import MemoryModel
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning import full_restart
 from elaswave.planning.apportionment import apportion_pipelines, evenly
-from elaswave.planning.baselines import full_restart
-from elaswave.planning.baselines.common import (
+from elaswave.planning.pipelines import Ranges, linear_s, ranges_of
+from elaswave.planning.plan import Allocation, Plan, StateTransfer
+from elaswave.planning.policy_parts import (
     balanced_ranges,
     chain_of,
     copy_s,
@@ -52,8 +54,6 @@ from elaswave.planning.baselines.common import (
     renamed,
     unused,
 )
-from elaswave.planning.pipelines import Ranges, linear_s, ranges_of
-from elaswave.planning.plan import Allocation, Plan, StateTransfer
 from elaswave.planning.replication import Replication
 from elaswave.planning.templates import template_beside
 

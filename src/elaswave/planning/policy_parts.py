@@ -1,11 +1,11 @@
-"""What the baselines' planners share: who is gone, chains of equal pipelines, bytes of state, the plan around it. Pure.
+"""What planners of policies share: who is gone, chains of equal pipelines, bytes of state, the plan around it. Pure.
 
 Many equal pipelines are one `Chain`: pipeline number j is the j-th worker of each of its stages. Since ids ascend in a
 stage, workers that come later can shift who is paired with whom; workers of one stage hold the same layers, so nothing
 has to be moved for that.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,14 +17,16 @@ from elaswave.costs.memory import MemoryModel
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import evenly
-from elaswave.planning.baselines.staggered import staggered_bound_s, staggered_step_s
 from elaswave.planning.frequency import check_power, common_levels
 from elaswave.planning.layout import partition_layers
-from elaswave.planning.memory_limits import memory_limits
 from elaswave.planning.pipelines import Ranges
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer, at_levels
-from elaswave.planning.prediction import Prediction, fidelity_for, time_within_memory
+from elaswave.planning.prediction import Prediction, time_within_memory
 from elaswave.planning.transfers import Sources, receiving_s
+
+PeriodOf = Callable[[Cluster, Costs, Allocation, Prediction, float], float]
+"""Seconds from step to step: of a cluster, costs, an allocation, what is predicted of a step by itself, and the seconds
+from which on it need not be known exactly."""
 
 
 def gone_from(event: ClusterEvent) -> np.ndarray:
@@ -56,7 +58,7 @@ def unused(cluster: Cluster, allocation: Allocation) -> np.ndarray:
 
 
 def base_levels(cluster: Cluster, workers: np.ndarray) -> np.ndarray:
-    """The base frequency level of each worker: the baselines change no clocks."""
+    """The base frequency level of each worker: these policies change no clocks."""
     if len(cluster.devices) == 1:
         return np.full(len(workers), cluster.devices[0].base_level, dtype=np.int64)
     table = np.array([device.base_level for device in cluster.devices], dtype=np.int64)
@@ -173,11 +175,12 @@ def copy_s(cluster: Cluster, costs: Costs, before: Allocation, transfers: Sequen
 
 def make_plan(
     policy: str, cluster: Cluster, costs: Costs, allocation: Allocation, *, pause_s: float, lost_steps: float,
-    reason: str, transfers: tuple[StateTransfer, ...] = (), staggered: bool = False, within_s: float = float("inf"),
+    reason: str, transfers: tuple[StateTransfer, ...] = (), within_s: float = float("inf"),
+    period_of: PeriodOf | None = None,
 ) -> Plan:  # fmt: skip
     """The plan around an allocation: timed as ElasWave's own are, within the workers' memory and power.
 
-    Baselines choose no clocks, but have to keep within the power limit: where all workers at the base level would
+    These policies choose no clocks, but have to keep within the power limit: where all workers at the base level would
     exceed it, they are held to one lower speed.
 
     Args:
@@ -189,8 +192,8 @@ def make_plan(
         lost_steps: computation that is done again, in steps of the new allocation.
         reason: one line.
         transfers: of state.
-        staggered: predict steps without a barrier between them; see `elaswave.planning.baselines.staggered`.
         within_s: a step that is not shorter need not be timed exactly: the plan says any time from there on.
+        period_of: how long it is from step to step where that is not how long a step takes.
     Raises:
         InfeasiblePlan: a worker would need more memory than it has, or all of them more power.
     """
@@ -202,8 +205,8 @@ def make_plan(
     check_power(cluster, found.peak_power_w)
     if timed.num_limited:
         reason += f", {timed.num_limited} workers with fewer micro-batches in flight since memory is short"
-    if staggered:
-        step_s = _without_barrier_s(cluster, costs, allocation, timed, within_s)
+    if period_of is not None:
+        step_s = period_of(cluster, costs, allocation, timed, within_s)
         devices = cluster.device[cluster.index_of(found.workers)]
         idle_w = float(np.array([device.idle_power_w for device in cluster.devices])[devices].sum())
         power_w = idle_w + (power_w - idle_w) * (found.step_s / step_s if step_s else 1.0)
@@ -218,19 +221,6 @@ def make_plan(
         power_w=power_w,
         reason=reason,
     )
-
-
-def _without_barrier_s(
-    cluster: Cluster, costs: Costs, allocation: Allocation, timed: Prediction, within_s: float
-) -> float:
-    """Seconds from step to step if no stage waits for others: exact where the step with a barrier is, and they may be
-    below `within_s`."""
-    limits = memory_limits(cluster, costs, allocation) if timed.num_limited else None
-    most = None if limits is None else limits.as_mapping()
-    found_s = staggered_bound_s(cluster, costs, allocation, timed.found.pace_s, max_in_flight=most)
-    if found_s < within_s and fidelity_for(allocation) == "exact":
-        found_s = staggered_step_s(cluster, costs, allocation, max_in_flight=most, least_s=found_s)
-    return min(timed.step_s, found_s)
 
 
 def renamed(plan: Plan, policy: str, why: str) -> Plan:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planning_cases import layers, machines, predict
 
+from elaswave.config.policy_code import policies
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.analytic import PARAMETER_BYTES, analytic_costs
 from elaswave.costs.layers import Costs
@@ -18,21 +19,25 @@ from elaswave.costs.machines import Cluster, ClusterEvent, FrequencyLevel
 from elaswave.costs.recovery_times import WORKER_S_BETWEEN_LOSSES, RecoveryTimes
 from elaswave.costs.schedules import splits_backwards
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning import full_restart
 from elaswave.planning.apportionment import apportion_pipelines, evenly, topped_up
-from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
-from elaswave.planning.baselines.common import balanced_ranges, copy_s, rectangle
+from elaswave.planning.declared import declared_of
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.placed_blocks import num_blocks
 from elaswave.planning.plan import Allocation, Plan, StateTransfer, at_levels, levels_of
-from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY, make_policies
+from elaswave.planning.policy_parts import balanced_ranges, copy_s, rectangle
 from elaswave.planning.prediction import estimate
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
 from elaswave.planning.validation import validate_programs
 from elaswave.state.placement import default_block_size, make_blocks
+from elaswave_rivals import oobleck, recycle, torchft
 
-BASELINES = {name: planner for name, planner in make_policies().items() if name != "elaswave"}
+POLICIES = policies()
+PREDICTED_ONLY = {name for name, planner in POLICIES.items() if not declared_of(planner).runs_here}
+CANDIDATES = {name for name, planner in POLICIES.items() if declared_of(planner).is_candidate}
+BASELINES = {name: planner for name, planner in POLICIES.items() if name != "elaswave"}
 normalized = partial(recycle.plan, staggered_optimizer=False)
 rerouting = partial(recycle.plan, normalize=False, staggered_optimizer=False)
 LOST, JOINED, SLOWED, DRAINED = "lost", "joined", "slowed", "drained"
@@ -73,14 +78,13 @@ def test_a_plan_keeps_to_the_limit_of_power_and_elaswave_is_never_below(name: st
     )
     start = rectangle(powered, costs, num_stages=3, num_microbatches=12, schedule="1f1b")
     left, event = losing(powered, 4)
-    policies = make_policies()
-    found = policies[name](left, costs, start, event)
+    found = POLICIES[name](left, costs, start, event)
     assert estimate(left, costs, found.allocation).peak_power_w <= 1800.0
     if name not in PREDICTED_ONLY and found.allocation.num_microbatches == 12:
-        ours = policies["elaswave"](left, costs, start, event)
+        ours = POLICIES["elaswave"](left, costs, start, event)
         assert found.predicted_step_s >= ours.predicted_step_s * (1 - 1e-9)
     with pytest.raises(InfeasiblePlan, match="power: the workers would draw"):
-        policies[name](replace(left, power_limit_w=300.0), costs, start, event)
+        POLICIES[name](replace(left, power_limit_w=300.0), costs, start, event)
 
 
 def test_oobleck_begins_anew_with_workers_of_every_layer_but_no_whole_pipeline() -> None:
@@ -97,7 +101,7 @@ def test_a_model_that_costs_nothing_is_planned_too() -> None:
     costs = layers(*[0.0] * 6)
     cluster, start = begin(6, 3, 4, costs)
     left, event = losing(cluster, 1)
-    for policy in make_policies().values():
+    for policy in POLICIES.values():
         assert policy(left, costs, start, event).predicted_step_s >= 0
 
 
@@ -227,9 +231,8 @@ def test_elaswave_takes_no_plan_that_it_cannot_run():
     costs = layers(1, 1, 1, 1)
     cluster, before = begin(16, 4, 16, costs)
     lost = _after(cluster, costs, before, 4)
-    policies = make_policies()
-    assert policies["recycle"](*lost).predicted_step_s < policies["elaswave"](*lost).predicted_step_s
-    assert set(policies) - {"elaswave", "torchft", "full_restart_spares"} == CANDIDATES | PREDICTED_ONLY
+    assert POLICIES["recycle"](*lost).predicted_step_s < POLICIES["elaswave"](*lost).predicted_step_s
+    assert set(POLICIES) - {"elaswave", "torchft", "full_restart_spares"} == CANDIDATES | PREDICTED_ONLY
 
 
 def test_recycle_normalized_spreads_the_losses_of_one_stage():

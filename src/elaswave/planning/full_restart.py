@@ -26,9 +26,10 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.baselines.common import fetch, gone_from, is_in, make_plan, rectangle, unused
+from elaswave.planning.declared import Declared
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan
+from elaswave.planning.policy_parts import fetch, gone_from, is_in, make_plan, rectangle, unused
 from elaswave.planning.replication import Replication
 
 NAME = "full_restart"
@@ -37,9 +38,25 @@ NUM_SPARES = 8
 workers are lost before one is repaired."""
 SPARE_SHARE = 0.1
 """The most of all workers that stand by."""
-REPLICATION = Replication(
+_REPLICATION = Replication(
     unit="nothing", what="the last durable checkpoint is what there is besides", source="by definition of this policy"
 )
+
+
+def declared(*, num_spares: int = 0, is_candidate: bool = False) -> Declared:
+    """What this policy is.
+
+    Args:
+        num_spares: workers that stand by.
+        is_candidate: whether its plans are candidates of ElasWave's.
+    """
+    return Declared(
+        replication=_REPLICATION,
+        rolls_back=True,
+        num_spares=num_spares,
+        start="configured",
+        is_candidate=is_candidate,
+    )
 
 
 def plan(
