@@ -31,6 +31,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples")]
 
 
+from operator_costs import (  # noqa: E402
+    chain_costs,
+    crossing,
+    direct_transfers,
+    places,
+    values_of,
+)
+
 from elaswave.config.network import read_network, scaled  # noqa: E402
 from elaswave.config.presets import device_preset  # noqa: E402
 from elaswave.costs.analytic import USABLE_MEMORY  # noqa: E402
@@ -41,13 +49,6 @@ from elaswave.fences import Codec  # noqa: E402
 from elaswave.planning.far_apart.job import FarJob, FarPlan  # noqa: E402
 from elaswave.planning.far_apart.objective import GRADIENT_BYTES, Model  # noqa: E402
 from elaswave.planning.far_apart.op_fence import op_fence  # noqa: E402
-from elaswave.planning.far_apart.operators import (  # noqa: E402
-    chain_costs,
-    crossing,
-    direct_transfers,
-    places,
-    values_of,
-)
 from elaswave.planning.far_apart.timing import time_plan  # noqa: E402
 from elaswave_rivals.far_apart import dtfm_genetic, equal_compute, equal_number  # noqa: E402
 

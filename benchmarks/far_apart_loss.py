@@ -5,7 +5,7 @@
 Links and devices are emulated, in virtual time; the trainings are real. Takes the job of examples/far_apart/gpt2.toml
 with its links at these shares of their rates. OP-Fence plans a layout for `adatopkR`; on that cut R is also used
 uniformly (`topkR`), and nothing at all; and OP-Fence's own plan without a codec stands beside them. A step takes what
-`elaswave.sim.far_step` says. One worker trains with each set of fences and ratios, which has the bits that the job
+`benchmarks/far_step.py` says. One worker trains with each set of fences and ratios, which has the bits that the job
 would have. Time to equal loss: that to the highest of the lowest held-out losses of all of a seed, by interpolation
 between evaluations, as mean over the seeds. AdaTopK codes no more than uniform top-k does, so its steps are no
 shorter: it can gain by losing less.
@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from far_step import far_step
 from harness import exit_on_sigterm, machine, print_header
 
 from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.fences import TopK
-from elaswave.sim.far_step import far_step
 from elaswave.worker.blueprint import Blueprint
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "far_apart" / "gpt2.toml"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.far_step import far_step
 from tests.agents import Agents
 from tests.hosts.world import World, lacking
 from tests.integration.jobs import SMALL, run_job
@@ -14,7 +15,6 @@ from elaswave.config.devices import cluster_of
 from elaswave.config.far_layout import own_costs
 from elaswave.config.load import load_config
 from elaswave.observability.result import read_result
-from elaswave.sim.far_step import far_step
 from elaswave.worker.blueprint import Blueprint
 
 REASON = lacking()

@@ -1,1 +1,1 @@
-"""A training step over shared links, and weeks of a cluster in virtual time."""
+"""Weeks of a cluster in virtual time."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from tests.unit.sim.test_far_step import DEVICE, FAST
+from tests.unit.benchmarks.test_far_step import DEVICE, FAST
 
 from elaswave.config.far_layout import far_job
 from elaswave.config.load import load_config

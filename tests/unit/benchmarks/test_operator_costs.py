@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-
-from elaswave.planning.far_apart.operators import chain_costs, crossing, direct_transfers, places, values_of
+from benchmarks.operator_costs import chain_costs, crossing, direct_transfers, places, values_of
 
 
 @dataclass(frozen=True)
