@@ -5,7 +5,7 @@
 Links and devices are emulated, in virtual time; the trainings are real. Takes the job of examples/far_apart/gpt2.toml
 with its links at these shares of their rates. OP-Fence plans a layout for `adatopkR`; on that cut R is also used
 uniformly (`topkR`), and nothing at all; and OP-Fence's own plan without a codec stands beside them. A step takes what
-`benchmarks/far_step.py` says. One worker trains with each set of fences and ratios, which has the bits that the job
+`far_step` says. One worker trains with each set of fences and ratios, which has the bits that the job
 would have. Time to equal loss: that to the highest of the lowest held-out losses of all of a seed, by interpolation
 between evaluations, as mean over the seeds. AdaTopK codes no more than uniform top-k does, so its steps are no
 shorter: it can gain by losing less.

@@ -3,7 +3,7 @@
     python benchmarks/far_apart_real.py [--rates 1 0.2] [--delays 1 0.2] [--steps 8] [--json]
 
 Links and devices are emulated, on this machine. Runs examples/far_apart/gpt2.toml with its links at these shares of
-their rates and delays; each run is planned anew by OP-Fence. Predicted: `benchmarks/far_step.py` for the run's programs,
+their rates and delays; each run is planned anew by OP-Fence. Predicted: `far_step` for the run's programs,
 placement and links. Measured: the median step, the first and the last left out. Needed: within 10 % of each other.
 """
 

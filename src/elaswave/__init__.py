@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from elaswave._version import __version__
+
 if TYPE_CHECKING:
     from elaswave.api.result import Result
     from elaswave.api.trainer import Trainer
@@ -29,8 +31,6 @@ __all__ = [
     "sample_order",
     "split",
 ]
-
-__version__ = "0.1.0"
 
 _PLACES = {
     "Foreign": "elaswave.foreign.layer",

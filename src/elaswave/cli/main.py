@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from elaswave import __version__
+from elaswave._version import __version__
 from elaswave.api.environment import begin_with_fixed_hashes, use_one_thread
 from elaswave.cli.groups import LazyGroup
 from elaswave.config.checks import path_problem

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from elaswave import __version__
+from elaswave._version import __version__
 from elaswave.control.client import ControlClient
 from elaswave.control.control_file import read_control_file
 from elaswave.control.key_files import JobKey, Role, read_key

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import elaswave
+from elaswave._version import __version__
 from elaswave.config.devices import planned_speeds
 from elaswave.config.own import OWN
 from elaswave.control.agent_messages import ShowEvaluation, ShowStep
@@ -141,7 +141,7 @@ class RunRecorder:
             return
         self._write(
             RunStarted(
-                version=elaswave.__version__,
+                version=__version__,
                 total_steps=self._config.run.steps,
                 first_step=self.state.first_step,
                 num_workers=len(self.state.members),

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-import elaswave
+from elaswave._version import __version__
 from elaswave.control.run_state import RunState, as_series
 from elaswave.data.sampler import Sampler
 from elaswave.errors import StateError
@@ -39,7 +39,7 @@ def describe_checkpoint(
             stored_name(stored.slot, stored.tensor): TensorInfo(stored.shape, stored.dtype)
             for stored in plan.state.stored(standing.num_updates)
         },
-        elaswave_version=elaswave.__version__,
+        elaswave_version=__version__,
         extra={
             "num_updates": standing.num_updates,
             "calibrated": standing.calibrated,

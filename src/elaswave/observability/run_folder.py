@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from elaswave import __version__
+from elaswave._version import __version__
 from elaswave.config.checks import path_problem
 from elaswave.config.load import load_config
 from elaswave.config.own import OWN

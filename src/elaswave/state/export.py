@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from elaswave import __version__
+from elaswave._version import __version__
 from elaswave.errors import CheckpointError, UsageError
 from elaswave.models import gpt, llama
 from elaswave.models.layers import ModelSpec, build_layer

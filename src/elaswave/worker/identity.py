@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave import __version__
+from elaswave._version import __version__
 from elaswave.data.fingerprint import data_hash
 from elaswave.hashing import key64
 from elaswave.protocol.admission import libraries
