@@ -117,7 +117,7 @@ def train_command(
             f"{run_dir} holds the run of a script's own model, which only the script can go on with: "
             f"{resume_command(base, Path(str(run_dir)))}"
         )
-    config = load_config(config_file, overrides, workers, base=base, reads_old_format=resume)
+    config = load_config(config_file, overrides, workers, base=base)
     if print_config:
         say(_as_json(config.to_dict()) if as_json else config.to_toml(), nl=as_json)
         return

@@ -16,7 +16,6 @@ import msgspec
 from msgspec import inspect
 
 from elaswave.config.toml import toml_value
-from elaswave.config_format import GONE_KEYS
 
 _SHOWN_LENGTH_MAX = 60
 
@@ -78,9 +77,6 @@ def plain(value: Any) -> Any:
 def unknown_section(name: str, value: Any, sections: Mapping[str, type[msgspec.Struct]]) -> str:
     """The line about a section (or a key outside of any section) that does not exist."""
     problem = f"{name}: unknown section"
-    for old, new in GONE_KEYS.items():
-        if not isinstance(value, Mapping) and name == old.partition(".")[2]:
-            return f"{problem}; did you mean {new}?"
     for section, struct in sections.items():
         if not isinstance(value, Mapping) and name in struct.__struct_fields__:
             return f"{problem}; did you mean {section}.{name}?"
@@ -113,8 +109,6 @@ def _converted(value: Any, field_type: Any) -> Any:
 
 
 def _suggestion(section: str, key: str, fields: Iterable[str]) -> str:
-    if f"{section}.{key}" in GONE_KEYS:
-        return f"it is called {GONE_KEYS[f'{section}.{key}']} now"
     close = difflib.get_close_matches(key, fields, n=1)
     return f"did you mean {section}.{close[0]}?" if close else f"[{section}] has {', '.join(fields)}"
 

@@ -19,7 +19,7 @@ from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
 from elaswave.config.sites import labels_of
 from elaswave.config.toml import parse_toml, read_toml
-from elaswave.config_format import FORMAT_KEY, GONE_KEYS, format_problem, upgraded
+from elaswave.config_format import FORMAT_KEY, format_problem
 from elaswave.data.sources import known_vocabulary
 from elaswave.errors import ConfigError, DataError
 from elaswave.planning.layout import resolve_widths
@@ -40,7 +40,6 @@ def load_config(
     workers: int | None = None,
     *,
     base: Config | None = None,
-    reads_old_format: bool = False,
     settings: Mapping[Any, Any] | None = None,
     own: OwnModel | None = None,
     is_saved: bool = False,
@@ -53,8 +52,6 @@ def load_config(
         workers: number of workers that the layout must have; decides the layout where none is given.
         base: what takes the place of the defaults, such as the configuration of the run that is resumed. Its layout
             counts only where none of the other arguments says anything about the layout.
-        reads_old_format: a file without ``format`` is of a run from before there was one (see
-            `elaswave.config_format`), and is read so; else it is refused where that matters.
         settings: a script's: values by key, by section, or by dotted key; stronger than the file.
         own: a script's model; None: the configuration describes the model.
         is_saved: the file was saved by a run, so that it may say that the model is a script's.
@@ -67,7 +64,7 @@ def load_config(
     problems: list[str] = []
     sources: list[Values] = []
     if path is not None:
-        sources.append(_in_this_format(read_toml(path), path, problems, reads_old_format=reads_old_format))
+        sources.append(_in_this_format(read_toml(path), path, problems, is_saved=is_saved))
     if settings is not None:
         sources.append(_by_section(settings, problems))
     sources.append(_parse_overrides(overrides, problems))
@@ -166,14 +163,13 @@ def _planned(sections: Mapping[str, Mapping[str, Any]], *, is_schedule_given: bo
     return planned_keys(Config(**asked), is_schedule_given=is_schedule_given)  # type: ignore[arg-type]
 
 
-def _in_this_format(values: Values, path: Path, problems: list[str], *, reads_old_format: bool) -> Values:
-    """The values of a file under today's keys, also where that is a guess: then a problem says so."""
-    problem = format_problem(values, reads_old_format=reads_old_format)
+def _in_this_format(values: Values, path: Path, problems: list[str], *, is_saved: bool) -> Values:
+    """The values of a file without its number; of another format, none: their keys mean something else."""
+    problem = format_problem(values, is_saved=is_saved)
     if problem:
         problems.append(f"{path}: {problem}")
-    elif FORMAT_KEY not in values and not reads_old_format:
-        return values
-    return {name: table for name, table in upgraded(values).items() if name != FORMAT_KEY}
+        return {}
+    return {name: table for name, table in values.items() if name != FORMAT_KEY}
 
 
 def _by_section(settings: Mapping[Any, Any], problems: list[str]) -> Values:
@@ -201,7 +197,6 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> Values:
         section, dot, name = key.strip().partition(".")
         if not equals or not dot or not section or not name:
             homes = [f"{home}.{section}" for home, struct in SECTIONS.items() if section in struct.__struct_fields__]
-            homes += [new for old, new in GONE_KEYS.items() if section == old.partition(".")[2]]
             is_key = bool(homes) and section not in SECTIONS
             example = f"{homes[0]}={text.strip()}" if is_key and equals else "optimizer.lr=1e-3"
             problems.append(f"--set {override}: expected section.key=value, such as --set {example}")

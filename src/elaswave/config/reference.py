@@ -23,14 +23,9 @@ problems is refused with all of them listed, and exit code 2. This page is made 
 
 ## Format
 
-The number says what two keys mean. What is now `model.hidden_size` and `model.intermediate_size`, as in Hugging Face's
-configurations, was `model.width` and `model.hidden_size` before there was a number.
-
-- The configurations that a run saves carry it: `config.toml`, and those in `result.json`, `events.jsonl`, checkpoints
-  and exports. `--resume` (which then saves `config.toml` with it), `inspect`, `export` and `plan` read configurations
-  without it in the old meaning.
-- A file without it that sets `model.width` or `model.hidden_size` is refused by `elaswave train`, except beside
-  `--resume`; one that sets neither means the same with and without it.
+The configurations that a run saves carry the number: `config.toml`, and those in `result.json`, `events.jsonl`,
+checkpoints and exports. Without it they are of an older version, in which some keys had other names, and are refused. A
+person's file may leave it out, and means format 2 then. Another number is refused.
 
 ## Layout
 

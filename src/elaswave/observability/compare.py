@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from elaswave.config_format import upgraded
+from elaswave.config_format import FORMAT_KEY
 from elaswave.observability.result import JsonFloat, RunResult
 
 
@@ -104,7 +104,7 @@ def _summary(
 
 def _differing_config(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The dotted keys that differ, with both values."""
-    flat_a, flat_b = _flatten(upgraded(a)), _flatten(upgraded(b))
+    flat_a, flat_b = (_flatten({name: keys for name, keys in each.items() if name != FORMAT_KEY}) for each in (a, b))
     return {
         key: (flat_a.get(key), flat_b.get(key))
         for key in [*flat_a, *(key for key in flat_b if key not in flat_a)]

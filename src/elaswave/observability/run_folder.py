@@ -117,7 +117,7 @@ def saved_config(path: Path) -> Config:
     """
     _check_usable(path, resume=True, overwrite=False)
     try:
-        return load_config(path / CONFIG_FILE, reads_old_format=True, is_saved=True)
+        return load_config(path / CONFIG_FILE, is_saved=True)
     except ConfigError as error:
         raise RunFolderError(f"the configuration saved in {path} is damaged: {'; '.join(error.problems)}") from error
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elaswave.config_format import FORMAT_KEY, upgraded
+from elaswave.config_format import FORMAT_KEY, format_problem
 from elaswave.errors import CheckpointError
 from elaswave.untrusted import decode_json, is_plain_name
 
@@ -249,17 +249,19 @@ def encode_meta(meta: CheckpointMeta) -> bytes:
 
 
 def decode_meta(data: bytes) -> CheckpointMeta:
-    """The description in the content of ``meta.json``; its configuration as today's format has it.
+    """The description in the content of ``meta.json``.
 
     Raises:
-        CheckpointError: it does not have the expected form.
+        CheckpointError: it does not have the expected form, or its configuration is of another format.
     """
     try:
         meta: CheckpointMeta = decode_json(data, CheckpointMeta)
         _check_meta(meta)
     except (ValueError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{META_FILE} is damaged: {error}") from error
-    return msgspec.structs.replace(meta, config=upgraded(meta.config))
+    if problem := format_problem(meta.config, is_saved=True):
+        raise CheckpointError(f"{META_FILE}: {problem}")
+    return meta
 
 
 def _check_meta(meta: CheckpointMeta) -> None:

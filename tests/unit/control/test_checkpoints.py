@@ -65,7 +65,7 @@ class Job:
             grids={},
             seed=0,
             data_cursor=(0, 0),
-            config={},
+            config={"format": 2},
             tensors={
                 stored_name(name, slot.name): TensorInfo(slot.shape)
                 for name in (MASTER, *self.blueprint.optimizer.slots)

@@ -75,11 +75,11 @@ def test_different_numbers_of_steps_are_named_first() -> None:
     assert "number of steps, 1 and 4; the losses differ first at step 1" in comparison.summary
 
 
-def test_a_configuration_of_before_there_was_a_format_is_compared_under_the_keys_of_today() -> None:
-    old = {"model": {"width": 64, "hidden_size": 96}, "run": {"seed": 1}}
-    new = {"format": 2, "model": {"hidden_size": 64, "intermediate_size": 128}, "run": {"seed": 1}}
+def test_the_number_of_a_configurations_format_is_no_setting() -> None:
+    old = {"model": {"width": 64}, "run": {"seed": 1}}
+    new = {"format": 2, "model": {"hidden_size": 64}, "run": {"seed": 1}}
     comparison = compare_results(make_result(config=old), make_result(config=new), None, None)
-    assert comparison.differing_config == {"model.intermediate_size": (96, 128)}
+    assert comparison.differing_config == {"model.width": (64, None), "model.hidden_size": (None, 64)}
 
 
 def test_the_configuration_is_compared_key_by_key() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.old_runs import in_format_1
 
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
@@ -210,17 +209,15 @@ def test_a_checkpoint_of_a_version_that_lacked_keys_is_taken_as_with_their_defau
     assert differences_on_resume(there, load_config()) == ["model.of_the_future is 3 there and unset here"]
 
 
-def test_a_configuration_saved_before_there_was_a_format_is_read_as_it_was_meant(tmp_path: Path) -> None:
-    config = load_config(None, ["model.family=llama", "model.hidden_size=64", "model.intermediate_size=96"])
-    with opened(tmp_path, config):
+def test_a_configuration_saved_before_there_was_a_format_is_refused_with_one_line(tmp_path: Path) -> None:
+    with opened(tmp_path):
         pass
     saved = tmp_path / "config.toml"
     assert saved.read_text().startswith("format = 2\n\n[model]\n")
-    in_format_1(tmp_path)
-    assert "format" not in saved.read_text() and "\nwidth = 64\n" in saved.read_text()
-    assert saved_config(tmp_path) == config
-    with opened(tmp_path, config, resume=True):
-        assert saved.read_text() == config.to_toml()
+    saved.write_text(saved.read_text().removeprefix("format = 2\n\n"))
+    with pytest.raises(RunFolderError, match="format: missing: an older version of elaswave has saved this") as caught:
+        saved_config(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_resume_of_nothing_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
