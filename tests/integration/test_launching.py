@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import QuietReporter, nothing_left, small_config
 
-from elaswave.control import descriptors, forking, launcher, local_job, shown
-from elaswave.control.descriptors import GROWTH, needed_descriptors, provide_descriptors
-from elaswave.control.job_folder import JobFolder, sweep_dead
+from elaswave.control import forking, launcher, local_job, shown
 from elaswave.errors import LaunchError, RecoveryError, UsageError
+from elaswave.system import descriptors
+from elaswave.system.descriptors import GROWTH, needed_descriptors, provide_descriptors
+from elaswave.system.job_folder import JobFolder, sweep_dead
 
-HOLD = "from elaswave.control.job_folder import JobFolder; f = JobFolder(); print(f.path, flush=True); input()"
+HOLD = "from elaswave.system.job_folder import JobFolder; f = JobFolder(); print(f.path, flush=True); input()"
 TINY = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.context_length=8", "run.steps=2"]
 
 

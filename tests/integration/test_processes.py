@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.integration.jobs import run_job
 
-from elaswave.control.memory_pressure import WORKER_SCORE
 from elaswave.observability.processes import PROCESSES_FILE, read_processes
+from elaswave.system.memory_pressure import WORKER_SCORE
 
 WAIT_S = 60.0
 LAYOUT = {"layout.widths": [2], "run.steps": 6}

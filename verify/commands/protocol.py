@@ -20,8 +20,8 @@ import click
 import msgspec
 
 from elaswave.cli.waiting import Waiting
-from elaswave.control.parent_death import end_with_parent
 from elaswave.observability.output import say, say_json
+from elaswave.system.parent_death import end_with_parent
 from verify.planted_bugs.mutants import MUTANTS
 from verify.simulator.run import PRODUCT, Build, run_schedule
 from verify.simulator.schedule import Schedule, parse_schedule, random_schedule

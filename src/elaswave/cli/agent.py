@@ -11,9 +11,9 @@ import click
 from elaswave.api.environment import COORDINATOR_VARIABLE, given_key, prepare_to_compute, private_folder
 from elaswave.config.load import load_config
 from elaswave.control.key_files import JobKey, own_key
-from elaswave.control.parent_death import end_with_parent
 from elaswave.errors import UsageError
 from elaswave.observability.output import say_error
+from elaswave.system.parent_death import end_with_parent
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"

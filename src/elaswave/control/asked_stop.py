@@ -6,8 +6,8 @@ A signal may come at any moment: it changes one attribute.
 import signal
 from types import FrameType
 
-from elaswave.control.stop_signals import STOP_SIGNALS
 from elaswave.errors import StoppedBySignalError
+from elaswave.system.stop_signals import STOP_SIGNALS
 
 STOP_GRACE_S = 300.0
 """After the first signal, how long the step in hand and its checkpoint may take."""

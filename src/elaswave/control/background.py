@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from elaswave.control.death_watch import DeathWatch
+from elaswave.system.death_watch import DeathWatch
 
 _T = TypeVar("_T")
 

@@ -1,7 +1,7 @@
 """How many steps the workers of this host have committed, in memory that they share with their agent.
 
 An agent hears of steps from its coordinator. While it has none, this number tells whether its workers get on (rule
-H12). The memory is an anonymous mapping inherited through fork, as that of `elaswave.control.death_watch`.
+H12). The memory is an anonymous mapping inherited through fork, as that of `elaswave.system.death_watch`.
 """
 
 import ctypes

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from elaswave.control.death_watch import DeathWatch
 from elaswave.control.open_store import Claimed
 from elaswave.data.sampler import Sampler
 from elaswave.faults.injection import Fault
 from elaswave.protocol import events
 from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.system.death_watch import DeathWatch
 from elaswave.transport.tls import Tls
 from elaswave.worker.run_plan import RunPlan
 

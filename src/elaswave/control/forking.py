@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from elaswave.control.job_folder import refused
-from elaswave.control.parent_death import end_with_parent
-from elaswave.control.stop_signals import STOP_SIGNALS, USER_SIGNALS, is_ours
+from elaswave.system.job_folder import refused
+from elaswave.system.parent_death import end_with_parent
+from elaswave.system.stop_signals import STOP_SIGNALS, USER_SIGNALS, is_ours
 from elaswave.transport.addresses import await_lookups
 from elaswave.untrusted import open_regular
 

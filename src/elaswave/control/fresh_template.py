@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import Child, leave_signals_to_launcher, redirect_output
-from elaswave.control.job_folder import refused
 from elaswave.control.module_state import ModuleState, states_of_modules
-from elaswave.control.parent_death import end_with_parent
 from elaswave.control.read_files import open_descriptors, read_files
 from elaswave.control.taking_over import TakenOver
 from elaswave.control.template import TemplateSetup, run_template
 from elaswave.control.template_messages import Unprepared, framed, pack, read_framed
 from elaswave.errors import LaunchError, UsageError
+from elaswave.system.death_watch import DeathWatch
+from elaswave.system.job_folder import refused
+from elaswave.system.parent_death import end_with_parent
 from elaswave.training.raised import said
 
 _LINK_FD = 3

@@ -27,7 +27,6 @@ from elaswave.control.client import next_heartbeat_s
 from elaswave.control.clocks import by_own_clock
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
-from elaswave.control.descriptors import workers_max
 from elaswave.control.job_end import JobEnd
 from elaswave.control.job_spec import spec_of
 from elaswave.control.job_status import JobParts
@@ -68,6 +67,7 @@ from elaswave.protocol.messages import (
     Decision,
 )
 from elaswave.state.domains import site_of
+from elaswave.system.descriptors import workers_max
 from elaswave.worker.identity import identity_of
 from elaswave.worker.messages import (
     Failed,

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from elaswave.control.forking import Child, fork, how_it_ended
-from elaswave.control.parent_death import ORPHAN_S_MAX, end_group, end_orphan, parent_of_orphans
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_link import TemplateProcess
 from elaswave.control.template_messages import (
@@ -41,6 +40,7 @@ from elaswave.observability.processes import (
     write_processes,
 )
 from elaswave.protocol.template import COMMITTER, COORDINATOR, Loader
+from elaswave.system.parent_death import ORPHAN_S_MAX, end_group, end_orphan, parent_of_orphans
 
 TEMPLATE_GRACE_S = 2.0
 """At the end, how long the template may take to reap what it has killed, and a commit in hand to be finished."""

@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 
 from elaswave.config.schema import Config
 from elaswave.control.agent_messages import Ended
-from elaswave.control.descriptors import provide_descriptors
-from elaswave.control.job_folder import sweep_dead
 from elaswave.control.key_files import JobKey, new_key
 from elaswave.control.local_job import LocalJob
 from elaswave.control.machine import memory_bytes
 from elaswave.control.post import Post
 from elaswave.control.script import Script
-from elaswave.control.stop_signals import ending_early
 from elaswave.control.template_messages import StartingPoint
 from elaswave.data.fingerprint import (
     DatasetFingerprint,
@@ -60,6 +57,9 @@ from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.state.checkpoint import find_newest_checkpoint, newest_committed_step, put_aside, remove_stale
 from elaswave.state.checkpoint_format import CheckpointMeta, stored_name
+from elaswave.system.descriptors import provide_descriptors
+from elaswave.system.job_folder import sweep_dead
+from elaswave.system.stop_signals import ending_early
 from elaswave.training.tokens import open_tokens, sampler_of
 from elaswave.worker.frequency import check_available, remove_groups
 from elaswave.worker.probe import Probe

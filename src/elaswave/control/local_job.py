@@ -51,7 +51,6 @@ from elaswave.control.client import ControlClient
 from elaswave.control.control_file import remove_control_file
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.coordinator_starts import CoordinatorStarts
-from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import how_it_ended
 from elaswave.control.job_place import JobPlace
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
@@ -65,7 +64,6 @@ from elaswave.control.post import Post, own_post
 from elaswave.control.script import Script
 from elaswave.control.shown import Shown
 from elaswave.control.step_calls import StepCalls
-from elaswave.control.stop_signals import stop_signals, undisturbed
 from elaswave.control.store_seal import proof_of_term
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_link import template_log
@@ -95,6 +93,8 @@ from elaswave.protocol.agent import Agent, JobEnded, WorkerEnded
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.protocol.template import COORDINATOR
 from elaswave.state.shapes import StateShapes
+from elaswave.system.death_watch import DeathWatch
+from elaswave.system.stop_signals import stop_signals, undisturbed
 from elaswave.worker.probe import Probe
 from elaswave.worker.run_plan import RunPlan
 

@@ -24,7 +24,6 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from elaswave.control.kernel_counters import counters_of
 from elaswave.control.wire import (
     COORDINATOR,
     MAX_MESSAGE_BYTES,
@@ -38,6 +37,7 @@ from elaswave.control.wire import (
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.protocol.heads import Head
 from elaswave.protocol.host_silence import Counters
+from elaswave.system.kernel_counters import counters_of
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
 from elaswave.transport.tls import Tls

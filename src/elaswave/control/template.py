@@ -28,13 +28,11 @@ from elaswave.control.commit_count import CommitCount
 from elaswave.control.coordinator import run_coordinator
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_survey import survey
-from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import Child, fork
 from elaswave.control.job_network import JobNetwork
 from elaswave.control.loader_lines import LoaderLines
 from elaswave.control.machine import memory_bytes
 from elaswave.control.notices import holding_notices
-from elaswave.control.parent_death import end_children, end_group, parent_of_orphans
 from elaswave.control.read_files import ReadFile, apart, open_anew, open_descriptors, read_files
 from elaswave.control.template_messages import (
     AbandonCommits,
@@ -88,6 +86,8 @@ from elaswave.protocol.template import (
     TemplateEffect,
     TemplateEvent,
 )
+from elaswave.system.death_watch import DeathWatch
+from elaswave.system.parent_death import end_children, end_group, parent_of_orphans
 from elaswave.training.raised import readable, said
 from elaswave.training.tokens import sampler_of
 from elaswave.worker.probe import Probe

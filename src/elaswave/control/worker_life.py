@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from elaswave.control.client import ControlClient
-from elaswave.control.memory_pressure import offer_to_kernel
 from elaswave.control.notices import hear_notices, hold_notices
 from elaswave.control.slow_dial import slow_control_of
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_messages import StartingPoint
 from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
 from elaswave.protocol.messages import Fenced
+from elaswave.system.memory_pressure import offer_to_kernel
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
 from elaswave.worker.batches import BatchMaker

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elaswave.control import memory_pressure
 from elaswave.observability import processes
 from elaswave.observability.processes import (
     PROCESSES_FILE,
@@ -23,6 +22,7 @@ from elaswave.observability.processes import (
     signal_process,
     write_processes,
 )
+from elaswave.system import memory_pressure
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elaswave.control.kernel_counters import counters_of
 from elaswave.protocol.host_silence import Counters
+from elaswave.system.kernel_counters import counters_of
 
 WAIT_S = 30.0
 

@@ -10,8 +10,8 @@ import pytest
 from tests.signals import hearing_signals
 
 from elaswave.control.asked_stop import AskedStop
-from elaswave.control.stop_signals import STOP_SIGNALS, USER_SIGNALS, ending_early, is_ours, stop_signals, undisturbed
 from elaswave.errors import StoppedBySignalError
+from elaswave.system.stop_signals import STOP_SIGNALS, USER_SIGNALS, ending_early, is_ours, stop_signals, undisturbed
 
 
 @pytest.fixture(autouse=True)

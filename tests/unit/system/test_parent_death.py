@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from elaswave.control import parent_death
-from elaswave.control.parent_death import end_group, end_orphan
+from elaswave.system import parent_death
+from elaswave.system.parent_death import end_group, end_orphan
 
 
 def test_an_orphan_is_killed_and_reaped() -> None:
