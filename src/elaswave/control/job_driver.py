@@ -67,7 +67,7 @@ from elaswave.protocol.messages import (
     Decision,
 )
 from elaswave.state.domains import site_of
-from elaswave.system.descriptors import workers_max
+from elaswave.system.kernel import workers_max
 from elaswave.worker.identity import identity_of
 from elaswave.worker.messages import (
     Failed,

@@ -57,8 +57,8 @@ from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.state.checkpoint import find_newest_checkpoint, newest_committed_step, put_aside, remove_stale
 from elaswave.state.checkpoint_format import CheckpointMeta, stored_name
-from elaswave.system.descriptors import provide_descriptors
 from elaswave.system.job_folder import sweep_dead
+from elaswave.system.kernel import provide_descriptors
 from elaswave.system.stop_signals import ending_early
 from elaswave.training.tokens import open_tokens, sampler_of
 from elaswave.worker.frequency import check_available, remove_groups

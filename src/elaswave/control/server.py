@@ -37,7 +37,7 @@ from elaswave.control.wire import (
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.protocol.heads import Head
 from elaswave.protocol.host_silence import Counters
-from elaswave.system.kernel_counters import counters_of
+from elaswave.system.kernel import counters_of
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
 from elaswave.transport.tls import Tls

@@ -38,8 +38,8 @@ from elaswave.observability.run_folder import TERMINAL_LOG, is_run, saved_config
 from elaswave.observability.worker_logs import LOGS_DIR
 from elaswave.protocol.founding import Due, Founder
 from elaswave.state.checkpoint import newest_committed_step
-from elaswave.system.descriptors import provide_descriptors
 from elaswave.system.job_folder import sweep_dead
+from elaswave.system.kernel import provide_descriptors
 from elaswave.system.stop_signals import ending_early
 from elaswave.worker.run_plan import RunPlan
 

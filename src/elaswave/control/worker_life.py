@@ -22,7 +22,7 @@ from elaswave.control.template import TemplateSetup
 from elaswave.control.template_messages import StartingPoint
 from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
 from elaswave.protocol.messages import Fenced
-from elaswave.system.memory_pressure import offer_to_kernel
+from elaswave.system.kernel import offer_to_kernel
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
 from elaswave.worker.batches import BatchMaker

@@ -82,7 +82,7 @@ EXCEPTED = {
     "system.death_watch:DeathWatch.__init__": MEMORY,
     "system.job_folder:JobFolder.__init__": MAKES,
     "system.job_folder:_removes": "looks with lstat first, and opens without waiting or following",
-    "system.memory_pressure:offer_to_kernel": KERNEL,
+    "system.kernel:offer_to_kernel": KERNEL,
     "transport.addresses:_unix_name": FOLDER,
     "verify.chaos.growth:held_by": KERNEL,
     "verify.chaos.trial:_be_job": MAKES,
