@@ -7,8 +7,9 @@ import re
 
 from elaswave.protocol import agent, coordinator_table, member
 from elaswave.protocol.table import C, R, S, TransitionTable, markdown_table, mermaid_diagram
+from verify.planted_bugs.lifetimes import LIFETIME_MUTANTS
 from verify.planted_bugs.mutants import MUTANTS
-from verify.simulator.lifetime_search import LIFETIME_MUTANTS, parse_lifetime, run_lifetime
+from verify.simulator.lifetime_search import parse_lifetime, run_lifetime
 from verify.simulator.run import run_schedule
 from verify.simulator.schedule import KINDS, parse_schedule
 from verify.simulator.search import SPACES

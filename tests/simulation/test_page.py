@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from verify.page import fill
+from verify.planted_bugs.lifetimes import LIFETIME_MUTANTS
 from verify.planted_bugs.mutants import MUTANTS
-from verify.simulator.lifetime_search import LIFETIME_MUTANTS
 from verify.simulator.schedule import KINDS
 from verify.simulator.search import SPACES
 

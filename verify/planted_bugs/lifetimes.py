@@ -1,0 +1,231 @@
+"""Bugs that are planted in the lives of jobs' names (`verify.simulator.lifetimes`)."""
+
+# ruff: noqa: D102 (what each class does wrong is its own docstring)
+
+from typing import NamedTuple
+
+from elaswave.protocol.founding import Due, Founder, Founding, Left, ending
+from elaswave.protocol.heads import Head
+from elaswave.protocol.store_writes import BEAT, OUTCOME, SPEC, Claim, EntryWrite, KeyValue, Transaction
+from elaswave.protocol.vigil import Due as VigilDue
+from elaswave.protocol.vigil import Vigil
+from verify.simulator.lifetime_search import LifetimeBuild
+from verify.simulator.lifetimes import Agent, Coordinator
+
+
+class RemovesThoughItBeats(Agent):
+    """A founder does not compare the beat: a coordinator that makes no entry for a while loses its job."""
+
+    @staticmethod
+    def removes(left: Left) -> Transaction:
+        asked = left.removal()
+        return asked._replace(unwritten_since=tuple(each for each in asked.unwritten_since if each[0] != BEAT))
+
+
+class _Hasty(Founder):
+    @property
+    def ask_s(self) -> float:
+        return 1.0
+
+
+class AsksTooShort(Agent):
+    """A founder asks for a second: another candidate is about to follow."""
+
+    founder_class = _Hasty
+
+
+class _Blind(Founding):
+    def transaction(self) -> Transaction:
+        return super().transaction()._replace(unwritten_since=((SPEC, 0),), deletes=(OUTCOME,))
+
+
+class FoundsLate(Agent):
+    """A founding does not compare the outcome that was there: one that comes late undoes the end of a later job."""
+
+    founding_class = _Blind
+
+
+class _Forgets(Founder):
+    def looked(self, left: Left | None, outcome: KeyValue | None) -> Due:
+        self.founded = 0
+        return super().looked(left, outcome)
+
+
+class FoundsWhatHasEnded(Agent):
+    """A founder that has seen the job takes its end for that of an earlier one, and founds it again."""
+
+    founder_class = _Forgets
+
+
+class EndsAnotherFounding(Agent):
+    """The end of a job does not compare which founding it is."""
+
+    @staticmethod
+    def ends(
+        name: str, founded: int, spec: KeyValue | None, term: KeyValue | None, outcome: bytes | None
+    ) -> Transaction | None:
+        asked = ending("", 0, spec, term, outcome)
+        return None if asked is None else asked._replace(unwritten_since=())
+
+
+class _ClaimsAny(Claim):
+    def transaction(self) -> Transaction:
+        asked = super().transaction()
+        return asked._replace(unwritten_since=tuple(each for each in asked.unwritten_since if each[0] != SPEC))
+
+
+class ClaimsLate(Agent):
+    """A claim that comes late leaves a key where no job is."""
+
+    claim_class = _ClaimsAny
+
+
+class ClaimsAnotherFounding(Agent):
+    """A candidate of the last founding claims the job that was founded again."""
+
+    claim_class = _ClaimsAny
+
+    def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
+        return spec is not None
+
+
+class TakesStrangers(Coordinator):
+    """A coordinator takes agents of another founding for members of its own."""
+
+    def fits(self, heard: Head) -> bool:
+        return True
+
+
+class LeavesNoOutcome(Agent):
+    """The end of a job removes all keys, and leaves no outcome."""
+
+    @staticmethod
+    def ends(
+        name: str, founded: int, spec: KeyValue | None, term: KeyValue | None, outcome: bytes | None
+    ) -> Transaction | None:
+        return ending(name, founded, spec, term, None)
+
+
+class _LooksForNothing(Vigil):
+    def look(self, now_s: float, *, has_coordinator: bool, num_commits: int) -> VigilDue:
+        due = super().look(now_s, has_coordinator=has_coordinator, num_commits=num_commits)
+        return VigilDue.NOTHING if due is VigilDue.SEEK else due
+
+
+class NeverSeeks(Agent):
+    """An agent without a coordinator does not look for the outcome."""
+
+    vigil_class = _LooksForNothing
+
+
+class TakesAnyOutcome(Agent):
+    """An agent does not look who has written how the job has ended."""
+
+    def counts(self, outcome: KeyValue | None) -> bool:
+        return outcome is not None
+
+
+class _KeepsItsPlace(EntryWrite):
+    def transaction(self) -> Transaction:
+        self.over = 0
+        return super().transaction()
+
+
+class StopsAtStrangers(Coordinator):
+    """A coordinator waits for ever for a place where a stranger has written an entry."""
+
+    entry_class = _KeepsItsPlace
+
+
+class LifetimeMutant(NamedTuple):
+    """A planted bug."""
+
+    name: str
+    what: str
+    build: LifetimeBuild
+    example: str
+    real: bool = False
+    """Whether the product once had it."""
+
+
+LIFETIME_MUTANTS = {
+    mutant.name: mutant
+    for mutant in (
+        LifetimeMutant(
+            "beat-uncompared",
+            "a job whose coordinator writes only its beat is removed",
+            LifetimeBuild(RemovesThoughItBeats),
+            "pause=500 restart=200 kill:a0@57 cut:a0@68+900",
+            real=True,
+        ),
+        LifetimeMutant(
+            "asks-briefly",
+            "a job is removed that another candidate is about to follow",
+            LifetimeBuild(AsksTooShort),
+            "kill:a0@17",
+        ),
+        LifetimeMutant(
+            "founds-late",
+            "a founding that comes late undoes a later job's end",
+            LifetimeBuild(FoundsLate),
+            "seed=855270118 late:s@41+900",
+            real=True,
+        ),
+        LifetimeMutant(
+            "founds-the-ended",
+            "a job that has ended while its founder asked for it is founded again",
+            LifetimeBuild(FoundsWhatHasEnded),
+            "seed=952027333 length=1 pause=500 kill:a0@100 mute:s@112+900 cut:a0@127+900",
+            real=True,
+        ),
+        LifetimeMutant(
+            "ends-another",
+            "the end of a job removes one that was founded since",
+            LifetimeBuild(EndsAnotherFounding),
+            "seed=214382231 length=1 late:s@73+10",
+        ),
+        LifetimeMutant(
+            "claims-another",
+            "a candidate of the last founding claims the next one",
+            LifetimeBuild(ClaimsAnotherFounding),
+            "kill:a0@49 shut:a1@19+500 kill:a0@162",
+            real=True,
+        ),
+        LifetimeMutant(
+            "claims-late",
+            "a claim that comes late leaves a key where no job is",
+            LifetimeBuild(ClaimsLate),
+            "seed=807178501 late:s@45+500",
+            real=True,
+        ),
+        LifetimeMutant(
+            "takes-strangers",
+            "a coordinator takes agents of the last founding for its own",
+            LifetimeBuild(coordinator=TakesStrangers),
+            "kill:a0@49 shut:a1@7+500",
+            real=True,
+        ),
+        LifetimeMutant(
+            "outcome-unsealed",
+            "a stranger's outcome is taken for the job's",
+            LifetimeBuild(TakesAnyOutcome),
+            "pause=500 forge:outcome@42 lost:s@64+500 kill:c@82",
+            real=True,
+        ),
+        LifetimeMutant(
+            "entry-in-the-way",
+            "a stranger's entry stops the coordinator",
+            LifetimeBuild(coordinator=StopsAtStrangers),
+            "forge:entry@0",
+            real=True,
+        ),
+        LifetimeMutant("no-outcome", "a job leaves no outcome", LifetimeBuild(LeavesNoOutcome), ""),
+        LifetimeMutant(
+            "never-seeks",
+            "who was cut off at the end does not look for the outcome",
+            LifetimeBuild(NeverSeeks),
+            "mute:s@1+300 cut:a0@106+900",
+        ),
+    )
+}
+"""By name."""
