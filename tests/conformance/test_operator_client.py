@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ from tests.conformance.coordinators import KEY, Coordinator, Town
 
 from elaswave.control.control_file import remove_control_file, write_control_file
 from elaswave.control.job_network import JobNetwork
-from elaswave.control.key_files import JobKey, Role, role_key
+from elaswave.control.key_files import LESSER, JobKey, Role, next_file, role_key, secrets_for
 from elaswave.control.operator_client import OperatorClient
 from elaswave.control.operator_messages import (
     Answer,
     AskCheckpoint,
     AskDrain,
+    AskKey,
     AskStatus,
     AskStop,
     FromOperator,
@@ -25,9 +25,10 @@ from elaswave.control.operator_messages import (
     OperatorHello,
     TurnedAway,
 )
-from elaswave.control.wire import FIRST_AGENT, is_reader, key_of_peer, operator_id
+from elaswave.control.wire import FIRST_AGENT, is_reader, operator_id, role_of
 from elaswave.errors import AuthenticationError, ControlError
 from elaswave.transport.addresses import Place
+from elaswave.transport.handshake import Secrets
 
 PATIENCE_S = 20.0
 
@@ -56,7 +57,8 @@ class Job:
             for each in answer(message):
                 coordinator.server.send(peer, each) if each is not None else coordinator.server.hang_up(peer)
 
-        options.setdefault("key_of", partial(key_of_peer, JobKey(KEY, None)))
+        held = options.pop("held", Secrets((KEY,)))
+        options.setdefault("key_of", lambda peer: secrets_for(held, role_of(peer)))
         coordinator = self.town.coordinator(on_message=on_message, **options)
         return coordinator
 
@@ -185,7 +187,7 @@ def test_a_key_that_cannot_be_read_is_an_error_at_once(job: Job) -> None:
         OperatorClient(job.run_dir)
 
 
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", [Role.JOB, *LESSER])
 def test_an_operator_says_by_its_id_what_its_key_is_for(job: Job, tmp_path: Path, role: Role) -> None:
     path = tmp_path / "own.key"
     path.write_bytes(role_key(JobKey(KEY, None), role).text)
@@ -208,8 +210,11 @@ def test_an_operator_says_by_its_id_what_its_key_is_for(job: Job, tmp_path: Path
         (Role.READING, operator_id(1)),
         (Role.READING, FIRST_AGENT),
         (Role.STEERING, 1),
-        (Role.STEERING, operator_id(1, reads=True)),
+        (Role.STEERING, operator_id(1, Role.READING)),
         (Role.JOINING, operator_id(1)),
+        (Role.JOINING, operator_id(1, Role.CHANGING)),
+        (Role.STEERING, operator_id(1, Role.CHANGING)),
+        (Role.CHANGING, operator_id(1)),
         (Role.JOB, 1),
     ],
 )
@@ -220,3 +225,49 @@ def test_a_key_is_good_for_ids_of_its_own_role_alone(job: Job, role: Role, own: 
     with pytest.raises(AuthenticationError, match="does not hold this job's key"):
         peer.authenticate()
     assert coordinator.events(own) == []
+
+
+# --------------------------------------------------------------------------------------------------- a key is changed
+
+NEW = JobKey(b"the new key of the control connections", None)
+
+
+@pytest.mark.parametrize("held", [Secrets((KEY,)), Secrets((KEY, NEW.secret)), Secrets((NEW.secret,), (KEY,))])
+def test_who_changes_the_key_is_let_in_by_either(job: Job, held: Secrets) -> None:
+    coordinator = job.serves(taken_and_written, held=held)
+    with OperatorClient(job.run_dir, new_key=NEW) as client:
+        asked = client.ask(lambda request: AskKey(request=request, key=NEW.secret), PATIENCE_S)
+        assert [answer.decided for answer in asked if isinstance(answer, Answer)] == ["taken", "written"]
+    ((_, peer, _), *_) = coordinator.log
+    assert role_of(peer) is Role.CHANGING
+
+
+@pytest.mark.parametrize("role", LESSER)
+def test_a_lesser_key_changes_no_key(job: Job, tmp_path: Path, role: Role) -> None:
+    path = tmp_path / "own.key"
+    path.write_bytes(role_key(JobKey(KEY, None), role).text)
+    path.chmod(0o600)
+    with pytest.raises(
+        ControlError, match=f"own.key is a {role.value} key of the job: what is asked for needs its key"
+    ):
+        OperatorClient(job.run_dir, path, new_key=NEW)
+
+
+@pytest.mark.parametrize("role", [Role.JOB, Role.STEERING, Role.READING])
+def test_an_old_key_and_all_made_of_it_are_refused_with_the_reason(job: Job, tmp_path: Path, role: Role) -> None:
+    job.serves(lambda message: [], held=Secrets((NEW.secret,), retired=(KEY,)))
+    path = tmp_path / "own.key"
+    path.write_bytes(role_key(JobKey(KEY, None), role).text)
+    path.chmod(0o600)
+    with (
+        OperatorClient(job.run_dir, path) as client,
+        pytest.raises(ControlError, match="the job's key was changed while the job runs") as caught,
+    ):
+        list(client.ask(lambda request: AskStatus(request=request), PATIENCE_S))
+    assert "keys rotate" not in str(caught.value).split("the old one")[1]
+    next_file(path).touch(0o600)
+    with (
+        OperatorClient(job.run_dir, path) as client,
+        pytest.raises(ControlError, match="was begun and not ended: `elaswave keys rotate .*` ends it"),
+    ):
+        list(client.ask(lambda request: AskStatus(request=request), PATIENCE_S))

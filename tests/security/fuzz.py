@@ -37,7 +37,7 @@ from elaswave.control.etcd_gateway import Answer, HttpGateway
 from elaswave.control.template_messages import FromTemplate, Spawned, ToTemplate, Unpacker, pack
 from elaswave.control.wire import COORDINATOR, Session
 from elaswave.errors import ElaswaveError
-from elaswave.transport.handshake import Dialler, Listener
+from elaswave.transport.handshake import Dialler, Key, Listener, Secrets
 
 CASE_S = 30.0
 CASE_BYTES = 2 << 30
@@ -143,7 +143,7 @@ def _resealed_case(rng: random.Random, folder: Path) -> object:
 # ------------------------------------------------------------------------------------------------------------- sockets
 
 
-def _handshake(listener_key: bytes, dialler_key: bytes) -> tuple[list[bytes], list[bytes]]:
+def _handshake(listener_key: Key, dialler_key: Key) -> tuple[list[bytes], list[bytes]]:
     """What a dialler and a listener say to each other."""
     dialler, listener = Dialler(dialler_key, 5, 6, b"n" * 32), Listener(listener_key, 6, b"m" * 32, lambda peer: None)
     said = [dialler.opening()]
@@ -154,13 +154,18 @@ def _handshake(listener_key: bytes, dialler_key: bytes) -> tuple[list[bytes], li
     return said, heard
 
 
+def _ring(rng: random.Random) -> Key:
+    """Of one side, of a job whose key was never changed, is being changed, or was."""
+    return rng.choice((KEY, Secrets((OTHER_KEY, KEY)), Secrets((KEY, OTHER_KEY)), Secrets((KEY,), (OTHER_KEY,))))
+
+
 def _session_case(rng: random.Random, folder: Path) -> None:
     """A stranger who knows how members speak dials a coordinator, or answers a worker."""
     if rng.random() < 0.5:
-        session: Session[Any] = Session.listening(KEY, COORDINATOR, rng.choice(list(SIDES.values())))
+        session: Session[Any] = Session.listening(_ring(rng), COORDINATOR, rng.choice(list(SIDES.values())))
         other: Session[Any] = Session.dialling(rng.choice((KEY, OTHER_KEY)), 5, COORDINATOR, SIDES["worker"])
     else:
-        session = Session.dialling(KEY, 5, COORDINATOR, SIDES["worker"])
+        session = Session.dialling(_ring(rng), 5, COORDINATOR, SIDES["worker"])
         other = Session.listening(rng.choice((KEY, OTHER_KEY)), COORDINATOR, SIDES["coordinator"])
     for _ in range(4):
         data = other.take()
@@ -174,12 +179,13 @@ def _session_case(rng: random.Random, folder: Path) -> None:
 
 
 def _handshake_case(rng: random.Random, folder: Path) -> None:
-    said, heard = _handshake(KEY, rng.choice((KEY, OTHER_KEY)))
+    listens, dials = _ring(rng), rng.choice((KEY, OTHER_KEY))
+    said, heard = _handshake(listens, dials)
     side: Dialler | Listener
     if rng.random() < 0.5:
-        side, lines = Listener(KEY, 6, b"m" * 32, lambda peer: None), said
+        side, lines = Listener(listens, 6, b"m" * 32, lambda peer: None), said
     else:
-        side, lines = Dialler(KEY, 5, 6, b"n" * 32), [line for line in heard if line]
+        side, lines = Dialler(_ring(rng), 5, 6, b"n" * 32), [line for line in heard if line]
         side.opening()
     for line in lines:
         data = changed(rng, line)[: side.bytes_needed].ljust(side.bytes_needed, b"\0")

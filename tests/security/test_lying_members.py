@@ -10,6 +10,7 @@ import pytest
 from elaswave.control import agent_messages
 from elaswave.control.agent_messages import (
     AgentHello,
+    AgentKeysTaken,
     AgentLeaving,
     AskJob,
     CheckpointCommitted,
@@ -29,6 +30,7 @@ from elaswave.control.store_seal import proof_of_term
 from elaswave.control.wire import agent_id, operator_id
 from elaswave.errors import SupersededError
 from elaswave.protocol.hosts import Hosts
+from elaswave.transport.handshake import Secrets
 from elaswave.worker.messages import FromWorker
 
 pytestmark = pytest.mark.security
@@ -138,6 +140,7 @@ LIES: list[tuple[int, Any, str]] = [
     (UNKNOWN, AgentLeaving(left_s=1.0), "it has not come"),
     (UNKNOWN, CheckpointCommitted(number=1, error=None, again=False), "it has not come"),
     (UNKNOWN, Exited(worker=2, text="was killed"), "it has not come"),
+    (UNKNOWN, AgentKeysTaken(ring=b"a name"), "it has not come"),
 ]
 """Who says what, and why it does not count."""
 TRUE: list[tuple[int, Any]] = [
@@ -149,6 +152,7 @@ TRUE: list[tuple[int, Any]] = [
     (OTHER, StopJob()),
     (OTHER, FilesCut(text="gone")),
     (OTHER, AgentLeaving(left_s=1.0)),
+    (OTHER, AgentKeysTaken(ring=b"a name")),
     (UNKNOWN, AskJob(job="j", node="c", incarnation=33, config_digest="")),
     (UNKNOWN, AgentHello(node="c", incarnation=33, slots=2, exited=[], stop=False)),
     (UNKNOWN, TermTaken(term=3, proof=b"")),
@@ -192,7 +196,7 @@ def test_only_who_has_the_jobs_key_can_say_that_another_coordinator_has_the_job(
     key, founded = b"the job's key, of this test alone", 7
     joining = JobKey(key, None).held(Role.JOINING)
     claimed = SimpleNamespace(term=SimpleNamespace(term=2))
-    coordinator._setup = SimpleNamespace(claimed=claimed, key=key, founded=founded)
+    coordinator._setup = SimpleNamespace(claimed=claimed, keys=Secrets((key,)), founded=founded)
     for term, proof in (
         (3, b""),
         (3, proof_of_term(joining, founded, 3)),

@@ -31,7 +31,7 @@ from elaswave.observability.output import say, say_error, say_json
 Function = TypeVar("Function", bound=Callable[..., object])
 
 DEFAULT_TIMEOUT_S = 60.0
-_SECONDS = click.FloatRange(min=0.0, min_open=True)
+SECONDS = click.FloatRange(min=0.0, min_open=True)
 
 
 class Numbers(click.ParamType):
@@ -100,7 +100,7 @@ def _options(function: Function) -> Function:
     timeout = click.option(
         "--timeout",
         "timeout_s",
-        type=_SECONDS,
+        type=SECONDS,
         default=DEFAULT_TIMEOUT_S,
         show_default=True,
         metavar="SECONDS",
@@ -112,7 +112,7 @@ def _options(function: Function) -> Function:
 
 @ctl_group.command(name="status", short_help="How the job gets on.")
 @click.option("--watch", is_flag=True, help="Again and again, until the job ends; with --json one line each time.")
-@click.option("--interval", "interval_s", type=_SECONDS, default=1.0, show_default=True, help="Seconds between two.")
+@click.option("--interval", "interval_s", type=SECONDS, default=1.0, show_default=True, help="Seconds between two.")
 @_options
 @click.pass_obj
 def status_command(job: _Job, watch: bool, interval_s: float, timeout_s: float, as_json: bool) -> None:
@@ -166,7 +166,7 @@ def checkpoint_command(job: _Job, wait: bool, timeout_s: float, as_json: bool) -
 def stop_command(job: _Job, wait: bool, timeout_s: float, as_json: bool) -> None:
     """End the job after the step in hand, with a checkpoint, as SIGTERM does."""
     with job.client() as client:
-        answer = _last_answer(client, lambda request: AskStop(request=request), timeout_s, as_json)
+        answer = last_answer(client, lambda request: AskStop(request=request), timeout_s, as_json)
         over = client.wait_for_end(timeout_s) if wait and answer.decided == "stopping" else None
     _finish(answer, as_json, over)
 
@@ -208,7 +208,7 @@ def join_command(job: _Job, num_workers: int, timeout_s: float, as_json: bool) -
 
 @ctl_group.command(name="drain", short_help="Let a worker go.")
 @click.argument("worker", type=click.IntRange(min=0))
-@click.option("--deadline", "deadline_s", type=_SECONDS, metavar="SECONDS", help="After which it is lost instead.")
+@click.option("--deadline", "deadline_s", type=SECONDS, metavar="SECONDS", help="After which it is lost instead.")
 @_options
 @click.pass_obj
 def drain_command(job: _Job, worker: int, deadline_s: float | None, timeout_s: float, as_json: bool) -> None:
@@ -222,17 +222,17 @@ def drain_command(job: _Job, worker: int, deadline_s: float | None, timeout_s: f
 
 def _act(job: _Job, make: Callable[[int], Request], timeout_s: float, as_json: bool) -> None:
     with job.client() as client:
-        answer = _last_answer(client, make, timeout_s, as_json)
+        answer = last_answer(client, make, timeout_s, as_json)
     _finish(answer, as_json)
 
 
-def _last_answer(client: OperatorClient, make: Callable[[int], Request], timeout_s: float, as_json: bool) -> Answer:
+def last_answer(client: OperatorClient, make: Callable[[int], Request], timeout_s: float, as_json: bool) -> Answer:
     """Asks, shows how it gets on, and returns the last answer."""
     for answer in client.ask(make, timeout_s):
         assert isinstance(answer, Answer)
         if answer.is_last:
             return answer
-        say(_line(answer), err=as_json)
+        say(line_of(answer), err=as_json)
     raise AssertionError("a last answer or an error comes")
 
 
@@ -249,7 +249,7 @@ def _finish(answer: Answer, as_json: bool, over: JobOver | None = None) -> None:
         if over is not None:
             document["outcome"], document["outcome_reason"] = over.outcome, over.reason
         say_json(document)
-    lines = [_line(answer)] + ([f"{over.outcome}: {over.reason}" if over.reason else over.outcome] if over else [])
+    lines = [line_of(answer)] + ([f"{over.outcome}: {over.reason}" if over.reason else over.outcome] if over else [])
     if failed:
         say_error("error: " + "; ".join(lines))
         sys.exit(1)
@@ -257,6 +257,7 @@ def _finish(answer: Answer, as_json: bool, over: JobOver | None = None) -> None:
         say(*lines)
 
 
-def _line(answer: Answer) -> str:
+def line_of(answer: Answer) -> str:
+    """An answer for people."""
     step = "" if answer.step is None else f" (step {answer.step})"
     return f"{answer.decided}{step}: {answer.reason}"

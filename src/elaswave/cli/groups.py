@@ -45,3 +45,18 @@ class LazyGroup(click.Group):
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(self._places)}"
             raise click.UsageError(f"No such command {name!r}; {hint}", ctx=ctx)
         return super().resolve_command(ctx, args)
+
+
+class _DefaultContext(click.Context):
+    """Calls the command by what a person has typed: `elaswave inspect RUN`."""
+
+    @property
+    def command_path(self) -> str:
+        assert self.parent is not None, "the command is reached by its group only"
+        return self.parent.command_path
+
+
+class DefaultCommand(click.Command):
+    """The command of a group that is meant where none is named."""
+
+    context_class = _DefaultContext

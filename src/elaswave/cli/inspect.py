@@ -7,6 +7,7 @@ from typing import Any
 import click
 import msgspec
 
+from elaswave.cli.groups import DefaultCommand
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.config.own import SAMPLES_PER_S
 from elaswave.observability.compare import Comparison, compare_results
@@ -55,20 +56,7 @@ def inspect_group() -> None:
     """
 
 
-class _RunContext(click.Context):
-    """Calls the command by what a person has typed: `elaswave inspect RUN`."""
-
-    @property
-    def command_path(self) -> str:
-        assert self.parent is not None, "the command is reached by its group only"
-        return self.parent.command_path
-
-
-class _RunCommand(click.Command):
-    context_class = _RunContext
-
-
-@inspect_group.command(name="run", cls=_RunCommand, hidden=True)
+@inspect_group.command(name="run", cls=DefaultCommand, hidden=True)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def inspect_run(run: Path, as_json: bool) -> None:

@@ -55,7 +55,7 @@ COMMANDS = {
     "simulate": "elaswave.cli.simulate:simulate_command",
     "compare": "elaswave.cli.compare:compare_command",
     "data": "elaswave.cli.data:data_group",
-    "keys": "elaswave.cli.keys:keys_command",
+    "keys": "elaswave.cli.keys:keys_group",
     "probe": "elaswave.cli.probe:probe_command",
 }
 """Where each verb stands; imported when it is asked for."""

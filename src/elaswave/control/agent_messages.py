@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from elaswave.control.operator_messages import FromOperator
 from elaswave.control.template_messages import StartingPoint
-from elaswave.worker.messages import FromWorker, Message
+from elaswave.worker.messages import FromWorker, KeysNow, Message
 
 Verdict = Literal["misused", "needless", "again"]
 """Why an agent may not take part: a person's mistake; the node has another one; or it is too late for this one, and a
@@ -41,6 +41,8 @@ class JobSpec(Message, frozen=True, kw_only=True):
     """Where the job has begun; None: at the seed."""
     founded: int
     """Which founding of the job this is, see `elaswave.protocol.heads.Head`."""
+    keys: tuple[bytes, ...] = ()
+    """As of `KeysNow`; none: the job's key is the one that it began with."""
 
 
 class AgentRefused(Message, frozen=True, kw_only=True):
@@ -131,6 +133,15 @@ class TermTaken(Message, frozen=True, kw_only=True):
     term: int
     proof: bytes
     """See `elaswave.control.store_seal.proof_of_term`."""
+
+
+class AgentKeysTaken(Message, frozen=True, kw_only=True):
+    """An agent goes by the secrets of a `KeysNow`, and so do all processes that it has forked from now on."""
+
+    ring: bytes
+    """As of `KeysTaken`; empty: it cannot."""
+    problem: str = ""
+    """Why not."""
 
 
 class EndJoiner(Message, frozen=True, kw_only=True):
@@ -256,6 +267,7 @@ FromAgent = (
     | LogPart
     | CheckpointCommitted
     | TermTaken
+    | AgentKeysTaken
 )
 ToAgent = (
     JobSpec
@@ -272,6 +284,7 @@ ToAgent = (
     | StepLosses
     | ShowEvaluation
     | ShowText
+    | KeysNow
     | Ended
 )
 ToCoordinator = FromWorker | FromAgent | FromOperator

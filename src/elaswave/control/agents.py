@@ -7,6 +7,8 @@ with; the local run is a job of one host, whose agent is the launcher.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from elaswave.control.agent_messages import (
     AgentHello,
     AgentRefused,
@@ -61,6 +63,7 @@ class Agents:
             those in which the coordinator was awake.
         hang_up: ends a peer's connection.
         say: tells people.
+        keys: gives what those who want to take part are told to go by, see `AskedKeys.told`.
         founded: called once all hosts are there with which the job begins.
         ended: called with workers whose host is gone, and that nobody else will say to have ended.
         room: called when there is room for more workers.
@@ -79,6 +82,7 @@ class Agents:
         heard_s: Callable[[int], float | None],
         hang_up: Callable[[int], None],
         say: Callable[[str], None],
+        keys: Callable[[], tuple[bytes, ...]] = tuple,
         founded: Callable[[], None],
         ended: Callable[[int], object],
         room: Callable[[int], None],
@@ -92,6 +96,7 @@ class Agents:
         self._heard_s = heard_s
         self._hang_up = hang_up
         self._say = say
+        self._keys = keys
         self._founded = founded
         self._ended = ended
         self._room = room
@@ -126,7 +131,8 @@ class Agents:
             if isinstance(answer, Turned):
                 self._turn_away(peer, answer)
             else:
-                self._send(peer, spec)
+                keys = self._keys()
+                self._send(peer, msgspec.structs.replace(spec, keys=keys) if keys else spec)
 
     def came(self, peer: int, message: AgentHello) -> bool:
         """An agent is ready to start workers; said on every connection.
@@ -230,6 +236,12 @@ class Agents:
     def home(self) -> int:
         """The agent of this coordinator's host, on control connections."""
         return agent_id(self._hosts.home)
+
+    @property
+    def present(self) -> list[int]:
+        """All that take part, as control connections name them, also while they are not connected; that of this host in
+        any case."""
+        return sorted({self.home, *map(agent_id, self._hosts.incarnations)})
 
     @property
     def is_founded(self) -> bool:

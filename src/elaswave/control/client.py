@@ -32,7 +32,7 @@ from elaswave.control.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, S
 from elaswave.errors import AuthenticationError, BacklogError, CommError, FrameError
 from elaswave.protocol.heads import beginning, newest
 from elaswave.transport import addresses
-from elaswave.transport.handshake import check_key
+from elaswave.transport.handshake import Key, secrets_of
 from elaswave.transport.tls import Tls
 
 FIRST_BACKOFF_S = 0.01
@@ -99,7 +99,7 @@ class ControlClient(Generic[_T]):
     Args:
         address: where the coordinator listens, and its successors will. A name is looked up again for every dial, in a
             thread; where that fails, or takes long, what the last look-up has found is dialled.
-        key: the job's key.
+        key: the job's key, or several: of a ring those that it has when a connection is made.
         peer: own id.
         receives: union of the message types that may arrive.
         on_message: called with each message that arrives.
@@ -129,7 +129,7 @@ class ControlClient(Generic[_T]):
     def __init__(
         self,
         address: str,
-        key: bytes,
+        key: Key,
         peer: int,
         receives: Any,
         on_message: Callable[[_T], None],
@@ -157,7 +157,8 @@ class ControlClient(Generic[_T]):
         self._targets = [(address, host), *others]
         self._target = 0
         """Index of the one that is dialled, or connected."""
-        self._key = check_key(key)
+        secrets_of(key)  # checks them
+        self._key = key
         self._receives = receives
         self._on_message, self._heartbeat, self._on_failure = on_message, heartbeat, on_failure
         self._hello, self._facts = hello, facts

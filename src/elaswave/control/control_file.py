@@ -28,6 +28,8 @@ class ControlFile(msgspec.Struct, frozen=True, kw_only=True):
     """Where the coordinator is dialled."""
     key_file: str
     """Path of the job's key."""
+    key_is_temporary: bool = False
+    """Whether that file goes with the job, which was given its key in none."""
     host: str
     """Where the job runs."""
     launcher: RunProcess
@@ -37,15 +39,21 @@ class ControlFile(msgspec.Struct, frozen=True, kw_only=True):
     """With TLS: what the coordinator's certificate must name."""
 
 
-def write_control_file(run_dir: Path, network: JobNetwork, key_file: Path) -> None:
+def write_control_file(run_dir: Path, network: JobNetwork, key_file: Path, *, is_temporary: bool = False) -> None:
     """Writes it for a job that this process launches. What an earlier one has left is replaced.
 
+    Args:
+        run_dir: the run's folder.
+        network: of the job.
+        key_file: of the job's key.
+        is_temporary: whether that file goes with the job.
     Raises:
         OSError: the folder takes no file; a job can do without.
     """
     content = ControlFile(
         address=network.launcher_dials,
         key_file=str(key_file),
+        key_is_temporary=is_temporary,
         host=socket.gethostname(),
         launcher=described("launcher", 0, os.getpid()),
         tls=network.tls,

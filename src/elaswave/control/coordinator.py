@@ -11,11 +11,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from elaswave.control.agent_messages import (
     AgentHello,
+    AgentKeysTaken,
     AgentLeaving,
     AgentRefused,
     AskJob,
@@ -35,12 +35,11 @@ from elaswave.control.candidate import Progress, Stage
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.job_driver import JobDriver
 from elaswave.control.job_spec import mark_of
-from elaswave.control.key_files import JobKey, Role
 from elaswave.control.open_store import claim
 from elaswave.control.operator_messages import FromOperator
 from elaswave.control.server import TurnedAway
 from elaswave.control.store_seal import proof_of_term
-from elaswave.control.wire import is_agent, is_operator, key_of_peer, peer_name
+from elaswave.control.wire import is_agent, is_operator, peer_name
 from elaswave.errors import DisplacedError, ElaswaveError, RetryError, StoreError, StoreGoneError, SupersededError
 from elaswave.observability.output import VisibleLines
 from elaswave.observability.worker_logs import add_to_copy
@@ -62,6 +61,7 @@ from elaswave.worker.messages import (
     Failed,
     Finished,
     Heartbeat,
+    KeysTaken,
     Leaving,
     LinkLost,
     StepReport,
@@ -99,11 +99,10 @@ class CoordinatorProcess(JobDriver):
         """Workers that have had a notice."""
 
     async def _listen(self) -> None:
-        keys = JobKey(self._setup.key, None)
         try:
             await self._server.start(
                 self._setup.listen,
-                keys.held(Role.JOINING),
+                self._keys.of_peer(self._setup.home),
                 ToCoordinator,
                 self._on_message,
                 self._on_connected,
@@ -111,7 +110,7 @@ class CoordinatorProcess(JobDriver):
                 tls=self._setup.tls,
                 on_stranger=self._terminal.say_of_stranger,
                 on_head=self._on_head,
-                key_of=partial(key_of_peer, keys),
+                key_of=self._keys.of_peer,
             )
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
@@ -185,6 +184,7 @@ class CoordinatorProcess(JobDriver):
         if is_operator(peer):
             self._desk.connected(peer)
             return
+        self._keys.connected(peer)
         self._end.tell(peer)
 
     def _on_closed(self, peer: int) -> None:
@@ -225,6 +225,8 @@ class CoordinatorProcess(JobDriver):
                 _log.warning("%s says what agents say; its %s is ignored", peer_name(peer), type(message).__name__)
         elif message.worker != peer:
             _log.warning("worker %d says that it is worker %d; its %s is ignored", peer, message.worker, type(message))
+        elif isinstance(message, KeysTaken):
+            self._keys.taken(peer, message.ring)
         elif isinstance(message, Joining):
             if not self._end.is_there:
                 self._on_joining(message, now_s)
@@ -345,11 +347,13 @@ class CoordinatorProcess(JobDriver):
             self._on_host_leaving(peer, message.left_s)
         elif isinstance(message, TermTaken):
             own = self._setup.claimed
-            proof = proof_of_term(self._setup.key, self._setup.founded, message.term)
+            proof = proof_of_term(self._setup.keys.accepted[0], self._setup.founded, message.term)
             if not hmac.compare_digest(proof, message.proof):
                 _log.warning("agent %d says that another coordinator has the job, and proves nothing", peer)
             elif own is not None and message.term > own.term.term:
                 raise SupersededError(f"agent {peer} has the job's coordinator number {message.term}; this must end")
+        elif isinstance(message, AgentKeysTaken):
+            self._keys.taken(peer, message.ring, message.problem)
         elif isinstance(message, CpuTimes):
             for worker, cpu_s in message.cpu_s.items():
                 self._detector.used(worker, cpu_s, time.monotonic())
@@ -465,7 +469,7 @@ def run_candidate(setup: CoordinatorSetup, name: str, founds: bool, report: Call
             control,
             setup.job,
             name,
-            setup.key,
+            setup.keys.accepted[0],
             founds=founds,
             founded=setup.founded,
             ended_s=setup.lost_s,

@@ -10,6 +10,7 @@ from elaswave.faults.injection import Fault
 from elaswave.protocol import events
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.system.death_watch import DeathWatch
+from elaswave.transport.handshake import Secrets
 from elaswave.transport.tls import Tls
 from elaswave.worker.run_plan import RunPlan
 
@@ -23,7 +24,8 @@ class CoordinatorSetup(NamedTuple):
     control_dir: Path
     """Private folder of the job: journal and socket."""
     listen: str
-    key: bytes
+    keys: Secrets
+    """The job's: one, unless it was changed."""
     checkpoint: tuple[Path, CheckpointMeta] | None
     started_s: float
     deaths: DeathWatch

@@ -39,6 +39,8 @@ class CoordinatorStarts:
         by_template: bool,
     ) -> None:
         self._setup, self._checkpoint, self._post = setup, checkpoint, post
+        self.keys = setup.keys
+        """The job's, of those that are started from now on; the template has its own."""
         self._processes, self._candidacy, self._waits = processes, candidacy, waits
         self._by_template = by_template
 
@@ -62,7 +64,7 @@ class CoordinatorStarts:
             self._processes.ask_for_coordinator(number, message)
             self._waits.for_forks((COORDINATOR,), time.monotonic())
             return
-        setup = setup._replace(coordinator_ends_s=ends_s, lost_s=self._candidacy.missed_since_s)
+        setup = setup._replace(keys=self.keys, coordinator_ends_s=ends_s, lost_s=self._candidacy.missed_since_s)
         if not self._post.is_candidate:
             self._processes.start_coordinator(number, lambda: run_coordinator(setup))
             return

@@ -20,6 +20,7 @@ from elaswave.control.agent_messages import (
     ToCoordinator,
 )
 from elaswave.control.agents import Agents
+from elaswave.control.asked_keys import AskedKeys, obstacle_to
 from elaswave.control.asked_members import AskedMembers
 from elaswave.control.background import Background, call_at_end
 from elaswave.control.checkpoint_search import CheckpointFinder
@@ -97,7 +98,7 @@ class JobDriver(CoordinatorDriver):
             setup.run_dir,
             setup.control_dir,
             self._store_owner(),
-            setup.key,
+            setup.keys.accepted[0],
             job=setup.job,
             term=None if claimed is None else claimed.term,
             founded=setup.founded,
@@ -183,6 +184,7 @@ class JobDriver(CoordinatorDriver):
             heard_s=self._server.heard_s,
             hang_up=self._server.hang_up,
             say=self._terminal.say,
+            keys=lambda: self._keys.told,
             founded=self._expect_members,
             ended=lambda worker: self._note_end(worker, "has ended with its host"),
             room=self._fill_host,
@@ -236,6 +238,13 @@ class JobDriver(CoordinatorDriver):
             answer=self.answer_checkpoint,
         )
         job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)
+        self._keys = AskedKeys(
+            setup.keys,
+            obstacle_to(plan.config.control.store, setup.listen, has_tls=setup.tls is not None),
+            self._server.send_all,
+            self._participants,
+            self._key_retired,
+        )
         self._operations = Operations(
             job,
             send_all=self._server.send_all,
@@ -249,6 +258,7 @@ class JobDriver(CoordinatorDriver):
                 lambda: self._membership.joining,
                 self._joiners.was_member,
             ),
+            keys=self._keys,
         )
         self._desk = OperatorDesk(self._server, job, self._operations)
         self._end = JobEnd(
@@ -333,6 +343,15 @@ class JobDriver(CoordinatorDriver):
         """Tells the agent of this host. Without a connection it is dropped; what it must know it is told when it has
         connected."""
         self._server.send(self._agents.home, message)
+
+    def _participants(self) -> set[int]:
+        """All that take part in the job, as control connections name them."""
+        return {*self.core.members, *self._membership.coming, *self._agents.present}
+
+    def _key_retired(self) -> None:
+        self._terminal.say("the job's key was changed (elaswave keys rotate): the old one is refused from now on")
+        for peer in set(self._server.peers) - self._participants():
+            self._server.hang_up(peer)
 
     # ---------------------------------------------------------------------------------------------------------- effects
 

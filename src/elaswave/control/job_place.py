@@ -1,5 +1,6 @@
 """What an agent's job has outside its processes: its private folder, the addresses of its network, its store."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -60,19 +61,25 @@ class JobPlace:
     def write_control_file(self) -> str:
         """Tells operators of this machine where the coordinator is; returns what is wrong if it cannot."""
         try:
-            write_control_file(self._run_dir, self.network, self._key_file())
+            self._write_key()
+            write_control_file(self._run_dir, self.network, self.key_file, is_temporary=self._key.file is None)
         except OSError as error:
             return f"elaswave ctl cannot reach this run, its key cannot be written: {error}"
         return ""
 
-    def _key_file(self) -> Path:
+    @property
+    def key_file(self) -> Path:
         """Where operators of this machine read the key: no file of the run's folder holds it."""
+        return self.folder / JOB_KEY_FILE if self._key.file is None else self._key.file.resolve()
+
+    def _write_key(self) -> None:
+        """If it was given in no file, and while it is the first one: a later one stands there already."""
         if self._key.file is not None:
-            return self._key.file
-        path = self.folder / JOB_KEY_FILE
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(self._key.text)
-        return path
+            return
+        with contextlib.suppress(FileExistsError):
+            fd = os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(fd, "wb") as file:
+                file.write(self._key.text)
 
     def close(self) -> None:
         """Gives folder and port up; the store stays as it is."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from elaswave.errors import UsageError
-from elaswave.transport.handshake import MIN_KEY_BYTES, derived
+from elaswave.transport.handshake import MIN_KEY_BYTES, Secrets, derived
 from elaswave.transport.tls import Tls
 
 if TYPE_CHECKING:  # numpy would come along: whoever prepares the environment imports this, before any such library
@@ -39,10 +39,19 @@ class Role(Enum):
     """To ask a running job for something, as `elaswave ctl` does."""
     READING = "reading"
     """To ask a running job how it gets on, and for nothing else."""
+    CHANGING = "changing"
+    """To change the job's key while it runs. In no file: who may do that may do all."""
 
 
-_ABOVE = {Role.JOINING: Role.JOB, Role.STEERING: Role.JOB, Role.READING: Role.STEERING}
+_ABOVE = {
+    Role.JOINING: Role.JOB,
+    Role.STEERING: Role.JOB,
+    Role.READING: Role.STEERING,
+    Role.CHANGING: Role.JOB,
+}
 """Role -> from whose key its own is derived."""
+LESSER = (Role.JOINING, Role.STEERING, Role.READING)
+"""Those of which there are files."""
 _MARK = b"-key:"
 
 
@@ -85,6 +94,16 @@ def role_key(key: JobKey, role: Role, file: Path | None = None) -> JobKey:
     return JobKey(key.held(role), file, role)
 
 
+def secrets_for(job: Secrets, role: Role) -> Secrets:
+    """The secrets of a role that are made of a job's keys."""
+    return job.each(lambda key: JobKey(key, None).held(role))
+
+
+def next_file(file: Path) -> Path:
+    """Where the key stands that is to follow the one in a file, from the beginning of the change to its end."""
+    return file.with_name(f"{file.name}.next")
+
+
 def key_of_text(text: bytes, where: str, file: Path | None) -> JobKey:
     """The inverse of `JobKey.text`.
 
@@ -96,7 +115,7 @@ def key_of_text(text: bytes, where: str, file: Path | None) -> JobKey:
         UsageError: it is too short, or no key.
     """
     name, mark, digits = text.partition(_MARK)
-    roles = {role.value.encode(): role for role in _ABOVE}
+    roles = {role.value.encode(): role for role in LESSER}
     if not mark or name not in roles:
         return JobKey(checked_key(text, where), file)
     try:

@@ -5,8 +5,10 @@ certificates then need no further Python package. Any other tool will do as well
 certificates name their hosts, and are for servers and clients (extendedKeyUsage).
 """
 
+import contextlib
 import ipaddress
 import os
+import secrets
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -18,8 +20,10 @@ from elaswave.control.key_files import (
     CERTIFICATE_FILE,
     CERTIFICATE_KEY_FILE,
     JOB_KEY_FILE,
+    JobKey,
     Role,
     new_key,
+    next_file,
     read_key,
     role_key,
 )
@@ -114,6 +118,64 @@ def write_role_key(folder: Path, role: Role) -> Path:
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     return path
+
+
+def begin_change(file: Path) -> tuple[JobKey, bool]:
+    """The key that is to follow the one in a file: that of a change that was begun and not ended, or a new one, which
+    stands in `next_file` at once and whole.
+
+    Returns:
+        The key, and whether it was made now.
+    Raises:
+        UsageError: it cannot be written, or what stands there is no key of a job.
+    """
+    path, is_new = next_file(file), False
+    try:
+        if not path.exists():
+            scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+            try:
+                _write_private(scratch, new_key() + b"\n")
+                with contextlib.suppress(FileExistsError):  # another command has begun one just now
+                    os.link(scratch, path)
+                    is_new = True
+            finally:
+                scratch.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"no new key can be written beside {file}: {error.strerror}") from error
+    key = read_key(path)
+    key.held(Role.JOB)
+    return key, is_new
+
+
+def end_change(file: Path) -> None:
+    """The new key takes the place of the old one. May be said again.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(next_file(file), file)
+    except OSError as error:
+        raise UsageError(
+            f"the job goes by the key in {next_file(file)}, but {file} cannot be replaced: {error.strerror}; do so by "
+            "hand"
+        ) from error
+
+
+def write_copy(key: JobKey, path: Path) -> None:
+    """Writes a key to a file of mode 0600; one that is there already must hold it.
+
+    Raises:
+        UsageError: it holds another one, or cannot be written.
+    """
+    try:
+        _write_private(path, key.text + b"\n")
+    except FileExistsError:
+        if read_key(path).secret != key.secret:
+            raise UsageError(f"{path} is there already: name a new file, or remove it") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _check_names(names: Sequence[str]) -> None:

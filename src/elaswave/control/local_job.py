@@ -20,6 +20,7 @@ import msgspec
 from elaswave.config.schema import Config
 from elaswave.control.agent_messages import (
     AgentHello,
+    AgentKeysTaken,
     AgentLeaving,
     AgentRefused,
     Awaited,
@@ -59,6 +60,7 @@ from elaswave.control.key_files import JobKey, Role
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.log_sending import LogSending
 from elaswave.control.own_coordinators import OwnCoordinators
+from elaswave.control.own_keys import OwnKeys
 from elaswave.control.own_workers import OwnWorkers
 from elaswave.control.post import Post, own_post
 from elaswave.control.script import Script
@@ -71,6 +73,7 @@ from elaswave.control.template_messages import (
     ChildGone,
     CommitDone,
     FromTemplate,
+    KeysHeld,
     KillWorkers,
     LoaderGone,
     LoaderSpawned,
@@ -95,6 +98,7 @@ from elaswave.protocol.template import COORDINATOR
 from elaswave.state.shapes import StateShapes
 from elaswave.system.death_watch import DeathWatch
 from elaswave.system.stop_signals import stop_signals, undisturbed
+from elaswave.worker.messages import KeysNow
 from elaswave.worker.probe import Probe
 from elaswave.worker.run_plan import RunPlan
 
@@ -168,10 +172,11 @@ class LocalJob:
         self._is_over = False
         self._waits = LauncherWaits()
         self._logs = LogSending(run_dir)
-        self._job_key = key.held(Role.JOB) if post.founds or post.is_candidate else b""
-        self._key = key.held(Role.JOINING)
+        starts_coordinators = post.founds or post.is_candidate
+        key.held(Role.JOB if starts_coordinators else Role.JOINING)
         prepare_spare(run_dir, config, post.job)
         self._place = place = JobPlace(config, run_dir, post, key)
+        self._keys = OwnKeys(key, place.key_file, starts_coordinators=starts_coordinators, told=post.keys)
         self._alone = Alone(config.control, post.job, run_dir, key, place.founded)
         self._deaths = DeathWatch()
         setup = TemplateSetup(
@@ -179,8 +184,8 @@ class LocalJob:
             run_dir=run_dir,
             control_dir=place.folder,
             network=place.network,
-            key=self._key,
-            job_key=self._job_key,
+            keys=self._keys.ring.now,
+            job_keys=self._keys.job,
             deaths=self._deaths,
             commits=self._alone.commits,
             faults=faults,
@@ -302,7 +307,7 @@ class LocalJob:
             self._coordinators.start()
         self._client = ControlClient(
             self._place.network.launcher_dials,
-            self._key,
+            self._keys.ring,
             agent_id(self._post.incarnation),
             ToAgent,
             self._on_message,
@@ -405,7 +410,7 @@ class LocalJob:
                     self._write_control_file()
             else:
                 if self._client.connected:  # to one that was replaced, and may not know it: it may not reach the store
-                    proof = proof_of_term(self._job_key, self._place.founded, term)
+                    proof = proof_of_term(self._keys.job.accepted[0], self._place.founded, term)
                     self._client.send(TermTaken(term=term, proof=proof))
                 self._client.dial_first()
 
@@ -485,9 +490,20 @@ class LocalJob:
             self._refused = message
         elif isinstance(message, StopAsked):
             self._stop.by_coordinator(message.cause)
+        elif isinstance(message, KeysNow):
+            self._take_keys(message)
         elif isinstance(message, Ended):
             self._ended = message
             self._agent.handle(JobEnded())
+
+    def _take_keys(self, message: KeysNow) -> None:
+        """Coordinators and workers to come go by other keys; this is said once the template does (`KeysHeld`)."""
+        problem = self._keys.take(message.keys)
+        if problem:
+            self._tell([AgentKeysTaken(ring=b"", problem=problem)])
+            return
+        self._coordinators.take_keys(self._keys.job)
+        self._processes.ask_template(self._keys.for_template())
 
     def _coordinator_setup(self, plan: RunPlan, sampler: Sampler, checkpoint: StartingPoint | None) -> CoordinatorSetup:
         return CoordinatorSetup(
@@ -496,7 +512,7 @@ class LocalJob:
             run_dir=self._run_dir,
             control_dir=self._place.folder,
             listen=self._place.network.listen,
-            key=self._job_key,
+            keys=self._keys.job,
             checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
             started_s=self._started_s,
             deaths=self._deaths,
@@ -530,6 +546,8 @@ class LocalJob:
                 self._tell([] if told is None else [told])
             elif isinstance(message, SpawnRefused):
                 self._tell(self._workers.refused(message))
+            elif isinstance(message, KeysHeld):
+                self._tell([AgentKeysTaken(ring=message.ring)])
             else:
                 assert isinstance(message, Spawned | LoaderSpawned | LoaderGone), message
                 if isinstance(message, Spawned):
@@ -564,7 +582,7 @@ class LocalJob:
             self._cut = self._cut or text
             self._tell([FilesCut(text=text)])
 
-    def _tell(self, messages: Sequence[LogPart | Exited | CheckpointCommitted | FilesCut]) -> None:
+    def _tell(self, messages: Sequence[LogPart | Exited | CheckpointCommitted | FilesCut | AgentKeysTaken]) -> None:
         if self._client is not None:
             for message in messages:
                 self._client.send(message)

@@ -187,6 +187,12 @@ class Membership:
         return tuple(sorted({*self._silent, *self._joining_since_s}))
 
     @property
+    def coming(self) -> set[int]:
+        """All that are on their way to become members, also those that have said who they are and are not answered
+        yet."""
+        return {*self.joining, *self._heard_at}
+
+    @property
     def silent(self) -> tuple[int, ...]:
         """Joiners that have not said a word yet: how their processes get on is of interest."""
         return tuple(sorted(self._silent))

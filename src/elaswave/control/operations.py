@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from elaswave.control.asked_checkpoints import AskedCheckpoints
+from elaswave.control.asked_keys import AskedKeys
 from elaswave.control.asked_layouts import AskedLayouts
 from elaswave.control.asked_members import AskedMembers
 from elaswave.control.job_status import JobParts
@@ -16,6 +17,7 @@ from elaswave.control.operator_messages import (
     AskCheckpoint,
     AskDrain,
     AskJoin,
+    AskKey,
     AskMigrate,
     AskRebalance,
     AskStop,
@@ -25,7 +27,7 @@ from elaswave.protocol.events import ChangePlanned
 from elaswave.protocol.messages import Decision
 from elaswave.worker.messages import StepReport, TakeCheckpoint
 
-Action = AskCheckpoint | AskStop | AskRebalance | AskMigrate | AskJoin | AskDrain
+Action = AskCheckpoint | AskStop | AskRebalance | AskMigrate | AskJoin | AskDrain | AskKey
 """A request that is for something to be done."""
 
 
@@ -39,6 +41,7 @@ class Operations:
         begin: begins something beside the coordinator's turns.
         change: has all members change to a planned layout.
         members: lets workers join and leave.
+        keys: changes the job's key.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Operations:
         begin: Callable[[Coroutine[Any, Any, None]], None],
         change: Callable[[ChangePlanned], None],
         members: AskedMembers,
+        keys: AskedKeys,
     ) -> None:
         self._job = job
         self._send_all = send_all
@@ -57,7 +61,7 @@ class Operations:
         self._is_stopping = False
         self._moving: list[str] = []
         """How far blocks have come that move for a planned change, in words."""
-        self._members = members
+        self._members, self._keys = members, keys
         self._layouts = AskedLayouts(job, begin, change)
         self._checkpoints = AskedCheckpoints(job, lambda message: send_all(job.core.members, message))
 
@@ -75,6 +79,8 @@ class Operations:
             return self.request_drain(request.worker, request.deadline_s, begun=request.begun)
         if isinstance(request, AskMigrate):
             return self.request_migrate(request.layers, request.widths)
+        if isinstance(request, AskKey):
+            return self._keys.ask(request.key)
         return self.request_rebalance()
 
     # -------------------------------------------------------------------------------------------------- the requests
@@ -138,7 +144,8 @@ class Operations:
         """What is asked for or planned and not done yet, in words."""
         stopping = ["the job ends after the step in hand, with a checkpoint of it"] if self._is_stopping else []
         members = [] if self._is_stopping else self._members.under_way
-        return [*stopping, *members, *self._layouts.under_way, *self._moving, *self._checkpoints.under_way]
+        training = [*self._layouts.under_way, *self._moving, *self._checkpoints.under_way]
+        return [*stopping, *members, *training, *self._keys.under_way]
 
     def turn(self) -> None:
         """To be called now and then."""

@@ -15,7 +15,7 @@ import msgspec
 from elaswave._version import __version__
 from elaswave.control.client import ControlClient
 from elaswave.control.control_file import read_control_file
-from elaswave.control.key_files import JobKey, Role, read_key
+from elaswave.control.key_files import JobKey, Role, next_file, read_key
 from elaswave.control.operator_messages import (
     Answer,
     AskDrain,
@@ -28,6 +28,7 @@ from elaswave.control.operator_messages import (
 )
 from elaswave.control.wire import operator_id
 from elaswave.errors import ControlError, UsageError
+from elaswave.transport.handshake import Secrets
 
 TURN_S = 0.1
 HEARTBEAT_S = 1.0
@@ -43,13 +44,19 @@ class OperatorClient:
     Args:
         run_dir: the run's folder.
         key_file: of the key to use; None: of the job's own, which the folder names.
+        new_key: of the job, which is to follow that one: then either of them is used, and this client may change it.
         clock: monotonic seconds.
     Raises:
         RunFolderError, ControlError: as of `read_control_file`; also where the job's key or certificate cannot be read.
     """
 
     def __init__(
-        self, run_dir: Path, key_file: Path | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        run_dir: Path,
+        key_file: Path | None = None,
+        *,
+        new_key: JobKey | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir = run_dir
         self._clock = clock
@@ -57,12 +64,15 @@ class OperatorClient:
         self._open: Request | None = None
         self._arrived: list[ToOperator] = []
         self._over: JobOver | None = None
-        key = _key_in(key_file or Path(self._file.key_file))
-        role = Role.READING if key.role is Role.READING else Role.STEERING
+        self._key_file = key_file or Path(self._file.key_file)
+        keys = [_key_in(self._key_file)] + ([] if new_key is None else [new_key])
+        role = Role.READING if keys[0].role is Role.READING else Role.STEERING
+        if new_key is not None:
+            role = Role.CHANGING
         self._client: ControlClient[ToOperator] = ControlClient(
             self._file.address,
-            _held(key, role),
-            operator_id(secrets.randbits(30), reads=role is Role.READING),
+            Secrets(tuple(_held(key, role) for key in keys)),
+            operator_id(secrets.randbits(30), role),
             ToOperator,
             self._on_message,
             lambda: OperatorHello(version=__version__),
@@ -160,13 +170,21 @@ class OperatorClient:
         if self._over is not None or self._client.connected:
             return
         if self._client.trouble.startswith(HOPELESS):
-            raise ControlError(f"the job in {self._run_dir} cannot be talked to: {self._client.trouble}")
+            raise ControlError(
+                f"the job in {self._run_dir} cannot be talked to: {self._client.trouble}{self._of_key_change()}"
+            )
         try:
             present = read_control_file(self._run_dir)
         except ControlError as error:
             raise ControlError(f"the job has ended meanwhile: {error}") from None
         if present != self._file:
             raise ControlError(f"the job has ended meanwhile, and another one runs in {self._run_dir} now: ask again")
+
+    def _of_key_change(self) -> str:
+        file = next_file(self._key_file)
+        if not file.exists():
+            return ""
+        return f"; a change of its key was begun and not ended: `elaswave keys rotate {self._run_dir}` ends it"
 
     def _too_late(self, timeout_s: float, newest: Answer | None) -> str:
         if newest is not None:

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from elaswave.control.job_status import Heard, JobParts, job_status
+from elaswave.control.key_files import Role
 from elaswave.control.operations import Action, Operations
 from elaswave.control.operator_messages import (
     Answer,
+    AskKey,
     AskStatus,
     JobOver,
     JobStatus,
@@ -27,7 +29,7 @@ from elaswave.control.operator_messages import (
     TurnedAway,
 )
 from elaswave.control.reply import Reply, refusal
-from elaswave.control.wire import is_reader
+from elaswave.control.wire import is_reader, role_of
 from elaswave.errors import StateError, StoreError
 from elaswave.worker.messages import Heartbeat
 
@@ -122,6 +124,8 @@ class OperatorDesk:
         elif is_reader(peer) and isinstance(message, Action):
             reason = "a reading key may ask for the status alone; use a steering key, or the job's"
             self._answer(peer, message.request, refusal(reason))
+        elif isinstance(message, AskKey) and role_of(peer) is not Role.CHANGING:
+            self._answer(peer, message.request, refusal("only who holds the job's own key may change it"))
         elif not isinstance(message, Action):
             self.closed(peer)
             self._turn_away(peer, TurnedAway(reason=f"an operator may not send {type(message).__name__}"))

@@ -5,7 +5,7 @@ others before it that say how it gets on. It may ask again over a new connection
 mean the same when they come twice.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -77,7 +77,15 @@ class AskDrain(Message, frozen=True, kw_only=True):
     """Whether an earlier coordinator has had it leave for this request: it may be gone since."""
 
 
-Request = AskStatus | AskCheckpoint | AskStop | AskRebalance | AskMigrate | AskJoin | AskDrain
+class AskKey(Message, frozen=True, kw_only=True):
+    """Change the job's key, and go on with that for as long as the asking operator stays."""
+
+    request: int
+    key: Annotated[bytes, msgspec.Meta(min_length=16)]
+    """The new one, as it stands in its file."""
+
+
+Request = AskStatus | AskCheckpoint | AskStop | AskRebalance | AskMigrate | AskJoin | AskDrain | AskKey
 FromOperator = OperatorHello | Request
 
 # ------------------------------------------------------------------------------------------------------------- answers
@@ -98,6 +106,9 @@ Decided = Literal[
     "joined",
     "draining",
     "drained",
+    "offered",
+    "retiring",
+    "changed",
 ]
 """What was decided about a request:
 
@@ -108,6 +119,7 @@ Decided = Literal[
 - planning, kept: a layout is planned or looked for, the present one stays;
 - joining, joined: a worker's process is started, it is a member;
 - draining, drained: a worker is asked to leave, it has left;
+- offered, retiring, changed: the new key of the job is good too, it alone is and all are told, all have taken it;
 - planned, in force, void: workers are told of a change of the layout, it is in force, it never will be.
 """
 FAILURES: frozenset[Decided] = frozenset({"refused", "failed", "void"})

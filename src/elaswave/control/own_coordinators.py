@@ -15,6 +15,7 @@ from elaswave.control.open_store import JobStore
 from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards
 from elaswave.errors import RecoveryError, RetryError
 from elaswave.protocol.agent import Agent, CoordinatorEnded, ReportEnd, StartCoordinator, StartJoiner
+from elaswave.transport.handshake import Secrets
 
 COORDINATOR_HUNG_S = 6.0
 """One that has not accepted its agent for this long is killed, and followed by another as if it had died."""
@@ -66,6 +67,10 @@ class OwnCoordinators:
             raise RecoveryError(f"{error}; {self._way_on()}") from None
         self._since_s = time.monotonic()
         self._starts.start(tuple(self._agent.coordinator_ends_s))
+
+    def take_keys(self, keys: Secrets) -> None:
+        """The job's key is changed: those that are started from now on go by others."""
+        self._starts.keys = keys
 
     def turn(self, disconnected_s: float) -> None:
         """Starts the next candidate when it is due, and has a coordinator killed that does not accept this agent.

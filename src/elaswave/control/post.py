@@ -24,6 +24,8 @@ class Post(NamedTuple):
     """The job's name; empty: it has no other hosts."""
     founded: int = 0
     """Which founding of the job it takes part in, see `elaswave.protocol.heads.Head`; 0: it founds it."""
+    keys: tuple[bytes, ...] = ()
+    """Secrets of those who take part that it was told; none: they are made of the key that it was given."""
     network: JobNetwork | None = None
     """Where everybody listens and is dialled; None: as configured for a job of one host."""
     kept_port: socket.socket | None = None

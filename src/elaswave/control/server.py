@@ -39,7 +39,7 @@ from elaswave.protocol.heads import Head
 from elaswave.protocol.host_silence import Counters
 from elaswave.system.kernel import counters_of
 from elaswave.transport import addresses
-from elaswave.transport.handshake import check_key
+from elaswave.transport.handshake import Key, secrets_of
 from elaswave.transport.tls import Tls
 from elaswave.transport.unauthenticated import CROWDED_OUT, LimitedLines, UnauthenticatedPeers, source_of
 
@@ -132,7 +132,7 @@ class ControlServer(Generic[_T]):
     async def start(
         self,
         listen: str,
-        key: bytes,
+        key: Key,
         receives: Any,
         on_message: Callable[[int, _T], None],
         on_connected: Callable[[int], None],
@@ -143,13 +143,13 @@ class ControlServer(Generic[_T]):
         on_stranger: Callable[[str], None] = lambda reason: None,
         on_head: Callable[[int, Head], TurnedAway | None] = lambda peer, head: None,
         refusal: Callable[[int], str | None] = lambda peer: None,
-        key_of: Callable[[int], bytes] | None = None,
+        key_of: Callable[[int], Key] | None = None,
     ) -> None:
         """Starts listening. The callbacks must not block for long; what they raise ends `serve`.
 
         Args:
             listen: ``unix:PATH`` of the socket file (a stale one is replaced) or ``tcp:HOST[:PORT]``.
-            key: the job's key.
+            key: the job's key, or several.
             receives: union of the message types that may arrive.
             on_message: called with the peer's id and its message.
             on_connected: called with the id of a peer that has connected, or has replaced its older connection.
@@ -161,13 +161,14 @@ class ControlServer(Generic[_T]):
             on_head: called with the newest head that a peer has been told, before it counts as connected; returns
                 what it is told if it is turned away.
             refusal: returns why a participant may not connect, or None if it may.
-            key_of: gives the key that a participant of an id must hold; None: ``key``, whoever it is.
+            key_of: gives the keys of which a participant of an id must hold one; None: ``key``, whoever it is.
         Raises:
             OSError: the system refuses to listen there.
             ValueError: the address or the key cannot be used, or TLS is asked for on a Unix socket.
             ConfigError: certificate files that cannot be used.
         """
-        self._key, self._key_of = check_key(key), key_of
+        secrets_of(key)  # checks them
+        self._key, self._key_of = key, key_of
         self._receives = receives
         self._on_message, self._on_connected, self._on_closed = on_message, on_connected, on_closed
         self._on_refused, self._on_stranger, self._refusal = on_refused, on_stranger, refusal

@@ -278,6 +278,7 @@ def _follow(
         slots=_slots(options, config),
         job=spec.job,
         founded=spec.founded,
+        keys=spec.keys,
         founds=False,
         network=network,
         kept_port=None if held is None else held.port,

@@ -41,6 +41,7 @@ from elaswave.control.template_messages import (
     CommitRequest,
     CommitShards,
     FromTemplate,
+    KeysHeld,
     KillWorkers,
     LoaderGone,
     LoaderSpawned,
@@ -51,6 +52,7 @@ from elaswave.control.template_messages import (
     SpawnRefused,
     SpawnWorkers,
     StartingPoint,
+    TakeKeys,
     ToTemplate,
     Unpacker,
     Unprepared,
@@ -90,6 +92,7 @@ from elaswave.system.death_watch import DeathWatch
 from elaswave.system.parent_death import end_children, end_group, parent_of_orphans
 from elaswave.training.raised import readable, said
 from elaswave.training.tokens import sampler_of
+from elaswave.transport.handshake import Secrets
 from elaswave.worker.probe import Probe
 from elaswave.worker.run_plan import RunPlan
 
@@ -106,10 +109,10 @@ class TemplateSetup(NamedTuple):
     """Private folder of the job."""
     network: JobNetwork
     """Where coordinator and workers listen and are dialled."""
-    key: bytes
+    keys: Secrets
     """Of those who take part, see `elaswave.control.key_files.Role`."""
-    job_key: bytes
-    """The job's; empty where no coordinator is started."""
+    job_keys: Secrets
+    """The job's; none where no coordinator is started."""
     deaths: DeathWatch | None
     """None only on the way to a fresh interpreter."""
     commits: CommitCount | None
@@ -284,11 +287,18 @@ class _Serving:
                 self._handle(CoordinatorAsked())
             elif isinstance(message, KillWorkers):
                 self._handle(KillAsked(message.workers))
+            elif isinstance(message, TakeKeys):
+                self._take_keys(message)
             elif isinstance(message, CommitShards):
                 self._handle(CommitAsked(message.number, message.request))
             else:
                 assert isinstance(message, AbandonCommits), message
                 self._handle(CommitsAbandoned())
+
+    def _take_keys(self, message: TakeKeys) -> None:
+        keys = Secrets(message.keys)
+        self._setup = self._setup._replace(keys=keys, job_keys=Secrets(message.job_keys, message.retired))
+        self._say(KeysHeld(ring=keys.name))
 
     def _read_frozen(self) -> None:
         """Reads what the checkpoint has otherwise than it is built, once for all workers, also those to come."""
@@ -353,7 +363,7 @@ class _Serving:
             run_dir=setup.run_dir,
             control_dir=setup.control_dir,
             listen=setup.network.listen,
-            key=setup.job_key,
+            keys=setup.job_keys,
             checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
             started_s=asked.started_s,
             deaths=setup.deaths,

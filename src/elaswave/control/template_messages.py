@@ -64,6 +64,24 @@ class AbandonCommits(Message, frozen=True, kw_only=True):
     """The coordinator that asked for commits has ended: break them off."""
 
 
+class TakeKeys(Message, frozen=True, kw_only=True):
+    """The job's key is changed: who is forked from now on goes by these; the answer is a `KeysHeld`."""
+
+    keys: tuple[bytes, ...]
+    """Of workers."""
+    job_keys: tuple[bytes, ...]
+    """Of coordinators; none where no coordinator is started."""
+    retired: tuple[bytes, ...]
+    """Job's keys that were changed."""
+
+
+class KeysHeld(Message, frozen=True, kw_only=True):
+    """Who is forked from now on goes by new keys."""
+
+    ring: bytes
+    """The `elaswave.transport.handshake.Secrets.name` of those of workers."""
+
+
 class CommitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a committer needs to know; see `elaswave.state.checkpoint_commit.commit_in_one_of`."""
 
@@ -147,8 +165,10 @@ class CommitDone(Message, frozen=True, kw_only=True):
     """Whether it is worth another try."""
 
 
-ToTemplate = SpawnWorkers | SpawnJoiner | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits
-FromTemplate = Prepared | Unprepared | Spawned | LoaderSpawned | LoaderGone | SpawnRefused | ChildGone | CommitDone
+ToTemplate = SpawnWorkers | SpawnJoiner | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits | TakeKeys
+FromTemplate = (
+    Prepared | Unprepared | Spawned | LoaderSpawned | LoaderGone | SpawnRefused | ChildGone | CommitDone | KeysHeld
+)
 
 _T = TypeVar("_T")
 _LENGTH = struct.Struct("<Q")

@@ -29,11 +29,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from elaswave.control.key_files import JobKey, Role
+from elaswave.control.key_files import Role
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.protocol.heads import Head
 from elaswave.protocol.messages import PROTOCOL_VERSION
-from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener, check_key
+from elaswave.transport.handshake import NONCE_BYTES, Dialler, Key, Listener, secrets_of
 from elaswave.transport.tls import Security, bound_key, digest_of_peer, trouble_with
 
 COORDINATOR = 2**32 - 2
@@ -44,6 +44,8 @@ FIRST_OPERATOR = 3 * 2**30
 """Ids of operators (`elaswave ctl`) begin here."""
 FIRST_READER = FIRST_OPERATOR + 2**29
 """From here on they are of operators that may ask for the status alone."""
+FIRST_CHANGER = FIRST_READER + 2**28
+"""From here on they are of operators that may also change the job's key."""
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message, encoded: checkpoint items of models with very many tensors."""
 
@@ -76,33 +78,38 @@ def is_agent(peer: int) -> bool:
     return FIRST_AGENT <= peer < FIRST_OPERATOR
 
 
-def operator_id(number: int, *, reads: bool = False) -> int:
-    """The id of an operator on control connections. It says which key it holds.
+_OPERATORS = {
+    Role.STEERING: range(FIRST_OPERATOR, FIRST_READER),
+    Role.READING: range(FIRST_READER, FIRST_CHANGER),
+    Role.CHANGING: range(FIRST_CHANGER, COORDINATOR),
+}
+
+
+def operator_id(number: int, role: Role = Role.STEERING) -> int:
+    """The id of an operator on control connections. It says which key it proves.
 
     Args:
         number: drawn at random, so that two operators of a job hardly ever have the same one.
-        reads: whether it holds the key of those who may ask for the status alone.
+        role: of the key.
     """
-    first, end = (FIRST_READER, COORDINATOR) if reads else (FIRST_OPERATOR, FIRST_READER)
-    return first + number % (end - first)
+    ids = _OPERATORS[role]
+    return ids[number % len(ids)]
+
+
+def role_of(peer: int) -> Role:
+    """Of which key a participant of an id must prove that it holds it: a worker and an agent of the joining key, an
+    operator of the one that its id says. So nobody is more than its key is for, whatever id it claims."""
+    return next((role for role, ids in _OPERATORS.items() if peer in ids), Role.JOINING)
 
 
 def is_reader(peer: int) -> bool:
     """Whether an id is of an operator that may ask for the status alone."""
-    return FIRST_READER <= peer < COORDINATOR
+    return role_of(peer) is Role.READING
 
 
 def is_operator(peer: int) -> bool:
     """Whether an id is an operator's."""
     return FIRST_OPERATOR <= peer < COORDINATOR
-
-
-def key_of_peer(key: JobKey, peer: int) -> bytes:
-    """What a participant of an id must hold: a worker and an agent the joining key, an operator the steering or the
-    reading one. So nobody is more than its key is for, whatever id it claims."""
-    if is_operator(peer):
-        return key.held(Role.READING if is_reader(peer) else Role.STEERING)
-    return key.held(Role.JOINING)
 
 
 def peer_name(peer: int) -> str:
@@ -189,7 +196,7 @@ class Session(Generic[_T]):
     def __init__(
         self,
         make_side: Callable[[Callable[[bytes], bytes]], Dialler | Listener],
-        key: bytes,
+        key: Key,
         receives: Any,
         security: Security | None,
         host: str | None,
@@ -198,7 +205,7 @@ class Session(Generic[_T]):
         self.open = False
         """The handshake is done: frames may be written."""
         self._make_side = make_side
-        self._key = check_key(key)
+        secrets_of(key)  # checks them
         self._listens = host is None
         self.max_message_bytes = max_message_bytes
         """Largest message that may arrive; may be changed."""
@@ -218,7 +225,7 @@ class Session(Generic[_T]):
     @classmethod
     def dialling(
         cls,
-        key: bytes,
+        key: Key,
         own: int,
         peer: int,
         receives: Any,
@@ -230,7 +237,7 @@ class Session(Generic[_T]):
         """The end that connects.
 
         Args:
-            key: the job's key.
+            key: the job's key, or several.
             own: own id.
             peer: id that must answer.
             receives: union of the message types that may arrive.
@@ -242,19 +249,19 @@ class Session(Generic[_T]):
         """
 
         def make_side(bind: Callable[[bytes], bytes]) -> Dialler:
-            return Dialler(bind(key), own, peer, os.urandom(NONCE_BYTES), peer_name)
+            return Dialler(secrets_of(key).each(bind), own, peer, os.urandom(NONCE_BYTES), peer_name)
 
         return cls(make_side, key, receives, security, host, max_message_bytes)
 
     @classmethod
     def listening(
         cls,
-        key: bytes,
+        key: Key,
         own: int,
         receives: Any,
         refusal: Callable[[int], str | None] = lambda peer: None,
         *,
-        key_of: Callable[[int], bytes] | None = None,
+        key_of: Callable[[int], Key] | None = None,
         security: Security | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> "Session[_T]":
@@ -263,14 +270,14 @@ class Session(Generic[_T]):
         Args:
             key, own, receives, security, max_message_bytes: as for `dialling`.
             refusal: returns why a participant may not connect, or None if it may.
-            key_of: gives the key that a participant of an id must hold; None: ``key``, whoever it is.
+            key_of: gives the keys of which a participant of an id must hold one; None: ``key``, whoever it is.
         Raises:
             ValueError: the key is too short.
         """
 
         def make_side(bind: Callable[[bytes], bytes]) -> Listener:
-            held = None if key_of is None else lambda peer: bind(key_of(peer))
-            return Listener(bind(key), own, os.urandom(NONCE_BYTES), refusal, peer_name, held)
+            held = None if key_of is None else lambda peer: secrets_of(key_of(peer)).each(bind)
+            return Listener(secrets_of(key).each(bind), own, os.urandom(NONCE_BYTES), refusal, peer_name, held)
 
         return cls(make_side, key, receives, security, None, max_message_bytes)
 

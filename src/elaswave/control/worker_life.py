@@ -25,10 +25,11 @@ from elaswave.protocol.messages import Fenced
 from elaswave.system.kernel import offer_to_kernel
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
+from elaswave.transport.handshake import KeyRing, Secrets
 from elaswave.worker.batches import BatchMaker
 from elaswave.worker.loader import say_who, serve
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import ToWorker
+from elaswave.worker.messages import KeysNow, KeysTaken, ToWorker
 from elaswave.worker.probe import NoProbe, Probe, Probes
 from elaswave.worker.process import WorkerSetup, run_worker
 from elaswave.worker.site_links import site_links
@@ -98,6 +99,7 @@ def live(
             back.daemon = True
             back.start()
 
+    ring = KeyRing(setup.keys)
     probe: Probe = setup.probe or NoProbe()
     record = setup.run_dir / FAULTS_FILE
     if setup.faults:
@@ -108,7 +110,7 @@ def live(
         config=setup.config,
         worker=worker,
         run_dir=setup.run_dir,
-        key=setup.key,
+        key=ring,
         listen=setup.network.links,
         checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
         probe=probe,
@@ -127,13 +129,17 @@ def live(
             mailbox.on_commit = setup.commits.add
 
         def receive(message: ToWorker) -> None:
+            if isinstance(message, KeysNow):
+                ring.now = Secrets(message.keys)
+                clients[0].send(KeysTaken(worker=worker, ring=ring.now.name))
+                return
             mailbox.receive(message)
             if isinstance(message, Fenced):
                 end_later(worker, message.reason)
 
         client: ControlClient[ToWorker] = ControlClient(
             setup.network.dial,
-            setup.key,
+            ring,
             worker,
             ToWorker,
             receive,

@@ -273,6 +273,11 @@ class Hosts:
         return None if host is None or host.state is HostState.GONE else host
 
     @property
+    def incarnations(self) -> list[int]:
+        """Of all agents that have come and are not given up."""
+        return [each for each, host in self._incarnations.items() if host.state is not HostState.GONE]
+
+    @property
     def stranded(self) -> set[int]:
         """Workers whose hosts the others go on without, and that nobody has said to have ended: nobody will."""
         of_gone = ((worker, host) for worker, host in self._host_of.items() if host.state is HostState.GONE)

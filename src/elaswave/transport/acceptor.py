@@ -12,11 +12,12 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from elaswave.errors import AuthenticationError
 from elaswave.transport import addresses
-from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener, check_key
+from elaswave.transport.handshake import NONCE_BYTES, Dialler, Key, Listener, Secrets, secrets_of
 from elaswave.transport.tls import TlsError, TlsSocket, bound_key
 from elaswave.transport.unauthenticated import CROWDED_OUT, LimitedLines, UnauthenticatedPeers, source_of
 from elaswave.transport.waiter import READ, WRITE, Waiter
@@ -43,7 +44,7 @@ class _Visit:
 
     Args:
         sock: the connection.
-        make_side: makes this side of the handshake, with its key.
+        make_side: makes this side of the handshake, with its keys.
         deadline: monotonic time.
         peer: the id that was dialled; None: the other side has dialled.
         host: what was dialled.
@@ -52,7 +53,7 @@ class _Visit:
     def __init__(
         self,
         sock: socket.socket,
-        make_side: Callable[[bytes], _Side],
+        make_side: Callable[[Secrets], _Side],
         deadline: float,
         peer: int | None,
         host: str | None,
@@ -69,9 +70,9 @@ class _Visit:
         self.side: _Side | None = None
         self.is_connected = peer is None
 
-    def begin(self, key: bytes) -> None:
+    def begin(self, secrets: Secrets) -> None:
         """The connection is as secure as it is to be: the handshake begins."""
-        self.side = self.make_side(key)
+        self.side = self.make_side(secrets)
         self.greeting = self.side.opening()
 
 
@@ -80,7 +81,7 @@ class Acceptor:
 
     Args:
         worker: own id.
-        key: the job's secret.
+        key: the job's secret, or several.
         place: where to listen, and how it is secured.
         waiter: tells when a connection has something to say.
         on_link: called with the peer's id and its socket when a handshake is done.
@@ -95,7 +96,7 @@ class Acceptor:
     def __init__(
         self,
         worker: int,
-        key: bytes,
+        key: Key,
         place: addresses.Place,
         waiter: Waiter,
         on_link: Callable[[int, socket.socket | TlsSocket], None],
@@ -105,7 +106,8 @@ class Acceptor:
         self.trouble: dict[int, Exception] = {}
         """The last thing that went wrong with each peer that was dialled."""
         self._worker = worker
-        self._key = check_key(key)
+        secrets_of(key)  # checks them
+        self._key = key
         self._waiter = waiter
         self._on_link = on_link
         self._refusal = refusal
@@ -150,8 +152,8 @@ class Acceptor:
             self.trouble[peer] = error
             return
 
-        def make_side(key: bytes) -> Dialler:
-            return Dialler(key, self._worker, peer, os.urandom(NONCE_BYTES))
+        def make_side(secrets: Secrets) -> Dialler:
+            return Dialler(secrets, self._worker, peer, os.urandom(NONCE_BYTES))
 
         self._begin(sock, make_side, peer, host)
 
@@ -224,15 +226,15 @@ class Acceptor:
             if ended := self._unauthenticated.admit(visit, source_of(address)):
                 self._turn_away(ended, TimeoutError(CROWDED_OUT))
 
-    def _make_listener(self, key: bytes) -> Listener:
-        return Listener(key, self._worker, os.urandom(NONCE_BYTES), self._refusal)
+    def _make_listener(self, secrets: Secrets) -> Listener:
+        return Listener(secrets, self._worker, os.urandom(NONCE_BYTES), self._refusal)
 
     def _begin(
-        self, sock: socket.socket, make_side: Callable[[bytes], _Side], peer: int | None, host: str | None
+        self, sock: socket.socket, make_side: Callable[[Secrets], _Side], peer: int | None, host: str | None
     ) -> _Visit:
         visit = _Visit(sock, make_side, time.monotonic() + self._timeout_s, peer, host)
         if self._listening is None:
-            visit.begin(self._key)
+            visit.begin(secrets_of(self._key))
         self._visits[visit.fd] = visit
         self._waiter.register(visit.fd, lambda event: self._on_event(visit), READ if peer is None else WRITE)
         return visit
@@ -271,7 +273,8 @@ class Acceptor:
         if waits_to_write is not None:
             self._waiter.set_mask(visit.fd, WRITE if waits_to_write else READ)
             return False
-        visit.begin(bound_key(self._key, visit.sock.listener_digest))
+        bind = partial(bound_key, certificate_digest=visit.sock.listener_digest)
+        visit.begin(secrets_of(self._key).each(bind))
         self._waiter.set_mask(visit.fd, READ)
         return True
 

@@ -1,15 +1,21 @@
-"""How two workers prove to each other that they hold the job's key, before a link carries its first frame.
+"""How two processes prove to each other that they hold the job's key, before a connection carries its first frame.
 
 Sans-IO: both sides are fed the bytes that have come and return the bytes to send; no sockets, clocks or retries here.
 HMAC-SHA256 challenge and response over fresh nonces of both sides, both ids and the protocol version:
 
-    dialler  -> listener   HELLO    magic 8 | version 2 | dialler id 4 | listener id 4 | nonce 32
-    listener -> dialler    PROOF    magic 8 | version 2 | listener id 4 | nonce 32 | mac("listener" + transcript)
-    dialler  -> listener   ANSWER   mac("dialler" + transcript)
-    listener -> dialler    WELCOME  mac("welcome" + transcript)
+    dialler  -> listener  HELLO   magic 8 | version 2 | dialler id 4 | listener id 4 | nonce 24 | sign 8
+    listener -> dialler   PROOF   magic 8 | version 2 | listener id 4 | nonce 24 | sign 8 | mac("listener" + transcript)
+    dialler  -> listener  ANSWER  mac("dialler" + transcript)
+    listener -> dialler   WELCOME mac("welcome" + transcript)
 
 A dialler that does not believe the PROOF proves nothing: it may say so by `DISBELIEF` in place of the ANSWER, so that
 the reason is known on both sides, and ends the connection.
+
+While the job's key is changed, a side holds several (`Secrets`). The sign, which is a mac of the rest of the HELLO,
+says by which one the dialler would rather speak; the listener proves that one, or else its own first one. The dialler
+takes a proof of any that it holds, and from there on both speak by it. So two sides meet if one of them holds the
+first key of the other. The sign of the PROOF is random, unless the dialler has signed by a key
+that was retired: then it says so by that key, for a dialler that has no other one.
 
 Each message has a fixed size, so an unauthenticated peer can make us hold at most 64 bytes. Every proof covers the
 whole transcript and the speaker's role, so that a replayed, reflected or redirected message proves nothing. From the
@@ -21,18 +27,25 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable
+from typing import NamedTuple
 
 from elaswave.errors import AuthenticationError
 
 MAGIC = b"ELWLINK\n"
-VERSION = 2
+VERSION = 3
 NONCE_BYTES = 32
+_SIGN_BYTES = 8
 MIN_KEY_BYTES = 16
 _HELLO = struct.Struct(f"<8sHII{NONCE_BYTES}s")
 _PROOF = struct.Struct(f"<8sHI{NONCE_BYTES}s32s")
 _MAC_BYTES = 32
 DISBELIEF = bytes(_MAC_BYTES)
 """No mac that anybody meets."""
+RETIRED = (
+    "the job's key was changed while the job runs (elaswave keys rotate), and this process holds the old one, or one "
+    "that was made of it: give it the new one, or make the lesser key anew of that"
+)
+"""What a dialler says that was told so."""
 
 
 def check_key(key: bytes) -> bytes:
@@ -44,6 +57,56 @@ def check_key(key: bytes) -> bytes:
     if len(key) < MIN_KEY_BYTES:
         raise ValueError(f"a job's key has {len(key)} bytes, at least {MIN_KEY_BYTES} random ones are needed")
     return bytes(key)
+
+
+class Secrets(NamedTuple):
+    """The keys that one side of handshakes holds: one, and several while the job's is changed."""
+
+    accepted: tuple[bytes, ...]
+    """By each of them a handshake succeeds; the first one is preferred."""
+    retired: tuple[bytes, ...] = ()
+    """By none of these; who holds one is told that it was changed."""
+
+    def each(self, change: Callable[[bytes], bytes]) -> "Secrets":
+        """What is made of each of them."""
+        return Secrets(tuple(map(change, self.accepted)), tuple(map(change, self.retired)))
+
+    @property
+    def name(self) -> bytes:
+        """Equal for those who accept the same keys in the same order; tells nothing of these."""
+        return hashlib.sha256(b"".join(derived(key, "name") for key in self.accepted)).digest()[:16]
+
+
+class KeyRing:
+    """The secrets of one process, for all of its threads: replaced as a whole, and handshakes that begin later go by
+    the new ones. Connections that stand are not touched.
+
+    Args:
+        now: those at first.
+    """
+
+    def __init__(self, now: Secrets) -> None:
+        self.now = now
+
+
+Key = bytes | Secrets | KeyRing
+"""What one side of handshakes goes by. Bytes: one key, as long as the process lives."""
+
+
+def secrets_of(key: Key) -> Secrets:
+    """The secrets at present.
+
+    Raises:
+        ValueError: one is shorter than 16 bytes, or there is none.
+    """
+    if isinstance(key, KeyRing):
+        key = key.now
+    secrets = Secrets((key,)) if isinstance(key, bytes | bytearray) else key
+    if not secrets.accepted:
+        raise ValueError("a side of a handshake needs a key, and was given none")
+    for each in secrets.accepted:
+        check_key(each)
+    return secrets
 
 
 def derived(key: bytes, purpose: str) -> bytes:
@@ -65,24 +128,27 @@ class Dialler:
     """The side that connects (the lower worker id).
 
     Args:
-        key: the job's key.
+        key: the job's key, or several.
         worker: own id.
         peer: id of the worker that is dialled.
-        nonce: 32 fresh random bytes.
+        nonce: 32 fresh random bytes, of which 24 are sent.
         name: what an id is called in messages.
     """
 
     def __init__(
-        self, key: bytes, worker: int, peer: int, nonce: bytes, name: Callable[[int], str] = worker_name
+        self, key: Key, worker: int, peer: int, nonce: bytes, name: Callable[[int], str] = worker_name
     ) -> None:
         self.peer = peer
         self.done = False
         self.bytes_needed = _PROOF.size
         self.last_words = b""
         """What the listener may be told once it was not believed."""
-        self._key = key
+        self._secrets = secrets_of(key)
+        self._key = b""
+        """The one that the listener has proved."""
         self._name = name
-        self._hello = _HELLO.pack(MAGIC, VERSION, worker, peer, nonce)
+        unsigned = _HELLO.pack(MAGIC, VERSION, worker, peer, nonce)[:-_SIGN_BYTES]
+        self._hello = unsigned + _sign(self._secrets.accepted[0], b"hello", unsigned)
         self._transcript = b""
 
     def opening(self) -> bytes:
@@ -93,19 +159,25 @@ class Dialler:
         """Take exactly ``bytes_needed`` bytes; returns what to send.
 
         Raises:
-            AuthenticationError: the listener does not hold the key, has another id, or speaks another version.
+            AuthenticationError: the listener does not hold the key, has another id, or speaks another version; or it
+                says that the key was changed.
         """
         assert len(data) == self.bytes_needed and not self.done
         if not self._transcript:
             magic, version, listener, nonce, mac = _PROOF.unpack(data)
             _check_magic(magic, version, self._name(self.peer))
             self._transcript = self._hello + nonce
-            if listener != self.peer or not hmac.compare_digest(mac, _mac(self._key, b"listener", self._transcript)):
+            found = self._proved(mac)
+            if listener != self.peer or found is None:
                 self.last_words = DISBELIEF
+                signs = (_sign(key, b"retired", self._transcript[:-_SIGN_BYTES]) for key in self._secrets.accepted)
+                if any(hmac.compare_digest(nonce[-_SIGN_BYTES:], sign) for sign in signs):
+                    raise AuthenticationError(RETIRED)
                 raise AuthenticationError(
                     f"the process that listens at the address of {self._name(self.peer)} does not hold this job's key: "
                     "check the address and that all processes were given the same key"
                 )
+            self._key = found
             self.bytes_needed = _MAC_BYTES
             return _mac(self._key, b"dialler", self._transcript)
         if not hmac.compare_digest(data, _mac(self._key, b"welcome", self._transcript)):
@@ -113,6 +185,11 @@ class Dialler:
         self.done = True
         self.bytes_needed = 0
         return b""
+
+    def _proved(self, mac: bytes) -> bytes | None:
+        """The key by which the listener has made its proof; None: by none of ours."""
+        macs = ((key, _mac(key, b"listener", self._transcript)) for key in self._secrets.accepted)
+        return next((key for key, right in macs if hmac.compare_digest(mac, right)), None)
 
     def secret(self, purpose: bytes) -> bytes:
         """32 bytes that only the two ends of this connection know, for one purpose; to be called once ``done``."""
@@ -123,22 +200,22 @@ class Listener:
     """The side that accepts (the higher worker id).
 
     Args:
-        key: the job's key.
+        key: the job's key, or several.
         worker: own id.
         nonce: 32 fresh random bytes.
         refusal: returns why a worker may not link with us, or None if it may.
         name: what an id is called in messages.
-        key_of: gives the key that the dialler of an id must hold; None: the job's, whoever it is.
+        key_of: gives the keys of which the dialler of an id must hold one; None: ``key``, whoever it is.
     """
 
     def __init__(
         self,
-        key: bytes,
+        key: Key,
         worker: int,
         nonce: bytes,
         refusal: Callable[[int], str | None],
         name: Callable[[int], str] = worker_name,
-        key_of: Callable[[int], bytes] | None = None,
+        key_of: Callable[[int], Key] | None = None,
     ) -> None:
         self.peer = -1
         """The id that the dialler claims; to be believed once ``done``."""
@@ -146,8 +223,12 @@ class Listener:
         self.bytes_needed = _HELLO.size
         self.last_words = b""
         """None."""
-        self._key = key
+        self._secrets = secrets_of(key)
         self._key_of = key_of
+        self._key = b""
+        """The one that was proved to the dialler."""
+        self._is_old = False
+        """Whether the dialler has signed by one that was retired."""
         self._worker = worker
         self._nonce = nonce
         self._refusal = refusal
@@ -174,11 +255,16 @@ class Listener:
                     f"{self._name(dialler)} dialled {self._name(listener)} but reached {self._name(self._worker)}"
                 )
             self.peer = dialler
-            self._key = self._key if self._key_of is None else self._key_of(dialler)
+            self._choose(data)
             self._transcript = data + self._nonce
             self.bytes_needed = _MAC_BYTES
             mac = _mac(self._key, b"listener", self._transcript)
             return _PROOF.pack(MAGIC, VERSION, self._worker, self._nonce, mac)
+        if data == DISBELIEF and self._is_old:
+            raise AuthenticationError(
+                f"{self._name(self.peer)} holds a key of this job that was changed while it runs (elaswave keys "
+                "rotate): give it the new one"
+            )
         if data == DISBELIEF:
             raise AuthenticationError(
                 f"{self._name(self.peer)} was given another key than this process, and has ended the handshake: give "
@@ -195,6 +281,19 @@ class Listener:
         self.bytes_needed = 0
         return _mac(self._key, b"welcome", self._transcript)
 
+    def _choose(self, hello: bytes) -> None:
+        """Chooses the key by which the dialler has signed its HELLO, or else the first one. If that was one of those
+        that are retired, it is to learn that."""
+        accepted, retired = self._secrets if self._key_of is None else secrets_of(self._key_of(self.peer))
+        unsigned, sign = hello[:-_SIGN_BYTES], hello[-_SIGN_BYTES:]
+        found = (key for key in (*accepted, *retired) if hmac.compare_digest(sign, _sign(key, b"hello", unsigned)))
+        key = next(found, accepted[0])
+        self._is_old = key not in accepted
+        self._key = accepted[0] if self._is_old else key
+        if self._is_old:
+            nonce = self._nonce[:-_SIGN_BYTES]
+            self._nonce = nonce + _sign(key, b"retired", hello + nonce)
+
     def secret(self, purpose: bytes) -> bytes:
         """32 bytes that only the two ends of this connection know, for one purpose; to be called once ``done``."""
         return _secret(self._key, self._transcript, purpose)
@@ -207,6 +306,10 @@ def _check_magic(magic: bytes, version: int, who: str) -> None:
         raise AuthenticationError(
             f"{who} speaks handshake version {version}, this worker {VERSION}: install one release everywhere"
         )
+
+
+def _sign(key: bytes, role: bytes, unsigned: bytes) -> bytes:
+    return _mac(key, role, unsigned)[:_SIGN_BYTES]
 
 
 def _mac(key: bytes, role: bytes, transcript: bytes) -> bytes:

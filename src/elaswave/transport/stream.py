@@ -30,6 +30,7 @@ from elaswave.transport.acceptor import Acceptor
 from elaswave.transport.addresses import Place
 from elaswave.transport.emulated import EmulatedLinks
 from elaswave.transport.frames import Tag, byte_views, decode_header, encode_header
+from elaswave.transport.handshake import Key
 from elaswave.transport.inbox import Inbox, interrupted_by_epoch, make_recv
 from elaswave.transport.interface import (
     DEFAULT_MAX_FRAME_BYTES,
@@ -69,7 +70,7 @@ class StreamTransport:
 
     Args:
         worker: id of this worker.
-        key: secret of the job, at least 16 bytes; a process that does not hold it cannot link.
+        key: secret of the job, at least 16 bytes, or several; a process that holds none of them cannot link.
         listen: ``unix:/private/folder`` or ``tcp:10.0.0.7``, or a place (see ``addresses``).
         epoch: epoch to start with.
         max_frame_bytes: largest payload sent, or accepted from a peer.
@@ -87,7 +88,7 @@ class StreamTransport:
         self,
         worker: int,
         *,
-        key: bytes,
+        key: Key,
         listen: str | Place,
         epoch: int = 0,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,

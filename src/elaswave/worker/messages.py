@@ -7,6 +7,8 @@ durable what a successor needs of them. Standing facts (`Ready`, `LinkLost`, `Le
 seen before as a repetition.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from elaswave.costs.profiled import ActionTiming
@@ -251,6 +253,22 @@ class Failed(Message, frozen=True, kw_only=True):
     """Whether what it has computed of the step may be wrong: a check has found other bits."""
 
 
+class KeysNow(Message, frozen=True, kw_only=True):
+    """To workers and agents: which secrets count from now on among those who take part. Said on each connection once
+    the job's key is, or was, changed; the answer is a `KeysTaken` or an `AgentKeysTaken`."""
+
+    keys: Annotated[tuple[Annotated[bytes, msgspec.Meta(min_length=16)], ...], msgspec.Meta(min_length=1)]
+    """Made of the job's keys for this purpose; the preferred one first. See `elaswave.protocol.key_change`."""
+
+
+class KeysTaken(Message, frozen=True, kw_only=True):
+    """A worker goes by these secrets."""
+
+    worker: int
+    ring: bytes
+    """Their `elaswave.transport.handshake.Secrets.name`."""
+
+
 FromWorker = (
     Joining
     | Registered
@@ -271,5 +289,6 @@ FromWorker = (
     | ShardFailed
     | Finished
     | Failed
+    | KeysTaken
 )
-ToWorker = Start | Settled | TakeCheckpoint | Stop | Exit | CoreToWorker
+ToWorker = Start | Settled | TakeCheckpoint | Stop | Exit | KeysNow | CoreToWorker

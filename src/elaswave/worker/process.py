@@ -37,6 +37,7 @@ from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
 from elaswave.training.raised import traceback_of
 from elaswave.transport.addresses import Place
+from elaswave.transport.handshake import Key
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
@@ -85,8 +86,8 @@ class WorkerSetup(NamedTuple):
     config: Config
     worker: int
     run_dir: Path
-    key: bytes
-    """The job's secret."""
+    key: Key
+    """Of those who take part."""
     listen: Place | str
     """Where the data plane listens."""
     checkpoint: tuple[Path, CheckpointMeta] | None

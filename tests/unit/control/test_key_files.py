@@ -13,7 +13,17 @@ from elaswave.api.environment import KEY_FILE_VARIABLE, KEY_VARIABLE, given_key
 from elaswave.cli.main import main
 from elaswave.config.schema import NetConfig
 from elaswave.control import key_making
-from elaswave.control.key_files import JobKey, Role, key_of_text, own_key, read_key, role_key, tls_of
+from elaswave.control.key_files import (
+    LESSER,
+    JobKey,
+    Role,
+    key_of_text,
+    next_file,
+    own_key,
+    read_key,
+    role_key,
+    tls_of,
+)
 from elaswave.errors import ConfigError, UsageError
 from elaswave.transport.tls import Tls
 
@@ -184,6 +194,7 @@ MAY = {
     Role.STEERING: {Role.STEERING, Role.READING},
     Role.JOINING: {Role.JOINING},
     Role.READING: {Role.READING},
+    Role.CHANGING: {Role.CHANGING},
 }
 
 
@@ -199,7 +210,7 @@ def test_a_key_gives_those_that_may_do_less_and_no_other(role: Role) -> None:
     assert len({JOB.held(each) for each in Role}) == len(Role)
 
 
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", [Role.JOB, *LESSER])
 def test_a_key_is_read_as_it_was_written(tmp_path: Path, role: Role) -> None:
     path = tmp_path / "any.key"
     path.write_bytes(role_key(JOB, role).text + b"\n")
@@ -250,3 +261,43 @@ def test_a_job_is_not_started_with_a_lesser_key(tmp_path: Path, capsys, monkeypa
         assert main(["train", "--run-dir", str(tmp_path / "run")]) == 2
         assert f"this key is a {role.value} key of the job" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------- changes
+
+
+def test_a_change_that_was_begun_is_gone_on_with(key_file: Path) -> None:
+    first, is_new = key_making.begin_change(key_file)
+    assert is_new and first.file == next_file(key_file) and first.secret != KEY.encode()
+    assert stat.S_IMODE(next_file(key_file).stat().st_mode) == 0o600
+    assert key_making.begin_change(key_file) == (first, False)
+    assert read_key(key_file).secret == KEY.encode(), "until the change is ended"
+    key_making.end_change(key_file)
+    key_making.end_change(key_file)
+    assert read_key(key_file).secret == first.secret
+    assert sorted(path.name for path in key_file.parent.iterdir()) == ["job.key"]
+
+
+def test_a_new_key_that_cannot_be_written_is_an_error(key_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no new key can be written beside .*none/job.key: No such file"):
+        key_making.begin_change(tmp_path / "none" / "job.key")
+    next_file(key_file).write_bytes(role_key(JOB, Role.STEERING).text)
+    next_file(key_file).chmod(0o600)
+    with pytest.raises(UsageError, match="job.key.next is a steering key of the job"):
+        key_making.begin_change(key_file)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").touch()
+    next_file(tmp_path / "folder").touch()
+    with pytest.raises(UsageError, match="the job goes by the key in .*folder.next, but .* cannot be replaced"):
+        key_making.end_change(tmp_path / "folder")
+
+
+def test_a_copy_replaces_nothing(key_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "copy.key"
+    key_making.write_copy(JOB, path)
+    key_making.write_copy(JOB, path)
+    assert read_key(path).secret == JOB.secret
+    with pytest.raises(UsageError, match="copy.key is there already: name a new file"):
+        key_making.write_copy(JobKey(b"another key of a job", None), path)
+    with pytest.raises(UsageError, match="cannot be written: No such file"):
+        key_making.write_copy(JOB, tmp_path / "none" / "copy.key")

@@ -15,6 +15,7 @@ import pytest
 from elaswave.config.schema import ControlConfig
 from elaswave.control import local_job, template_messages
 from elaswave.control.agent_messages import (
+    AgentKeysTaken,
     BreakOffCommit,
     CheckpointCommitted,
     CommitCheckpoint,
@@ -28,17 +29,28 @@ from elaswave.control.candidacy import STAND_BY_AGAIN_S, Candidacy
 from elaswave.control.coordinator import DISPLACED, PORT_TAKEN, STORE_GONE, CoordinatorProcess
 from elaswave.control.coordinator_starts import CoordinatorStarts
 from elaswave.control.forking import how_it_ended
+from elaswave.control.key_files import JobKey, Role, next_file
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.local_job import LocalJob, with_ends
 from elaswave.control.log_sending import LogSending
 from elaswave.control.open_store import JobStore
 from elaswave.control.own_coordinators import OwnCoordinators
+from elaswave.control.own_keys import OwnKeys
 from elaswave.control.own_workers import OwnWorkers
 from elaswave.control.post import Post, own_post
-from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
+from elaswave.control.template_messages import (
+    AbandonCommits,
+    CommitDone,
+    CommitShards,
+    KeysHeld,
+    SpawnCoordinator,
+    TakeKeys,
+)
 from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError
 from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.agent import Agent
+from elaswave.transport.handshake import Secrets
+from elaswave.worker.messages import KeysNow
 
 
 class Launcher(LocalJob):
@@ -187,7 +199,8 @@ def test_a_coordinator_that_cannot_listen_says_whether_another_one_could(
         raise OSError(number, "refused")
 
     this: Any = SimpleNamespace(
-        _server=SimpleNamespace(start=start), _setup=SimpleNamespace(listen="tcp:127.0.0.1:7077", key=b"", tls=None),
+        _server=SimpleNamespace(start=start), _setup=SimpleNamespace(listen="tcp:127.0.0.1:7077", home=1, tls=None),
+        _keys=SimpleNamespace(of_peer=lambda peer: b""),
         _on_message=None, _on_connected=None, _on_closed=None, _on_head=None,
         _terminal=SimpleNamespace(say_of_stranger=None),
     )  # fmt: skip
@@ -218,6 +231,24 @@ def test_only_the_commit_in_hand_is_broken_off(launcher: Launcher) -> None:
     assert launcher.asked == [CommitShards(number=4, request=b"what")]
     launcher._on_message(BreakOffCommit(number=4))
     assert launcher.asked[1:] == [AbandonCommits()]
+
+
+def test_other_keys_are_taken_once_the_template_has_them(launcher: Launcher, tmp_path: Path) -> None:
+    file, old, new = tmp_path / "job.key", b"the old key of this job", b"the new key of this job"
+    next_file(file).write_bytes(new)
+    next_file(file).chmod(0o600)
+    starts: Any = SimpleNamespace(start=launcher._count, keys=Secrets((old,)))
+    launcher._coordinators = launcher.coordinators(starts, SimpleNamespace(check=lambda: None, patience_s=0.0))
+    launcher._keys = OwnKeys(JobKey(old, file), file, starts_coordinators=True)
+    keys = tuple(JobKey(key, None).held(Role.JOINING) for key in (old, new))
+    launcher._on_message(KeysNow(keys=keys))
+    assert launcher.asked == [TakeKeys(keys=keys, job_keys=(old, new), retired=())]
+    assert launcher.sent == [] and starts.keys == Secrets((old, new)), "a successor must know what was offered"
+    launcher.hear(KeysHeld(ring=b"its name"))
+    assert launcher.sent == [AgentKeysTaken(ring=b"its name")]
+    launcher._on_message(KeysNow(keys=(b"a secret of nobody's key",)))
+    assert "stands neither in" in launcher.sent[1].problem  # type: ignore[attr-defined]
+    assert starts.keys == Secrets((old, new)) and len(launcher.asked) == 1
 
 
 def test_a_reason_says_how_processes_have_ended() -> None:
@@ -252,7 +283,8 @@ def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     launcher._processes.ask_for_coordinator = lambda number, message: launcher.asked.append(message)  # type: ignore[method-assign]
-    setup: Any = SimpleNamespace(sampler=SimpleNamespace(num_samples=8), started_s=0.0, home=3)
+    sampler = SimpleNamespace(num_samples=8)
+    setup: Any = SimpleNamespace(sampler=sampler, started_s=0.0, home=3, keys=Secrets((b"the job's",)))
     processes, candidacy, waits = launcher._processes, launcher._candidacy, launcher._waits
     starts = CoordinatorStarts(setup, None, launcher._post, processes, candidacy, waits, by_template=True)
     launcher.coordinators(starts, JobStore(ControlConfig(), tmp_path, tmp_path, b"k" * 32)).start()

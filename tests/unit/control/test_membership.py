@@ -316,3 +316,17 @@ def test_a_successor_stops_the_job_if_the_last_was_asked_to_leave_before_it_came
 
     assert len(founders) == 2 and cause_after(1) is cause_after(2) is None
     assert cause_after(3) == "all workers are to leave, and the job needs 1"
+
+
+def test_who_comes_is_known_from_its_start_to_its_end_also_before_it_is_answered(world: World) -> None:
+    world.membership.join(2, 0.0)
+    assert world.membership.coming == {3, 4}
+    world.joiners.heard = lambda joining: []  # type: ignore[method-assign]  # nothing to compare it with yet
+    world.membership.heard(joining(3), 0.0)
+    assert world.membership.joining == (4,) and world.membership.coming == {3, 4}
+    world.membership.answer([Answer(joining(3), None)], 0.0)
+    assert world.membership.coming == {3, 4}
+    world.membership.answer([Answer(joining(4), "other libraries")], 0.0)
+    world.membership.ended(4, 0.0)
+    world.membership.ended(3, 0.0)
+    assert world.membership.coming == set()

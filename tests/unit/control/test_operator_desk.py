@@ -8,11 +8,13 @@ import pytest
 
 from elaswave.control import operator_desk
 from elaswave.control.job_status import JobParts
+from elaswave.control.key_files import Role
 from elaswave.control.operations import Operations
 from elaswave.control.operator_desk import OPERATORS_MAX, REQUESTS_MAX, OperatorDesk
 from elaswave.control.operator_messages import (
     Answer,
     AskJoin,
+    AskKey,
     AskStatus,
     AskStop,
     JobOver,
@@ -21,7 +23,7 @@ from elaswave.control.operator_messages import (
     TurnedAway,
 )
 from elaswave.control.reply import Reply
-from elaswave.control.wire import is_reader, operator_id
+from elaswave.control.wire import is_reader, operator_id, role_of
 from elaswave.errors import StoreError
 from elaswave.worker.messages import Settled
 
@@ -175,7 +177,7 @@ def test_at_the_end_all_are_told_and_nobody_is_waited_for(world: World) -> None:
 
 
 def test_who_has_a_reading_key_may_ask_for_the_status_alone(world: World) -> None:
-    reader = operator_id(1, reads=True)
+    reader = operator_id(1, Role.READING)
     assert is_reader(reader) and not is_reader(PETER)
     world.desk.connected(reader)
     for request in (AskStop(request=5), AskJoin(request=5, num_workers=1)):
@@ -184,3 +186,24 @@ def test_who_has_a_reading_key_may_ask_for_the_status_alone(world: World) -> Non
         assert (peer, answer.decided, answer.is_last) == (reader, "refused", True)
         assert "a reading key may ask for the status alone; use a steering key, or the job's" in answer.reason
     assert world.server.hung_up == [], "it may go on to ask for that"
+
+
+@pytest.mark.parametrize("role", [Role.READING, Role.STEERING])
+def test_who_has_a_lesser_key_may_not_change_the_jobs(world: World, role: Role) -> None:
+    peer = operator_id(1, role)
+    assert role_of(peer) is role
+    world.desk.connected(peer)
+    world.desk.received(peer, AskKey(request=5, key=b"a new key of enough bytes"))
+    ((told, answer),) = world.server.take()
+    assert (told, answer.decided) == (peer, "refused")
+    assert ("own key may change it" in answer.reason) is (role is Role.STEERING)
+
+
+def test_who_proves_the_jobs_own_key_may_do_all(world: World) -> None:
+    peer = operator_id(1, Role.CHANGING)
+    world.desk.connected(peer)
+    for request in (AskKey(request=5, key=b"a new key of enough bytes"), AskStop(request=6)):
+        world.replies = [Reply("asked", "a")]
+        world.desk.received(peer, request)
+        ((_, answer),) = world.server.take()
+        assert (answer.request, answer.decided) == (request.request, "asked")

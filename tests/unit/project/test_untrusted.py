@@ -41,7 +41,7 @@ EXCEPTED = {
     "control.fresh_template:main": OWN,
     "control.host_network:_Lock.__init__": "opens a lock in a folder of this user alone, and follows no link",
     "control.job_network:_ipv6_addresses": KERNEL,
-    "control.job_place:JobPlace._key_file": MAKES,
+    "control.job_place:JobPlace._write_key": MAKES,
     "control.key_files:read_key": "opens without waiting, and looks at kind, mode and owner",
     "control.key_making:_write_private": MAKES,
     "control.late_outcome:late_outcome": STORE,
