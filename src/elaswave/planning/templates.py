@@ -8,8 +8,9 @@ Source: Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125, section 4), whose tem
 several speeds, and the number of micro-batches.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise
 from math import comb, factorial, prod
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ def template_of_few(
     alike = prod(factorial(speeds.count(speed)) for speed in set(speeds))
     if not 0 < comb(num_layers - 1, depth - 1) * (factorial(depth) // alike) <= TRIED_MAX:
         return None
-    orders = sorted(set(permutations(speeds)), reverse=True) if len(set(speeds)) > 1 else [speeds]
+    orders = orders_of(speeds)
     splits = [(0, *inner, num_layers) for inner in combinations(range(1, num_layers), depth - 1)]
     bounds = [each for each in splits if all(_may_be(start, stop, others) for start, stop in pairwise(each))]
     if not bounds:
@@ -124,6 +125,21 @@ def template_of_few(
             best = found
     assert best is not None
     return Template(tuple(pairwise(bounds[best[2]])), best[3])
+
+
+def orders_of(speeds: Sequence[float]) -> list[tuple[float, ...]]:
+    """All orders of some speeds that differ, the largest first; what takes time is how many these are, not how many
+    permutations there are of workers, most of whom are alike."""
+    if not speeds:
+        return [()]
+    first = sorted(set(speeds), reverse=True)
+    return [(speed, *rest) for speed in first for rest in orders_of(_without(speeds, speed))]
+
+
+def _without(speeds: Sequence[float], speed: float) -> tuple[float, ...]:
+    """The speeds less one of these."""
+    place = speeds.index(speed)
+    return (*speeds[:place], *speeds[place + 1 :])
 
 
 def _may_be(start: int, stop: int, others: frozenset[tuple[int, int]]) -> bool:

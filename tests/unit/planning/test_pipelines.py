@@ -23,7 +23,7 @@ from elaswave.planning.plan import Allocation, Chain, StageShare, levels_of
 from elaswave.planning.prediction import time_within_memory
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.templates import template_beside, template_of_few
+from elaswave.planning.templates import orders_of, template_beside, template_of_few
 
 
 def mixes_after(cluster, costs, allocation, lost, *, most=16, leave_out=True):
@@ -167,6 +167,15 @@ def test_a_pipeline_of_a_single_micro_batch_has_the_best_stages_of_all(seconds, 
         for order in permutations(speeds)
     )
     assert step_s(*found) <= best * (1 + 1e-9)
+
+
+def test_the_orders_of_workers_that_differ_are_found_without_those_that_do_not():
+    """Twelve workers, of whom one is slow, have 12 orders; their 479 million permutations take minutes."""
+    for speeds in ((1.0,), (1.0, 1.0), (0.5, 1.0, 1.0), (1.0, 0.5, 0.7, 0.5, 1.0)):
+        assert orders_of(speeds) == sorted(set(permutations(speeds)), reverse=True)
+    assert len(orders_of((1.0,) * 11 + (0.6,))) == 12
+    found = template_of_few(make_costs([1.0] * 13), (1.0,) * 11 + (0.6,), frozenset(), 1, split=True)
+    assert found is not None and sorted(found.speeds) == [0.6] + [1.0] * 11
 
 
 def test_stages_for_few_micro_batches_are_only_tried_in_small_pipelines():
