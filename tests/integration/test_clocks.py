@@ -11,6 +11,7 @@ from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.observability.clock import clock_here
 
 
+@pytest.mark.slow
 def test_each_coordinator_may_have_another_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on hosts that were started weeks apart: ahead of the workers' clock the first one, behind it the second."""
     run, here, real = coordinator_starts.run_coordinator, clock_here(), time.monotonic

@@ -24,6 +24,7 @@ def takes_orphans() -> bool:
     return bool(value.value)
 
 
+@pytest.mark.slow
 def test_a_worker_and_the_coordinator_are_killed_at_once_by_hand(tmp_path: Path) -> None:
     run_dir = tmp_path / "job" / RUN_FOLDER
     striker = Striker(run_dir, [Strike("kill", ("1", "coordinator"), "checkpoint", 16, 2, None)])

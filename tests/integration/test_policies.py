@@ -122,7 +122,7 @@ def test_steps_that_are_repeated_with_a_smaller_batch_have_other_losses(tmp_path
 @pytest.mark.parametrize(
     "faults",
     [
-        ["kill:1@3:backward"],
+        pytest.param(["kill:1@3:backward"], marks=pytest.mark.slow),
         pytest.param(["kill:1@2:forward", "kill:4@7:gather"], marks=pytest.mark.slow),
         pytest.param(["kill:4@2:vote", "kill:coordinator@4", "kill:2@7:apply+1"], marks=pytest.mark.slow),
     ],

@@ -60,7 +60,7 @@ def one_thread() -> None:
     "settings",
     [
         {},
-        {"model.family": "llama", "model.num_heads": 4, "model.num_kv_heads": 2},
+        pytest.param({"model.family": "llama", "model.num_heads": 4, "model.num_kv_heads": 2}, marks=pytest.mark.slow),
         pytest.param(
             {"optimizer.name": "sgd", "optimizer.lr": 0.1, "optimizer.grad_clip": 0.5}, marks=pytest.mark.slow
         ),

@@ -83,12 +83,17 @@ def digest_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     return line.split()
 
 
-def test_a_script_runs_by_itself_and_with_the_command_whose_options_are_stronger(plain, tmp_path, monkeypatch, capfd):
+def test_a_script_runs_by_itself_and_with_the_command_whose_options_are_stronger(plain, tmp_path):
     with script(tmp_path, SCRIPT) as path:
         assert plain[2:] == ["5", "7"]
         forked = run(tmp_path, *RUN, "--set", "layout.widths=[2,2]", "--fault", "kill:2@3:any", path.name)
         assert digest_of(forked) == plain
         assert "lost in" in forked.stdout
+
+
+@pytest.mark.slow
+def test_a_scripts_run_is_resumed_exported_and_inspected_by_commands(plain, tmp_path, monkeypatch, capfd):
+    with script(tmp_path, SCRIPT) as path:
         more = run(tmp_path, *RUN, "--run-dir", "r", "--workers", "3", "--set", "run.steps=3", path.name)
         assert digest_of(more)[2:] == ["3", "7"]
         resumed = run(tmp_path, *RUN, "--run-dir", "r", "--resume", "--json", "--set", "layout.widths=[1]", path.name)
@@ -163,7 +168,10 @@ def test_no_process_outlives_a_script_that_is_killed(tmp_path):
         ("x = 1\n", (), 2, "train.py has not trained: a script for `elaswave run` calls elaswave.Trainer(...).train()"),
         ("import sys\nsys.exit(7)\n", (), 7, ""),
         ("def f():\n    raise OSError('mine')\nf()\n", (), 1, "train.py\", line 2, in f"),
-        (SCRIPT.replace("    main()\n", "    main()\n    main()\n"), ("--run-dir", "r"), 2, "trains a second time"),
+        pytest.param(
+            SCRIPT.replace("    main()\n", "    main()\n    main()\n"), ("--run-dir", "r"), 2, "trains a second time",
+            marks=pytest.mark.slow,
+        ),
         (SCRIPT.replace('"run.steps"', '"run.stepz"'), (), 2, "run.stepz: unknown key; did you mean run.steps?"),
         (SCRIPT.replace("return self.table(tokens)", "raise LookupError('odd')"), (), 1, "LookupError: odd"),
     ],

@@ -76,6 +76,7 @@ def test_a_kill_at_2x4(tmp_path: Path, reference: Job, fault: str) -> None:
     assert recovery.num_microbatches_recomputed <= N // 4
 
 
+@pytest.mark.slow
 def test_switched_off_the_whole_step_runs_again(tmp_path: Path, reference: Job) -> None:
     (recovery,) = lose(tmp_path, reference, "[2,2]", ["kill:3@3:reduce"], elastic__salvage=False)
     assert recovery.outcome == "retried"
