@@ -603,7 +603,7 @@ class Compute:
         """After a forward or a backward: whether the layer writes its input. Refuses what may not be written."""
         borrowed, self._borrowed = self._borrowed, []
         for watched in borrowed:
-            self._watching.expect(watched, f"{self._who(index)} writes {_BATCH_WRITTEN}")
+            self._watching.expect(watched, lambda: f"{self._who(index)} writes {_BATCH_WRITTEN}")
         if lent is None:
             return False
         return self._lending.look(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ class Scoring:
         """
         watched = self._watching.watch(targets)
         returned = self._model.loss(output, targets)
-        self._watching.expect(watched, _WRITTEN.format(what="the loss writes its targets"))
+        self._watching.expect(watched, partial(_WRITTEN.format, what="the loss writes its targets"))
         total, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         what = "the loss returned"
         if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
@@ -130,7 +131,8 @@ class Scoring:
             for name, metric in self._model.metrics.items():
                 watched = self._watching.watch(output, targets)
                 returned = metric(output, targets)
-                self._watching.expect(watched, _WRITTEN.format(what=f"the metric {name} writes what it is given"))
+                what = f"the metric {name} writes what it is given"
+                self._watching.expect(watched, partial(_WRITTEN.format, what=what))
                 found.append(MetricSum().plus(*_total_and_count(name, returned)))
         self._metrics[microbatch] = found
 

@@ -15,6 +15,7 @@ compute with. Nothing here decides what is lent: see `elaswave.worker.compute`.
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -31,6 +32,7 @@ _WORD_BYTES = 8
 _PAGE_BYTES = 4096
 _BOUNDARY_BYTES = 64
 _ORDINARY = (torch.float32, torch.bfloat16, torch.int64)
+_version, _place = attrgetter("_version"), torch.Tensor.data_ptr
 
 
 def sums_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -60,7 +62,7 @@ class Watched:
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, by_sums: bool) -> None:
         self._tensors = [each for each in tensors if not each.is_inference() and each.layout is torch.strided]
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = [*map(_version, self._tensors)]
         self._sums = self._summed() if by_sums else None
 
     def _summed(self) -> list[torch.Tensor]:
@@ -69,7 +71,7 @@ class Watched:
     @property
     def is_counted(self) -> bool:
         """Whether torch has counted a write."""
-        return [tensor._version for tensor in self._tensors] != self._versions
+        return [*map(_version, self._tensors)] != self._versions
 
     def differs(self, *, waits: bool = True) -> bool | torch.Tensor:
         """Whether one was written; for who does not wait for the device, a number there that is 0 if none was."""
@@ -93,15 +95,19 @@ class Watching:
 
     def __init__(self, readings: Readings, *, by_sums: bool) -> None:
         self._readings, self._by_sums = readings, by_sums
-        self._late: list[tuple[Reading, tuple[int, int], str]] = []
+        self._late: list[tuple[Reading, tuple[int, int], Callable[[], str]]] = []
         self.at = (0, 0)
         """Micro-batch and layer that are being computed."""
 
     def watch(self, *values: Any) -> Watched:
         """Looks at the tensors of some values, whatever containers they stand in."""
-        return Watched(tensors_of(*values), by_sums=self._by_sums)
+        return self.watch_tensors(tensors_of(*values))
 
-    def expect(self, watched: Watched, message: str) -> None:
+    def watch_tensors(self, tensors: Sequence[torch.Tensor]) -> Watched:
+        """Looks at tensors."""
+        return Watched(tensors, by_sums=self._by_sums)
+
+    def expect(self, watched: Watched, message: Callable[[], str]) -> None:
         """Refuses them if they were written.
 
         Raises:
@@ -111,13 +117,13 @@ class Watching:
         if isinstance(found, torch.Tensor):
             self._late.append((self._readings.note(found), self.at, message))
         elif found:
-            raise UsageError(message)
+            raise UsageError(message())
 
     def late(self) -> tuple[tuple[int, int], str] | None:
         """Micro-batch and layer, and message, of the first refusal that was not known when it was expected; waits for
         the device."""
         late, self._late = self._late, []
-        return next(((at, message) for reading, at, message in late if reading.value), None)
+        return next(((at, message()) for reading, at, message in late if reading.value), None)
 
 
 class Lent(NamedTuple):
@@ -176,7 +182,7 @@ class Lending:
         if self._writes.get((index, train)) is False:
             # Other objects, so that nobody can make a leaf of them that wants a gradient.
             own = [leaf if leaf.requires_grad else leaf.detach() for leaf in leaves]
-            return Lent(own, self._watching.watch(leaves), are_copies=False)
+            return Lent(own, self._watching.watch_tensors(leaves), are_copies=False)
         # Each at its leaf's place within a page: a run that is done again elsewhere has its copies elsewhere too.
         copies = [copy_of(leaf) for leaf in leaves]
         return Lent(copies, Watched(copies, by_sums=False), are_copies=True)
@@ -195,7 +201,7 @@ class Lending:
         """
         if not lent.are_copies:
             if is_over or lent.watched.is_counted:
-                self._watching.expect(lent.watched, WRITES_NOW.format(who=self._who(index)))
+                self._watching.expect(lent.watched, lambda: WRITES_NOW.format(who=self._who(index)))
             return False
         known = self._writes.get((index, train))
         if known:
@@ -231,6 +237,14 @@ class Guarded:
                 if tensor is not None
             ]
         self._found = found
+        self._tensors = [tensor for _, _, _, tensor, _, _ in found]
+        self._states = [*map(_place, self._tensors)], [*map(_version, self._tensors)]
+        by_owner: dict[int, tuple[Callable[[str], Any], list[str], list[torch.Tensor]]] = {}
+        for _, where, key, tensor, _, _ in found:
+            _, keys, tensors = by_owner.setdefault(id(where), (where.get, [], []))
+            keys.append(key)
+            tensors.append(tensor)
+        self._by_owner = [*by_owner.values()]
 
     def written(self, *, elsewhere: bool = False) -> str | None:
         """The name of the first that is not as it was.
@@ -238,6 +252,14 @@ class Guarded:
         Args:
             elsewhere: their values lie at other places for a while.
         """
+        places, versions = self._states
+        # After each run of each layer: a few calls, however many there are.
+        if (
+            [*map(_version, self._tensors)] == versions
+            and (elsewhere or [*map(_place, self._tensors)] == places)
+            and all(all(map(is_, map(get, keys), tensors)) for get, keys, tensors in self._by_owner)
+        ):
+            return None
         for name, where, key, tensor, place, version in self._found:
             if where.get(key) is not tensor or tensor._version != version:
                 return name
