@@ -62,6 +62,7 @@ def test_few_micro_batches_do_not_need_even_stages():
         assert max(found.values()) <= 1 + 1e-9, found
 
 
+@pytest.mark.slow
 def test_state_of_shared_layers_leaves_room_for_more_in_flight():
     """Memory is short, and every stage of four shares a layer or has no room for a second micro-batch in flight: cuts
     that do not know it are 12 % slower, and slower than those of the same job with a slower worker."""
