@@ -21,7 +21,7 @@ from elaswave.planning.shared_layers import share_layers
 FAR = Options(horizon_s=1e12)
 """Moving state pays."""
 WITHOUT_SEARCH = replace(FAR, local_search=False)
-"""As a simulation plans."""
+"""As a running job plans."""
 CLOSE = 1.005
 SLOWER_IN_CLOSED_FORM = (
     228, 394, 554, 614, 636, 666, 674, 683, 735, 782, 791, 1087, 1088, 1125, 1158, 1206, 2017, 2063, 2070
