@@ -59,6 +59,7 @@ def test_a_thread_that_cannot_be_started_costs_a_checkpoint_only(
     assert "its thread cannot be started (can't start new thread); raise the limit of pids" in said
 
 
+@pytest.mark.slow
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

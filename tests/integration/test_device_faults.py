@@ -65,6 +65,7 @@ def test_a_broken_context_of_two_workers_at_one_step_ends_the_job(tmp_path: Path
         run_job(tmp_path, JOB, probe=Raises((1, 3), ASSERTED))
 
 
+@pytest.mark.slow
 def test_devices_that_are_lost_together_are_no_fault_of_the_program(tmp_path: Path, unharmed: Job) -> None:
     job = run_job(tmp_path, JOB, probe=Raises((1, 3), LOST))
     assert job.computation == unharmed.computation

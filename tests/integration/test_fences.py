@@ -74,7 +74,7 @@ def test_layouts_of_threads_change_no_bit(
     assert other.evaluations == one.evaluations and list(one.evaluations) == [3]
 
 
-@pytest.mark.parametrize("codec", ["int8", "topk10"])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("topk10", marks=pytest.mark.slow)])
 def test_a_loss_changes_no_bit(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = ThreadJob(tmp_path / "one", SHORT | ONE | fences(codec)).run(monkeypatch)
     job = run_job(tmp_path / "job", SHORT | LAYOUTS["2x2"] | fences(codec), faults=["kill:1@2:backward"])

@@ -109,7 +109,7 @@ def test_a_coordinator_that_hangs_is_followed_by_another(
     assert job.computation == calm(settings).computation
 
 
-@pytest.mark.parametrize("kind", [events.Persist, events.NewEpoch])
+@pytest.mark.parametrize("kind", [events.Persist, pytest.param(events.NewEpoch, marks=pytest.mark.slow)])
 def test_a_coordinator_that_fails_while_it_deals_with_a_loss_ends_the_job(tmp_path: Path, kind: type) -> None:
     """A worker's end is noticed by no message; what goes wrong then must end the job, not leave it waiting."""
 

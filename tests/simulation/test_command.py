@@ -43,6 +43,7 @@ def test_several_processes_find_the_same(capsys):
     assert summaries[0]["seeded"]["schedules"] == 300
 
 
+@pytest.mark.slow
 def test_a_space(capsys, monkeypatch):
     small = SPACES["4-workers-2-kills"]._replace(
         job=SPACES["4-workers-2-kills"].job._replace(widths=(1, 1), num_microbatches=1, steps=1, retry_step=0)
