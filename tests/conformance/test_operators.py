@@ -117,3 +117,16 @@ def test_hanging_up_waits_for_nobody_and_hears_nothing_more(world):
     until(lambda: coordinator.events(operator_id(6)) == ["connected"])
     coordinator.call(tell_and_hang_up)
     until(lambda: last_words.heard == [3])
+
+
+def test_no_connection_outlasts_a_key_by_a_handshake_that_was_begun_before(world):
+    """Nor in the place of a member, whose id it claims."""
+    town, coordinator = world
+    opened = town.raw_peer(own=OPERATOR).authenticate().say_hello()
+    until(lambda: coordinator.events(OPERATOR) == ["connected"])
+    done, claims = (town.raw_peer(own=own).authenticate() for own in (operator_id(6), 1))
+    begun = town.raw_peer(own=operator_id(7)).flush()
+    until(lambda: coordinator.call(lambda: len(list(coordinator.server._unauthenticated))) == 3)
+    coordinator.call(lambda: coordinator.server.keep([1]))
+    assert all(peer.is_refused() for peer in (opened, done, claims, begun))
+    until(lambda: coordinator.server.peers == [1])

@@ -18,7 +18,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -259,6 +259,15 @@ class ControlServer(Generic[_T]):
         connection = self._peers.get(peer)
         if connection is not None:
             connection.hang_up()
+
+    def keep(self, peers: Container[int]) -> None:
+        """Ends the connections of all others, and all that are not opened yet: their handshakes, also those that are
+        done, may have gone by a key that counts no more. Who belongs here dials again."""
+        for connection in list(self._unauthenticated):
+            connection.transport.abort()
+        for peer in self.peers:
+            if peer not in peers:
+                self.hang_up(peer)
 
     async def close(self, flush_timeout_s: float = 1.0) -> None:
         """Stops listening, sends what waits, ends all connections. No callback is called any more.
