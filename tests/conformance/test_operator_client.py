@@ -9,7 +9,11 @@ import pytest
 from tests.conformance import coordinators
 from tests.conformance.coordinators import KEY, Coordinator, Town
 
-from elaswave.channel.messages.operator import (
+from elaswave.control.control_file import remove_control_file, write_control_file
+from elaswave.control.job_network import JobNetwork
+from elaswave.control.key_files import LESSER, JobKey, Role, next_file, role_key, secrets_for
+from elaswave.control.operator_client import OperatorClient
+from elaswave.control.operator_messages import (
     Answer,
     AskCheckpoint,
     AskDrain,
@@ -21,12 +25,8 @@ from elaswave.channel.messages.operator import (
     OperatorHello,
     TurnedAway,
 )
-from elaswave.control.operator_client import OperatorClient
 from elaswave.control.wire import FIRST_AGENT, is_reader, operator_id, role_of
 from elaswave.errors import AuthenticationError, ControlError
-from elaswave.job.control_file import remove_control_file, write_control_file
-from elaswave.job.key_files import LESSER, JobKey, Role, next_file, role_key, secrets_for
-from elaswave.job.network import JobNetwork
 from elaswave.transport.addresses import Place
 from elaswave.transport.handshake import Secrets
 
@@ -167,8 +167,9 @@ def test_the_end_of_the_job_ends_every_wait(job: Job) -> None:
     with pytest.raises(ControlError, match="the job is over: stopped, after step 3"):
         answers(job)
     with OperatorClient(job.run_dir) as client, pytest.raises(ControlError):
+        assert client.job_is_there()
         list(client.ask(lambda request: AskStop(request=request), PATIENCE_S))
-        assert client.wait_for_end(0.0) == over
+    assert not client.job_is_there() and client.wait_for_end(0.0) == over
 
 
 def test_a_job_that_ends_without_a_word_is_noticed(job: Job) -> None:
@@ -176,9 +177,11 @@ def test_a_job_that_ends_without_a_word_is_noticed(job: Job) -> None:
         remove_control_file(job.run_dir)
         with pytest.raises(ControlError, match="the job has ended meanwhile: no job runs in"):
             list(client.ask(lambda request: AskStatus(request=request), PATIENCE_S))
+        assert not client.job_is_there()
         job.write_control_file("unix:/elsewhere")
         with pytest.raises(ControlError, match="another one runs in .* now: ask again"):
             list(client.ask(lambda request: AskStatus(request=request), PATIENCE_S))
+        assert not client.job_is_there()
 
 
 def test_a_key_that_cannot_be_read_is_an_error_at_once(job: Job) -> None:
@@ -264,10 +267,47 @@ def test_an_old_key_and_all_made_of_it_are_refused_with_the_reason(job: Job, tmp
         pytest.raises(ControlError, match="the job's key was changed while the job runs") as caught,
     ):
         list(client.ask(lambda request: AskStatus(request=request), PATIENCE_S))
-    assert "keys rotate" not in str(caught.value).split("the old one")[1]
-    next_file(path).touch(0o600)
-    with (
-        OperatorClient(job.run_dir, path) as client,
-        pytest.raises(ControlError, match="was begun and not ended: `elaswave keys rotate .*` ends it"),
-    ):
-        list(client.ask(lambda request: AskStatus(request=request), PATIENCE_S))
+    assert "job.key" not in str(caught.value).split("the old one")[1]
+
+
+def asked_for_status(client: OperatorClient) -> str:
+    """What a coordinator that does `taken_and_written` answers last."""
+    (*_, answer) = client.ask(lambda request: AskStatus(request=request), PATIENCE_S)
+    assert isinstance(answer, Answer)
+    return answer.decided
+
+
+def test_the_next_key_of_the_job_is_spoken_by_where_the_command_was_killed_that_changes_it(job: Job) -> None:
+    """It may be the only good one. That of a lesser key's file is none."""
+    next_file(job.key_file).write_bytes(NEW.text)
+    next_file(job.key_file).chmod(0o600)
+    coordinator = job.serves(taken_and_written, held=Secrets((NEW.secret,), retired=(KEY,)))
+    with OperatorClient(job.run_dir) as client:
+        assert asked_for_status(client) == "written"
+    coordinator.close()
+    job.serves(taken_and_written)
+    with OperatorClient(job.run_dir) as client:
+        assert asked_for_status(client) == "written"
+    next_file(job.key_file).write_bytes(role_key(NEW, Role.READING).text)
+    with OperatorClient(job.run_dir) as client:
+        assert asked_for_status(client) == "written"
+
+
+def test_who_watches_the_job_while_its_key_is_changed_goes_on_with_the_new_one(job: Job) -> None:
+    held = [Secrets((KEY,))]
+    coordinator = job.serves(taken_and_written, key_of=lambda peer: secrets_for(held[0], role_of(peer)))
+    with OperatorClient(job.run_dir) as client:
+        assert asked_for_status(client) == "written"
+        next_file(job.key_file).write_bytes(NEW.text)
+        next_file(job.key_file).chmod(0o600)
+        held[0] = Secrets((NEW.secret,), retired=(KEY,))
+        coordinator.call(lambda: coordinator.server.keep([]))
+        assert asked_for_status(client) == "written", "before the file is replaced"
+        next_file(job.key_file).replace(job.key_file)
+        held[0] = Secrets((b"the job's third key", NEW.secret))
+        coordinator.call(lambda: coordinator.server.keep([]))
+        assert asked_for_status(client) == "written"
+        held[0] = Secrets((b"the job's third key",), retired=(KEY, NEW.secret))
+        coordinator.call(lambda: coordinator.server.keep([]))
+        with pytest.raises(ControlError, match="the job's key was changed while the job runs"):
+            asked_for_status(client)

@@ -7,21 +7,22 @@ from pathlib import Path
 import click
 import msgspec
 
-from elaswave.channel.messages.operator import Answer, AskKey
 from elaswave.cli.ctl import DEFAULT_TIMEOUT_S, SECONDS, last_answer, line_of
 from elaswave.cli.groups import DefaultCommand
-from elaswave.control.operator_client import OperatorClient
-from elaswave.errors import ControlError, UsageError
-from elaswave.job.control_file import ControlFile, read_control_file
-from elaswave.job.key_files import JOB_KEY_FILE, LESSER, JobKey, Role, next_file
-from elaswave.job.key_making import (
+from elaswave.control.control_file import ControlFile, read_control_file
+from elaswave.control.key_files import JOB_KEY_FILE, LESSER, JobKey, Role
+from elaswave.control.key_making import (
     LOCAL_NAMES,
+    abandon_change,
     begin_change,
     end_change,
     make_keys,
     write_copy,
     write_role_key,
 )
+from elaswave.control.operator_client import OperatorClient
+from elaswave.control.operator_messages import Answer, AskKey
+from elaswave.errors import ControlError, UsageError
 from elaswave.observability.output import say, say_error, say_json
 
 
@@ -136,10 +137,11 @@ def rotate_command(run: Path, out: Path | None, timeout_s: float, as_json: bool)
         write_copy(key, out)
     answer = _ask(run, key, timeout_s, as_json)
     if answer.decided == "changed":
-        end_change(file)
+        end_change(file, key)
     elif answer.decided == "refused" and is_new:  # nobody has it but these files
-        for path in (next_file(file), *([] if out is None else [out])):
-            path.unlink(missing_ok=True)
+        abandon_change(file, key)
+        if out is not None:
+            out.unlink(missing_ok=True)
     _finish(answer, [file, *([] if out is None else [out])], _outdated(file), as_json)
 
 
@@ -164,11 +166,14 @@ def _check(control: ControlFile, out: Path | None) -> None:
 
 
 def _ask(run: Path, key: JobKey, timeout_s: float, as_json: bool) -> Answer:
-    try:
-        with OperatorClient(run, new_key=key) as client:
+    with OperatorClient(run, new_key=key) as client:
+        try:
             return last_answer(client, lambda request: AskKey(request=request, key=key.secret), timeout_s, as_json)
-    except ControlError as error:
-        raise ControlError(f"{error}; nothing is lost: `elaswave keys rotate {run}` goes on with this change") from None
+        except ControlError as error:
+            way_on = f"nothing is lost: `elaswave keys rotate {run}` goes on with this change"
+            if not client.job_is_there():
+                way_on = "the change has ended with it, and no file of a key was replaced"
+            raise ControlError(f"{error}; {way_on}") from None
 
 
 def _outdated(file: Path) -> list[Path]:

@@ -2,9 +2,10 @@
 
 Single-threaded. While there is no coordinator (it is just being replaced, or the job is starting) the connection is
 tried again, and what is open is asked again on the new one; what makes that useless (the job is over, its launcher is
-gone, the key is another one) is an error at once.
+gone, the key is another one, also when it is read again) is an error at once.
 """
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,10 @@ from pathlib import Path
 import msgspec
 
 from elaswave._version import __version__
-from elaswave.channel.messages.operator import (
+from elaswave.control.client import ControlClient
+from elaswave.control.control_file import read_control_file
+from elaswave.control.key_files import JobKey, Role, next_file, read_key
+from elaswave.control.operator_messages import (
     Answer,
     AskDrain,
     JobOver,
@@ -23,12 +27,9 @@ from elaswave.channel.messages.operator import (
     ToOperator,
     TurnedAway,
 )
-from elaswave.control.client import ControlClient
 from elaswave.control.wire import operator_id
-from elaswave.errors import ControlError, UsageError
-from elaswave.job.control_file import read_control_file
-from elaswave.job.key_files import JobKey, Role, next_file, read_key
-from elaswave.transport.handshake import Secrets
+from elaswave.errors import ControlError, RunFolderError, UsageError
+from elaswave.transport.handshake import KeyRing, Secrets
 
 TURN_S = 0.1
 HEARTBEAT_S = 1.0
@@ -65,14 +66,16 @@ class OperatorClient:
         self._arrived: list[ToOperator] = []
         self._over: JobOver | None = None
         self._key_file = key_file or Path(self._file.key_file)
-        keys = [_key_in(self._key_file)] + ([] if new_key is None else [new_key])
-        role = Role.READING if keys[0].role is Role.READING else Role.STEERING
-        if new_key is not None:
-            role = Role.CHANGING
+        self._new_keys = () if new_key is None else (new_key,)
+        self._role = Role.CHANGING
+        if new_key is None:
+            is_reader = _key_in(self._key_file).role is Role.READING
+            self._role = Role.READING if is_reader else Role.STEERING
+        self._ring = KeyRing(self._secrets())
         self._client: ControlClient[ToOperator] = ControlClient(
             self._file.address,
-            Secrets(tuple(_held(key, role) for key in keys)),
-            operator_id(secrets.randbits(30), role),
+            self._ring,
+            operator_id(secrets.randbits(30), self._role),
             ToOperator,
             self._on_message,
             lambda: OperatorHello(version=__version__),
@@ -96,6 +99,13 @@ class OperatorClient:
     def over(self) -> JobOver | None:
         """How the job has ended, once it has said so."""
         return self._over
+
+    def job_is_there(self) -> bool:
+        """Whether the job runs, as far as is known."""
+        try:
+            return self._over is None and read_control_file(self._run_dir) == self._file
+        except (ControlError, RunFolderError):
+            return False
 
     def ask(self, make: Callable[[int], Request], timeout_s: float) -> Iterator[Answer | StatusAnswer]:
         """Asks, and gives answers as they come, the last one last.
@@ -169,10 +179,8 @@ class OperatorClient:
         self._client.turn(max(0.0, min(TURN_S, deadline_s - self._clock())))
         if self._over is not None or self._client.connected:
             return
-        if self._client.trouble.startswith(HOPELESS):
-            raise ControlError(
-                f"the job in {self._run_dir} cannot be talked to: {self._client.trouble}{self._of_key_change()}"
-            )
+        if self._client.trouble.startswith(HOPELESS) and not self._has_other_keys():
+            raise ControlError(f"the job in {self._run_dir} cannot be talked to: {self._client.trouble}")
         try:
             present = read_control_file(self._run_dir)
         except ControlError as error:
@@ -180,11 +188,24 @@ class OperatorClient:
         if present != self._file:
             raise ControlError(f"the job has ended meanwhile, and another one runs in {self._run_dir} now: ask again")
 
-    def _of_key_change(self) -> str:
-        file = next_file(self._key_file)
-        if not file.exists():
-            return ""
-        return f"; a change of its key was begun and not ended: `elaswave keys rotate {self._run_dir}` ends it"
+    def _secrets(self) -> Secrets:
+        """By which it may speak. While the job's own key is changed, and where the command for that was killed, it is
+        the one in the file, or the one that is to follow it, which is read first: it is renamed to the other."""
+        following: list[JobKey] = []
+        with contextlib.suppress(UsageError):
+            following = [key for key in (read_key(next_file(self._key_file)),) if key.role is Role.JOB]
+        present = _key_in(self._key_file)
+        later = following if present.role is Role.JOB else []
+        held = [_held(key, self._role) for key in (present, *later, *self._new_keys)]
+        return Secrets(tuple(dict.fromkeys(held)))
+
+    def _has_other_keys(self) -> bool:
+        """Whether its file holds another key than when it was read last: then that is tried."""
+        before, self._ring.now = self._ring.now, self._secrets()
+        if self._ring.now == before:
+            return False
+        self._client.trouble = ""
+        return True
 
     def _too_late(self, timeout_s: float, newest: Answer | None) -> str:
         if newest is not None:

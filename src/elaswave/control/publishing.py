@@ -3,8 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from elaswave.channel.messages.agent import CheckpointCommitted
-from elaswave.channel.messages.worker import (
+from elaswave.control.agent_messages import CheckpointCommitted
+from elaswave.control.recorder import RunRecorder
+from elaswave.control.recovery_reports import RecoveryReports
+from elaswave.control.server import ControlServer
+from elaswave.errors import StateError
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.worker.messages import (
     EvaluationReport,
     Finished,
     Ready,
@@ -13,11 +18,6 @@ from elaswave.channel.messages.worker import (
     ShardWritten,
     StepReport,
 )
-from elaswave.control.recorder import RunRecorder
-from elaswave.control.recovery_reports import RecoveryReports
-from elaswave.control.server import ControlServer
-from elaswave.errors import StateError
-from elaswave.protocol.coordinator import Coordinator
 
 
 class Publishing:

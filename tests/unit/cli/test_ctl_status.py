@@ -8,7 +8,9 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from elaswave.channel.messages.operator import (
+from elaswave.cli.ctl import ctl_group
+from elaswave.cli.ctl_status import StatusDisplay, render_status
+from elaswave.control.operator_messages import (
     CheckpointStatus,
     CopiesStatus,
     JobOver,
@@ -17,8 +19,6 @@ from elaswave.channel.messages.operator import (
     StageStatus,
     WorkerStatus,
 )
-from elaswave.cli.ctl import ctl_group
-from elaswave.cli.ctl_status import StatusDisplay, render_status
 from elaswave.devices.gauges import Gauges
 
 RUN = Path("runs/a")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from elaswave.channel.messages.operator import Answer, AskKey
 from elaswave.cli import keys as keys_module
 from elaswave.cli.main import main
+from elaswave.control.control_file import write_control_file
+from elaswave.control.job_network import JobNetwork
+from elaswave.control.key_files import next_file, read_key
+from elaswave.control.operator_messages import Answer, AskKey
 from elaswave.errors import ControlError
-from elaswave.job.control_file import write_control_file
-from elaswave.job.key_files import next_file, read_key
-from elaswave.job.network import JobNetwork
 from elaswave.transport.addresses import Place
 from elaswave.transport.tls import Tls
 
@@ -34,6 +34,7 @@ class Job:
         self.file.chmod(0o600)
         self.asked: list[bytes] = []
         self.decided: Any = "changed"
+        self.is_over = False
 
     def runs(self, address: str = "unix:/x", tls: Tls | None = None, *, is_temporary: bool = False) -> None:
         """As the launcher says it."""
@@ -48,6 +49,9 @@ class Job:
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+    def job_is_there(self) -> bool:
+        return not self.is_over
 
     def ask(self, make: Callable[[int], AskKey], timeout_s: float) -> Iterator[Answer]:
         self.asked.append(make(1).key)
@@ -87,12 +91,15 @@ def test_a_change_that_does_not_come_to_its_end_is_gone_on_with(job: Job, capsys
     job.decided = None
     assert job.rotate() == 1
     assert "within 1 s; nothing is lost: `elaswave keys rotate" in capsys.readouterr().err
-    job.decided = "failed"
+    job.is_over = True
+    assert job.rotate() == 1
+    assert "within 1 s; the change has ended with it, and no file" in capsys.readouterr().err
+    job.decided, job.is_over = "failed", False
     assert job.rotate() == 1 and read_key(job.file).secret == OLD.encode()
     assert "error: failed: b" in capsys.readouterr().err
     job.decided = "changed"
     assert job.rotate() == 0
-    assert len(job.asked) == 3 and set(job.asked) == {read_key(job.file).secret}
+    assert len(job.asked) == 4 and set(job.asked) == {read_key(job.file).secret}
 
 
 def test_of_a_change_that_is_refused_nothing_is_left_unless_it_was_begun_before(job: Job, tmp_path: Path) -> None:

@@ -6,16 +6,16 @@ certificates name their hosts, and are for servers and clients (extendedKeyUsage
 """
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import secrets
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from elaswave.errors import UsageError
-from elaswave.job.key_files import (
+from elaswave.control.key_files import (
     AUTHORITY_FILE,
     AUTHORITY_KEY_FILE,
     CERTIFICATE_FILE,
@@ -28,6 +28,7 @@ from elaswave.job.key_files import (
     read_key,
     role_key,
 )
+from elaswave.errors import UsageError
 from elaswave.untrusted import read_bytes
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -127,11 +128,11 @@ def begin_change(file: Path) -> tuple[JobKey, bool]:
     Returns:
         The key, and whether it was made now.
     Raises:
-        UsageError: it cannot be written, or what stands there is no key of a job.
+        UsageError: it cannot be written, or what stands there is no key of a job, or a link.
     """
     path, is_new = next_file(file), False
     try:
-        if not path.exists():
+        if not os.path.lexists(path):
             scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
             try:
                 _write_private(scratch, new_key() + b"\n")
@@ -142,25 +143,60 @@ def begin_change(file: Path) -> tuple[JobKey, bool]:
                 scratch.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"no new key can be written beside {file}: {error.strerror}") from error
+    if path.is_symlink():  # it would take the place of the job's key
+        raise UsageError(f"{path} is a link, and the job's new key is to stand there: remove it")
     key = read_key(path)
     key.held(Role.JOB)
     return key, is_new
 
 
-def end_change(file: Path) -> None:
-    """The new key takes the place of the old one. May be said again.
+def end_change(file: Path, key: JobKey) -> None:
+    """The new key takes the place of the old one, if no other command has seen to that. May be said again.
 
     Raises:
         UsageError: it cannot.
     """
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(next_file(file), file)
+        with _following(file, key) as is_there:
+            if is_there:
+                os.replace(next_file(file), file)
     except OSError as error:
         raise UsageError(
             f"the job goes by the key in {next_file(file)}, but {file} cannot be replaced: {error.strerror}; do so by "
             "hand"
         ) from error
+
+
+def abandon_change(file: Path, key: JobKey) -> None:
+    """A new key that nobody has taken is removed."""
+    with _following(file, key) as is_there:
+        if is_there:
+            next_file(file).unlink()
+
+
+@contextlib.contextmanager
+def _following(file: Path, key: JobKey) -> Iterator[bool]:
+    """Whether a key is still the one that is to follow that in a file; nobody takes it away in here. Two commands may
+    go on with one change, and when the first one has ended it, a third may have begun the next."""
+    path = next_file(file)
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            stack.callback(os.close, fd)
+            is_there = _is_alone_with(fd) and os.path.samefile(fd, path) and read_key(path).secret == key.secret
+        except FileNotFoundError:
+            is_there = False
+        yield is_there
+
+
+def _is_alone_with(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False  # another command is about to take the file away
+    except OSError:
+        pass  # a file system without locks
+    return True
 
 
 def write_copy(key: JobKey, path: Path) -> None:

@@ -1,5 +1,6 @@
 """The job's key and certificate files: where they come from, who may read them, what is said where they do not fit."""
 
+import fcntl
 import os
 import stat
 import subprocess
@@ -12,9 +13,8 @@ from tests.certificates import keys_of
 from elaswave.api.environment import KEY_FILE_VARIABLE, KEY_VARIABLE, given_key
 from elaswave.cli.main import main
 from elaswave.config.schema import NetConfig
-from elaswave.errors import ConfigError, UsageError
-from elaswave.job import key_making
-from elaswave.job.key_files import (
+from elaswave.control import key_making
+from elaswave.control.key_files import (
     LESSER,
     JobKey,
     Role,
@@ -25,6 +25,7 @@ from elaswave.job.key_files import (
     role_key,
     tls_of,
 )
+from elaswave.errors import ConfigError, UsageError
 from elaswave.transport.tls import Tls
 
 KEY = "0123456789abcdef0123456789abcdef"
@@ -272,8 +273,8 @@ def test_a_change_that_was_begun_is_gone_on_with(key_file: Path) -> None:
     assert stat.S_IMODE(next_file(key_file).stat().st_mode) == 0o600
     assert key_making.begin_change(key_file) == (first, False)
     assert read_key(key_file).secret == KEY.encode(), "until the change is ended"
-    key_making.end_change(key_file)
-    key_making.end_change(key_file)
+    key_making.end_change(key_file, first)
+    key_making.end_change(key_file, first)
     assert read_key(key_file).secret == first.secret
     assert sorted(path.name for path in key_file.parent.iterdir()) == ["job.key"]
 
@@ -287,9 +288,38 @@ def test_a_new_key_that_cannot_be_written_is_an_error(key_file: Path, tmp_path: 
         key_making.begin_change(key_file)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x").touch()
-    next_file(tmp_path / "folder").touch()
+    second, _ = key_making.begin_change(tmp_path / "folder")
     with pytest.raises(UsageError, match="the job goes by the key in .*folder.next, but .* cannot be replaced"):
-        key_making.end_change(tmp_path / "folder")
+        key_making.end_change(tmp_path / "folder", second)
+
+
+def test_of_two_commands_at_a_time_neither_touches_the_key_of_a_third(key_file: Path) -> None:
+    first, _ = key_making.begin_change(key_file)
+    assert key_making.begin_change(key_file) == (first, False), "the second one goes on with it"
+    key_making.end_change(key_file, first)
+    third, is_new = key_making.begin_change(key_file)
+    assert is_new
+    key_making.end_change(key_file, first)  # the second one hears late that it is over
+    key_making.abandon_change(key_file, first)
+    assert read_key(key_file).secret == first.secret and read_key(next_file(key_file)) == third
+    with open(next_file(key_file)) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # another command is just about to rename it
+        key_making.end_change(key_file, third)
+        key_making.abandon_change(key_file, third)
+        assert read_key(key_file).secret == first.secret and read_key(next_file(key_file)) == third
+    key_making.abandon_change(key_file, third)
+    assert not next_file(key_file).exists()
+    key_making.abandon_change(key_file, third)
+
+
+@pytest.mark.parametrize("target", ["other.key", "nothing"])
+def test_no_link_takes_the_place_of_the_jobs_key(key_file: Path, target: str) -> None:
+    other = key_file.with_name("other.key")
+    other.write_text(KEY)
+    other.chmod(0o600)
+    next_file(key_file).symlink_to(target)
+    with pytest.raises(UsageError, match="job.key.next is a link, and the job's new key is to stand there: remove it"):
+        key_making.begin_change(key_file)
 
 
 def test_a_copy_replaces_nothing(key_file: Path, tmp_path: Path) -> None:
