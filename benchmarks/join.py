@@ -19,8 +19,8 @@ import torchft_join
 from harness import SIZES, configuration, machine, print_header
 from live_job import LiveJob, Vote, durations_s
 
+from elaswave.channel.messages.operator import AskJoin
 from elaswave.config.schema import Config
-from elaswave.control.operator_messages import AskJoin
 
 REPLICAS = 3
 MICROBATCHES = 12

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from harness import end_with_parent
 
+from elaswave.channel.messages.operator import Answer, AskStop, Request
 from elaswave.config.schema import Config
 from elaswave.control.launcher import train
 from elaswave.control.operator_client import OperatorClient
-from elaswave.control.operator_messages import Answer, AskStop, Request
 from elaswave.errors import ControlError, StoppedBySignalError
 from elaswave.observability.events import AnyEvent, LayoutChosen, StepCommitted, read_events
 from elaswave.observability.progress import make_reporter

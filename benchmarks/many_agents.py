@@ -27,7 +27,8 @@ import msgspec
 from agreement import SCATTER_WIDTH, Job, make_job, report_of
 from harness import machine, print_header
 
-from elaswave.control.agent_messages import AgentHello, FromAgent, ToAgent
+from elaswave.channel.messages.agent import AgentHello, FromAgent, ToAgent
+from elaswave.channel.messages.worker import Heartbeat, LinkLost
 from elaswave.control.agents import Agents
 from elaswave.control.local_job import HEARTBEAT_S as AGENT_HEARTBEAT_S
 from elaswave.control.wire import FIRST_AGENT, Kind, Session, agent_id, encode
@@ -53,7 +54,6 @@ from elaswave.protocol.events import (
 from elaswave.protocol.hosts import Hosts
 from elaswave.protocol.messages import CoreToWorker, Decision, Prepare, Registered, Report
 from elaswave.protocol.position import Position
-from elaswave.worker.messages import Heartbeat, LinkLost
 
 FROM_PEERS = FromAgent | Heartbeat | LinkLost | Report | Registered
 COORDINATOR = 1

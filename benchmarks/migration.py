@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from harness import SIZES, configuration, machine, print_header
 from live_job import LiveJob, Vote, durations_s
 
+from elaswave.channel.messages.operator import AskMigrate
 from elaswave.config.schema import Config
-from elaswave.control.operator_messages import AskMigrate
 from elaswave.protocol.ballot import add_words
 from elaswave.protocol.engine import FrameKind, Key
 from elaswave.protocol.execution import Life

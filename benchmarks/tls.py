@@ -31,8 +31,8 @@ from harness import (
     run_in_turns,
 )
 
-from elaswave.control.key_files import new_key, tls_of
-from elaswave.control.key_making import make_keys
+from elaswave.job.key_files import new_key, tls_of
+from elaswave.job.key_making import make_keys
 from elaswave.transport.addresses import Place
 from elaswave.transport.frames import Tag
 from elaswave.transport.stream import StreamTransport

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.control import key_making
-from elaswave.control.key_files import tls_of
+from elaswave.job import key_making
+from elaswave.job.key_files import tls_of
 from elaswave.transport.tls import Tls
 
 

@@ -9,11 +9,7 @@ import pytest
 from tests.conformance import coordinators
 from tests.conformance.coordinators import KEY, Coordinator, Town
 
-from elaswave.control.control_file import remove_control_file, write_control_file
-from elaswave.control.job_network import JobNetwork
-from elaswave.control.key_files import LESSER, JobKey, Role, next_file, role_key, secrets_for
-from elaswave.control.operator_client import OperatorClient
-from elaswave.control.operator_messages import (
+from elaswave.channel.messages.operator import (
     Answer,
     AskCheckpoint,
     AskDrain,
@@ -25,8 +21,12 @@ from elaswave.control.operator_messages import (
     OperatorHello,
     TurnedAway,
 )
+from elaswave.control.operator_client import OperatorClient
 from elaswave.control.wire import FIRST_AGENT, is_reader, operator_id, role_of
 from elaswave.errors import AuthenticationError, ControlError
+from elaswave.job.control_file import remove_control_file, write_control_file
+from elaswave.job.key_files import LESSER, JobKey, Role, next_file, role_key, secrets_for
+from elaswave.job.network import JobNetwork
 from elaswave.transport.addresses import Place
 from elaswave.transport.handshake import Secrets
 

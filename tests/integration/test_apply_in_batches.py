@@ -14,13 +14,13 @@ from tests.integration.test_instants_of_loss import Probe
 from tests.integration.test_own_optimizers import two_groups
 from tests.integration.thread_jobs import Machine, ThreadJob, wait_until
 
+from elaswave.channel.messages.worker import FromWorker
 from elaswave.devices.interface import Batch
 from elaswave.devices.loopback import Loopback
 from elaswave.protocol.engine import Phase
 from elaswave.protocol.messages import Report
 from elaswave.training.builtin import builtin_training
 from elaswave.training.own_optimizer import OwnOptimizer
-from elaswave.worker.messages import FromWorker
 
 SETTINGS: dict[str, Any] = {"run.steps": 6, "device.kind": "loopback"}
 LOST, STEP = 3, 3

@@ -293,7 +293,7 @@ def test_training_goes_on_without_its_terminal(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "--run-dir", str(run_dir), *settings_of(run__steps=100, layout__widths=[1])],
+        [*COMMAND, "--run-dir", str(run_dir), *settings_of(run__steps=70, layout__widths=[1])],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm"},
         stdin=theirs,
         stdout=theirs,
@@ -310,10 +310,10 @@ def test_training_goes_on_without_its_terminal(tmp_path: Path) -> None:
         assert process.wait(TIMEOUT_S) == 0
     finally:
         end(process)
-    assert read_result(run_dir).steps == 100
+    assert read_result(run_dir).steps == 70
     lines = (run_dir / "logs" / "terminal.log").read_text().splitlines()
     assert lines[0].startswith("output is not taken any more (")
-    assert any(line.startswith("finished 100 steps in ") for line in lines)
+    assert any(line.startswith("finished 70 steps in ") for line in lines)
 
 
 def wait_for_text(process: subprocess.Popen[str], text: str) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from tests.integration.jobs import SMALL, as_toml, run_job
 
+from elaswave.channel.messages.operator import AskStatus, JobStatus, StatusAnswer
 from elaswave.cli.main import main
-from elaswave.control.key_files import Role
-from elaswave.control.key_making import write_role_key
 from elaswave.control.operator_client import OperatorClient
-from elaswave.control.operator_messages import AskStatus, JobStatus, StatusAnswer
 from elaswave.errors import ControlError
+from elaswave.job.key_files import Role
+from elaswave.job.key_making import write_role_key
 from elaswave.observability.events import LayoutChosen, read_events
 from elaswave.observability.processes import read_processes, signal_process
 from elaswave.observability.result import read_result

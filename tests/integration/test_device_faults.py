@@ -159,6 +159,7 @@ class WaitsForLooks:
             activity.compute(label)
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_a_place_waits_for_the_memory_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.integration.thread_jobs import JOB_TIMEOUT_S, Killed, Machine, ThreadJob, is_change, wait_until
 
+from elaswave.channel.messages.worker import FromWorker, StepReport
 from elaswave.control.run_result import check_followers
 from elaswave.planning.layout import make_layout
 from elaswave.protocol.engine import Phase
@@ -19,7 +20,6 @@ from elaswave.state.digests import add_digests
 from elaswave.state.placement import Placement
 from elaswave.state.store import HeldBlock
 from elaswave.worker import torch_engine
-from elaswave.worker.messages import FromWorker, StepReport
 from verify.planted_bugs.mutants import MUTANTS
 
 SETTINGS: dict[str, Any] = {"run.steps": 8, "run.eval_every": 3}

@@ -12,12 +12,12 @@ from tests.integration.jobs import SMALL, run_job
 from tests.integration.test_agents import recoveries
 from tests.integration.test_ctl import FOREVER, PATIENCE_S, ctl, job, status_of, until_step
 
+from elaswave.channel.messages.operator import Answer, AskKey
 from elaswave.cli.main import main
-from elaswave.control.control_file import read_control_file
-from elaswave.control.key_files import Role, next_file, read_key
-from elaswave.control.key_making import begin_change, write_role_key
 from elaswave.control.operator_client import OperatorClient
-from elaswave.control.operator_messages import Answer, AskKey
+from elaswave.job.control_file import read_control_file
+from elaswave.job.key_files import Role, next_file, read_key
+from elaswave.job.key_making import begin_change, write_role_key
 from elaswave.observability.processes import read_processes, signal_process
 
 

@@ -14,12 +14,12 @@ import pytest
 from tests.integration.jobs import Job, coordinator_of, run_job
 from tests.integration.waits import WaitsFor, log_of
 
+from elaswave.channel.messages.worker import StepReport
 from elaswave.control.job_driver import JobDriver
 from elaswave.control.replanning import Replanned
 from elaswave.planning.layout import make_layout
 from elaswave.types import ExecutionParameters
 from elaswave.worker import process
-from elaswave.worker.messages import StepReport
 from elaswave.worker.probe import Probes
 
 SETTINGS: dict[str, Any] = {

@@ -152,6 +152,7 @@ def test_output_that_is_not_taken_is_told_without_a_traceback(arguments: list[st
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_without_standard_output_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
     folder = tmp_path / "tmp"
     folder.mkdir()

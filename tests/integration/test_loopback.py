@@ -74,6 +74,7 @@ def test_with_clipping_the_layout_does_not_show_and_a_run_goes_on_on_the_other_d
     assert len(resumed.result.losses) == 10 and resumed.result.losses[:8] == alone.result.losses
 
 
+@pytest.mark.slow
 def test_what_devices_tell_of_themselves_is_in_the_events(tmp_path: Path) -> None:
     run_job(tmp_path / "device", LOOPBACK | ONE | {"run.steps": 6})
     run_job(tmp_path / "host", ONE | {"run.steps": 6})

@@ -92,7 +92,9 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, widths: str,
     return job.run(monkeypatch)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "RAdam" else ()) for name in OPTIMIZERS]
+)
 def test_two_losses_change_no_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dict[str, ThreadJob]
 ) -> None:

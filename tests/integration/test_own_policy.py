@@ -32,6 +32,7 @@ def killed(tmp_path: Path, body: str, more: Mapping[str, Any] = {}) -> Job:
     return run_job(tmp_path / "run", settings, faults=["kill:1@5:backward"])
 
 
+@pytest.mark.slow
 def test_the_policys_layout_is_in_force_and_the_bits_stay(tmp_path: Path, reference: Job) -> None:
     job = killed(tmp_path, FLAT)
     assert job.computation == reference.computation

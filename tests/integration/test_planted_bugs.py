@@ -244,6 +244,7 @@ def test_a_bug_that_stays_ends_the_job_and_is_named(probe: Any, finding: str, tm
     assert finding in message
 
 
+@pytest.mark.slow
 def test_a_fault_in_the_first_attempt_of_all_still_leaves_room_to_measure_the_grids(
     undisturbed: Job, tmp_path: Path
 ) -> None:

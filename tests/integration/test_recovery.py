@@ -101,6 +101,7 @@ def test_a_kill_of_each_worker_in_each_phase(
     _check_kill(tmp_path / "run", reference, layout, worker, phase)
 
 
+@pytest.mark.slow
 def test_an_exactly_addressed_kill_strikes_where_it_should(tmp_path: Path, reference: Job) -> None:
     job = _survive(tmp_path / "run", reference, ["kill:1@3:apply+5"])
     (record,) = read_fault_records(job.run_dir / FAULTS_FILE)
@@ -127,6 +128,7 @@ def test_a_worker_whose_links_are_closed_is_noticed_by_its_peers(tmp_path: Path,
     assert (recovery.worker, recovery.detected_by) == (3, "link")
 
 
+@pytest.mark.slow
 def test_two_kills_in_one_step(tmp_path: Path, reference: Job) -> None:
     job = _survive(tmp_path / "run", reference, ["kill:1@3:vote", "kill:2@3:reduce"])
     assert sorted(recovery.worker or 0 for recovery in job.result.recoveries) == [1, 2]
@@ -140,6 +142,7 @@ def test_two_followers_survive_the_loss_of_any_two_at_once(tmp_path: Path, refer
     assert job.result.epochs[-1].layout.workers == (2, 3)
 
 
+@pytest.mark.slow
 def test_followers_are_replicated_again_so_that_a_later_loss_is_survived_too(tmp_path: Path, reference: Job) -> None:
     job = _survive(tmp_path / "run", reference, ["kill:0@2:forward", "kill:1@4:gather", "kill:2@6:vote"])
     assert job.result.epochs[-1].layout.workers == (3,)

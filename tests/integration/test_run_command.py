@@ -173,7 +173,10 @@ def test_no_process_outlives_a_script_that_is_killed(tmp_path):
             marks=pytest.mark.slow,
         ),
         (SCRIPT.replace('"run.steps"', '"run.stepz"'), (), 2, "run.stepz: unknown key; did you mean run.steps?"),
-        (SCRIPT.replace("return self.table(tokens)", "raise LookupError('odd')"), (), 1, "LookupError: odd"),
+        pytest.param(
+            SCRIPT.replace("return self.table(tokens)", "raise LookupError('odd')"), (), 1, "LookupError: odd",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["never", "exits", "raises", "twice", "configuration", "layer"],
 )  # fmt: skip

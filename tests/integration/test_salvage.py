@@ -105,6 +105,7 @@ def test_other_ways_to_run_backward(tmp_path: Path, reference: Job, settings: di
     assert recovery.num_microbatches_recomputed < N
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_gone(tmp_path: Path, reference: Job) -> None:
     """Its layers are new to the others: each keeps the sums of those that it has had."""
     (recovery,) = lose(tmp_path, reference, "[1,2]", ["kill:0@3:backward+6"])

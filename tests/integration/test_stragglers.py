@@ -11,6 +11,7 @@ from elaswave.types import Layout
 from elaswave.worker import outbox
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_no_loss_and_does_not_show_in_the_bits(tmp_path: Path, calm: Calm) -> None:
     reference = calm({})
     faults = ["slow:1@3:0.5", "slow:2@4:0.3", "slow:1@6:1", "kill:3@8:backward"]

@@ -103,12 +103,12 @@ def test_launcher_and_coordinator_hold_no_torch(tmp_path: Path) -> None:
     ("victim", "moment"),
     [
         ("launcher", "step"),
-        ("template", "coordinator"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
                 ("launcher", "template"),
                 ("launcher", "coordinator"),
+                ("template", "coordinator"),
                 ("template", "template"),
                 ("template", "step"),
             )

@@ -19,6 +19,17 @@ from tests.integration.crew import locked, one_at_a_time
 from tests.integration.jobs import small_config
 from tests.memory_transport import MemoryNetwork
 
+from elaswave.channel.messages.worker import (
+    EvaluationReport,
+    Exit,
+    Failed,
+    Finished,
+    FromWorker,
+    LinkLost,
+    ShardWritten,
+    Start,
+    StepReport,
+)
 from elaswave.devices.opening import open_device
 from elaswave.errors import FencedError
 from elaswave.planning.target_placement import target_placement
@@ -50,17 +61,6 @@ from elaswave.worker import torch_engine
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.failure import failure
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import (
-    EvaluationReport,
-    Exit,
-    Failed,
-    Finished,
-    FromWorker,
-    LinkLost,
-    ShardWritten,
-    Start,
-    StepReport,
-)
 from elaswave.worker.probe import NoProbe, Probe
 from elaswave.worker.process import Worker, WorkerSetup
 

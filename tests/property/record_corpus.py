@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.integration.jobs import run_job
 
+from elaswave.channel.messages.operator import AskCheckpoint, AskStatus, Request
 from elaswave.control import wire
 from elaswave.control.operator_client import OperatorClient
-from elaswave.control.operator_messages import AskCheckpoint, AskStatus, Request
 from elaswave.transport import stream
 from elaswave.transport.frames import HEADER_BYTES, decode_header
 from elaswave.worker.probe import NoProbe

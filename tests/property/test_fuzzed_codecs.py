@@ -17,8 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave.control.agent_messages import ToAgent, ToCoordinator
-from elaswave.control.operator_messages import ToOperator
+from elaswave.channel.messages.agent import ToAgent, ToCoordinator
+from elaswave.channel.messages.operator import ToOperator
+from elaswave.channel.messages.worker import ToWorker
 from elaswave.control.wire import COORDINATOR, Kind, Session, encode
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.transport.frames import HEADER_BYTES, Tag, decode_header, empty_tensor, encode_header
@@ -26,7 +27,6 @@ from elaswave.transport.handshake import Listener
 from elaswave.transport.inbox import Inbox, make_recv
 from elaswave.transport.interface import Failures
 from elaswave.transport.link import SCRATCH_BYTES, Link, LinkEndedError
-from elaswave.worker.messages import ToWorker
 
 KEY = b"a key of sixteen bytes or more"
 CORPUS = Path(__file__).with_name("corpus")

@@ -21,7 +21,7 @@ from elaswave.planning.shared_layers import share_layers
 FAR = Options(horizon_s=1e12)
 """Moving state pays."""
 WITHOUT_SEARCH = replace(FAR, local_search=False)
-"""As a simulation plans."""
+"""As a running job plans."""
 CLOSE = 1.005
 SLOWER_IN_CLOSED_FORM = (
     228, 394, 554, 614, 636, 666, 674, 683, 735, 782, 791, 1087, 1088, 1125, 1158, 1206, 2017, 2063, 2070
@@ -62,6 +62,7 @@ def test_few_micro_batches_do_not_need_even_stages():
         assert max(found.values()) <= 1 + 1e-9, found
 
 
+@pytest.mark.slow
 def test_state_of_shared_layers_leaves_room_for_more_in_flight():
     """Memory is short, and every stage of four shares a layer or has no room for a second micro-batch in flight: cuts
     that do not know it are 12 % slower, and slower than those of the same job with a slower worker."""

@@ -22,7 +22,6 @@ from elaswave.config.network import read_network
 from elaswave.config.presets import read_presets
 from elaswave.config.schema import Config
 from elaswave.config.toml import read_toml
-from elaswave.control.control_file import read_control_file
 from elaswave.control.file_store import MAGIC, FileStore, pack_entry
 from elaswave.control.job_spec import mark_of
 from elaswave.control.journal import JournalRecord
@@ -31,6 +30,7 @@ from elaswave.data.sources import open_source
 from elaswave.data.token_files import TokenWriter
 from elaswave.data.tokenize import load_tokenizer, pieces_of
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
+from elaswave.job.control_file import read_control_file
 from elaswave.models.huggingface.model import hf
 from elaswave.observability.events import read_events
 from elaswave.observability.processes import PROCESSES_FILE, read_processes

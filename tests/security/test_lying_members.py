@@ -7,8 +7,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from elaswave.control import agent_messages
-from elaswave.control.agent_messages import (
+from elaswave.channel.messages import agent as agent_messages
+from elaswave.channel.messages.agent import (
     AgentHello,
     AgentKeysTaken,
     AgentLeaving,
@@ -22,16 +22,16 @@ from elaswave.control.agent_messages import (
     StopJob,
     TermTaken,
 )
+from elaswave.channel.messages.operator import FromOperator
+from elaswave.channel.messages.worker import FromWorker
 from elaswave.control.agents import Agents
 from elaswave.control.coordinator import CoordinatorProcess
-from elaswave.control.key_files import JobKey, Role
-from elaswave.control.operator_messages import FromOperator
 from elaswave.control.store_seal import proof_of_term
 from elaswave.control.wire import agent_id, operator_id
 from elaswave.errors import SupersededError
+from elaswave.job.key_files import JobKey, Role
 from elaswave.protocol.hosts import Hosts
 from elaswave.transport.handshake import Secrets
-from elaswave.worker.messages import FromWorker
 
 pytestmark = pytest.mark.security
 

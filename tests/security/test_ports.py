@@ -22,12 +22,13 @@ from tests.security.attacker import as_another, needs_root
 
 import elaswave
 from elaswave.config.load import load_config
-from elaswave.control import host_network, job_network, taking_part
+from elaswave.control import host_network, taking_part
 from elaswave.control.host_network import Seed, hold
-from elaswave.control.key_files import JobKey
 from elaswave.control.taking_part import AgentOptions
 from elaswave.devices.places import take_place
 from elaswave.errors import RetryError
+from elaswave.job import network as job_network
+from elaswave.job.key_files import JobKey
 from elaswave.observability.run_folder import LOCK_FILE, open_run_dir
 from elaswave.transport import addresses
 

@@ -31,7 +31,7 @@ def test_seeds_have_no_violation() -> None:
     assert_clean(run_lifetimes(map(random_lifetime, range(600))))
 
 
-@pytest.mark.parametrize(("schedule", "step"), [*zip(LIVES, (10, 80, 10), strict=True)], ids=[*map(str, LIVES)])
+@pytest.mark.parametrize(("schedule", "step"), [*zip(LIVES, (20, 80, 20), strict=True)], ids=[*map(str, LIVES)])
 def test_a_fault_at_every_so_manieth_instant_has_no_violation(schedule: Lifetime, step: int) -> None:
     summary = run_lifetimes(everywhere(schedule, first=3, step=step))
     assert summary.num_schedules > 100

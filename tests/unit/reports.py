@@ -1,9 +1,9 @@
 """Messages with the fewest values that make sense."""
 
+from elaswave.channel.messages.worker import StepReport
 from elaswave.protocol.messages import Decision
 from elaswave.state.placement import Placement
 from elaswave.types import Layout, Stage
-from elaswave.worker.messages import StepReport
 
 
 def report_of(step: int, *, epoch: int = 1, checkpoint: int = 0) -> StepReport:

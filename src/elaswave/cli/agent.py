@@ -10,8 +10,8 @@ import click
 
 from elaswave.api.environment import COORDINATOR_VARIABLE, given_key, prepare_to_compute, private_folder
 from elaswave.config.load import load_config
-from elaswave.control.key_files import JobKey, own_key
 from elaswave.errors import UsageError
+from elaswave.job.key_files import JobKey, own_key
 from elaswave.observability.output import say_error
 from elaswave.system.parent_death import end_with_parent
 

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from elaswave.cli.ctl_status import StatusDisplay, render_status
-from elaswave.cli.tables import terminal_width
-from elaswave.control.operator_client import OperatorClient
-from elaswave.control.operator_messages import (
+from elaswave.channel.messages.operator import (
     FAILURES,
     Answer,
     AskCheckpoint,
@@ -25,6 +22,9 @@ from elaswave.control.operator_messages import (
     Request,
     StatusAnswer,
 )
+from elaswave.cli.ctl_status import StatusDisplay, render_status
+from elaswave.cli.tables import terminal_width
+from elaswave.control.operator_client import OperatorClient
 from elaswave.errors import ControlError
 from elaswave.observability.output import say, say_error, say_json
 

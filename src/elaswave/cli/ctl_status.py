@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from elaswave.channel.messages.operator import JobOver, JobStatus, WorkerStatus
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
-from elaswave.control.operator_messages import JobOver, JobStatus, WorkerStatus
 from elaswave.devices.gauges import Gauges
 from elaswave.observability.output import shown
 from elaswave.observability.progress import format_loss, format_rate

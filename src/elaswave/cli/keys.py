@@ -7,11 +7,14 @@ from pathlib import Path
 import click
 import msgspec
 
+from elaswave.channel.messages.operator import Answer, AskKey
 from elaswave.cli.ctl import DEFAULT_TIMEOUT_S, SECONDS, last_answer, line_of
 from elaswave.cli.groups import DefaultCommand
-from elaswave.control.control_file import ControlFile, read_control_file
-from elaswave.control.key_files import JOB_KEY_FILE, LESSER, JobKey, Role
-from elaswave.control.key_making import (
+from elaswave.control.operator_client import OperatorClient
+from elaswave.errors import ControlError, UsageError
+from elaswave.job.control_file import ControlFile, read_control_file
+from elaswave.job.key_files import JOB_KEY_FILE, LESSER, JobKey, Role
+from elaswave.job.key_making import (
     LOCAL_NAMES,
     abandon_change,
     begin_change,
@@ -20,9 +23,6 @@ from elaswave.control.key_making import (
     write_copy,
     write_role_key,
 )
-from elaswave.control.operator_client import OperatorClient
-from elaswave.control.operator_messages import Answer, AskKey
-from elaswave.errors import ControlError, UsageError
 from elaswave.observability.output import say, say_error, say_json
 
 

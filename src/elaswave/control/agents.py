@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from elaswave.control.agent_messages import (
+from elaswave.channel.messages.agent import (
     AgentHello,
     AgentRefused,
     AskJob,
@@ -27,8 +27,8 @@ from elaswave.control.agent_messages import (
     Verdict,
 )
 from elaswave.control.journal import HostCame, JournalRecord, PlaceTaken
-from elaswave.control.template_messages import StartingPoint
 from elaswave.control.wire import FIRST_AGENT, agent_id
+from elaswave.job.plan import StartingPoint
 from elaswave.protocol.events import Suspected
 from elaswave.protocol.hosts import GONE_AGAIN_S, GONE_S, Came, Host, Hosts, HostState, Turned
 

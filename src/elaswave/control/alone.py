@@ -4,12 +4,12 @@ its workers commit nothing either."""
 import time
 from pathlib import Path
 
+from elaswave.channel.messages.agent import Ended
 from elaswave.config.schema import ControlConfig
-from elaswave.control.agent_messages import Ended
 from elaswave.control.commit_count import CommitCount
-from elaswave.control.key_files import JobKey
 from elaswave.control.late_outcome import late_outcome
 from elaswave.control.open_store import FILE
+from elaswave.job.key_files import JobKey
 from elaswave.protocol.vigil import ORPHAN_S, Due, Vigil
 
 

@@ -8,10 +8,10 @@ the same one; while one is being written, the next waits, so that training never
 from collections.abc import Callable
 from typing import NamedTuple
 
+from elaswave.channel.messages.worker import StepReport, TakeCheckpoint
 from elaswave.control.job_status import JobParts
 from elaswave.control.reply import Reply
 from elaswave.protocol.messages import Decision
-from elaswave.worker.messages import StepReport, TakeCheckpoint
 
 
 class Place(NamedTuple):

@@ -8,12 +8,12 @@ it, who has that file: a key that nobody has must not remain alone.
 
 from collections.abc import Callable, Iterable
 
-from elaswave.control.key_files import Role, secrets_for
+from elaswave.channel.messages.worker import KeysNow
 from elaswave.control.reply import Reply, refusal
 from elaswave.control.wire import peer_name, role_of
+from elaswave.job.key_files import Role, secrets_for
 from elaswave.protocol.key_change import KeyChange
 from elaswave.transport.handshake import Secrets
-from elaswave.worker.messages import KeysNow
 
 SHOWN_MAX = 5
 """Of those that are waited for."""

@@ -18,9 +18,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Standing
 from elaswave.control.template_messages import CommitRequest
 from elaswave.control.wire import MAX_MESSAGE_BYTES
 from elaswave.errors import CheckpointError
+from elaswave.job.plan import RunPlan
 from elaswave.observability.result import CheckpointRecord
 from elaswave.protocol.messages import Decision
 from elaswave.protocol.shards import Complete, GivenUp, Shards
@@ -33,8 +35,6 @@ from elaswave.state.checkpoint import (
     temporary_folder,
 )
 from elaswave.state.checkpoint_format import SHARD_SUFFIX, CheckpointMeta, WrittenItem
-from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
-from elaswave.worker.run_plan import RunPlan
 
 COMMIT_S_MAX = 600.0
 """A commit that has not been answered after so long is broken off."""

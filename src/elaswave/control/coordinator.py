@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elaswave.control.agent_messages import (
+from elaswave.channel.messages.agent import (
     AgentHello,
     AgentKeysTaken,
     AgentLeaving,
@@ -31,12 +31,23 @@ from elaswave.control.agent_messages import (
     TermTaken,
     ToCoordinator,
 )
+from elaswave.channel.messages.operator import FromOperator
+from elaswave.channel.messages.worker import (
+    Failed,
+    Finished,
+    Heartbeat,
+    KeysTaken,
+    Leaving,
+    LinkLost,
+    StepReport,
+    Timings,
+    Unreached,
+)
 from elaswave.control.candidate import Progress, Stage
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.job_driver import JobDriver
 from elaswave.control.job_spec import mark_of
 from elaswave.control.open_store import claim
-from elaswave.control.operator_messages import FromOperator
 from elaswave.control.server import TurnedAway
 from elaswave.control.store_seal import proof_of_term
 from elaswave.control.wire import is_agent, is_operator, peer_name
@@ -56,17 +67,6 @@ from elaswave.protocol.messages import (
     Registered,
     Report,
     Unsound,
-)
-from elaswave.worker.messages import (
-    Failed,
-    Finished,
-    Heartbeat,
-    KeysTaken,
-    Leaving,
-    LinkLost,
-    StepReport,
-    Timings,
-    Unreached,
 )
 
 LINGER_S = 5.0

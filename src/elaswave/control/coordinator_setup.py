@@ -7,12 +7,12 @@ from typing import NamedTuple
 from elaswave.control.open_store import Claimed
 from elaswave.data.sampler import Sampler
 from elaswave.faults.injection import Fault
+from elaswave.job.plan import RunPlan
 from elaswave.protocol import events
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.system.death_watch import DeathWatch
 from elaswave.transport.handshake import Secrets
 from elaswave.transport.tls import Tls
-from elaswave.worker.run_plan import RunPlan
 
 
 class CoordinatorSetup(NamedTuple):

@@ -11,8 +11,9 @@ from elaswave.control.coordinator import run_candidate, run_coordinator
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.job_processes import JobProcesses
 from elaswave.control.launcher_waits import LauncherWaits
-from elaswave.control.post import Post
-from elaswave.control.template_messages import SpawnCoordinator, StartingPoint
+from elaswave.control.template_messages import SpawnCoordinator
+from elaswave.job.plan import StartingPoint
+from elaswave.job.role import Post
 from elaswave.protocol.template import COORDINATOR
 
 

@@ -1,6 +1,6 @@
 """Whether workers wait for their data so long that a person should know. No IO."""
 
-from elaswave.worker.messages import Timings
+from elaswave.channel.messages.worker import Timings
 
 SHARE = 0.05
 """Of a worker's time that it may wait for its data before a person is told."""

@@ -2,10 +2,10 @@
 
 from collections import Counter
 
+from elaswave.job.plan import RunPlan
 from elaswave.observability.events import Holdings
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
-from elaswave.worker.run_plan import RunPlan
 
 
 def holdings_of(plan: RunPlan, layout: Layout, placement: Placement) -> dict[int, Holdings]:

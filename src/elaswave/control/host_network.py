@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from elaswave.config.rules import exposed_problem, is_exposed
 from elaswave.config.schema import NetConfig
-from elaswave.control.job_network import JobNetwork, address_of, ports_beside
-from elaswave.control.key_files import tls_of
 from elaswave.errors import ConfigError, RetryError, UsageError
+from elaswave.job.key_files import tls_of
+from elaswave.job.network import JobNetwork, address_of, ports_beside
 from elaswave.transport.addresses import Place, reserve, tcp_address
 from elaswave.transport.tls import Tls
 

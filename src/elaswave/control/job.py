@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from elaswave.config.schema import Config
 from elaswave.config.sites import labels_of, sites_that_may_part
-from elaswave.control.key_files import JobKey, Role, own_key
 from elaswave.control.machine import check_memory
-from elaswave.control.post import Post
 from elaswave.control.script import Script
 from elaswave.errors import UsageError
 from elaswave.faults.injection import KILL_HOST, parse_faults
+from elaswave.job.key_files import JobKey, Role, own_key
+from elaswave.job.role import Post
 from elaswave.observability.result import RunResult
 from elaswave.observability.run_folder import (
     TERMINAL_LOG,

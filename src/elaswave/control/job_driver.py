@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from elaswave.config.sites import control_delays_s, sites_of
-from elaswave.control.agent_messages import (
+from elaswave.channel.messages.agent import (
     Awaited,
     BreakOffCommit,
     CommitCheckpoint,
@@ -19,6 +18,13 @@ from elaswave.control.agent_messages import (
     ToAgent,
     ToCoordinator,
 )
+from elaswave.channel.messages.worker import (
+    Failed,
+    Start,
+    StepReport,
+    Stop,
+)
+from elaswave.config.sites import control_delays_s, sites_of
 from elaswave.control.agents import Agents
 from elaswave.control.asked_keys import AskedKeys, obstacle_to
 from elaswave.control.asked_members import AskedMembers
@@ -48,9 +54,10 @@ from elaswave.control.run_planner import RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
 from elaswave.control.stragglers import TRIALS_MAX
-from elaswave.control.template_messages import StartingPoint
 from elaswave.control.terminal import Terminal
 from elaswave.control.unreachable import Unreachable
+from elaswave.job.identity import identity_of
+from elaswave.job.plan import StartingPoint
 from elaswave.observability.clock import clock_here
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE
@@ -69,13 +76,6 @@ from elaswave.protocol.messages import (
 )
 from elaswave.state.domains import site_of
 from elaswave.system.kernel import workers_max
-from elaswave.worker.identity import identity_of
-from elaswave.worker.messages import (
-    Failed,
-    Start,
-    StepReport,
-    Stop,
-)
 
 _log = logging.getLogger("elaswave.control")
 

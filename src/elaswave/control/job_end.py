@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from elaswave.control.agent_messages import Ended
+from elaswave.channel.messages.agent import Ended
+from elaswave.channel.messages.worker import Exit
 from elaswave.control.joiners import Joiners
 from elaswave.control.recorder import RunRecorder
 from elaswave.control.server import ControlServer
@@ -17,7 +18,6 @@ from elaswave.errors import RunFolderError
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import write_digests, write_result
 from elaswave.protocol.coordinator import Coordinator
-from elaswave.worker.messages import Exit
 
 
 class JobEnd:

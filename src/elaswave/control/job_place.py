@@ -6,11 +6,11 @@ import socket
 from pathlib import Path
 
 from elaswave.config.schema import Config
-from elaswave.control.control_file import write_control_file
-from elaswave.control.job_network import JobNetwork, open_network
-from elaswave.control.key_files import JOB_KEY_FILE, JobKey
 from elaswave.control.open_store import JobStore
-from elaswave.control.post import Post
+from elaswave.job.control_file import write_control_file
+from elaswave.job.key_files import JOB_KEY_FILE, JobKey
+from elaswave.job.network import JobNetwork, open_network
+from elaswave.job.role import Post
 from elaswave.system.job_folder import JobFolder
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from elaswave.channel.messages.agent import JobSpec
 from elaswave.config.schema import Config
-from elaswave.control.agent_messages import JobSpec
 from elaswave.control.coordinator_setup import CoordinatorSetup
-from elaswave.control.template_messages import StartingPoint
 from elaswave.errors import DataError, RunFolderError
 from elaswave.hashing import key64
+from elaswave.job.plan import StartingPoint
 from elaswave.observability.result import atomic_write
 from elaswave.observability.run_folder import AGENTS_FILE, CHECKPOINTS_DIR, data_facts
 from elaswave.observability.worker_logs import LOGS_DIR

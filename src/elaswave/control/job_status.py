@@ -3,11 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from elaswave.config.devices import base_level
-from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
-from elaswave.config.schema import Config
-from elaswave.control.checkpoints import Checkpoints
-from elaswave.control.operator_messages import (
+from elaswave.channel.messages.operator import (
     CheckpointStatus,
     CopiesStatus,
     JobStatus,
@@ -15,14 +11,18 @@ from elaswave.control.operator_messages import (
     StageStatus,
     WorkerStatus,
 )
+from elaswave.channel.messages.worker import Heartbeat
+from elaswave.config.devices import base_level
+from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
+from elaswave.config.schema import Config
+from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.run_planner import RunPlanner
 from elaswave.control.run_state import RunState
+from elaswave.job.plan import RunPlan
 from elaswave.observability.result import to_json_float
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.position import kind_of
 from elaswave.types import ACTION_NAMES, ExecutionParameters, Layout
-from elaswave.worker.messages import Heartbeat
-from elaswave.worker.run_plan import RunPlan
 
 PACE_STEPS = 10
 """Rate and pace are means of so many steps."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from elaswave.control.journal import JoinersRecord, JournalRecord, LeaveAsked, PlaceTaken, Published
+from elaswave.job.identity import Identity
+from elaswave.job.plan import RunPlan
 from elaswave.protocol.admission import Founders, admission_problem, canaries_in
 from elaswave.protocol.ballot import decode_certificate
 from elaswave.protocol.events import LeavingRecord, NewEpochRecord
@@ -16,8 +18,6 @@ from elaswave.protocol.hosts import Hosts
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
 from elaswave.protocol.respawn import PlaceClosed, Respawn, Spawn
 from elaswave.types import Layout
-from elaswave.worker.identity import Identity
-from elaswave.worker.run_plan import RunPlan
 
 
 class Answer(NamedTuple):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import msgspec
 
+from elaswave.channel.messages.agent import Ended
 from elaswave.config.schema import ControlConfig
-from elaswave.control.agent_messages import Ended
-from elaswave.control.key_files import JobKey, Role
 from elaswave.control.open_store import read_outcome
 from elaswave.errors import ConfigError, StoreError
+from elaswave.job.key_files import JobKey, Role
 from elaswave.observability.result import RESULT_FILE
 
 _log = logging.getLogger("elaswave.control")

@@ -12,14 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elaswave.channel.messages.agent import Ended
 from elaswave.config.schema import Config
-from elaswave.control.agent_messages import Ended
-from elaswave.control.key_files import JobKey, new_key
 from elaswave.control.local_job import LocalJob
 from elaswave.control.machine import memory_bytes
-from elaswave.control.post import Post
 from elaswave.control.script import Script
-from elaswave.control.template_messages import StartingPoint
 from elaswave.data.fingerprint import (
     DatasetFingerprint,
     check_same_data,
@@ -42,6 +39,9 @@ from elaswave.errors import (
     WorkerError,
 )
 from elaswave.faults.injection import FAULTS_FILE, Fault
+from elaswave.job.key_files import JobKey, new_key
+from elaswave.job.plan import RunPlan, StartingPoint
+from elaswave.job.role import Post
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import (
@@ -63,7 +63,6 @@ from elaswave.system.stop_signals import ending_early
 from elaswave.training.tokens import open_tokens, sampler_of
 from elaswave.worker.frequency import check_available, remove_groups
 from elaswave.worker.probe import Probe
-from elaswave.worker.run_plan import RunPlan
 
 NOT_TAKEN_SHOWN = 5
 """Names of values that a warning lists."""

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from elaswave.config.schema import Config
-from elaswave.control.agent_messages import (
+from elaswave.channel.messages.agent import (
     AgentHello,
     AgentKeysTaken,
     AgentLeaving,
@@ -44,25 +43,24 @@ from elaswave.control.agent_messages import (
     TermTaken,
     ToAgent,
 )
+from elaswave.channel.messages.worker import KeysNow
+from elaswave.config.schema import Config
 from elaswave.control.alone import Alone
 from elaswave.control.asked_stop import AskedStop
 from elaswave.control.candidacy import CANDIDATE, Candidacy
 from elaswave.control.candidate import Stage
 from elaswave.control.client import ControlClient
-from elaswave.control.control_file import remove_control_file
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.coordinator_starts import CoordinatorStarts
 from elaswave.control.forking import how_it_ended
 from elaswave.control.job_place import JobPlace
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
 from elaswave.control.job_spec import mark_of, write_marks
-from elaswave.control.key_files import JobKey, Role
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.log_sending import LogSending
 from elaswave.control.own_coordinators import OwnCoordinators
 from elaswave.control.own_keys import OwnKeys
 from elaswave.control.own_workers import OwnWorkers
-from elaswave.control.post import Post, own_post
 from elaswave.control.script import Script
 from elaswave.control.shown import Shown
 from elaswave.control.step_calls import StepCalls
@@ -80,7 +78,6 @@ from elaswave.control.template_messages import (
     Prepared,
     Spawned,
     SpawnRefused,
-    StartingPoint,
 )
 from elaswave.control.template_start import await_prepared
 from elaswave.control.wire import agent_id
@@ -89,6 +86,10 @@ from elaswave.data.fingerprint import DatasetFingerprint, Finding, SampleHash
 from elaswave.data.sampler import Sampler
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
+from elaswave.job.control_file import remove_control_file
+from elaswave.job.key_files import JobKey, Role
+from elaswave.job.plan import RunPlan, StartingPoint
+from elaswave.job.role import Post, own_post
 from elaswave.observability.mapped_files import MappedFiles
 from elaswave.observability.progress import Reporter
 from elaswave.observability.run_folder import prepare_spare
@@ -98,9 +99,7 @@ from elaswave.protocol.template import COORDINATOR
 from elaswave.state.shapes import StateShapes
 from elaswave.system.death_watch import DeathWatch
 from elaswave.system.stop_signals import stop_signals, undisturbed
-from elaswave.worker.messages import KeysNow
 from elaswave.worker.probe import Probe
-from elaswave.worker.run_plan import RunPlan
 
 LAST_WORDS_S = 1.0
 """After the template's end, how long the coordinator may take to say whether the job was over before."""

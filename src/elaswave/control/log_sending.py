@@ -6,7 +6,7 @@ on this host, from which the next part is read.
 
 from pathlib import Path
 
-from elaswave.control.agent_messages import LogPart
+from elaswave.channel.messages.agent import LogPart
 from elaswave.observability.worker_logs import LogTail
 
 EVERY_S = 0.5

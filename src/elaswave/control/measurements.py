@@ -11,6 +11,7 @@ from statistics import median
 
 import msgspec
 
+from elaswave.channel.messages.worker import StepReport, Timings
 from elaswave.config.devices import device_of, emulated_costs, estimated_costs, planned_speeds, speed_of
 from elaswave.config.schema import Config
 from elaswave.control.stragglers import Shift, Stragglers
@@ -18,7 +19,6 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.profiled import ActionTiming, CostMeter
 from elaswave.devices.gauges import Gauges
 from elaswave.types import ExecutionParameters
-from elaswave.worker.messages import StepReport, Timings
 
 _KEPT_STEPS = 16
 

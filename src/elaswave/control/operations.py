@@ -8,12 +8,7 @@ operator asks a successor again.
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from elaswave.control.asked_checkpoints import AskedCheckpoints
-from elaswave.control.asked_keys import AskedKeys
-from elaswave.control.asked_layouts import AskedLayouts
-from elaswave.control.asked_members import AskedMembers
-from elaswave.control.job_status import JobParts
-from elaswave.control.operator_messages import (
+from elaswave.channel.messages.operator import (
     AskCheckpoint,
     AskDrain,
     AskJoin,
@@ -22,10 +17,15 @@ from elaswave.control.operator_messages import (
     AskRebalance,
     AskStop,
 )
+from elaswave.channel.messages.worker import StepReport, TakeCheckpoint
+from elaswave.control.asked_checkpoints import AskedCheckpoints
+from elaswave.control.asked_keys import AskedKeys
+from elaswave.control.asked_layouts import AskedLayouts
+from elaswave.control.asked_members import AskedMembers
+from elaswave.control.job_status import JobParts
 from elaswave.control.reply import Reply, refusal
 from elaswave.protocol.events import ChangePlanned
 from elaswave.protocol.messages import Decision
-from elaswave.worker.messages import StepReport, TakeCheckpoint
 
 Action = AskCheckpoint | AskStop | AskRebalance | AskMigrate | AskJoin | AskDrain | AskKey
 """A request that is for something to be done."""

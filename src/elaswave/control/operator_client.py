@@ -14,10 +14,7 @@ from pathlib import Path
 import msgspec
 
 from elaswave._version import __version__
-from elaswave.control.client import ControlClient
-from elaswave.control.control_file import read_control_file
-from elaswave.control.key_files import JobKey, Role, next_file, read_key
-from elaswave.control.operator_messages import (
+from elaswave.channel.messages.operator import (
     Answer,
     AskDrain,
     JobOver,
@@ -27,8 +24,11 @@ from elaswave.control.operator_messages import (
     ToOperator,
     TurnedAway,
 )
+from elaswave.control.client import ControlClient
 from elaswave.control.wire import operator_id
 from elaswave.errors import ControlError, RunFolderError, UsageError
+from elaswave.job.control_file import read_control_file
+from elaswave.job.key_files import JobKey, Role, next_file, read_key
 from elaswave.transport.handshake import KeyRing, Secrets
 
 TURN_S = 0.1

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from elaswave.control.job_status import Heard, JobParts, job_status
-from elaswave.control.key_files import Role
-from elaswave.control.operations import Action, Operations
-from elaswave.control.operator_messages import (
+from elaswave.channel.messages.operator import (
     Answer,
     AskKey,
     AskStatus,
@@ -28,10 +25,13 @@ from elaswave.control.operator_messages import (
     ToOperator,
     TurnedAway,
 )
+from elaswave.channel.messages.worker import Heartbeat
+from elaswave.control.job_status import Heard, JobParts, job_status
+from elaswave.control.operations import Action, Operations
 from elaswave.control.reply import Reply, refusal
 from elaswave.control.wire import is_reader, role_of
 from elaswave.errors import StateError, StoreError
-from elaswave.worker.messages import Heartbeat
+from elaswave.job.key_files import Role
 
 OPERATORS_MAX = 16
 REQUESTS_MAX = 8

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elaswave.control.agent_messages import BreakOffCommit, CheckpointCommitted, CommitCheckpoint
+from elaswave.channel.messages.agent import BreakOffCommit, CheckpointCommitted, CommitCheckpoint
 from elaswave.control.candidacy import Candidacy
 from elaswave.control.coordinator import DISPLACED, PORT_TAKEN, STORE_GONE, SUPERSEDED
 from elaswave.control.coordinator_starts import CoordinatorStarts

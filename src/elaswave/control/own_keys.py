@@ -9,9 +9,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from elaswave.control.key_files import JobKey, Role, next_file, read_key
 from elaswave.control.template_messages import TakeKeys
 from elaswave.errors import UsageError
+from elaswave.job.key_files import JobKey, Role, next_file, read_key
 from elaswave.protocol.key_change import RETIRED_MAX
 from elaswave.transport.handshake import KeyRing, Secrets
 

@@ -4,13 +4,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from elaswave.channel.messages.agent import EndJoiner, Exited, LogPart, SpawnFirst, SpawnJoiner
 from elaswave.control import template_messages
-from elaswave.control.agent_messages import EndJoiner, Exited, LogPart, SpawnFirst, SpawnJoiner
 from elaswave.control.job_processes import JobProcesses
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.log_sending import LogSending
-from elaswave.control.template_messages import KillWorkers, SpawnRefused, SpawnWorkers, StartingPoint
+from elaswave.control.template_messages import KillWorkers, SpawnRefused, SpawnWorkers
 from elaswave.errors import LaunchError
+from elaswave.job.plan import StartingPoint
 from elaswave.protocol.agent import Agent, JoinerWanted, ReportEnd, StartJoiner, WorkerEnded
 
 

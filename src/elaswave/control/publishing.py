@@ -3,13 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from elaswave.control.agent_messages import CheckpointCommitted
-from elaswave.control.recorder import RunRecorder
-from elaswave.control.recovery_reports import RecoveryReports
-from elaswave.control.server import ControlServer
-from elaswave.errors import StateError
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.worker.messages import (
+from elaswave.channel.messages.agent import CheckpointCommitted
+from elaswave.channel.messages.worker import (
     EvaluationReport,
     Finished,
     Ready,
@@ -18,6 +13,11 @@ from elaswave.worker.messages import (
     ShardWritten,
     StepReport,
 )
+from elaswave.control.recorder import RunRecorder
+from elaswave.control.recovery_reports import RecoveryReports
+from elaswave.control.server import ControlServer
+from elaswave.errors import StateError
+from elaswave.protocol.coordinator import Coordinator
 
 
 class Publishing:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from elaswave._version import __version__
+from elaswave.channel.messages.agent import ShowEvaluation, ShowStep
+from elaswave.channel.messages.worker import EvaluationReport, Finished, Ready, Standing, StepReport
 from elaswave.config.devices import planned_speeds
 from elaswave.config.own import OWN
-from elaswave.control.agent_messages import ShowEvaluation, ShowStep
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.holdings import holdings_of
 from elaswave.control.journal import CheckpointGivenUp, Entered, JournalRecord, Published, RecorderRecord
@@ -27,6 +28,7 @@ from elaswave.costs.profiled import ActionTiming
 from elaswave.data.sampler import Sampler
 from elaswave.devices.gauges import Gauges
 from elaswave.errors import CheckpointError, StoreError, SupersededError
+from elaswave.job.plan import RunPlan
 from elaswave.observability.events import (
     AnyEvent,
     CheckpointWritten,
@@ -52,8 +54,6 @@ from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.placement import Placement
 from elaswave.state.survival import survival_of
 from elaswave.types import ExecutionParameters, Layout
-from elaswave.worker.messages import EvaluationReport, Finished, Ready, Standing, StepReport
-from elaswave.worker.run_plan import RunPlan
 
 TIMINGS_EVERY_S = 1.0
 """`TimingsMeasured` are written no more often than this."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from elaswave.channel.messages.worker import StepReport
 from elaswave.faults.injection import FAULTS_FILE, FaultRecord, read_fault_records
 from elaswave.observability.clock import clock_here
 from elaswave.observability.events import LayoutChosen
@@ -15,7 +16,6 @@ from elaswave.protocol.detection import Position
 from elaswave.protocol.events import NewEpoch, Suspected
 from elaswave.protocol.messages import Decision, Installed
 from elaswave.types import Layout
-from elaswave.worker.messages import StepReport
 
 _SLOWER_MIN = 0.01
 """Speeds of two plans that differ by less are the same one."""

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from elaswave.channel.messages.worker import StepReport
 from elaswave.control.recorder import RunRecorder
 from elaswave.control.recoveries import RecoveryLog
 from elaswave.control.terminal import Terminal
 from elaswave.observability.result import Recovery
 from elaswave.protocol.events import NewEpoch, Suspected
 from elaswave.protocol.messages import Decision
-from elaswave.worker.messages import StepReport
 
 
 class RecoveryReports:

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from elaswave.control.operator_messages import Decided
+from elaswave.channel.messages.operator import Decided
 
 
 class Reply(NamedTuple):
-    """See `elaswave.control.operator_messages.Answer`, which it becomes."""
+    """See `elaswave.channel.messages.operator.Answer`, which it becomes."""
 
     decided: Decided
     reason: str

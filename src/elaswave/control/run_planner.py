@@ -12,6 +12,7 @@ import msgspec
 
 from elaswave.control.measurements import Measurements
 from elaswave.control.replanning import ELASWAVE, Replanned, Replanner
+from elaswave.job.plan import RunPlan
 from elaswave.planning.asked_stages import asked_stages
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.target_placement import target_placement
@@ -21,7 +22,6 @@ from elaswave.protocol.history import InForce
 from elaswave.protocol.messages import Decision
 from elaswave.protocol.moves import refilled
 from elaswave.types import ExecutionParameters, Layout
-from elaswave.worker.run_plan import RunPlan
 
 
 class LayoutSearch(NamedTuple):

@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from elaswave._version import __version__
+from elaswave.channel.messages.worker import Standing
 from elaswave.control.run_state import RunState, as_series
 from elaswave.data.sampler import Sampler
 from elaswave.errors import StateError
 from elaswave.fences import changing, fence_ratio_of
+from elaswave.job.plan import RunPlan
 from elaswave.observability.result import CheckpointRecord, JsonFloat, RunResult, WorkerMemory, to_json_float
 from elaswave.state.checkpoint_format import UPDATER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.digests import add_digests, state_digest
-from elaswave.worker.messages import Standing
-from elaswave.worker.run_plan import RunPlan
 
 
 def describe_checkpoint(

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from elaswave.channel.messages.worker import Finished, StepReport
 from elaswave.control.journal import CheckpointGivenUp, Entered, Published, RecorderRecord
 from elaswave.control.recoveries import layout_changed
 from elaswave.errors import StateError
@@ -28,7 +29,6 @@ from elaswave.observability.result import EpochRecord, Recovery, from_json_float
 from elaswave.protocol.ending import MemberEnd, all_have_ended
 from elaswave.protocol.messages import FIRST_EPOCH, Decision
 from elaswave.types import Layout
-from elaswave.worker.messages import Finished, StepReport
 
 STEPS_LEFT_OUT = 3
 """First steps of a process that do not count for its throughput."""

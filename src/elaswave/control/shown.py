@@ -2,11 +2,11 @@
 
 import time
 
+from elaswave.channel.messages.agent import ShowEvaluation, ShowStep, ShowText, StepLosses
 from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.config.schema import Config
-from elaswave.control.agent_messages import ShowEvaluation, ShowStep, ShowText, StepLosses
-from elaswave.control.post import Post
 from elaswave.control.step_calls import StepCalls
+from elaswave.job.role import Post
 from elaswave.observability.progress import Reporter
 
 STARTING_S = 10.0

@@ -14,23 +14,24 @@ from typing import NamedTuple
 
 import msgspec
 
+from elaswave.channel.messages.agent import AgentRefused, AskJob, Ended, JobSpec, ToAgent
 from elaswave.config.load import build_config, load_config
 from elaswave.config.schema import Config
-from elaswave.control.agent_messages import AgentRefused, AskJob, Ended, JobSpec, ToAgent
 from elaswave.control.client import ControlClient
 from elaswave.control.etcd_store import foreign_job
 from elaswave.control.host_network import HeldPort, Seed, agent_network, hold, seeds_of, tls_here, where_to_listen
 from elaswave.control.job import JobOptions, run_job
 from elaswave.control.job_spec import check_data, check_shared, config_digest, link_checkpoints, own_folder
-from elaswave.control.key_files import JobKey, Role
 from elaswave.control.launcher import open_data, outcome_of
 from elaswave.control.local_job import LocalJob, refusal
 from elaswave.control.open_store import FILE, look_for_earlier, remove_earlier
-from elaswave.control.post import Post, new_incarnation
 from elaswave.control.wire import agent_id
 from elaswave.data.fingerprint import fingerprint_of_all
 from elaswave.errors import CheckpointError, NeedlessError, RetryError, UsageError
 from elaswave.faults.injection import parse_fault
+from elaswave.job.key_files import JobKey, Role
+from elaswave.job.plan import RunPlan
+from elaswave.job.role import Post, new_incarnation
 from elaswave.observability.output import say_error
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import RESULT_FILE
@@ -41,7 +42,6 @@ from elaswave.state.checkpoint import newest_committed_step
 from elaswave.system.job_folder import sweep_dead
 from elaswave.system.kernel import provide_descriptors
 from elaswave.system.stop_signals import ending_early
-from elaswave.worker.run_plan import RunPlan
 
 ASK_S = 0.5
 """Heartbeats of the connection on which an agent asks what is trained; three without an answer end it."""

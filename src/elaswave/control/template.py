@@ -29,7 +29,6 @@ from elaswave.control.coordinator import run_coordinator
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_survey import survey
 from elaswave.control.forking import Child, fork
-from elaswave.control.job_network import JobNetwork
 from elaswave.control.loader_lines import LoaderLines
 from elaswave.control.machine import memory_bytes
 from elaswave.control.notices import holding_notices
@@ -51,7 +50,6 @@ from elaswave.control.template_messages import (
     SpawnJoiner,
     SpawnRefused,
     SpawnWorkers,
-    StartingPoint,
     TakeKeys,
     ToTemplate,
     Unpacker,
@@ -61,6 +59,8 @@ from elaswave.control.template_messages import (
 from elaswave.data.fingerprint import Finding
 from elaswave.errors import CheckpointError, LaunchError, UsageError
 from elaswave.faults.injection import Fault
+from elaswave.job.network import JobNetwork
+from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.observability.worker_logs import worker_log
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.protocol.template import (
@@ -94,7 +94,6 @@ from elaswave.training.raised import readable, said
 from elaswave.training.tokens import sampler_of
 from elaswave.transport.handshake import Secrets
 from elaswave.worker.probe import Probe
-from elaswave.worker.run_plan import RunPlan
 
 _ANSWER_BYTES_MAX = 1 << 15
 """Of what a committer may say; a pipe holds more, so it never waits for a reader."""
@@ -110,7 +109,7 @@ class TemplateSetup(NamedTuple):
     network: JobNetwork
     """Where coordinator and workers listen and are dialled."""
     keys: Secrets
-    """Of those who take part, see `elaswave.control.key_files.Role`."""
+    """Of those who take part, see `elaswave.job.key_files.Role`."""
     job_keys: Secrets
     """The job's; none where no coordinator is started."""
     deaths: DeathWatch | None

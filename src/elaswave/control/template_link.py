@@ -18,7 +18,7 @@ def template_log(suffix: str) -> str:
     """The name of the template's log.
 
     Args:
-        suffix: see `elaswave.control.post.Post.suffix`.
+        suffix: see `elaswave.job.role.Post.suffix`.
     """
     return f"template{suffix}.log"
 

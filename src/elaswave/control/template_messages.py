@@ -7,17 +7,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from elaswave.channel.messages.worker import Message
 from elaswave.data.fingerprint import Finding
+from elaswave.job.plan import StartingPoint
 from elaswave.state.checkpoint_format import CheckpointMeta, WrittenItem
 from elaswave.state.shapes import StateShapes
-from elaswave.worker.messages import Message
-
-
-class StartingPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint from which workers begin."""
-
-    folder: str
-    meta: CheckpointMeta
 
 
 class SpawnWorkers(Message, frozen=True, kw_only=True):

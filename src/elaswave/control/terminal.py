@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Protocol
 
-from elaswave.control.agent_messages import ShowText, ToAgent
+from elaswave.channel.messages.agent import ShowText, ToAgent
 
 UNSAID_MAX = 10_000
 """Most lines that are kept while there is no agent; of more, the oldest are dropped."""

@@ -29,8 +29,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from elaswave.control.key_files import Role
 from elaswave.errors import AuthenticationError, FrameError
+from elaswave.job.key_files import Role
 from elaswave.protocol.heads import Head
 from elaswave.protocol.messages import PROTOCOL_VERSION
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Key, Listener, secrets_of

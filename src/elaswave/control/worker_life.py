@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from elaswave.channel.messages.worker import KeysNow, KeysTaken, ToWorker
 from elaswave.control.client import ControlClient
 from elaswave.control.notices import hear_notices, hold_notices
 from elaswave.control.slow_dial import slow_control_of
 from elaswave.control.template import TemplateSetup
-from elaswave.control.template_messages import StartingPoint
 from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
+from elaswave.job.plan import StartingPoint
 from elaswave.protocol.messages import Fenced
 from elaswave.system.kernel import offer_to_kernel
 from elaswave.training.tokens import sampler_of
@@ -29,7 +30,6 @@ from elaswave.transport.handshake import KeyRing, Secrets
 from elaswave.worker.batches import BatchMaker
 from elaswave.worker.loader import say_who, serve
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import KeysNow, KeysTaken, ToWorker
 from elaswave.worker.probe import NoProbe, Probe, Probes
 from elaswave.worker.process import WorkerSetup, run_worker
 from elaswave.worker.site_links import site_links

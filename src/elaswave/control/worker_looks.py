@@ -4,7 +4,7 @@ long they have waited for a processor. Only the agent can look: a coordinator ma
 import time
 from collections.abc import Mapping
 
-from elaswave.control.agent_messages import Awaited, CpuTimes
+from elaswave.channel.messages.agent import Awaited, CpuTimes
 from elaswave.control.job_processes import TICK_S, JobProcesses
 from elaswave.observability.processor_waits import ProcessorWaits
 

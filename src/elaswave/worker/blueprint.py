@@ -10,6 +10,7 @@ from elaswave.config.schema import Config
 from elaswave.data.sampler import Sampler
 from elaswave.errors import UsageError
 from elaswave.foreign.layer import check_kinds
+from elaswave.job.plan import RunPlan
 from elaswave.models.layers import ModelSpec
 from elaswave.state.checkpoint_format import EMA, MASTER
 from elaswave.state.flat import FlatLayer, FlatUnit, model_shapes
@@ -18,7 +19,6 @@ from elaswave.training.builtin import builtin_training
 from elaswave.training.definition import Samples, Training
 from elaswave.training.tokens import sampler_of
 from elaswave.worker.admission import build_as_described
-from elaswave.worker.run_plan import RunPlan
 
 
 class Blueprint(RunPlan):

@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
+from elaswave.channel.messages.worker import Failed
 from elaswave.devices.faults import DeviceFault, fault_of
 from elaswave.errors import SpotCheckError, VoteError
 from elaswave.protocol.position import PHASES, kind_of
 from elaswave.training.raised import readable, said, traceback_of
 from elaswave.worker.batches import BatchError
 from elaswave.worker.compute import LayerError
-from elaswave.worker.messages import Failed
 
 _ACTIONS = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
 

@@ -16,6 +16,7 @@ from elaswave.data.fingerprint import fingerprint_of_all
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.foreign.layer import kinds_here
+from elaswave.job.identity import identity_of
 from elaswave.protocol.environment import ENVIRONMENT
 from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
 from elaswave.state.flat import FlatLayer, FlatUnit
@@ -23,7 +24,6 @@ from elaswave.training.tokens import open_tokens
 from elaswave.worker.batches import BatchMaker, BatchName
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.compute import Compute
-from elaswave.worker.identity import identity_of
 from elaswave.worker.update_canary import environment_of
 from elaswave.worker.values import flatten, unflatten
 

@@ -9,6 +9,16 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from elaswave.channel.messages.worker import (
+    EvaluationReport,
+    Finished,
+    FromWorker,
+    LinkLost,
+    Ready,
+    Standing,
+    StepReport,
+    Timings,
+)
 from elaswave.config.devices import base_level
 from elaswave.protocol.ballot import Request
 from elaswave.protocol.engine import Committed
@@ -19,16 +29,6 @@ from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.frozen import frozen_digests
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import (
-    EvaluationReport,
-    Finished,
-    FromWorker,
-    LinkLost,
-    Ready,
-    Standing,
-    StepReport,
-    Timings,
-)
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.torch_engine import TorchEngine
 from elaswave.worker.watch import StepWatch

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from msgspec.structs import replace
 
+from elaswave.channel.messages.worker import Exit, ShardFailed, ShardWritten, Start, ToWorker, Unreached
 from elaswave.config.devices import base_level, device_of, emulated_costs, speed_of
 from elaswave.config.schema import Config
 from elaswave.devices.faults import fault_of
@@ -53,7 +54,6 @@ from elaswave.worker.loader import loader_log
 from elaswave.worker.loading import LoaderSupply
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.materialise import materialise, updater_after
-from elaswave.worker.messages import Exit, ShardFailed, ShardWritten, Start, ToWorker, Unreached
 from elaswave.worker.outbox import ControlOutbox, WorkerClient
 from elaswave.worker.pacing import ActionTimer, Pace
 from elaswave.worker.probe import Probe

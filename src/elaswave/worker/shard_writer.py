@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Standing
 from elaswave.errors import CheckpointError, WaitTimeoutError
 from elaswave.state.checkpoint import places, shard_folder, shard_name, temporary_folder
 from elaswave.state.checkpoint_format import SHARD_SUFFIX
@@ -15,7 +16,6 @@ from elaswave.state.checkpoint_shards import Piece, write_shard
 from elaswave.state.store import BlockStore, Scalars
 from elaswave.worker.frozen import frozen_pieces
 from elaswave.worker.materialise import owned_pieces
-from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
 from elaswave.worker.outbox import ControlOutbox
 from elaswave.worker.torch_engine import TorchEngine
 

@@ -8,9 +8,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from elaswave.cli.ctl import ctl_group
-from elaswave.cli.ctl_status import StatusDisplay, render_status
-from elaswave.control.operator_messages import (
+from elaswave.channel.messages.operator import (
     CheckpointStatus,
     CopiesStatus,
     JobOver,
@@ -19,6 +17,8 @@ from elaswave.control.operator_messages import (
     StageStatus,
     WorkerStatus,
 )
+from elaswave.cli.ctl import ctl_group
+from elaswave.cli.ctl_status import StatusDisplay, render_status
 from elaswave.devices.gauges import Gauges
 
 RUN = Path("runs/a")

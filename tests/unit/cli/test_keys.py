@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from elaswave.channel.messages.operator import Answer, AskKey
 from elaswave.cli import keys as keys_module
 from elaswave.cli.main import main
-from elaswave.control.control_file import write_control_file
-from elaswave.control.job_network import JobNetwork
-from elaswave.control.key_files import next_file, read_key
-from elaswave.control.operator_messages import Answer, AskKey
 from elaswave.errors import ControlError
+from elaswave.job.control_file import write_control_file
+from elaswave.job.key_files import next_file, read_key
+from elaswave.job.network import JobNetwork
 from elaswave.transport.addresses import Place
 from elaswave.transport.tls import Tls
 

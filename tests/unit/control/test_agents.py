@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import small_config
 
-from elaswave.control.agent_messages import AgentHello, AgentRefused
+from elaswave.channel.messages.agent import AgentHello, AgentRefused
 from elaswave.control.agents import Agents
 from elaswave.control.job import JobOptions, run_job
-from elaswave.control.key_files import JobKey
 from elaswave.control.local_job import refusal
-from elaswave.control.post import Post
 from elaswave.control.wire import agent_id
 from elaswave.errors import NeedlessError, RetryError, UsageError
+from elaswave.job.key_files import JobKey
+from elaswave.job.role import Post
 from elaswave.protocol.events import Suspected
 from elaswave.protocol.hosts import GONE_S, Hosts
 

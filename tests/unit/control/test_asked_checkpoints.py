@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 from tests.unit.reports import decision_of, report_of
 
+from elaswave.channel.messages.worker import TakeCheckpoint
 from elaswave.control.asked_checkpoints import AskedCheckpoints
 from elaswave.control.job_status import JobParts
-from elaswave.worker.messages import TakeCheckpoint
 
 
 class Desk:

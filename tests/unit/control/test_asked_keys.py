@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from elaswave.channel.messages.worker import KeysNow
 from elaswave.control.asked_keys import SHOWN_MAX, AskedKeys, obstacle_to
-from elaswave.control.key_files import JobKey, Role, next_file
 from elaswave.control.own_keys import OwnKeys
 from elaswave.control.reply import Reply
 from elaswave.control.wire import FIRST_AGENT, operator_id
+from elaswave.job.key_files import JobKey, Role, next_file
 from elaswave.transport.handshake import Secrets
-from elaswave.worker.messages import KeysNow
 
 OLD, NEW, OTHER = b"the old key of this job", b"the new key of this job", b"another key of this job"
 HOME = FIRST_AGENT + 7

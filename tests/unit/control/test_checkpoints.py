@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Standing
 from elaswave.config.load import load_config
 from elaswave.control import checkpoints
 from elaswave.control.checkpoints import BREAK_OFF_S_MAX, COMMIT_S_MAX, PATIENCE_S, RETRY_S, Checkpoints
@@ -28,7 +29,6 @@ from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, TensorInfo,
 from elaswave.state.checkpoint_shards import write_shard
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.materialise import materialise, owned_pieces
-from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
 
 SMALL = ("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2", "layout.widths=[1,1]")
 

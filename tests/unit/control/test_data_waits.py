@@ -1,7 +1,7 @@
 """A person hears of waiting for data once, when it is a few percent of the time of one worker."""
 
+from elaswave.channel.messages.worker import Timings
 from elaswave.control.data_waits import NUM_REPORTS, DataWaits
-from elaswave.worker.messages import Timings
 
 
 def timings(worker: int, data_wait_s: float, elapsed_s: float = 2.0) -> Timings:

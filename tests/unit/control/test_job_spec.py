@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import small_config
 
-from elaswave.control.agent_messages import JobSpec
+from elaswave.channel.messages.agent import JobSpec
 from elaswave.control.job import JobOptions, run_job
 from elaswave.control.job_spec import (
     check_data,

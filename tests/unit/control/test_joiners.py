@@ -10,6 +10,8 @@ from tests.unit.shapes import make_shape
 
 from elaswave.control.joiners import Answer, Joiners
 from elaswave.control.journal import JournalRecord, PlaceTaken, Published, core_records
+from elaswave.job.identity import identity_of
+from elaswave.job.plan import RunPlan
 from elaswave.protocol.admission import Founders
 from elaswave.protocol.ballot import Ballot, Request, VoteShape, encode_certificate
 from elaswave.protocol.environment import pairs_of
@@ -19,8 +21,6 @@ from elaswave.protocol.respawn import BACKOFF_S_MIN
 from elaswave.protocol.scores import Scores
 from elaswave.state.placement import Placement
 from elaswave.state.shapes import StateShapes
-from elaswave.worker.identity import identity_of
-from elaswave.worker.run_plan import RunPlan
 
 NAMES = ("embedding", "block.0", "block.1", "head")
 SHAPES = StateShapes(NAMES, tuple(make_shape([(4,)], layer=layer, first_id=layer) for layer in range(4)), ("master",))

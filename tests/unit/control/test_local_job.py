@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from elaswave.config.schema import ControlConfig
-from elaswave.control import local_job, template_messages
-from elaswave.control.agent_messages import (
+from elaswave.channel.messages.agent import (
     AgentKeysTaken,
     BreakOffCommit,
     CheckpointCommitted,
@@ -24,12 +22,14 @@ from elaswave.control.agent_messages import (
     SpawnJoiner,
     StopAsked,
 )
+from elaswave.channel.messages.worker import KeysNow
+from elaswave.config.schema import ControlConfig
+from elaswave.control import local_job, template_messages
 from elaswave.control.asked_stop import STOP_GRACE_S, AskedStop
 from elaswave.control.candidacy import STAND_BY_AGAIN_S, Candidacy
 from elaswave.control.coordinator import DISPLACED, PORT_TAKEN, STORE_GONE, CoordinatorProcess
 from elaswave.control.coordinator_starts import CoordinatorStarts
 from elaswave.control.forking import how_it_ended
-from elaswave.control.key_files import JobKey, Role, next_file
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.local_job import LocalJob, with_ends
 from elaswave.control.log_sending import LogSending
@@ -37,7 +37,6 @@ from elaswave.control.open_store import JobStore
 from elaswave.control.own_coordinators import OwnCoordinators
 from elaswave.control.own_keys import OwnKeys
 from elaswave.control.own_workers import OwnWorkers
-from elaswave.control.post import Post, own_post
 from elaswave.control.template_messages import (
     AbandonCommits,
     CommitDone,
@@ -47,10 +46,11 @@ from elaswave.control.template_messages import (
     TakeKeys,
 )
 from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError
+from elaswave.job.key_files import JobKey, Role, next_file
+from elaswave.job.role import Post, own_post
 from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.agent import Agent
 from elaswave.transport.handshake import Secrets
-from elaswave.worker.messages import KeysNow
 
 
 class Launcher(LocalJob):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from elaswave.control.agent_messages import LogPart
+from elaswave.channel.messages.agent import LogPart
 from elaswave.control.log_sending import EVERY_S, LogSending
 from elaswave.observability.worker_logs import worker_log
 

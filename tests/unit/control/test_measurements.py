@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from elaswave.channel.messages.worker import StepReport, Timings
 from elaswave.config.devices import base_level, cluster_of, device_of, emulated_costs
 from elaswave.config.load import build_config
 from elaswave.control.measurements import Measurements
@@ -14,7 +15,6 @@ from elaswave.control.stragglers import HYSTERESIS
 from elaswave.costs.profiled import ActionTiming
 from elaswave.devices.gauges import Gauges
 from elaswave.types import ExecutionParameters
-from elaswave.worker.messages import StepReport, Timings
 
 CPU = build_config({"layout": {"widths": [2, 2], "layers": [3, 3]}})
 EMULATED = build_config({"device": {"kind": "emulated", "model": "gpt2-small", "name": "a100", "time_scale": 2.0},

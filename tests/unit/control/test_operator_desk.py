@@ -6,12 +6,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from elaswave.control import operator_desk
-from elaswave.control.job_status import JobParts
-from elaswave.control.key_files import Role
-from elaswave.control.operations import Operations
-from elaswave.control.operator_desk import OPERATORS_MAX, REQUESTS_MAX, OperatorDesk
-from elaswave.control.operator_messages import (
+from elaswave.channel.messages.operator import (
     Answer,
     AskJoin,
     AskKey,
@@ -22,10 +17,15 @@ from elaswave.control.operator_messages import (
     StatusAnswer,
     TurnedAway,
 )
+from elaswave.channel.messages.worker import Settled
+from elaswave.control import operator_desk
+from elaswave.control.job_status import JobParts
+from elaswave.control.operations import Operations
+from elaswave.control.operator_desk import OPERATORS_MAX, REQUESTS_MAX, OperatorDesk
 from elaswave.control.reply import Reply
 from elaswave.control.wire import is_reader, operator_id, role_of
 from elaswave.errors import StoreError
-from elaswave.worker.messages import Settled
+from elaswave.job.key_files import Role
 
 PETER, MARY = operator_id(1), operator_id(2)
 

@@ -14,13 +14,13 @@ from elaswave.control import replanning
 from elaswave.control.replanning import Replanner
 from elaswave.control.run_planner import RunPlanner
 from elaswave.control.stragglers import Shift
+from elaswave.job.plan import RunPlan
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.recovery import set_idle, survivor_layout
 from elaswave.protocol.events import PlanRecovery
 from elaswave.protocol.history import InForce
 from elaswave.types import Layout
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.run_plan import RunPlan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "policies"
 FLAT = """

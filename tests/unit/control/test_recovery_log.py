@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elaswave.channel.messages.worker import StepReport
 from elaswave.control.recoveries import RecoveryLog, layout_changed
 from elaswave.faults.injection import FAULTS_FILE, FaultRecord
 from elaswave.observability.clock import clock_here
@@ -17,7 +18,6 @@ from elaswave.protocol.events import NewEpoch, Suspected
 from elaswave.protocol.messages import Decision, Installed
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
-from elaswave.worker.messages import StepReport
 
 LAYOUT = make_layout(widths=(1, 3), layers_per_stage=(2, 2), num_microbatches=5)
 

@@ -10,11 +10,11 @@ from elaswave.config.load import build_config
 from elaswave.control.replanning import Replanned
 from elaswave.control.run_planner import RunPlanner
 from elaswave.control.stragglers import Shift
+from elaswave.job.plan import RunPlan
 from elaswave.planning.recovery import set_idle
 from elaswave.protocol.events import PlanRecovery
 from elaswave.protocol.history import InForce
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.run_plan import RunPlan
 
 
 def plan(**elastic: Any) -> RunPlan:

@@ -5,6 +5,7 @@ import math
 import msgspec
 import pytest
 
+from elaswave.channel.messages.worker import Finished, Standing, StepReport
 from elaswave.control.journal import CheckpointGivenUp, Entered, Published
 from elaswave.control.run_state import RunState
 from elaswave.errors import StateError
@@ -21,7 +22,6 @@ from elaswave.planning.layout import make_layout
 from elaswave.planning.recovery import survivor_layout
 from elaswave.protocol.messages import Decision
 from elaswave.state.placement import Placement
-from elaswave.worker.messages import Finished, Standing, StepReport
 
 LAYOUT = make_layout(widths=(2, 1), layers_per_stage=[1, 1], num_microbatches=4)
 AFTER = survivor_layout(LAYOUT, [1])

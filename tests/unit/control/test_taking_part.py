@@ -13,17 +13,17 @@ import pytest
 from tests.agents import free_port
 from tests.fake_etcd import KEY, STRANGERS, FakeEtcd, FakeGateway, Written
 
+from elaswave.channel.messages.agent import AskJob
 from elaswave.config.load import load_config
 from elaswave.control import open_store, taking_part
-from elaswave.control.agent_messages import AskJob
 from elaswave.control.host_network import Seed
 from elaswave.control.journal import ClockRead
-from elaswave.control.key_files import JobKey, Role, role_key
 from elaswave.control.open_store import JobStore
 from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
 from elaswave.control.taking_part import AgentOptions
 from elaswave.errors import RetryError, UsageError
+from elaswave.job.key_files import JobKey, Role, role_key
 from elaswave.protocol.founding import RUNS_S, STARTS_S
 
 OWNER = Owner(post=lambda call: call(), turn=lambda: None, say=print, broken=print)

@@ -1,7 +1,7 @@
 """What is shown on the terminal, with and without an agent that has it."""
 
+from elaswave.channel.messages.agent import ShowEvaluation, ShowText
 from elaswave.control import terminal
-from elaswave.control.agent_messages import ShowEvaluation, ShowText
 from elaswave.control.terminal import Terminal
 from elaswave.control.wire import agent_id
 

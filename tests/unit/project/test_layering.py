@@ -145,7 +145,7 @@ def test_pure_modules_load_nothing_impure():
 
 SLIM = ("control.launcher", "control.local_job", "control.job_processes", "control.template", "control.coordinator",
         "control.recorder", "control.checkpoints", "control.client", "control.server", "state.checkpoint",
-        "worker.messages", "worker.run_plan", "data.sources", "faults.injection")  # fmt: skip
+        "channel.messages.worker", "job.plan", "data.sources", "faults.injection")  # fmt: skip
 """What launcher and coordinator import: the template process loads torch, for those who compute."""
 
 

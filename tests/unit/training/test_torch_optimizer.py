@@ -136,7 +136,7 @@ def test_blocks_have_the_bits_of_torch_on_whole_tensors(factory):
             assert {name: value for name, value in crew.scalars.items() if name in whole.scalars} == whole.scalars
 
 
-@pytest.mark.parametrize("at_once", [2, 100])
+@pytest.mark.parametrize("at_once", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("factory", [*OPTIMIZERS.values(), *TWO_GROUPS.values()], ids=[*OPTIMIZERS, *TWO_GROUPS])
 def test_blocks_that_are_updated_by_one_step_have_the_bits_of_each_alone(factory, at_once):
     crew, other = Crew(tried(factory)), Crew(tried(factory), at_once=at_once)

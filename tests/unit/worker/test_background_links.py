@@ -7,13 +7,13 @@ from msgspec.structs import replace
 from tests.memory_transport import MemoryNetwork
 from tests.unit.worker.test_worker_start import Client, StartedMachine, mailbox, worker_with
 
+from elaswave.channel.messages.worker import Exit
 from elaswave.planning.layout import make_layout
 from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import make_blocks, place_blocks
 from elaswave.worker import links as links_module
 from elaswave.worker import process as worker_module
 from elaswave.worker.links import TransportLinks
-from elaswave.worker.messages import Exit
 
 
 def links_of(worker, network, blocks=(), unreached=lambda peers: None):

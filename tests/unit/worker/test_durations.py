@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tests.unit.reports import report_of
 
+from elaswave.channel.messages.worker import Leaving, LinkLost, StepReport
 from elaswave.protocol.ballot import Request
 from elaswave.protocol.engine import Committed
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import Leaving, LinkLost, StepReport
 from elaswave.worker.outbox import ControlOutbox
 
 

@@ -10,6 +10,8 @@ from tests.integration.jobs import small_config
 from tests.unit.worker.test_materialise import blueprint_of as plain_blueprint_of
 from torch import nn
 
+from elaswave.channel.messages.worker import Exit
+from elaswave.job.identity import identity_of
 from elaswave.planning.layout import make_layout
 from elaswave.protocol.environment import ENVIRONMENT
 from elaswave.protocol.messages import PROTOCOL_VERSION, Fenced, Joining
@@ -17,10 +19,8 @@ from elaswave.transport.stream import StreamTransport
 from elaswave.worker import joining
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.canary import environment
-from elaswave.worker.identity import identity_of
 from elaswave.worker.joining import first_words, layer_canaries
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import Exit
 from elaswave.worker.probe import NoProbe
 from elaswave.worker.process import Worker, WorkerSetup, run_worker
 from elaswave.worker.update_canary import UPDATE, environment_of, update_hash

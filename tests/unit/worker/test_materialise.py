@@ -200,7 +200,7 @@ def measured(model: str, kind: str) -> list[float]:
     return [float(number) for number in done.stdout.split()]
 
 
-@pytest.mark.parametrize("kind", ["trained", "frozen"])
+@pytest.mark.parametrize("kind", ["trained", pytest.param("frozen", marks=pytest.mark.slow)])
 def test_the_peak_is_the_stages_share_and_one_layer(kind: str) -> None:
     """A stage of 2 of 40 layers of 16 MB; sums and momentum are not counted, as SGD without momentum has none."""
     (layers,) = measured(LINEARS, kind)

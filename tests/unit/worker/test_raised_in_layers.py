@@ -24,6 +24,7 @@ from tests.unit.worker.test_layer_calls import (
 )
 from torch import nn
 
+from elaswave.channel.messages.worker import Failed
 from elaswave.data.sampler import Draw
 from elaswave.errors import EndedBySignal, InterruptedWaitError, StoppedBySignalError
 from elaswave.models.calls import batch
@@ -36,7 +37,6 @@ from elaswave.worker.batches import BatchError, BatchMaker, BatchName
 from elaswave.worker.compute import Compute, ErrorPlace, LayerError
 from elaswave.worker.failure import failure
 from elaswave.worker.loader import NotMade
-from elaswave.worker.messages import Failed
 from elaswave.worker.rehearsal import interruptible
 
 PLACE = ErrorPlace(2, 3, 1, "middle")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from elaswave.channel.messages.worker import ShardWritten, Standing
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
 from elaswave.state.store import BlockStore
 from elaswave.worker import shard_writer
-from elaswave.worker.messages import ShardWritten, Standing
 from elaswave.worker.shard_writer import ShardWriter
 
 STANDING = Standing(epoch=1, step=4, num_updates=4, exponents=[], calibrated=True)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from elaswave.channel.messages.worker import Exit, Start, Stop
 from elaswave.config.load import load_config
 from elaswave.errors import FencedError, InterruptedWaitError, WaitTimeoutError
 from elaswave.planning.layout import make_layout
@@ -16,7 +17,6 @@ from elaswave.worker import process as worker_module
 from elaswave.worker import shard_writer
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import Exit, Start, Stop
 from elaswave.worker.process import Worker, _check_coordinator
 from elaswave.worker.shard_writer import ShardDisk
 

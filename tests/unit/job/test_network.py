@@ -8,9 +8,9 @@ from tests.agents import free_port
 from tests.certificates import job_tls, keys_of
 
 from elaswave.config.schema import NetConfig
-from elaswave.control import job_network
-from elaswave.control.job_network import address_of, open_network
 from elaswave.errors import ConfigError, LaunchError
+from elaswave.job import network as job_network
+from elaswave.job.network import address_of, open_network
 from elaswave.transport import addresses
 
 

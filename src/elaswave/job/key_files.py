@@ -1,4 +1,4 @@
-"""The job's key and certificate files: found, checked, read. `elaswave.control.key_making` makes them.
+"""The job's key and certificate files: found, checked, read. `elaswave.job.key_making` makes them.
 
 No argument, log, file of the run or environment of a child ever holds the key. What a person gives it with stands in
 `elaswave.api.environment`; a job that is given none makes one.

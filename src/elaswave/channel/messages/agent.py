@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from elaswave.control.operator_messages import FromOperator
-from elaswave.control.template_messages import StartingPoint
-from elaswave.worker.messages import FromWorker, KeysNow, Message
+from elaswave.channel.messages.operator import FromOperator
+from elaswave.channel.messages.worker import FromWorker, KeysNow, Message
+from elaswave.job.plan import StartingPoint
 
 Verdict = Literal["misused", "needless", "again"]
 """Why an agent may not take part: a person's mistake; the node has another one; or it is too late for this one, and a

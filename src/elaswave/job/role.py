@@ -4,7 +4,7 @@ import secrets
 import socket
 from typing import NamedTuple
 
-from elaswave.control.job_network import JobNetwork
+from elaswave.job.network import JobNetwork
 
 _INCARNATION_BITS = 30
 

@@ -13,8 +13,9 @@ from tests.certificates import keys_of
 from elaswave.api.environment import KEY_FILE_VARIABLE, KEY_VARIABLE, given_key
 from elaswave.cli.main import main
 from elaswave.config.schema import NetConfig
-from elaswave.control import key_making
-from elaswave.control.key_files import (
+from elaswave.errors import ConfigError, UsageError
+from elaswave.job import key_making
+from elaswave.job.key_files import (
     LESSER,
     JobKey,
     Role,
@@ -25,7 +26,6 @@ from elaswave.control.key_files import (
     role_key,
     tls_of,
 )
-from elaswave.errors import ConfigError, UsageError
 from elaswave.transport.tls import Tls
 
 KEY = "0123456789abcdef0123456789abcdef"

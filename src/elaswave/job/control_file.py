@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from elaswave.control.job_network import JobNetwork
 from elaswave.errors import ControlError, RunFolderError
+from elaswave.job.network import JobNetwork
 from elaswave.observability.processes import RunProcess, described, lives
 from elaswave.observability.run_folder import CONTROL_FILE, is_run
 from elaswave.transport.tls import Tls

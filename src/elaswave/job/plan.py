@@ -8,6 +8,7 @@ the shapes by the template process.
 from collections.abc import Callable, Collection
 from functools import cached_property
 
+import msgspec
 from msgspec.structs import replace
 
 from elaswave.config.devices import cluster_of, element_bytes, emulated_costs, own_bytes
@@ -26,6 +27,7 @@ from elaswave.planning.recovery import choose_followers, survivor_layout
 from elaswave.planning.scatter_width import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
 from elaswave.planning.validation import validate_programs
 from elaswave.protocol.moves import refilled
+from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.domains import hosts_of, sites_of
 from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
 from elaswave.state.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
@@ -34,6 +36,13 @@ from elaswave.types import ExecutionParameters, Layout, Program
 
 MOVE_BYTES_MIN, MOVE_BYTES_MAX = 1 << 20, 1 << 28
 """Bounds of what a worker sends in a step while blocks move, where it follows from what is measured."""
+
+
+class StartingPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint from which workers begin."""
+
+    folder: str
+    meta: CheckpointMeta
 
 
 class RunPlan:

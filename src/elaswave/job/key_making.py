@@ -15,7 +15,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from elaswave.control.key_files import (
+from elaswave.errors import UsageError
+from elaswave.job.key_files import (
     AUTHORITY_FILE,
     AUTHORITY_KEY_FILE,
     CERTIFICATE_FILE,
@@ -28,7 +29,6 @@ from elaswave.control.key_files import (
     read_key,
     role_key,
 )
-from elaswave.errors import UsageError
 from elaswave.untrusted import read_bytes
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")

@@ -10,8 +10,8 @@ import msgspec
 from elaswave._version import __version__
 from elaswave.data.fingerprint import data_hash
 from elaswave.hashing import key64
+from elaswave.job.plan import RunPlan
 from elaswave.protocol.admission import libraries
-from elaswave.worker.run_plan import RunPlan
 
 
 class Identity(NamedTuple):

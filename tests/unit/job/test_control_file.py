@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elaswave.control.control_file import ControlFile, read_control_file, remove_control_file, write_control_file
-from elaswave.control.job_network import JobNetwork
 from elaswave.errors import ControlError, RunFolderError
+from elaswave.job.control_file import ControlFile, read_control_file, remove_control_file, write_control_file
+from elaswave.job.network import JobNetwork
 from elaswave.observability.processes import described
 from elaswave.observability.run_folder import CONTROL_FILE, MARKER_FILE
 from elaswave.transport.addresses import Place

@@ -1,0 +1,1 @@
+"""The control connections of a job."""
