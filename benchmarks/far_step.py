@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, NetworkLink
+from elaswave.costs.machines import Cluster
+from elaswave.costs.network import NetworkLink
 from elaswave.costs.step_time.contended import simulate_step
 from elaswave.protocol.traffic import Shipment, doubling, traffic_of
 from elaswave.state.placement import Block, Placement

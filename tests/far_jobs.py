@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, NetworkLink
-from elaswave.costs.network import Network
+from elaswave.costs.machines import Cluster, Device
+from elaswave.costs.network import Network, NetworkLink
 from elaswave.fences import Codec
 from elaswave.planning.far_apart.job import Copies, FarJob
 

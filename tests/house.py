@@ -16,7 +16,7 @@ import tempfile
 import tokenize
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,16 +111,19 @@ def lines_by_room(files: list[File]) -> Counter[str]:
     return found
 
 
-def _imports(file: File) -> Iterator[str]:
-    """What a module imports when it is imported, and for types."""
+def _imports(file: File, modules: Container[str]) -> Iterator[str]:
+    """Which of some modules a module imports when it is imported, and for types."""
     pending: list[ast.AST] = [file.tree]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-            yield node.module
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+            of_package = {name for name in named if name in modules}
+            yield from of_package
+            if of_package != named and node.module in modules:  # also something that stands in the package itself
+                yield node.module
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             pending += ast.iter_child_nodes(node)
 
@@ -128,7 +131,7 @@ def _imports(file: File) -> Iterator[str]:
 def import_graph(files: list[File]) -> dict[str, set[str]]:
     """Module -> modules of the packages that it imports."""
     modules = {file.module for file in files}
-    return {file.module: {name for name in _imports(file) if name in modules} - {file.module} for file in files}
+    return {file.module: set(_imports(file, modules)) - {file.module} for file in files}
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:

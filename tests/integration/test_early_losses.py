@@ -9,7 +9,7 @@ from tests.integration.jobs import Calm, QuietReporter, run_job
 
 from elaswave.control import worker_life, worker_looks
 from elaswave.protocol import detection
-from elaswave.worker.process import WorkerSetup
+from elaswave.worker.setup import WorkerSetup
 
 
 def strike(monkeypatch: pytest.MonkeyPatch, victims: tuple[int, ...], number: signal.Signals) -> None:

@@ -16,6 +16,7 @@ from elaswave.models.gpt import GPTMLP
 from elaswave.protocol.environment import ENVIRONMENT
 from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
 from elaswave.worker import process
+from elaswave.worker.setup import WorkerSetup
 
 SETTINGS = {"layout.widths": [1, 1], "run.steps": 60}
 
@@ -116,7 +117,7 @@ def test_a_joiner_whose_layers_compute_other_bits_is_refused(
     """What it says of itself is what it has computed."""
     own = process.first_words
 
-    def with_another_code(setup: process.WorkerSetup, address: str) -> Joining:
+    def with_another_code(setup: WorkerSetup, address: str) -> Joining:
         with pytest.MonkeyPatch.context() as here:
             forward = GPTMLP.forward
             here.setattr(GPTMLP, "forward", lambda layer, x: 2 * forward(layer, x))
@@ -173,7 +174,7 @@ def test_joiners_that_end_with_the_same_error_do_not_end_the_job(
 ) -> None:
     own = process.Worker.__init__
 
-    def fails(self: process.Worker, setup: process.WorkerSetup, *arguments: Any) -> None:
+    def fails(self: process.Worker, setup: WorkerSetup, *arguments: Any) -> None:
         if setup.joins:  # it has a connection already, over which it says so
             raise OSError("there is no data here")
         own(self, setup, *arguments)

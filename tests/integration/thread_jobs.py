@@ -62,7 +62,8 @@ from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.failure import failure
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.probe import NoProbe, Probe
-from elaswave.worker.process import Worker, WorkerSetup
+from elaswave.worker.process import Worker
+from elaswave.worker.setup import WorkerSetup
 
 Machine = WorkerMachine[HeldBlock]
 

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
+from elaswave.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.costs.network import NetworkLink
 
 LINK = NetworkLink(bandwidth_bytes_per_s=1e9)
 LEVELS = (

@@ -7,8 +7,8 @@ import pytest
 from tests.far_jobs import DEVICE, far_costs, far_job
 from tests.property.far_apart_brute_force import best_step_s
 
-from elaswave.costs.machines import Cluster, NetworkLink
-from elaswave.costs.network import Network
+from elaswave.costs.machines import Cluster
+from elaswave.costs.network import Network, NetworkLink
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.far_apart.op_fence import op_fence
 

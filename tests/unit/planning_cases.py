@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
+from elaswave.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.costs.network import NetworkLink
 from elaswave.planning import planner
 from elaswave.planning.options import Axis, Options
 from elaswave.planning.plan import Allocation, Plan, Planner

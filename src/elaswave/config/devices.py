@@ -18,7 +18,8 @@ from elaswave.config.sites import sites_of
 from elaswave.costs.analytic import USABLE_MEMORY, analytic_costs, analytic_shares, multiplications
 from elaswave.costs.fences import fenced_costs
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
+from elaswave.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.costs.network import NetworkLink
 from elaswave.costs.presets import ModelShape
 from elaswave.fences import built_in_layer_names, codecs_at
 from elaswave.types import ExecutionParameters

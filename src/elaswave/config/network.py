@@ -15,8 +15,8 @@ from elaswave.config.checks import check_values, shown
 from elaswave.config.presets import device_preset
 from elaswave.config.toml import read_toml, toml_value
 from elaswave.costs.analytic import USABLE_MEMORY
-from elaswave.costs.machines import Cluster, NetworkLink
-from elaswave.costs.network import MAX_SITES, Network
+from elaswave.costs.machines import Cluster
+from elaswave.costs.network import MAX_SITES, Network, NetworkLink
 from elaswave.costs.presets import DevicePreset
 from elaswave.errors import ConfigError, UsageError
 

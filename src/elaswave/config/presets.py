@@ -16,7 +16,8 @@ from msgspec import Meta
 
 from elaswave.config.checks import check_values, shown, unknown_section
 from elaswave.config.toml import parse_toml, read_toml
-from elaswave.costs.machines import Device, FrequencyLevel, NetworkLink
+from elaswave.costs.machines import Device, FrequencyLevel
+from elaswave.costs.network import NetworkLink
 from elaswave.costs.presets import DevicePreset, LinkPreset, ModelShape, frequency_levels
 from elaswave.errors import ConfigError, UsageError
 

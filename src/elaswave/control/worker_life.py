@@ -31,7 +31,8 @@ from elaswave.worker.batches import BatchMaker
 from elaswave.worker.loader import say_who, serve
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.probe import NoProbe, Probe, Probes
-from elaswave.worker.process import WorkerSetup, run_worker
+from elaswave.worker.process import run_worker
+from elaswave.worker.setup import WorkerSetup
 from elaswave.worker.site_links import site_links
 
 HEARTBEAT_S = 0.25

@@ -17,7 +17,8 @@ import msgspec
 
 from elaswave.costs.fences import fenced_costs
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, NetworkLink
+from elaswave.costs.machines import Cluster, Device
+from elaswave.costs.network import NetworkLink
 from elaswave.costs.presets import DevicePreset, ModelShape
 from elaswave.fences import built_in_layer_names, codecs_at
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from elaswave.costs.machines import NetworkLink
+from elaswave.costs.network import NetworkLink
 
 
 class HeldLayers(Protocol):

@@ -11,7 +11,7 @@ is constant otherwise. What disturbs a probe makes it longer, so the least time 
 from collections.abc import Generator, Mapping
 from typing import NamedTuple
 
-from elaswave.costs.machines import NetworkLink
+from elaswave.costs.network import NetworkLink
 
 ROUND_TRIPS = 5
 FIRST_BYTES = 1 << 14

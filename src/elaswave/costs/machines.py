@@ -8,13 +8,12 @@ Links are of two kinds, within a machine and between machines; where sites are f
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-if TYPE_CHECKING:
-    from elaswave.costs.network import Network
+from elaswave.costs.network import Network, NetworkLink
 
 EventKind = Literal["lost", "joined", "slowed", "drained"]
 _SPREAD_MAX = 2
@@ -69,28 +68,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return [level.speed for level in self.levels].index(1.0)
 
 
-class NetworkLink(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker can send over one level of the network: latency + bytes / bandwidth."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Checks the figures.
-
-        Raises:
-            ValueError: a bandwidth of 0 or less, a negative latency, or not a finite number.
-        """
-        if not 0 < self.bandwidth_bytes_per_s < float("inf"):
-            raise ValueError(f"link bandwidth is {self.bandwidth_bytes_per_s} bytes/s, needed: above 0 and finite")
-        if not 0 <= self.latency_s < float("inf"):
-            raise ValueError(f"link latency is {self.latency_s} s, needed: at least 0 and finite")
-
-    def transfer_s(self, num_bytes: float) -> float:
-        """Seconds until so many bytes are there."""
-        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cluster:
     """Workers, their devices and the links between them. Arrays have one entry per worker, in order of ids."""
@@ -110,7 +87,7 @@ class Cluster:
     between_nodes: NetworkLink
     power_limit_w: float | None = None
     """Of all workers together; None means no limit."""
-    network: "Network | None" = None
+    network: Network | None = None
     """Links per pair of sites; they take the place of `between_nodes`, which is then what planners go by that know no
     sites. None: all machines are equally far apart."""
     site: np.ndarray | None = None

@@ -8,12 +8,33 @@ link that a whole site shares is not modelled.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
-
-from elaswave.costs.machines import NetworkLink
 
 MAX_SITES = 1000
 """The links are a matrix: a million of them is what it may take."""
+
+
+class NetworkLink(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker can send over one level of the network: latency + bytes / bandwidth."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks the figures.
+
+        Raises:
+            ValueError: a bandwidth of 0 or less, a negative latency, or not a finite number.
+        """
+        if not 0 < self.bandwidth_bytes_per_s < float("inf"):
+            raise ValueError(f"link bandwidth is {self.bandwidth_bytes_per_s} bytes/s, needed: above 0 and finite")
+        if not 0 <= self.latency_s < float("inf"):
+            raise ValueError(f"link latency is {self.latency_s} s, needed: at least 0 and finite")
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Seconds until so many bytes are there."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

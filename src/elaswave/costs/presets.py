@@ -13,7 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from elaswave.costs.machines import Device, FrequencyLevel, NetworkLink
+from elaswave.costs.machines import Device, FrequencyLevel
+from elaswave.costs.network import NetworkLink
 
 VOLTAGE_PER_SPEED = 0.5
 """Relative change of voltage per relative change of the clock."""

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from elaswave.costs.layers import Costs, HeldLayers
-from elaswave.costs.machines import Cluster, NetworkLink
+from elaswave.costs.machines import Cluster
 from elaswave.costs.memory import DEFAULT_FOLLOWERS, MemoryModel
+from elaswave.costs.network import NetworkLink
 from elaswave.planning.plan import Allocation, StateTransfer
 
 

@@ -7,41 +7,16 @@ relative errors, so that small operators count as much as large ones.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from elaswave.errors import UsageError
-from elaswave.splitting.graph import OperatorGraph, OperatorNode
+from elaswave.splitting.graph import Estimate, OperatorGraph, OperatorNode
 
 TERMS = ("s per operator", "s per flop", "s per byte", "times as long as here")
 MEASURED_MIN = 3
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Estimated seconds of all operators on another device.
-
-    Args:
-        graph: the operators with those seconds; those that were measured have the measured ones.
-        terms: coefficients of the fit, by what they multiply; left out where they are 0.
-        fitted: (number, measured seconds, seconds by the fit) of the operators that were measured.
-        error: the median relative error of a measured operator where the fit is of the others alone.
-    """
-
-    graph: OperatorGraph
-    terms: Mapping[str, float]
-    fitted: tuple[tuple[int, float, float], ...]
-    error: float
-
-    def __str__(self) -> str:
-        fit = " + ".join(f"{value:.3g} {term}" for term, value in self.terms.items())
-        lines = [f"fit: {fit}; median error of an operator left out: {self.error:.0%}"]
-        for number, measured_s, fitted_s in self.fitted:
-            node = self.graph[number]
-            lines.append(f"{number:>5}  {node.operator:<32} measured {measured_s:.3g} s, fit {fitted_s:.3g} s")
-        return "\n".join([*lines, f"all {len(self.graph)} operators: {self.graph.seconds:.3g} s"])
 
 
 def to_measure(graph: OperatorGraph, count: int) -> tuple[int, ...]:

@@ -4,12 +4,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elaswave.splitting.cut import Flow
-
-if TYPE_CHECKING:
-    from elaswave.splitting.estimates import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,3 +196,28 @@ def graph_of(flow: Flow, cuts: Sequence[int] = ()) -> OperatorGraph:
         for value in op.writes:
             maker[value] = writers[facts.values[value].storage] = place
     return OperatorGraph(tuple(nodes), tuple(cuts))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimated seconds of all operators on another device.
+
+    Args:
+        graph: the operators with those seconds; those that were measured have the measured ones.
+        terms: coefficients of the fit, by what they multiply; left out where they are 0.
+        fitted: (number, measured seconds, seconds by the fit) of the operators that were measured.
+        error: the median relative error of a measured operator where the fit is of the others alone.
+    """
+
+    graph: OperatorGraph
+    terms: Mapping[str, float]
+    fitted: tuple[tuple[int, float, float], ...]
+    error: float
+
+    def __str__(self) -> str:
+        fit = " + ".join(f"{value:.3g} {term}" for term, value in self.terms.items())
+        lines = [f"fit: {fit}; median error of an operator left out: {self.error:.0%}"]
+        for number, measured_s, fitted_s in self.fitted:
+            node = self.graph[number]
+            lines.append(f"{number:>5}  {node.operator:<32} measured {measured_s:.3g} s, fit {fitted_s:.3g} s")
+        return "\n".join([*lines, f"all {len(self.graph)} operators: {self.graph.seconds:.3g} s"])

@@ -6,7 +6,7 @@ made-up numbers. Layers are built one after the other, and never are two of them
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -24,14 +24,12 @@ from elaswave.training.tokens import open_tokens
 from elaswave.worker.batches import BatchMaker, BatchName
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.compute import Compute
+from elaswave.worker.setup import WorkerSetup
 from elaswave.worker.update_canary import environment_of
 from elaswave.worker.values import flatten, unflatten
 
-if TYPE_CHECKING:
-    from elaswave.worker.process import WorkerSetup
 
-
-def first_words(setup: "WorkerSetup", address: str) -> Joining:
+def first_words(setup: WorkerSetup, address: str) -> Joining:
     """Finds out what a joiner has to say.
 
     Args:
@@ -68,7 +66,7 @@ def first_words(setup: "WorkerSetup", address: str) -> Joining:
     )
 
 
-def _data_facts(setup: "WorkerSetup", blueprint: Blueprint) -> Mapping[str, object]:
+def _data_facts(setup: WorkerSetup, blueprint: Blueprint) -> Mapping[str, object]:
     """What is known of the data here, as the launcher has written it for those that began."""
     if setup.training is None:
         paths = open_tokens(setup.config, setup.run_dir / "data").paths
@@ -78,7 +76,7 @@ def _data_facts(setup: "WorkerSetup", blueprint: Blueprint) -> Mapping[str, obje
     return {"num_samples": samples.sizes}
 
 
-def _first_inputs(setup: "WorkerSetup", blueprint: Blueprint) -> Any:
+def _first_inputs(setup: WorkerSetup, blueprint: Blueprint) -> Any:
     """Inputs of the first micro-batch of all; only their shapes count."""
     samples = blueprint.open_samples(setup.run_dir / "data")
     inputs, _ = BatchMaker(setup.config, samples, blueprint.sampler(samples)).get(BatchName("train", 1, 0))

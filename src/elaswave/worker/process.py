@@ -8,20 +8,15 @@ the machine leaves what it does and goes on as the coordinator's decision says.
 """
 
 import gc
-import socket
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from msgspec.structs import replace
 
 from elaswave.channel.messages.worker import Exit, ShardFailed, ShardWritten, Start, ToWorker, Unreached
 from elaswave.config.devices import base_level, device_of, emulated_costs, speed_of
-from elaswave.config.schema import Config
 from elaswave.devices.faults import fault_of
-from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.devices.opening import open_device
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, WaitTimeoutError
@@ -33,12 +28,8 @@ from elaswave.protocol.engine import JobTerms, Pause, Wait
 from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker
 from elaswave.protocol.position import FOREIGN, START
 from elaswave.protocol.worker import WorkerMachine
-from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.store import HeldBlock
-from elaswave.training.definition import Training
 from elaswave.training.raised import traceback_of
-from elaswave.transport.addresses import Place
-from elaswave.transport.handshake import Key
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
@@ -56,9 +47,8 @@ from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.materialise import materialise, updater_after
 from elaswave.worker.outbox import ControlOutbox, WorkerClient
 from elaswave.worker.pacing import ActionTimer, Pace
-from elaswave.worker.probe import Probe
+from elaswave.worker.setup import WorkerSetup
 from elaswave.worker.shard_writer import ShardDisk, ShardWriter
-from elaswave.worker.site_links import SiteLinks
 from elaswave.worker.torch_engine import EngineContext, TorchEngine
 from elaswave.worker.traced import TracedTransport
 from elaswave.worker.watch import StepWatch
@@ -78,35 +68,6 @@ _UNTOUCHED: list[object] = []
 process if its context is broken, and not return if it is stuck. The process ends by `os._exit`, which leaves it."""
 FLUSH_TIMEOUT_S = 5.0
 """Bound of waiting, at the end, for the coordinator to have handled the last messages."""
-
-
-class WorkerSetup(NamedTuple):
-    """What a worker is started with."""
-
-    config: Config
-    worker: int
-    run_dir: Path
-    key: Key
-    """Of those who take part."""
-    listen: Place | str
-    """Where the data plane listens."""
-    checkpoint: tuple[Path, CheckpointMeta] | None
-    probe: Probe
-    profile: bool
-    training: Training | None = None
-    """What is trained; None: what the configuration describes."""
-    loaders: socket.socket | None = None
-    """Where the template hands over lines to loaders; None: the worker makes its micro-batches itself."""
-    frozen: Mapping[str, torch.Tensor] | None = None
-    """Frozen parameters that the checkpoint has otherwise than they are built; None: they are still to be compared."""
-    joins: bool = False
-    """Whether it joins a job that runs: it begins without state, and says `Joining` before it registers."""
-    sites: SiteLinks | None = None
-    """The transport's links to other sites; None: there is only one."""
-    domain: str = ""
-    """Where it runs, as a joiner says it, see `elaswave.state.domains`; empty: the coordinator knows, or nobody."""
-    device: Device = HOST
-    """What it computes on; `run_worker` opens the configured one."""
 
 
 class Worker:

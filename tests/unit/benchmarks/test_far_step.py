@@ -5,8 +5,8 @@ import pytest
 from benchmarks.far_step import far_step
 
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
-from elaswave.costs.network import Network
+from elaswave.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.costs.network import Network, NetworkLink
 from elaswave.planning.execution import programs_of
 from elaswave.planning.layout import make_layout
 from elaswave.state.placement import Placement, make_blocks

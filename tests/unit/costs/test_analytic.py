@@ -13,7 +13,7 @@ from elaswave.costs.analytic import (
     layer_work,
     preset_cluster,
 )
-from elaswave.costs.machines import NetworkLink
+from elaswave.costs.network import NetworkLink
 from elaswave.costs.presets import DevicePreset, ModelShape, frequency_levels
 from elaswave.types import Stage
 

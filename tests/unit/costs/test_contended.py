@@ -10,7 +10,8 @@ from tests.property.layouts import layouts
 from tests.trace_format import validate_trace
 
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, NetworkLink
+from elaswave.costs.machines import Cluster, Device
+from elaswave.costs.network import NetworkLink
 from elaswave.costs.schedules import SCHEDULES
 from elaswave.costs.step_time.contended import simulate_step
 from elaswave.costs.step_time.exact import time_programs

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.far_jobs import DEVICE, far_cluster, far_costs
 
-from elaswave.costs.machines import Cluster, NetworkLink
-from elaswave.costs.network import Network
+from elaswave.costs.machines import Cluster
+from elaswave.costs.network import Network, NetworkLink
 from elaswave.costs.step_time.contended import simulate_step
 from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.planning.programs import compile_programs

@@ -6,7 +6,8 @@ import pytest
 from tests.property.clusters import make_cluster, make_costs
 
 from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent, NetworkLink
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.network import NetworkLink
 from elaswave.planning.exhaustive import all_shapes
 from elaswave.planning.fault_free import fault_free
 from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of

@@ -10,7 +10,8 @@ from tests.programs import parse_programs
 from tests.property.layouts import layouts
 
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
+from elaswave.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.costs.network import NetworkLink
 from elaswave.costs.schedules import SCHEDULES, in_flight_bounds, parts_of
 from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import Flow, durations_of, run_in_order, transfer_of

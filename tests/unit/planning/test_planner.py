@@ -12,8 +12,9 @@ from tests.unit.planning_cases import plan, predict
 
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
-from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, NetworkLink, worker_power, worker_speeds
+from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, worker_power, worker_speeds
 from elaswave.costs.memory import MemoryModel
+from elaswave.costs.network import NetworkLink
 from elaswave.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
 from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import durations_of

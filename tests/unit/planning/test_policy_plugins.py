@@ -9,7 +9,8 @@ import pytest
 
 from elaswave.config.policy_code import find_policy
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, ClusterEvent, Device, NetworkLink
+from elaswave.costs.machines import Cluster, ClusterEvent, Device
+from elaswave.costs.network import NetworkLink
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.declared import declared_of
 from elaswave.planning.plan import Allocation, Plan, Planner

@@ -22,7 +22,8 @@ from elaswave.worker.canary import environment
 from elaswave.worker.joining import first_words, layer_canaries
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.probe import NoProbe
-from elaswave.worker.process import Worker, WorkerSetup, run_worker
+from elaswave.worker.process import Worker, run_worker
+from elaswave.worker.setup import WorkerSetup
 from elaswave.worker.update_canary import UPDATE, environment_of, update_hash
 
 FACTS = {"num_bytes": 12, "sample": "ab", "content": ""}

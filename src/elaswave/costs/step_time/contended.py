@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, NetworkLink
+from elaswave.costs.machines import Cluster
+from elaswave.costs.network import NetworkLink
 from elaswave.costs.step_time.exact import Timeline
 from elaswave.costs.step_time.work import FORWARD, WEIGHT, Durations, Flow, durations_of, run_in_order, transfer_of
 from elaswave.types import Layout, Program

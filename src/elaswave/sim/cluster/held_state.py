@@ -13,7 +13,8 @@ from math import ceil
 from typing import Protocol
 
 from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, NetworkLink
+from elaswave.costs.machines import Cluster
+from elaswave.costs.network import NetworkLink
 from elaswave.planning.placed_blocks import PlacedBlocks, Placing
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.replication import WHOLE, Copies, Replication

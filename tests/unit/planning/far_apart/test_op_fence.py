@@ -11,7 +11,7 @@ from elaswave.cli.far_apart import far_planners
 from elaswave.config.network import read_network, scaled
 from elaswave.config.presets import model_shape
 from elaswave.costs.analytic import analytic_costs
-from elaswave.costs.machines import NetworkLink
+from elaswave.costs.network import NetworkLink
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.far_apart.clusters import clusterings, orders
 from elaswave.planning.far_apart.job import FarJob, allocation_of_plan
