@@ -15,7 +15,7 @@ from elaswave.errors import AuthenticationError, FrameError, PeerLostError, Wait
 from elaswave.transport import acceptor, addresses, unauthenticated
 from elaswave.transport import link as link_module
 from elaswave.transport.frames import HEADER_BYTES, Tag, encode_header
-from elaswave.transport.handshake import MAGIC, VERSION, Dialler, Listener
+from elaswave.transport.handshake import MAGIC, VERSION, Dialler, KeyRing, Listener, Secrets
 from elaswave.transport.stream import StreamTransport
 
 TAG = Tag(channel=1, step=1, attempt=0)
@@ -28,9 +28,9 @@ def connected(address: str) -> socket.socket:
     return sock
 
 
-def intruder(victim, worker: int, key: bytes = KEY) -> socket.socket:
+def intruder(victim, worker: int, key: bytes = KEY, sock: socket.socket | None = None) -> socket.socket:
     """A raw peer that does the whole handshake as a worker; raises if it is refused."""
-    sock = connected(victim.address)
+    sock = sock or connected(victim.address)
     try:
         side = Dialler(key, worker, victim.worker, secrets.token_bytes(32))
         sock.sendall(side.opening())
@@ -130,6 +130,27 @@ def test_a_listener_with_another_key_is_not_believed(stream_world):
     finally:
         impostor.close()
     assert not a.peers and not impostor.peers
+
+
+def test_a_link_is_made_though_the_key_is_changed_between_the_connection_and_the_handshake(stream_world):
+    new = Secrets((b"the new key of the suite of links",))
+    where = f"unix:{stream_world.folder}" if stream_world.kind == "unix" else "tcp:127.0.0.1"
+    rings = [KeyRing(Secrets((KEY,))) for _ in range(2)]
+    a, b = (StreamTransport(worker, key=ring, listen=where) for worker, ring in enumerate(rings))
+    try:
+        a.want({1: b.address})
+        until(lambda: any(visit.is_connected for visit in a._acceptor._visits.values()), a)  # b has accepted nothing
+        rings[0].now = rings[1].now = new
+        until(lambda: a.peers and b.peers, a, b)
+        assert not a._acceptor.trouble, "the first try has failed"
+        rings[1].now = Secrets((KEY,))
+        sock = connected(b.address)
+        until(lambda: b._acceptor._visits, b)
+        rings[1].now = new
+        intruder(b, 0, *new.accepted, sock).close()
+    finally:
+        a.close()
+        b.close()
 
 
 def test_a_recorded_handshake_cannot_be_replayed(stream_world):

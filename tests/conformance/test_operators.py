@@ -122,6 +122,7 @@ def test_hanging_up_waits_for_nobody_and_hears_nothing_more(world):
 def test_no_connection_outlasts_a_key_by_a_handshake_that_was_begun_before(world):
     """Nor in the place of a member, whose id it claims."""
     town, coordinator = world
+    coordinator.server.handshake_timeout_s = 1e6
     opened = town.raw_peer(own=OPERATOR).authenticate().say_hello()
     until(lambda: coordinator.events(OPERATOR) == ["connected"])
     done, claims = (town.raw_peer(own=own).authenticate() for own in (operator_id(6), 1))

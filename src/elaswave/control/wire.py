@@ -249,7 +249,7 @@ class Session(Generic[_T]):
         """
 
         def make_side(bind: Callable[[bytes], bytes]) -> Dialler:
-            return Dialler(secrets_of(key).each(bind), own, peer, os.urandom(NONCE_BYTES), peer_name)
+            return Dialler(lambda: secrets_of(key).each(bind), own, peer, os.urandom(NONCE_BYTES), peer_name)
 
         return cls(make_side, key, receives, security, host, max_message_bytes)
 
@@ -277,7 +277,7 @@ class Session(Generic[_T]):
 
         def make_side(bind: Callable[[bytes], bytes]) -> Listener:
             held = None if key_of is None else lambda peer: secrets_of(key_of(peer)).each(bind)
-            return Listener(secrets_of(key).each(bind), own, os.urandom(NONCE_BYTES), refusal, peer_name, held)
+            return Listener(lambda: secrets_of(key).each(bind), own, os.urandom(NONCE_BYTES), refusal, peer_name, held)
 
         return cls(make_side, key, receives, security, None, max_message_bytes)
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from elaswave.errors import AuthenticationError
 from elaswave.transport import addresses
-from elaswave.transport.handshake import NONCE_BYTES, Dialler, Key, Listener, Secrets, secrets_of
+from elaswave.transport.handshake import NONCE_BYTES, Dialler, Key, Listener, secrets_of
 from elaswave.transport.tls import TlsError, TlsSocket, bound_key
 from elaswave.transport.unauthenticated import CROWDED_OUT, LimitedLines, UnauthenticatedPeers, source_of
 from elaswave.transport.waiter import READ, WRITE, Waiter
@@ -53,7 +53,7 @@ class _Visit:
     def __init__(
         self,
         sock: socket.socket,
-        make_side: Callable[[Secrets], _Side],
+        make_side: Callable[[Key], _Side],
         deadline: float,
         peer: int | None,
         host: str | None,
@@ -70,9 +70,9 @@ class _Visit:
         self.side: _Side | None = None
         self.is_connected = peer is None
 
-    def begin(self, secrets: Secrets) -> None:
+    def begin(self, key: Key) -> None:
         """The connection is as secure as it is to be: the handshake begins."""
-        self.side = self.make_side(secrets)
+        self.side = self.make_side(key)
         self.greeting = self.side.opening()
 
 
@@ -152,8 +152,8 @@ class Acceptor:
             self.trouble[peer] = error
             return
 
-        def make_side(secrets: Secrets) -> Dialler:
-            return Dialler(secrets, self._worker, peer, os.urandom(NONCE_BYTES))
+        def make_side(key: Key) -> Dialler:
+            return Dialler(key, self._worker, peer, os.urandom(NONCE_BYTES))
 
         self._begin(sock, make_side, peer, host)
 
@@ -226,15 +226,15 @@ class Acceptor:
             if ended := self._unauthenticated.admit(visit, source_of(address)):
                 self._turn_away(ended, TimeoutError(CROWDED_OUT))
 
-    def _make_listener(self, secrets: Secrets) -> Listener:
-        return Listener(secrets, self._worker, os.urandom(NONCE_BYTES), self._refusal)
+    def _make_listener(self, key: Key) -> Listener:
+        return Listener(key, self._worker, os.urandom(NONCE_BYTES), self._refusal)
 
     def _begin(
-        self, sock: socket.socket, make_side: Callable[[Secrets], _Side], peer: int | None, host: str | None
+        self, sock: socket.socket, make_side: Callable[[Key], _Side], peer: int | None, host: str | None
     ) -> _Visit:
         visit = _Visit(sock, make_side, time.monotonic() + self._timeout_s, peer, host)
         if self._listening is None:
-            visit.begin(secrets_of(self._key))
+            visit.begin(self._key)
         self._visits[visit.fd] = visit
         self._waiter.register(visit.fd, lambda event: self._on_event(visit), READ if peer is None else WRITE)
         return visit
@@ -274,7 +274,7 @@ class Acceptor:
             self._waiter.set_mask(visit.fd, WRITE if waits_to_write else READ)
             return False
         bind = partial(bound_key, certificate_digest=visit.sock.listener_digest)
-        visit.begin(secrets_of(self._key).each(bind))
+        visit.begin(lambda: secrets_of(self._key).each(bind))
         self._waiter.set_mask(visit.fd, READ)
         return True
 

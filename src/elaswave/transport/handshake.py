@@ -13,9 +13,10 @@ the reason is known on both sides, and ends the connection.
 
 While the job's key is changed, a side holds several (`Secrets`). The sign, which is a mac of the rest of the HELLO,
 says by which one the dialler would rather speak; the listener proves that one, or else its own first one. The dialler
-takes a proof of any that it holds, and from there on both speak by it. So two sides meet if one of them holds the
-first key of the other. The sign of the PROOF is random, unless the dialler has signed by a key
-that was retired: then it says so by that key, for a dialler that has no other one.
+takes a proof of any that it holds, and from there on both speak by it. So two sides meet if one of them holds the first
+key of the other. They may take other keys in between: the listener goes by those of when the HELLO comes, the dialler
+believes those of when it was sent and of when the PROOF comes. The sign of the PROOF is random, unless the dialler has
+signed by a key that was retired: then it says so by that key, for a dialler that has no other one.
 
 Each message has a fixed size, so an unauthenticated peer can make us hold at most 64 bytes. Every proof covers the
 whole transcript and the speaker's role, so that a replayed, reflected or redirected message proves nothing. From the
@@ -89,8 +90,8 @@ class KeyRing:
         self.now = now
 
 
-Key = bytes | Secrets | KeyRing
-"""What one side of handshakes goes by. Bytes: one key, as long as the process lives."""
+Key = bytes | Secrets | KeyRing | Callable[[], Secrets]
+"""What one side of handshakes goes by. Bytes: one key, as long as the process lives. A function gives those of now."""
 
 
 def secrets_of(key: Key) -> Secrets:
@@ -101,6 +102,8 @@ def secrets_of(key: Key) -> Secrets:
     """
     if isinstance(key, KeyRing):
         key = key.now
+    elif callable(key):
+        key = key()
     secrets = Secrets((key,)) if isinstance(key, bytes | bytearray) else key
     if not secrets.accepted:
         raise ValueError("a side of a handshake needs a key, and was given none")
@@ -143,7 +146,9 @@ class Dialler:
         self.bytes_needed = _PROOF.size
         self.last_words = b""
         """What the listener may be told once it was not believed."""
+        self._held = key
         self._secrets = secrets_of(key)
+        """Of when the HELLO is sent."""
         self._key = b""
         """The one that the listener has proved."""
         self._name = name
@@ -187,8 +192,10 @@ class Dialler:
         return b""
 
     def _proved(self, mac: bytes) -> bytes | None:
-        """The key by which the listener has made its proof; None: by none of ours."""
-        macs = ((key, _mac(key, b"listener", self._transcript)) for key in self._secrets.accepted)
+        """The key by which the listener has made its proof; None: by none of ours. It may have been told of a change
+        after we had sent the HELLO, as we have been."""
+        held = dict.fromkeys((*self._secrets.accepted, *secrets_of(self._held).accepted))
+        macs = ((key, _mac(key, b"listener", self._transcript)) for key in held)
         return next((key for key, right in macs if hmac.compare_digest(mac, right)), None)
 
     def secret(self, purpose: bytes) -> bytes:
@@ -223,7 +230,8 @@ class Listener:
         self.bytes_needed = _HELLO.size
         self.last_words = b""
         """None."""
-        self._secrets = secrets_of(key)
+        secrets_of(key)  # checks them
+        self._held = key
         self._key_of = key_of
         self._key = b""
         """The one that was proved to the dialler."""
@@ -284,7 +292,7 @@ class Listener:
     def _choose(self, hello: bytes) -> None:
         """Chooses the key by which the dialler has signed its HELLO, or else the first one. If that was one of those
         that are retired, it is to learn that."""
-        accepted, retired = self._secrets if self._key_of is None else secrets_of(self._key_of(self.peer))
+        accepted, retired = secrets_of(self._held if self._key_of is None else self._key_of(self.peer))
         unsigned, sign = hello[:-_SIGN_BYTES], hello[-_SIGN_BYTES:]
         found = (key for key in (*accepted, *retired) if hmac.compare_digest(sign, _sign(key, b"hello", unsigned)))
         key = next(found, accepted[0])

@@ -194,6 +194,24 @@ def test_a_ring_is_replaced_for_handshakes_to_come_and_checked_as_a_key_is() -> 
         secrets_of(Secrets(()))
 
 
+@pytest.mark.parametrize("dials", [(OLD, NEW), (NEW,)])
+@pytest.mark.parametrize("listens", [(OLD, NEW), (NEW,)])
+def test_a_handshake_that_was_begun_before_a_change_does_not_fail_by_it(
+    dials: tuple[bytes, ...], listens: tuple[bytes, ...]
+) -> None:
+    """A listener that is slow to accept is told of the new key, and that it stands alone, between the lines; and so is
+    who dials it. One that has answered already has proved the old key."""
+    ring, listening = KeyRing(Secrets((OLD,))), KeyRing(Secrets((OLD,)))
+    dialler = Dialler(ring, 0, 1, b"d" * 32)
+    listener = Listener(listening, 1, b"l" * 32, lambda peer: None)
+    ring.now, listening.now = Secrets(dials), Secrets(listens)
+    shake_hands(dialler, listener)
+    later = Dialler(ring, 0, 1, b"d" * 32)
+    listener = Listener(lambda: listening.now, 1, b"l" * 32, lambda peer: None)
+    listening.now = Secrets((NEW,))
+    shake_hands(later, listener)
+
+
 def test_the_name_of_secrets_tells_them_and_their_order_apart() -> None:
     named = {Secrets(ring).name for ring in ((OLD,), (NEW,), (OLD, NEW), (NEW, OLD), (OLD, NEW, THIRD))}
     assert len(named) == 5 and {len(name) for name in named} == {16}
