@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from elaswave.channel.messages.operator import Answer, AskKey
+from elaswave.channel.messages.operator import Answer, AskKey, AskStatus, StatusAnswer
 from elaswave.cli.ctl import DEFAULT_TIMEOUT_S, SECONDS, last_answer, line_of
 from elaswave.cli.groups import DefaultCommand
 from elaswave.control.operator_client import OperatorClient
@@ -24,6 +24,9 @@ from elaswave.job.key_making import (
     write_role_key,
 )
 from elaswave.observability.output import say, say_error, say_json
+
+PRESENT_TIMEOUT_S = 2.0
+"""For a last word of the job, where the change has not come to its end."""
 
 
 class _KeysGroup(click.Group):
@@ -170,10 +173,20 @@ def _ask(run: Path, key: JobKey, timeout_s: float, as_json: bool) -> Answer:
         try:
             return last_answer(client, lambda request: AskKey(request=request, key=key.secret), timeout_s, as_json)
         except ControlError as error:
-            way_on = f"nothing is lost: `elaswave keys rotate {run}` goes on with this change"
+            way_on = f"nothing is lost: `elaswave keys rotate {run}` goes on with this change{_present(client)}"
             if not client.job_is_there():
                 way_on = "the change has ended with it, and no file of a key was replaced"
             raise ControlError(f"{error}; {way_on}") from None
+
+
+def _present(client: OperatorClient) -> str:
+    """How the job gets on with the change, if it says so: its first answer names all, and who hangs is among these."""
+    try:
+        answer = next(client.ask(lambda request: AskStatus(request=request), PRESENT_TIMEOUT_S))
+    except ControlError:
+        return ""
+    lines = answer.status.under_way if isinstance(answer, StatusAnswer) else ()
+    return "".join(f"; at present {line}" for line in lines)
 
 
 def _outdated(file: Path) -> list[Path]:

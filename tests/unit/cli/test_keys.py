@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elaswave.channel.messages.operator import Answer, AskKey
+from elaswave.channel.messages.operator import Answer, AskKey, AskStatus, StatusAnswer
 from elaswave.cli import keys as keys_module
 from elaswave.cli.main import main
 from elaswave.errors import ControlError
@@ -35,6 +36,7 @@ class Job:
         self.asked: list[bytes] = []
         self.decided: Any = "changed"
         self.is_over = False
+        self.status: Any = None
 
     def runs(self, address: str = "unix:/x", tls: Tls | None = None, *, is_temporary: bool = False) -> None:
         """As the launcher says it."""
@@ -53,8 +55,14 @@ class Job:
     def job_is_there(self) -> bool:
         return not self.is_over
 
-    def ask(self, make: Callable[[int], AskKey], timeout_s: float) -> Iterator[Answer]:
-        self.asked.append(make(1).key)
+    def ask(self, make: Callable[[int], AskKey | AskStatus], timeout_s: float) -> Iterator[Answer | StatusAnswer]:
+        request = make(1)
+        if isinstance(request, AskStatus):
+            if self.status is None:
+                raise ControlError("the job is over")
+            yield StatusAnswer(request=1, status=self.status)
+            return
+        self.asked.append(request.key)
         if self.decided is None:
             raise ControlError("it has not come to an end within 1 s")
         yield Answer(request=1, is_last=False, decided="offered", reason="a")
@@ -91,6 +99,9 @@ def test_a_change_that_does_not_come_to_its_end_is_gone_on_with(job: Job, capsys
     job.decided = None
     assert job.rotate() == 1
     assert "within 1 s; nothing is lost: `elaswave keys rotate" in capsys.readouterr().err
+    job.status = SimpleNamespace(under_way=["2 keys are good, and worker 3 must still say so"])
+    assert job.rotate() == 1
+    assert "with this change; at present 2 keys are good, and worker 3 must still say so" in capsys.readouterr().err
     job.is_over = True
     assert job.rotate() == 1
     assert "within 1 s; the change has ended with it, and no file" in capsys.readouterr().err
@@ -99,7 +110,7 @@ def test_a_change_that_does_not_come_to_its_end_is_gone_on_with(job: Job, capsys
     assert "error: failed: b" in capsys.readouterr().err
     job.decided = "changed"
     assert job.rotate() == 0
-    assert len(job.asked) == 4 and set(job.asked) == {read_key(job.file).secret}
+    assert len(job.asked) == 5 and set(job.asked) == {read_key(job.file).secret}
 
 
 def test_of_a_change_that_is_refused_nothing_is_left_unless_it_was_begun_before(job: Job, tmp_path: Path) -> None:
