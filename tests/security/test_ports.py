@@ -59,6 +59,7 @@ def test_every_socket_that_listens_and_every_lock_is_known_here() -> None:
         "control/server.py": {"create_server", "create_unix_server"},  # of a socket of those
         "control/host_network.py": {"bind", "lockf"},  # to see whether an address is this host's; nobody listens
         "system/job_folder.py": {"flock"},
+        "job/key_making.py": {"flock"},
         "control/file_store.py": {"flock"},
         "devices/places.py": {"flock"},
         "observability/run_folder.py": {"flock"},
