@@ -13,7 +13,7 @@ import pytest
 from tests.integration.jobs import Calm, coordinator_of, run_job
 from tests.signals import hearing_signals
 
-from elaswave.control import checkpoint_search, coordinator_starts, local_job, own_coordinators
+from elaswave.control import checkpoint_search, local_job, own_coordinators
 from elaswave.control.checkpoint_search import CheckpointFinder
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.client import ControlClient
@@ -43,13 +43,13 @@ class StopsWithItsCoordinator:
 def test_a_worker_that_never_finds_the_new_coordinator_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
-    run, pid = coordinator_starts.run_coordinator, tmp_path / "pid"
+    run, pid = own_coordinators.run_coordinator, tmp_path / "pid"
 
     def run_known(setup: CoordinatorSetup) -> int:
         pid.write_text(str(os.getpid()))
         return run(setup)
 
-    monkeypatch.setattr(coordinator_starts, "run_coordinator", run_known)
+    monkeypatch.setattr(own_coordinators, "run_coordinator", run_known)
     job = run_job(tmp_path / "run", {"run.steps": 4}, probe=StopsWithItsCoordinator(pid))
     assert [recovery.worker for recovery in job.result.recoveries if recovery.kind == "lost"] == [1]
     assert job.computation == calm({"run.steps": 4}).computation

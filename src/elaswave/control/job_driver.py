@@ -33,23 +33,21 @@ from elaswave.control.checkpoint_search import CheckpointFinder
 from elaswave.control.client import next_heartbeat_s
 from elaswave.control.clocks import by_own_clock
 from elaswave.control.coordinator_setup import CoordinatorSetup
-from elaswave.control.data_waits import DataWaits
 from elaswave.control.job_end import JobEnd
 from elaswave.control.job_spec import spec_of
 from elaswave.control.job_status import JobParts
 from elaswave.control.joiners import Joiners
 from elaswave.control.journal import ClockRead, JournalRecord, core_records
-from elaswave.control.layout_searches import LayoutSearches
+from elaswave.control.measurements import DataWaits
 from elaswave.control.membership import Membership
 from elaswave.control.open_store import open_store
 from elaswave.control.operations import Operations
 from elaswave.control.operator_desk import OperatorDesk
 from elaswave.control.own_faults import OwnFaults
-from elaswave.control.publishing import Publishing
+from elaswave.control.planning import LayoutSearches, RecoveryPlanning
+from elaswave.control.publishing import Publishing, RecoveryReports
 from elaswave.control.recorder import RunRecorder
 from elaswave.control.recoveries import RecoveryLog
-from elaswave.control.recovery_planning import RecoveryPlanning
-from elaswave.control.recovery_reports import RecoveryReports
 from elaswave.control.run_planner import RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner

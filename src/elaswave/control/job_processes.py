@@ -15,8 +15,10 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from elaswave.control.forking import Child, fork, how_it_ended
+from elaswave.control.launcher_waits import Standstill, how_it_stands_still
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_link import TemplateProcess
 from elaswave.control.template_messages import (
@@ -26,10 +28,13 @@ from elaswave.control.template_messages import (
     KillWorkers,
     LoaderGone,
     LoaderSpawned,
+    Prepared,
     SpawnCoordinator,
     Spawned,
     ToTemplate,
+    Unprepared,
 )
+from elaswave.errors import LaunchError, UsageError
 from elaswave.observability.processes import (
     ProcessFacts,
     Role,
@@ -274,3 +279,41 @@ class JobProcesses:
         self.selector.close()
         self._orphans.close()
         remove_processes(self._run_dir, self._suffix)
+
+
+def await_prepared(processes: JobProcesses, log: Path, turn: Callable[[], None]) -> Prepared:
+    """Waits until the template has loaded torch and the model.
+
+    Args:
+        processes: of this agent; nothing else comes from them yet.
+        log: the template's.
+        turn: called again and again meanwhile.
+    Returns:
+        What the template has found.
+    Raises:
+        LaunchError: torch or the model cannot be loaded.
+        UsageError: what is to be trained cannot be.
+    """
+    standstill = Standstill(time.monotonic())
+    while True:
+        processes.selector.select(TICK_S)
+        for message in processes.hear_template():
+            if isinstance(message, Prepared):
+                return message
+            assert isinstance(message, Unprepared), message
+            if message.is_usage:
+                raise UsageError(message.text)
+            raise _unprepared(message.text, log)
+        ended = processes.template_end()
+        if ended is not None:
+            raise _unprepared(f"it {ended}", log)
+        still = how_it_stands_still(standstill, processes.template_facts(), time.monotonic())
+        if still is not None:
+            raise _unprepared(still, log)
+        turn()
+
+
+def _unprepared(text: str, log: Path) -> LaunchError:
+    return LaunchError(
+        f"the template process, from which workers are forked, cannot load torch and the model: {text}; see {log}"
+    )

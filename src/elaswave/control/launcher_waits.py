@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 
-from elaswave.control.standstill import Standstill
 from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.awake import AwakeTime
 from elaswave.protocol.template import COORDINATOR
@@ -13,6 +12,33 @@ STILL_S_MAX = 600.0
 """How long it may use none otherwise: what loads a model may wait for a disk or a network."""
 KILLED_S_MAX = 60.0
 """How long a coordinator, or the process that commits a checkpoint, may take to end once it is to be killed."""
+
+
+class Standstill:
+    """For how long a process has used no processor time.
+
+    Args:
+        now_s: monotonic time of the beginning.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._awake = AwakeTime(now_s)
+        self._cpu_s = -1.0
+        self._moved_s = 0.0
+
+    def look(self, cpu_s: float, now_s: float) -> float:
+        """Takes note of what a process has used up to now.
+
+        Args:
+            cpu_s: its processor time.
+            now_s: monotonic time.
+        Returns:
+            Seconds for which it has used none, of those in which this process was awake.
+        """
+        passed_s = self._awake.passed_s(now_s)
+        if cpu_s != self._cpu_s:
+            self._cpu_s, self._moved_s = cpu_s, passed_s
+        return passed_s - self._moved_s
 
 
 def how_it_stands_still(standstill: Standstill, template: ProcessFacts | None, now_s: float) -> str | None:

@@ -51,19 +51,23 @@ from elaswave.control.candidacy import CANDIDATE, Candidacy
 from elaswave.control.candidate import Stage
 from elaswave.control.client import ControlClient
 from elaswave.control.coordinator_setup import CoordinatorSetup
-from elaswave.control.coordinator_starts import CoordinatorStarts
 from elaswave.control.forking import how_it_ended
 from elaswave.control.job_place import JobPlace
-from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
+from elaswave.control.job_processes import (
+    COORDINATOR_EXIT,
+    TEMPLATE,
+    TEMPLATE_EXIT,
+    TICK_S,
+    JobProcesses,
+    await_prepared,
+)
 from elaswave.control.job_spec import mark_of, write_marks
 from elaswave.control.launcher_waits import LauncherWaits
-from elaswave.control.log_sending import LogSending
-from elaswave.control.own_coordinators import OwnCoordinators
+from elaswave.control.own_coordinators import CoordinatorStarts, OwnCoordinators
 from elaswave.control.own_keys import OwnKeys
-from elaswave.control.own_workers import OwnWorkers
+from elaswave.control.own_workers import LogSending, OwnWorkers, WorkerLooks
 from elaswave.control.script import Script
-from elaswave.control.shown import Shown
-from elaswave.control.step_calls import StepCalls
+from elaswave.control.shown import Shown, StepCalls
 from elaswave.control.store_seal import proof_of_term
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_link import template_log
@@ -79,9 +83,7 @@ from elaswave.control.template_messages import (
     Spawned,
     SpawnRefused,
 )
-from elaswave.control.template_start import await_prepared
 from elaswave.control.wire import agent_id
-from elaswave.control.worker_looks import WorkerLooks
 from elaswave.data.fingerprint import DatasetFingerprint, Finding, SampleHash
 from elaswave.data.sampler import Sampler
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError

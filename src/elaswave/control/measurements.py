@@ -21,6 +21,10 @@ from elaswave.devices.gauges import Gauges
 from elaswave.types import ExecutionParameters
 
 _KEPT_STEPS = 16
+DATA_WAITS_SHARE = 0.05
+"""Of a worker's time that it may wait for its data before a person is told."""
+DATA_WAITS_REPORTS = 2
+"""Reports of a worker, one after the other, that must say so."""
 
 
 class Measurements:
@@ -134,3 +138,29 @@ class Measurements:
     def known_or_estimated(self) -> Costs:
         """The planner's costs; before anything is measured those that follow from the layers' sizes."""
         return self.costs() or self._analytic
+
+
+class DataWaits:
+    """What the workers of a run say of their waiting for data."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        """By worker: its newest reports that said so, in a row."""
+        self._is_told = False
+
+    def add(self, timings: Timings) -> str | None:
+        """Takes what one worker tells of a few of its steps.
+
+        Returns:
+            What a person is to be told, once in the run.
+        """
+        share = timings.data_wait_s / timings.elapsed_s if timings.elapsed_s > 0 else 0.0
+        count = self._counts.get(timings.worker, 0) + 1 if share > DATA_WAITS_SHARE else 0
+        self._counts[timings.worker] = count
+        if self._is_told or count < DATA_WAITS_REPORTS:
+            return None
+        self._is_told = True
+        return (
+            f"worker {timings.worker} has spent {share:.0%} of the last {timings.elapsed_s:.1f} s waiting for its "
+            "data: let loaders make it ahead (loaders=2, or more of them), or make a sample less work"
+        )

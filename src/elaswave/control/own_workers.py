@@ -1,18 +1,67 @@
-"""An agent's workers: begun as the coordinator asks for them, and what is to be told of their ends."""
+"""An agent's workers: begun as the coordinator asks for them, and what it is told of their ends, processor time and
+logs. Only the agent can look at their processes and files: a coordinator may be on another host."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elaswave.channel.messages.agent import EndJoiner, Exited, LogPart, SpawnFirst, SpawnJoiner
+from elaswave.channel.messages.agent import Awaited, CpuTimes, EndJoiner, Exited, LogPart, SpawnFirst, SpawnJoiner
 from elaswave.control import template_messages
-from elaswave.control.job_processes import JobProcesses
+from elaswave.control.job_processes import TICK_S, JobProcesses
 from elaswave.control.launcher_waits import LauncherWaits
-from elaswave.control.log_sending import LogSending
 from elaswave.control.template_messages import KillWorkers, SpawnRefused, SpawnWorkers
 from elaswave.errors import LaunchError
 from elaswave.job.plan import StartingPoint
+from elaswave.observability.processor_waits import ProcessorWaits
+from elaswave.observability.worker_logs import LogTail
 from elaswave.protocol.agent import Agent, JoinerWanted, ReportEnd, StartJoiner, WorkerEnded
+
+SEND_LOGS_EVERY_S = 0.5
+LOOK_S = 1.0
+"""Between two looks at the processes of workers that have not registered."""
+LOOK_AT_SILENT_S = 0.9 * TICK_S
+"""Between two looks at the processes of workers that are silent: every turn of the loop, if nothing wakes it."""
+
+
+class LogSending:
+    """Sends the logs of one host's workers to a coordinator whose run folder is another one.
+
+    It is asked to on each connection (`SendLogs`). Nothing is kept for later: what cannot be sent stays in the log's
+    file on this host, from which the next part is read.
+
+    Args:
+        run_dir: of this host.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._is_wanted = False
+        self._tails: dict[int, LogTail] = {}
+        self._looked_s = 0.0
+
+    def started(self, worker: int) -> None:
+        """A worker is being started here."""
+        self._tails[worker] = LogTail(self._run_dir, worker)
+
+    def connected(self) -> None:
+        """There is a new connection: a coordinator asks for logs if it wants them."""
+        self._is_wanted = False
+
+    def wanted(self) -> None:
+        """The coordinator wants them."""
+        self._is_wanted = True
+
+    def ended(self, worker: int) -> list[LogPart]:
+        """A worker has ended: its last words, which are to be sent before that is said."""
+        tail = self._tails.pop(worker, None)
+        return [] if tail is None or not self._is_wanted else _parts({worker: tail.next(is_last=True)})
+
+    def turn(self, now_s: float) -> list[LogPart]:
+        """What has been printed, now and then."""
+        if not self._is_wanted or now_s - self._looked_s < SEND_LOGS_EVERY_S:
+            return []
+        self._looked_s = now_s
+        return _parts({worker: tail.next() for worker, tail in self._tails.items()})
 
 
 class OwnWorkers:
@@ -88,3 +137,44 @@ def _as_seen_from(run_dir: Path, checkpoint: StartingPoint | None) -> StartingPo
     there = Path(checkpoint.folder)
     folder = run_dir / there.parent.name / there.name
     return StartingPoint(folder=str(folder), meta=checkpoint.meta)
+
+
+def _parts(texts: dict[int, str]) -> list[LogPart]:
+    return [LogPart(worker=worker, text=text) for worker, text in texts.items() if text]
+
+
+class WorkerLooks:
+    """Looks at workers that the coordinator waits for, or hears nothing of: how much they compute, and how long they
+    have waited for a processor.
+
+    Args:
+        processes: of the agent.
+    """
+
+    def __init__(self, processes: JobProcesses) -> None:
+        self._processes = processes
+        self._awaited: tuple[int, ...] = ()
+        """Workers that the coordinator waits for."""
+        self._looked_s = 0.0
+        self._silent: Mapping[int, ProcessorWaits] = {}
+        """Workers of which the coordinator hears nothing."""
+        self._looked_at_silent_s = 0.0
+
+    def asked(self, message: Awaited) -> None:
+        """Whom the coordinator waits for now."""
+        self._awaited = message.workers
+        now_s, pids = time.monotonic(), self._processes.pids_of(message.silent)
+        self._silent = {worker: self._silent.get(worker) or ProcessorWaits(pid, now_s) for worker, pid in pids.items()}
+
+    def turn(self) -> list[CpuTimes]:
+        """What to tell the coordinator now; to be called often."""
+        now_s, found = time.monotonic(), []
+        if self._awaited and now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s
+            cpu_s = {worker: facts.cpu_s for worker, facts in self._processes.facts_of(self._awaited).items()}
+            found.append(CpuTimes(cpu_s=cpu_s))
+        if self._silent and now_s - self._looked_at_silent_s >= LOOK_AT_SILENT_S:
+            self._looked_at_silent_s = now_s
+            waited_s = {worker: waits.look(now_s) for worker, waits in self._silent.items()}
+            found.append(CpuTimes(cpu_s={}, waited_s=waited_s))
+        return found

@@ -10,8 +10,8 @@ from tests.fake_etcd import KEY, STRANGERS, FakeEtcd, FakeGateway, Written, lost
 from elaswave.channel.messages.agent import Ended
 from elaswave.config.schema import ControlConfig
 from elaswave.control import open_store
+from elaswave.control.alone import late_outcome
 from elaswave.control.commit_count import CommitCount
-from elaswave.control.late_outcome import late_outcome
 from elaswave.control.open_store import JobStore
 from elaswave.job.key_files import JobKey, Role
 from elaswave.observability.events import EventLog, RunFinished

@@ -28,15 +28,13 @@ from elaswave.control import local_job, template_messages
 from elaswave.control.asked_stop import STOP_GRACE_S, AskedStop
 from elaswave.control.candidacy import STAND_BY_AGAIN_S, Candidacy
 from elaswave.control.coordinator import DISPLACED, PORT_TAKEN, STORE_GONE, CoordinatorProcess
-from elaswave.control.coordinator_starts import CoordinatorStarts
 from elaswave.control.forking import how_it_ended
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.local_job import LocalJob, with_ends
-from elaswave.control.log_sending import LogSending
 from elaswave.control.open_store import JobStore
-from elaswave.control.own_coordinators import OwnCoordinators
+from elaswave.control.own_coordinators import CoordinatorStarts, OwnCoordinators
 from elaswave.control.own_keys import OwnKeys
-from elaswave.control.own_workers import OwnWorkers
+from elaswave.control.own_workers import LogSending, OwnWorkers
 from elaswave.control.template_messages import (
     AbandonCommits,
     CommitDone,

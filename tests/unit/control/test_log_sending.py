@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from elaswave.channel.messages.agent import LogPart
-from elaswave.control.log_sending import EVERY_S, LogSending
+from elaswave.control.own_workers import SEND_LOGS_EVERY_S, LogSending
 from elaswave.observability.worker_logs import worker_log
 
 
@@ -17,8 +17,8 @@ def test_logs_are_sent_while_they_are_wanted_and_last_words_at_the_end(tmp_path:
     sending.wanted()
     assert sending.turn(200.0) == [LogPart(worker=5, text="one\n")]
     log.write_text("one\ntwo\n")
-    assert sending.turn(200.0 + EVERY_S / 2) == []
-    assert sending.turn(200.0 + EVERY_S) == [LogPart(worker=5, text="two\n")]
+    assert sending.turn(200.0 + SEND_LOGS_EVERY_S / 2) == []
+    assert sending.turn(200.0 + SEND_LOGS_EVERY_S) == [LogPart(worker=5, text="two\n")]
     log.write_text("one\ntwo\nthree\n")
     assert sending.ended(5) == [LogPart(worker=5, text="three\n")]
     assert sending.ended(5) == []

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import msgspec
 
 from elaswave.control.journal import Entered
-from elaswave.control.recovery_reports import RecoveryReports
+from elaswave.control.publishing import RecoveryReports
 from elaswave.control.run_state import RunState
 from elaswave.observability.events import Recovered
 from elaswave.observability.result import Recovery

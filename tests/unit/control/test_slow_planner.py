@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.protocol.machines import FIVE, report, started, suspicion
 
-from elaswave.control import recovery_planning
+from elaswave.control import planning
 from elaswave.control.background import Background, in_thread
 from elaswave.control.coordinator import CoordinatorProcess
-from elaswave.control.recovery_planning import RecoveryPlanning
+from elaswave.control.planning import RecoveryPlanning
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.decisions import plan_survivors
@@ -105,7 +105,7 @@ def test_a_slow_plan_lets_other_events_through_and_holds_no_standstill_against_a
 
 
 def test_a_planner_that_exceeds_its_bound_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recovery_planning, "PLAN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(planning, "PLAN_TIMEOUT_S", 0.01)
     go_on = threading.Event()
 
     def plan(question: PlanRecovery) -> RecoveryPlan:

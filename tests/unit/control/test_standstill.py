@@ -1,6 +1,6 @@
 """Bounds on waiting for another process: neither a slow one nor a stopped waiter makes it look stopped."""
 
-from elaswave.control.standstill import Standstill
+from elaswave.control.launcher_waits import Standstill
 from elaswave.protocol.awake import AwakeTime
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from elaswave.control.step_calls import StepCalls
+from elaswave.control.shown import StepCalls
 
 
 def heard(calls: StepCalls, steps: list[int]) -> None:

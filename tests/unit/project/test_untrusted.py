@@ -40,7 +40,7 @@ EXCEPTED = {
     "control.fresh_template:main": OWN,
     "control.host_network:_Lock.__init__": "opens a lock in a folder of this user alone, and follows no link",
     "control.job_place:JobPlace._write_key": MAKES,
-    "control.late_outcome:late_outcome": STORE,
+    "control.alone:late_outcome": STORE,
     "control.machine:memory_bytes": KERNEL,
     "control.read_files:_opened": "opens a descriptor of this process once more",
     "control.taking_over:_set": OWN,
