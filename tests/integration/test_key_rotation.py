@@ -15,6 +15,7 @@ from tests.integration.test_ctl import FOREVER, PATIENCE_S, ctl, job, status_of,
 from elaswave.channel.messages.operator import Answer, AskKey
 from elaswave.cli.main import main
 from elaswave.control.operator_client import OperatorClient
+from elaswave.errors import ControlError
 from elaswave.job.control_file import read_control_file
 from elaswave.job.key_files import Role, next_file, read_key
 from elaswave.job.key_making import begin_change, write_role_key
@@ -39,7 +40,11 @@ def test_a_key_is_changed_under_losses_and_no_bit_changes(tmp_path: Path, capsys
         keys = [read_key(file).secret]
         steering = write_role_key(file.parent, Role.STEERING)
         kill(run_dir, "worker")  # it is missed, and another one started, while the key is changed
-        assert rotate(run_dir) == 0, capsys.readouterr()
+        with OperatorClient(run_dir, steering) as stands:
+            status_of(stands)
+            assert rotate(run_dir) == 0, capsys.readouterr()
+            with pytest.raises(ControlError, match="the job's key was changed while the job runs"):
+                status_of(stands)
         out = capsys.readouterr().out
         assert "changed: the new key is the job's only one" in out
         assert f"{file}: the job's key from now on" in out and f"{steering}: of the old key; remove it, and make" in out

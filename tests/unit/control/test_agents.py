@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.integration.jobs import small_config
 
-from elaswave.channel.messages.agent import AgentHello, AgentRefused
+from elaswave.channel.messages.agent import AgentHello, AgentRefused, AskJob, JobSpec
 from elaswave.control.agents import Agents
 from elaswave.control.job import JobOptions, run_job
 from elaswave.control.local_job import refusal
@@ -20,21 +21,24 @@ from elaswave.protocol.hosts import GONE_S, Hosts
 class World:
     """Four workers that have begun on hosts a and b, and what their coordinator is told of ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: JobSpec | None = None) -> None:
         self.hosts = Hosts((0, 1, 0, 1), ("a", "b"), home=11)
+        self.sent: list[tuple[int, object]] = []
+        self.keys: tuple[bytes, ...] = ()
         self.ended: list[int] = []
         self.hung_up: list[int] = []
         self.heard_s = 0.0
         self.agents = Agents(
             self.hosts,
-            spec=None,
+            spec=spec,
             checkpoint=None,
             records=(),
             persist=lambda record: None,
-            send=lambda peer, message: True,
+            send=self._send,
             heard_s=lambda peer: self.heard_s,
             hang_up=self.hung_up.append,
             say=lambda text: None,
+            keys=lambda: self.keys,
             founded=lambda: None,
             ended=self._end,
             room=lambda slots: None,
@@ -42,6 +46,10 @@ class World:
         )
         self.come("a", 11)
         self.come("b", 22)
+
+    def _send(self, peer: int, message: object) -> bool:
+        self.sent.append((peer, message))
+        return True
 
     def _end(self, worker: int) -> None:
         self.ended.append(worker)
@@ -66,6 +74,37 @@ def test_joiners_of_a_host_whose_node_has_another_agent_have_ended() -> None:
     assert world.ended == [4], "of members it is known by their silence, of a joiner by nobody"
     world.agents.tick((0, 1, 2, 3), 20.0)
     assert world.ended == [4]
+
+
+def test_all_agents_are_waited_for_that_are_not_given_up_also_while_they_are_away() -> None:
+    world = World()
+    assert world.agents.present == [agent_id(11), agent_id(22)]
+    world.agents.went(agent_id(22), 1.0)
+    assert world.agents.present == [agent_id(11), agent_id(22)]
+    world.agents.tick((0, 1, 2), 1.1 + GONE_S)
+    assert world.agents.present == [agent_id(11)]
+
+
+def test_an_agent_that_asks_what_is_trained_is_told_by_which_keys() -> None:
+    spec = JobSpec(
+        job="j",
+        config={},
+        config_digest="",
+        host="a",
+        run_dir="",
+        mark="",
+        data={},
+        faults=[],
+        profile=False,
+        checkpoint=None,
+        founded=1,
+    )
+    world, ask = World(spec), AskJob(job="j", node="c", incarnation=33, config_digest="")
+    world.sent.clear()
+    world.agents.asked(agent_id(33), ask)
+    world.keys = (b"of those who take part", b"another one of theirs")
+    world.agents.asked(agent_id(33), ask)
+    assert world.sent == [(agent_id(33), spec), (agent_id(33), msgspec.structs.replace(spec, keys=world.keys))]
 
 
 def test_workers_that_have_not_registered_end_with_their_host() -> None:

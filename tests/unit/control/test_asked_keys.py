@@ -1,11 +1,13 @@
 """The change of a job's key: what a person who asks for it hears, what participants are told and take."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from elaswave.channel.messages.worker import KeysNow
 from elaswave.control.asked_keys import SHOWN_MAX, AskedKeys, obstacle_to
+from elaswave.control.coordinator import CoordinatorProcess
 from elaswave.control.own_keys import OwnKeys
 from elaswave.control.reply import Reply
 from elaswave.control.wire import FIRST_AGENT, operator_id
@@ -151,6 +153,21 @@ def test_the_key_that_the_job_has_is_not_changed_for_itself() -> None:
     world.take(0, 1, HOME)
     changed = follow(retiring)
     assert changed is not None and changed.decided == "changed" and world.asked.of_peer(0) == Secrets(joining(OLD))
+
+
+def test_members_joiners_and_agents_take_part_and_nobody_else_stays_connected() -> None:
+    job = CoordinatorProcess.__new__(CoordinatorProcess)
+    kept: list[set[int]] = []
+    for name, part in {
+        "core": SimpleNamespace(members=(0, 1)),
+        "_membership": SimpleNamespace(coming={2}),
+        "_agents": SimpleNamespace(present=[HOME, HOME + 1]),
+        "_server": SimpleNamespace(keep=kept.append),
+        "_terminal": SimpleNamespace(say=lambda text: None),
+    }.items():
+        setattr(job, name, part)
+    job._key_retired()
+    assert kept == [{0, 1, 2, HOME, HOME + 1}]
 
 
 def test_only_some_of_many_are_named() -> None:
