@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave.config.layout import resolve
-from elaswave.config.load import build_config, load_config
+from elaswave.config.load import build_config, load_config, resolve
 from elaswave.config.schema import Config, DataConfig, ElasticConfig, ModelConfig, OptimizerConfig, RunConfig
 from elaswave.config.toml import toml_document
 from elaswave.errors import ConfigError

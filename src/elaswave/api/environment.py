@@ -1,5 +1,5 @@
 """What processes that compute find in their environment before libraries are loaded, and their children inherit; and
-what no child may find there: the job's key.
+what no child may find there: the job's key. And whether a script's process may fork, or starts a fresh interpreter.
 
 Whoever prepares the environment imports this first, so it imports nothing that loads such a library.
 """
@@ -173,3 +173,21 @@ def _taken_from_environment() -> bytes | None:
             ctypes.memset(start + place + len(name) + 1, ord("-"), num_bytes)
         _taken[:] = [value.strip()]
     return _taken[0] if _taken else None
+
+
+def template_environment() -> dict[str, str] | None:
+    """The environment for a fresh template, with this process's hashes; None where this process may fork one."""
+    return None if may_fork() else environment_to_compute() | {HASH_SEED_VARIABLE: hash_seed()}
+
+
+def may_fork() -> bool:
+    """Whether a child that is forked now can compute: only this thread would be in it, and no device's state."""
+    return len(os.listdir("/proc/self/task")) == 1 and not _has_accelerator_state()
+
+
+def _has_accelerator_state() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    devices = (getattr(torch, name, None) for name in ("cuda", "xpu"))
+    return any(device is not None and device.is_initialized() for device in devices)

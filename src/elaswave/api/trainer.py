@@ -9,11 +9,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from elaswave.api.environment import RANDOM, given_key, hash_seed, use_private_cache
+from elaswave.api.environment import RANDOM, given_key, hash_seed, template_environment, use_private_cache
 from elaswave.api.evaluation import evaluation_means
 from elaswave.api.held import held, refuse_connections, without_new_connections
 from elaswave.api.model import OwnModelSpec, dtype_name
-from elaswave.api.process import template_environment
 from elaswave.api.result import Result
 from elaswave.api.session import current_session
 from elaswave.config.checks import plain

@@ -6,23 +6,25 @@ files, which say how many different tokens there are; no environment, no clock.
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from elaswave.config.checks import check_values, path_problem, plain, shown, unknown_section
+from elaswave.config.devices import emulated_costs, own_layer_costs, shape_of
 from elaswave.config.far_layout import planned_keys
-from elaswave.config.layout import resolve
 from elaswave.config.own import OWN, OwnModel, free_keys, problems_with_own
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
 from elaswave.config.sites import labels_of
 from elaswave.config.toml import parse_toml, read_toml
 from elaswave.config_format import FORMAT_KEY, format_problem
+from elaswave.costs.analytic import multiplications
 from elaswave.data.sources import known_vocabulary
 from elaswave.errors import ConfigError, DataError
-from elaswave.planning.layout import resolve_widths
+from elaswave.planning.layout import partition_layers, resolve_widths
 
 BUILT_IN_SOURCES = ("python-docs",)
 """Values of ``data.source`` that are not paths."""
@@ -265,3 +267,31 @@ def _absolute(source: str) -> str:
     if problem := path_problem(found):
         raise ConfigError([problem])
     return found
+
+
+def resolve(config: Config, workers: int | None = None, layer_parameters: Sequence[int] | None = None) -> Config:
+    """The same configuration with ``layout.widths`` and ``layout.layers`` set.
+
+    Args:
+        config: valid.
+        workers: number of workers that the layout must have; decides the layout where none is given.
+        layer_parameters: number of parameters of each layer of a script's own model: before anything is measured, a
+            layer is taken to cost as much as it has. None: all its layers are taken to be equal.
+    Raises:
+        ConfigError: lists why no such layout exists.
+    """
+    given = config.layout
+    widths = resolve_widths(given.stages, given.replicas, given.widths, workers)
+    shape = msgspec.structs.replace(given, stages=None, replicas=None, widths=widths)
+    config = msgspec.structs.replace(config, layout=shape)
+    if shape.layers is not None:
+        return config
+    if config.model.family == OWN:
+        costs = own_layer_costs(layer_parameters or (1,) * config.model.num_layers)
+    else:
+        costs = multiplications(shape_of(config))
+    if config.device.kind == "emulated":
+        prefix = emulated_costs(config).prefix["busy_s"]
+        costs = tuple(float(after - before) for before, after in pairwise(prefix))
+    layers = partition_layers(costs, widths)
+    return msgspec.structs.replace(config, layout=msgspec.structs.replace(shape, layers=layers))

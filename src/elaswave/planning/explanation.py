@@ -4,7 +4,15 @@ from collections.abc import Collection, Mapping
 
 from elaswave.planning.candidates import Candidate
 from elaswave.planning.options import AXES
-from elaswave.planning.randomness import KEYS
+
+NOTHING_MOVED = (
+    "draws keyed by (run seed, step, micro-batch, layer, purpose), samples by (data seed, step, micro-batch): "
+    "nothing to move"
+)
+"""Of the randomness axis, for which no plan moves anything. Other systems must carry generator states along when a
+micro-batch or a layer changes its worker, or lose them with it. Here a draw is keyed by what it is for
+(`elaswave.hashing`, `elaswave.training.random_state`), and the samples of a micro-batch by its number
+(`elaswave.data.sampler`), so every plan leaves the draws as they are, for nothing."""
 
 
 def contributions_of(
@@ -21,7 +29,7 @@ def contributions_of(
     """
     brought: dict[str, str] = dict.fromkeys(sorted(AXES), "off")
     if "randomness" in axes:
-        brought["randomness"] = KEYS.describe()
+        brought["randomness"] = NOTHING_MOVED
     if staying is None or even_s is None:
         forced = "rerouting alone does not fit into memory"
         brought["dataflow"] = forced if "dataflow" in axes else "off"

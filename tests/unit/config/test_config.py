@@ -8,8 +8,7 @@ import pytest
 
 from elaswave.config.checks import expectation
 from elaswave.config.devices import shape_of
-from elaswave.config.layout import resolve
-from elaswave.config.load import build_config, load_config
+from elaswave.config.load import build_config, load_config, resolve
 from elaswave.config.reference import field_docstrings, render
 from elaswave.config.rules import RULES
 from elaswave.config.schema import (
