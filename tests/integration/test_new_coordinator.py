@@ -13,9 +13,9 @@ import pytest
 from tests.integration.jobs import Calm, coordinator_of, run_job
 from tests.signals import hearing_signals
 
-from elaswave.control import checkpoint_search, local_job, own_coordinators
-from elaswave.control.checkpoint_search import CheckpointFinder
-from elaswave.control.checkpoints import Checkpoints
+from elaswave.control import checkpoints as checkpoints_module
+from elaswave.control import local_job, own_coordinators
+from elaswave.control.checkpoints import CheckpointFinder, Checkpoints
 from elaswave.control.client import ControlClient
 from elaswave.control.coordinator import CoordinatorProcess
 from elaswave.control.coordinator_setup import CoordinatorSetup
@@ -134,7 +134,7 @@ def test_a_coordinator_can_be_heard_while_it_verifies_checkpoints(
         where.write_text("main" if threading.current_thread() is threading.main_thread() else "beside")
         return find_newest_checkpoint(run_dir, *options)
 
-    monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", find_and_tell)
+    monkeypatch.setattr(checkpoints_module, "find_newest_checkpoint", find_and_tell)
     settings = {"run.steps": 5, "run.checkpoint_every": 1, "elastic.num_followers": 0}
     job = run_job(tmp_path / "run", settings, faults=["kill:2@4:backward"])
     assert where.read_text() == "beside"
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
         records[:] = ["step 4"]
         return CheckpointSearch(ref, ())
 
-    monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", find)
+    monkeypatch.setattr(checkpoints_module, "find_newest_checkpoint", find)
     core: Any = SimpleNamespace(restarts=False, awaits=lambda question: True)
     checkpoints: Any = SimpleNamespace(records=records, is_committing=False, hold=lambda: None)
     finder = CheckpointFinder(

@@ -15,7 +15,7 @@ from tests.integration.jobs import Calm, QuietReporter, nothing_left, run_job, s
 from tests.signals import hear_signals
 from torch import Tensor, nn
 
-from elaswave.control import checkpoint_search, checkpoints, job_end, launcher, launcher_waits, template, template_link
+from elaswave.control import checkpoints, job_end, launcher, launcher_waits, template, template_link
 from elaswave.control.template_messages import Spawned
 from elaswave.errors import LaunchError, RecoveryError
 from elaswave.observability.events import RunFinished, read_events
@@ -423,7 +423,7 @@ def test_a_coordinator_that_looks_for_checkpoints_waits_for_one_in_hand(
                 os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", slow)
-    monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", look)
+    monkeypatch.setattr(checkpoints, "find_newest_checkpoint", look)
     settings = SETTINGS | {"elastic.num_followers": 0, "layout.widths": "[2]"}
     job = run_job(run_dir, settings, probe=KillsItself(), before_effect=note)
     assert mark.exists() and not early.exists()

@@ -25,7 +25,7 @@ from elaswave.config.load import load_config
 from elaswave.control import host_network, taking_part
 from elaswave.control.host_network import Seed, hold
 from elaswave.control.taking_part import AgentOptions
-from elaswave.devices.places import take_place
+from elaswave.devices.opening import take_place
 from elaswave.errors import RetryError
 from elaswave.job import network as job_network
 from elaswave.job.key_files import JobKey
@@ -61,7 +61,7 @@ def test_every_socket_that_listens_and_every_lock_is_known_here() -> None:
         "system/job_folder.py": {"flock"},
         "job/key_making.py": {"flock"},
         "control/file_store.py": {"flock"},
-        "devices/places.py": {"flock"},
+        "devices/opening.py": {"flock"},
         "observability/run_folder.py": {"flock"},
     }
 

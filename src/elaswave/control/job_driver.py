@@ -29,7 +29,7 @@ from elaswave.control.agents import Agents
 from elaswave.control.asked_keys import AskedKeys, obstacle_to
 from elaswave.control.asked_members import AskedMembers
 from elaswave.control.background import Background, call_at_end
-from elaswave.control.checkpoint_search import CheckpointFinder
+from elaswave.control.checkpoints import CheckpointFinder
 from elaswave.control.client import next_heartbeat_s
 from elaswave.control.clocks import by_own_clock
 from elaswave.control.coordinator_setup import CoordinatorSetup

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from elaswave.control import checkpoint_search, job_driver
+from elaswave.control import checkpoints as checkpoints_module
+from elaswave.control import job_driver
 from elaswave.control.background import Background
-from elaswave.control.checkpoint_search import CheckpointFinder
+from elaswave.control.checkpoints import CheckpointFinder
 from elaswave.control.coordinator import CoordinatorProcess
 from elaswave.protocol import events
 from elaswave.protocol.detection import UNLEARNED_S, Detector, Position
@@ -37,8 +38,8 @@ class Search:
             handle=lambda event, now_s: self.found.append(event) or (),
         )
         self.detector = Detector()
-        monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", lambda *given: find())
-        monkeypatch.setattr(checkpoint_search, "put_aside", self.put_aside.append)
+        monkeypatch.setattr(checkpoints_module, "find_newest_checkpoint", lambda *given: find())
+        monkeypatch.setattr(checkpoints_module, "put_aside", self.put_aside.append)
         self.process = CoordinatorProcess.__new__(CoordinatorProcess)
         core: Any = self.core
         checkpoints: Any = self.checkpoints

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from elaswave.control.worker_life import FENCED_S
-from elaswave.devices.places import PLACE_TIMEOUT_S
+from elaswave.devices.opening import PLACE_TIMEOUT_S
 from elaswave.worker.process import FLUSH_TIMEOUT_S
 
 STUCK = """

@@ -15,8 +15,7 @@ from elaswave.devices.availability import check_device, cuda_of_torch
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import DeviceMemory
 from elaswave.devices.loopback import Loopback
-from elaswave.devices.opening import open_device, with_room
-from elaswave.devices.places import PLACE_TIMEOUT_S, take_place
+from elaswave.devices.opening import PLACE_TIMEOUT_S, open_device, take_place, with_room
 from elaswave.errors import ConfigError, DeviceError
 
 
@@ -70,7 +69,7 @@ def test_cuda_is_refused_with_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from elaswave.devices.places import take_place
+from elaswave.devices.opening import take_place
 print(take_place(Path(sys.argv[1]), 2, 2), flush=True)
 time.sleep(60)
 """
