@@ -31,13 +31,12 @@ from elaswave.control.asked_members import AskedMembers
 from elaswave.control.background import Background, call_at_end
 from elaswave.control.checkpoints import CheckpointFinder
 from elaswave.control.client import next_heartbeat_s
-from elaswave.control.clocks import by_own_clock
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.job_end import JobEnd
 from elaswave.control.job_spec import spec_of
 from elaswave.control.job_status import JobParts
 from elaswave.control.joiners import Joiners
-from elaswave.control.journal import ClockRead, JournalRecord, core_records
+from elaswave.control.journal import ClockRead, JournalRecord, by_own_clock, core_records
 from elaswave.control.measurements import DataWaits
 from elaswave.control.membership import Membership
 from elaswave.control.open_store import open_store

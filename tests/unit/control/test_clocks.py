@@ -1,7 +1,6 @@
 """A coordinator on another host, or after another start of this one, reads the times of those before it."""
 
-from elaswave.control.clocks import by_own_clock
-from elaswave.control.journal import ClockRead, JournalRecord, PlaceTaken, Published
+from elaswave.control.journal import ClockRead, JournalRecord, PlaceTaken, Published, by_own_clock
 from elaswave.observability.clock import clock_here
 from elaswave.protocol.events import NewEpochRecord, TermRecord
 
