@@ -217,10 +217,14 @@ import json, os, sys, threading
 SOURCE, OUT = os.environ["HOUSE_SOURCE"], os.environ["HOUSE_OUT"]
 seen = set()
 
-def note(frame, event, argument):
-    code = frame.f_code  # of a function, not of a module or class that is imported only now
-    if event == "call" and code.co_flags & 1 and code.co_filename.startswith(SOURCE):
-        seen.add((code.co_filename, code.co_qualname))
+class Noting:
+    def __init__(self, places):
+        self.places = places
+
+    def __call__(self, frame, event, argument):
+        code = frame.f_code  # of a function, not of a module or class that is imported only now
+        if event == "call" and code.co_flags & 1 and code.co_filename.startswith(SOURCE):
+            self.places.add((code.co_filename, code.co_qualname))
 
 def tell():
     sys.setprofile(None)
@@ -238,15 +242,21 @@ from elaswave.control.launcher import train
 from elaswave.observability.progress import make_reporter
 
 class Watch:
-    """Notes what the second of two workers calls in step 4."""
+    """Notes what the second of two workers calls in each of three steps: what one of them happens to do is no part."""
 
     def reached(self, phase, index, machine):
-        if machine.worker == 1 and machine.step == 4 and not seen:
-            sys.setprofile(note)
-        elif seen and machine.step == 5:
+        if machine.worker != 1 or not 4 <= machine.step <= 7:
+            return
+        if machine.step == 7:
+            sys.setprofile(None)
+            seen.update(set.intersection(*steps.values()))
             tell()
+        elif machine.step not in steps:
+            steps[machine.step] = set()
+            sys.setprofile(Noting(steps[machine.step]))
 
-settings = ("layout.stages=2", "layout.replicas=1", "run.steps=6", "run.checkpoint_every=0", "elastic.spot_checks=0")
+steps = {}
+settings = ("layout.stages=2", "layout.replicas=1", "run.steps=8", "run.checkpoint_every=0", "elastic.spot_checks=0")
 reporter = make_reporter(json_mode=True, stream=io.StringIO())
 train(load_config(overrides=settings), Path(os.environ["HOUSE_RUN"]), reporter=reporter, probe=Watch())
 '''
@@ -274,8 +284,8 @@ def stop(step, loss, metrics):
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
 config = {"run.steps": 2, "batch.num_microbatches": 2, "batch.microbatch_size": 2}
 trainer = elaswave.Trainer
-threading.setprofile(note)
-sys.setprofile(note)
+threading.setprofile(Noting(seen))
+sys.setprofile(Noting(seen))
 trainer(model, loss, Numbers(), config=config, callbacks=[stop], run_dir=os.environ["HOUSE_RUN"]).train()
 """
 )
