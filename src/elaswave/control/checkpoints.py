@@ -22,7 +22,6 @@ import msgspec
 
 from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Standing
 from elaswave.control.background import in_thread
-from elaswave.control.template_messages import CommitRequest
 from elaswave.control.wire import MAX_MESSAGE_BYTES
 from elaswave.errors import CheckpointError
 from elaswave.job.plan import RunPlan
@@ -41,7 +40,7 @@ from elaswave.state.checkpoint import (
     shard_name,
     temporary_folder,
 )
-from elaswave.state.checkpoint_format import SHARD_SUFFIX, CheckpointMeta, WrittenItem
+from elaswave.state.checkpoint_format import SHARD_SUFFIX, CheckpointMeta, CommitRequest, WrittenItem
 
 COMMIT_S_MAX = 600.0
 """A commit that has not been answered after so long is broken off."""

@@ -10,7 +10,6 @@ import msgspec
 from elaswave.channel.messages.worker import Message
 from elaswave.data.fingerprint import Finding
 from elaswave.job.plan import StartingPoint
-from elaswave.state.checkpoint_format import CheckpointMeta, WrittenItem
 from elaswave.state.shapes import StateShapes
 
 
@@ -74,15 +73,6 @@ class KeysHeld(Message, frozen=True, kw_only=True):
 
     ring: bytes
     """The `elaswave.transport.handshake.Secrets.name` of those of workers."""
-
-
-class CommitRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a committer needs to know; see `elaswave.state.checkpoint_commit.commit_in_one_of`."""
-
-    folders: list[str]
-    items: list[WrittenItem]
-    meta: CheckpointMeta
-    sizes: dict[str, int]
 
 
 class Prepared(Message, frozen=True, kw_only=True):

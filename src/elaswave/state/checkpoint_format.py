@@ -286,3 +286,12 @@ def _check_meta(meta: CheckpointMeta) -> None:
                 raise ValueError(f"it has {len(values)} values of {name!r} for {steps} steps")
     for value in (*extra.val_losses, *(v for s in (extra.metrics, extra.val_metrics) for vs in s.values() for v in vs)):
         float(value)
+
+
+class CommitRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a committer needs to know; see `elaswave.state.checkpoint_commit.commit_in_one_of`."""
+
+    folders: list[str]
+    items: list[WrittenItem]
+    meta: CheckpointMeta
+    sizes: dict[str, int]

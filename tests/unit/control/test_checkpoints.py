@@ -11,7 +11,6 @@ from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Standing
 from elaswave.config.load import load_config
 from elaswave.control import checkpoints
 from elaswave.control.checkpoints import BREAK_OFF_S_MAX, COMMIT_S_MAX, PATIENCE_S, RETRY_S, Checkpoints
-from elaswave.control.template_messages import CommitRequest
 from elaswave.observability.result import CheckpointRecord
 from elaswave.state.checkpoint import (
     CHECKPOINTS,
@@ -25,7 +24,7 @@ from elaswave.state.checkpoint import (
     verify_checkpoint,
 )
 from elaswave.state.checkpoint_commit import commit_in_one_of
-from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, TensorInfo, stored_name
+from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, CommitRequest, TensorInfo, stored_name
 from elaswave.state.checkpoint_shards import write_shard
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.materialise import materialise, owned_pieces
