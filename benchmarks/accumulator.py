@@ -22,13 +22,13 @@ from harness import machine, print_header  # first: it sets the number of thread
 import torch  # isort: skip
 from torch import nn
 
+from elaswave.blocks.grids import GRID_RULES, could_overflow, is_too_coarse, next_exponent
+from elaswave.blocks.shapes import LayerShape, TensorSlot
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
+from elaswave.engine.blueprint import Blueprint
 from elaswave.models.layers import build_layer
-from elaswave.state.grids import GRID_RULES, could_overflow, is_too_coarse, next_exponent
-from elaswave.state.shapes import LayerShape, TensorSlot
 from elaswave.state.sums import ExactAccumulator, Scratch, reduced_gradient
-from elaswave.worker.blueprint import Blueprint
 
 SAMPLE_PERIOD = 5
 WIDTHS = tuple(GRID_RULES)

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import msgspec
 from harness import machine, print_header
 
+from elaswave.blocks.placement import Block, Placement, default_block_size, make_blocks, place_blocks
+from elaswave.channel.wire import MAX_MESSAGE_BYTES, encode, unpacked
 from elaswave.config.presets import device_preset, model_shape
-from elaswave.control.wire import MAX_MESSAGE_BYTES, encode, unpacked
-from elaswave.costs.analytic import PARAMETER_BYTES, analytic_costs
-from elaswave.planning.layout import make_layout
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.decisions import plan_survivors
+from elaswave.planning.costs.analytic import PARAMETER_BYTES, analytic_costs
+from elaswave.planning.programs.layout import make_layout
+from elaswave.protocol.coordinator.decisions import plan_survivors
+from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import (
     CoordinatorEffect,
     CoordinatorEvent,
@@ -34,7 +35,6 @@ from elaswave.protocol.events import (
     Suspected,
 )
 from elaswave.protocol.messages import Copies, Decision, Evidence, Installed, Registered, Report
-from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
 from elaswave.types import Layout
 
 STAGES = {8: 2, 16: 2, 64: 4, 256: 8, 1_024: 8, 4_096: 8}

@@ -19,10 +19,10 @@ from typing import Any
 
 from harness import SIZES, configuration, machine, print_header, quartiles, with_steps
 
-from elaswave.control.launcher import train
+from elaswave.engine.reduction import Reduction
+from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter
 from elaswave.state.sums import ExactAccumulator
-from elaswave.worker.reduction import Reduction
 
 MOST_SHARE = 0.01
 """Of a step that the checksum may cost."""
@@ -57,7 +57,7 @@ class Alternating:
         return call
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        """See `elaswave.worker.probe.Probe`."""
+        """See `elaswave.engine.checks.probe.Probe`."""
         if (phase, index, machine.attempt) != ("forward", 0, 1 + (machine.step == 1)):
             return
         self.times.append((time.thread_time() - self.since_s, self.sums_s))

@@ -37,11 +37,11 @@ import torch
 import torch.distributed as dist
 from harness import machine, print_header
 
-from elaswave.protocol.ballot import add_words
-from elaswave.protocol.engine import FrameKind
-from elaswave.protocol.execution import Execution
+from elaswave.engine.activity import Activity
+from elaswave.protocol.step.ballot import add_words
+from elaswave.protocol.step.engine import FrameKind
+from elaswave.protocol.step.execution import Execution
 from elaswave.transport.stream import StreamTransport
-from elaswave.worker.activity import Activity
 from elaswave.worker.links import TransportLinks
 
 TIMEOUT_S = 120.0

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from harness import configuration, machine, print_header
 
-from elaswave.control.launcher import train
+from elaswave.launcher.launcher import train
 from elaswave.observability.processes import read_processes
 from elaswave.observability.progress import make_reporter
 

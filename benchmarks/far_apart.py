@@ -41,11 +41,11 @@ from operator_costs import (  # noqa: E402
 
 from elaswave.config.network import read_network, scaled  # noqa: E402
 from elaswave.config.presets import device_preset  # noqa: E402
-from elaswave.costs.analytic import USABLE_MEMORY  # noqa: E402
-from elaswave.costs.machines import Cluster  # noqa: E402
-from elaswave.costs.presets import DevicePreset  # noqa: E402
 from elaswave.errors import InfeasiblePlan  # noqa: E402
 from elaswave.fences import Codec  # noqa: E402
+from elaswave.planning.costs.analytic import USABLE_MEMORY  # noqa: E402
+from elaswave.planning.costs.machines import Cluster  # noqa: E402
+from elaswave.planning.costs.presets import DevicePreset  # noqa: E402
 from elaswave.planning.far_apart.job import FarJob, FarPlan  # noqa: E402
 from elaswave.planning.far_apart.objective import GRADIENT_BYTES, Model  # noqa: E402
 from elaswave.planning.far_apart.op_fence import op_fence  # noqa: E402
@@ -121,7 +121,7 @@ def t5() -> Network:
 
 
 def _network(model: Any, inputs: Any, title: str) -> Network:
-    from elaswave.splitting.split import operator_graph
+    from elaswave.models.splitting.split import operator_graph
 
     parameters = {name: each.numel() for name, each in model.named_parameters()}
     return Network(operator_graph(model, inputs), parameters, title)

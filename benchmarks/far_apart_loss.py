@@ -30,8 +30,8 @@ from harness import exit_on_sigterm, machine, print_header
 from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
+from elaswave.engine.blueprint import Blueprint
 from elaswave.fences import TopK
-from elaswave.worker.blueprint import Blueprint
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "far_apart" / "gpt2.toml"
 VOTE_BYTES = 2000

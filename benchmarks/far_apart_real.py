@@ -22,8 +22,8 @@ from harness import machine, print_header
 
 from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.load import load_config
+from elaswave.engine.blueprint import Blueprint
 from elaswave.observability.events import StepCommitted, read_events
-from elaswave.worker.blueprint import Blueprint
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "far_apart" / "gpt2.toml"
 VOTE_BYTES = 2000

@@ -10,12 +10,12 @@ Left out: what summing, applying and the frames' heads take, and evaluations, ch
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster
-from elaswave.costs.network import NetworkLink
-from elaswave.costs.step_time.contended import simulate_step
-from elaswave.protocol.traffic import Shipment, doubling, traffic_of
-from elaswave.state.placement import Block, Placement
+from elaswave.blocks.placement import Block, Placement
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster
+from elaswave.planning.costs.network import NetworkLink
+from elaswave.planning.costs.step_time.contended import simulate_step
+from elaswave.protocol.step.traffic import Shipment, doubling, traffic_of
 from elaswave.types import Layout, Program
 
 GRADIENT_BYTES = 4

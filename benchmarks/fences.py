@@ -14,7 +14,7 @@ percent over the seeds, with its 95 % interval (Student's t of paired difference
 topk is shown as it is, with gradients at the places of the activations and at their own (`-own`).
 
 `absent` says what fences cost a computation: processor time of forward and backward of a micro-batch of the default
-GPT, as it is, as if there were no fences in the product (`elaswave.worker.compute` without its questions for them), and
+GPT, as it is, as if there were no fences in the product (`elaswave.engine.compute` without its questions for them), and
 with one fence of each codec; by turns, as medians of what each round has beside the first.
 """
 
@@ -36,13 +36,13 @@ import torch
 from harness import machine, print_header
 
 from elaswave.config.load import load_config
+from elaswave.engine import compute
+from elaswave.engine.boundaries.codecs import decode, encode
 from elaswave.models.layers import build_layer
 from elaswave.models.registry import build_model
 from elaswave.state.flat import FlatLayer, model_shapes
 from elaswave.state.sums import ExactAccumulator
 from elaswave.training.tokens import TokenSamples, open_tokens, sampler_of
-from elaswave.worker import compute
-from elaswave.worker.codecs import decode, encode
 
 CODECS = ("bf16", "int8", "int4", "topk10", "topk10-own", "topk100", "topk100-own")
 PLACES = {1: (1,), 4: (0, 1, 2, 3)}
@@ -158,7 +158,7 @@ def trainings(codecs: list[str], seeds: list[int], num_steps: int, sizes: tuple[
 
 
 def without_fences() -> ModuleType:
-    """`elaswave.worker.compute` as if a model could have no fences: what it asks about them is answered beforehand."""
+    """`elaswave.engine.compute` as if a model could have no fences: what it asks about them is answered beforehand."""
     source = Path(compute.__file__).read_text()
     for question, answer in (("self.fences is None", "True"), ("self.fences is not None", "False")):
         assert question in source
@@ -173,7 +173,7 @@ def stepper(module: ModuleType, fences: dict[int, str]) -> Callable[[], None]:
     """Forward and backward of one micro-batch of the default GPT.
 
     Args:
-        module: `elaswave.worker.compute`, or what `without_fences` makes of it.
+        module: `elaswave.engine.compute`, or what `without_fences` makes of it.
         fences: codec by position of the layer before the boundary.
     """
     config = load_config(None, [])

@@ -25,14 +25,14 @@ import torch
 from harness import SIZES, configuration, machine, print_header, with_steps
 from torch import nn
 
-from elaswave.control.launcher import train
+from elaswave.blocks.grids import next_exponent
+from elaswave.blocks.shapes import LayerShape, TensorSlot
 from elaswave.hashing import signed64
+from elaswave.launcher.launcher import train
 from elaswave.models import registry
 from elaswave.models.gpt import gpt
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.observability.progress import make_reporter
-from elaswave.state.grids import next_exponent
-from elaswave.state.shapes import LayerShape, TensorSlot
 from elaswave.state.sums import ExactAccumulator, offset, reduced_gradient
 
 SCALES = tuple(10.0**-decade for decade in range(3, 14))
@@ -86,7 +86,7 @@ class Watch:
         self.rows: Counter[int] = Counter()
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        """See `elaswave.worker.probe.Probe`."""
+        """See `elaswave.engine.checks.probe.Probe`."""
         global _step
         _step = machine.step
         if (phase, machine.attempt) == ("vote", 1) and machine.step % SAMPLE_PERIOD == 0:

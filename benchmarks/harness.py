@@ -32,11 +32,11 @@ import torch
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
-from elaswave.control.launcher import train
-from elaswave.control.script import Script
+from elaswave.job.script import Script
+from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.summary import summarize
-from elaswave.protocol.position import IDLE
+from elaswave.protocol.step.position import IDLE
 from elaswave.training.definition import Training
 
 SIZES: dict[str, tuple[str, ...]] = {
@@ -112,7 +112,7 @@ class _GateProbe:
         self._step = 0
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        """See `elaswave.worker.probe.Probe`; a step that is tried again does not count twice."""
+        """See `elaswave.engine.checks.probe.Probe`; a step that is tried again does not count twice."""
         if phase == "forward" and index == 0 and machine.step != self._step:
             self._step = machine.step
             activity = machine.observer.activity

@@ -22,8 +22,8 @@ from statistics import median
 import msgspec
 from harness import machine, print_header
 
-from elaswave.control.file_store import FileStore
-from elaswave.control.journal import JournalRecord, Published
+from elaswave.store.file_store import FileStore
+from elaswave.store.journal import JournalRecord, Published
 
 
 def own_s(path: Path, num_appends: int, synced: bool) -> float:

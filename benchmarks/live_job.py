@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 from harness import end_with_parent
 
 from elaswave.channel.messages.operator import Answer, AskStop, Request
+from elaswave.cli.operator_client import OperatorClient
 from elaswave.config.schema import Config
-from elaswave.control.launcher import train
-from elaswave.control.operator_client import OperatorClient
 from elaswave.errors import ControlError, StoppedBySignalError
+from elaswave.launcher.launcher import train
 from elaswave.observability.events import AnyEvent, LayoutChosen, StepCommitted, read_events
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EVENTS_FILE
-from elaswave.protocol.engine import Phase
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.step.engine import Phase
+from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.types import Layout
 from elaswave.worker.process import Worker
 
@@ -79,7 +79,7 @@ class Watch:
         self._has_run = False
 
     def reached(self, phase: Phase, index: int, machine: Any) -> None:
-        """See `elaswave.worker.probe.Probe`."""
+        """See `elaswave.engine.checks.probe.Probe`."""
         end_s = time.monotonic() + self._seconds.get(phase, 0.0)
         while (left_s := end_s - time.monotonic()) > 0.0:
             time.sleep(min(LAYER_S, left_s))

@@ -29,16 +29,16 @@ from harness import machine, print_header
 
 from elaswave.channel.messages.agent import AgentHello, FromAgent, ToAgent
 from elaswave.channel.messages.worker import Heartbeat, LinkLost
-from elaswave.control.agents import Agents
-from elaswave.control.local_job import HEARTBEAT_S as AGENT_HEARTBEAT_S
-from elaswave.control.wire import FIRST_AGENT, Kind, Session, agent_id, encode
-from elaswave.control.worker_life import HEARTBEAT_S as WORKER_HEARTBEAT_S
-from elaswave.protocol.awake import TICK_S
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.decisions import plan_survivors
-from elaswave.protocol.detection import Detector
-from elaswave.protocol.driver import CoordinatorDriver
-from elaswave.protocol.ending import MemberEnd
+from elaswave.channel.wire import FIRST_AGENT, Kind, Session, agent_id, encode
+from elaswave.coordinator.agents import Agents
+from elaswave.launcher.forkserver.worker_life import HEARTBEAT_S as WORKER_HEARTBEAT_S
+from elaswave.launcher.local_job import HEARTBEAT_S as AGENT_HEARTBEAT_S
+from elaswave.protocol.coordinator.decisions import plan_survivors
+from elaswave.protocol.coordinator.driver import CoordinatorDriver
+from elaswave.protocol.coordinator.ending import MemberEnd
+from elaswave.protocol.coordinator.machine import Coordinator
+from elaswave.protocol.detection.awake import TICK_S
+from elaswave.protocol.detection.detector import Detector
 from elaswave.protocol.events import (
     Decided,
     End,
@@ -51,9 +51,9 @@ from elaswave.protocol.events import (
     Resumed,
     Suspected,
 )
-from elaswave.protocol.hosts import Hosts
+from elaswave.protocol.membership.hosts import Hosts
 from elaswave.protocol.messages import CoreToWorker, Decision, Prepare, Registered, Report
-from elaswave.protocol.position import Position
+from elaswave.protocol.step.position import Position
 
 FROM_PEERS = FromAgent | Heartbeat | LinkLost | Report | Registered
 COORDINATOR = 1

@@ -184,8 +184,8 @@ def _row(number: int, found: dict[str, Any]) -> str:
 
 def run_agent() -> int:
     """`elaswave agent`, in which a coordinator counts its messages."""
+    from elaswave.channel import server, wire
     from elaswave.cli.main import main as command
-    from elaswave.control import server, wire
 
     counted = _Counts(Path(os.environ[COUNTS]))
     arrived, write, take = server.ControlServer.arrived, server._Connection.write, wire.Session.take

@@ -25,14 +25,14 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from elaswave.blocks.grids import GRID_RULES
+from elaswave.blocks.placement import Role
 from elaswave.config.schema import Config
-from elaswave.control.launcher import train
+from elaswave.engine.blueprint import Blueprint
+from elaswave.launcher.launcher import train
 from elaswave.models.layers import build_layer
 from elaswave.observability.progress import make_reporter
-from elaswave.state.grids import GRID_RULES
-from elaswave.state.placement import Role
 from elaswave.state.store import BlockStore
-from elaswave.worker.blueprint import Blueprint
 
 NUM_STEPS = 3
 SMALL_HIDDEN_SIZE = 64
@@ -147,7 +147,7 @@ class _Marker:
         self._folder = folder
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        """See `elaswave.worker.probe.Probe`."""
+        """See `elaswave.engine.checks.probe.Probe`."""
         if (machine.step, phase, index) != (NUM_STEPS, "apply", 0):
             return
         store = BlockStore(machine.copies)

@@ -22,11 +22,11 @@ from live_job import LiveJob, Vote, durations_s
 
 from elaswave.channel.messages.operator import AskMigrate
 from elaswave.config.schema import Config
-from elaswave.protocol.ballot import add_words
-from elaswave.protocol.engine import FrameKind, Key
-from elaswave.protocol.execution import Life
 from elaswave.protocol.messages import LayoutChange
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.step.ballot import add_words
+from elaswave.protocol.step.engine import FrameKind, Key
+from elaswave.protocol.step.execution import Life
+from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.state.store import HeldBlock
 
 STAGES, REPLICAS = 2, 2

@@ -8,14 +8,14 @@ if each value went straight from the stage that makes it to those that use it, w
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from elaswave.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.layers import Costs, LayerCosts
 
 SUM_BYTES, STATE_BYTES, FLOAT_BYTES = 8, 12, 4
 """Of a parameter: its exact sum; master and Adam's two moments; the parameter itself, float32."""
 
 
 class Operator(Protocol):
-    """What is asked of a node of an `elaswave.splitting.graph.OperatorGraph`."""
+    """What is asked of a node of an `elaswave.models.splitting.graph.OperatorGraph`."""
 
     @property
     def inputs(self) -> tuple[int, ...]:

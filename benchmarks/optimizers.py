@@ -17,13 +17,13 @@ from collections.abc import Callable
 import torch
 from harness import machine, print_header
 
+from elaswave.blocks.placement import Role, default_block_size, make_blocks
+from elaswave.blocks.shapes import LayerShape
+from elaswave.checkpoints.format import MASTER
 from elaswave.config.load import load_config
 from elaswave.config.schema import OptimizerConfig
 from elaswave.models.registry import build_model
-from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.flat import model_shapes
-from elaswave.state.placement import Role, default_block_size, make_blocks
-from elaswave.state.shapes import LayerShape
 from elaswave.state.store import HeldBlock
 from elaswave.training.optimizer import ConfiguredOptimizer, Optimizer
 from elaswave.training.own_optimizer import OwnOptimizer

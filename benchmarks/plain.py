@@ -22,9 +22,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from elaswave.config.schema import Config
+from elaswave.engine.blueprint import Blueprint
 from elaswave.training.schedules import learning_rate
 from elaswave.worker.allocator import tune_allocator
-from elaswave.worker.blueprint import Blueprint
 
 TIMEOUT = timedelta(seconds=600)
 HOST = torch.device("cpu")

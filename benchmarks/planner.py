@@ -19,10 +19,10 @@ import numpy as np
 from harness import machine, print_header
 
 from elaswave.config.presets import device_preset, model_shape
-from elaswave.costs.analytic import analytic_costs, preset_cluster
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.planning.fault_free import fault_free
-from elaswave.planning.planner import plan
+from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.policy.fault_free import fault_free
+from elaswave.planning.search.planner import plan
 
 SHAPES = {
     96: (8, 32),

@@ -27,11 +27,11 @@ import torchft_recovery
 from harness import configuration, machine, print_header
 
 from elaswave.config.schema import Config
-from elaswave.control.launcher import train
 from elaswave.faults.injection import parse_faults
+from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import Recovery
-from elaswave.protocol.engine import PHASES, Phase
+from elaswave.protocol.step.engine import PHASES, Phase
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 """Emulated time of one action beside its computation, for each worker of the job: all jobs load the machine alike."""
@@ -60,7 +60,7 @@ class Pace:
         self._seconds: dict[Phase, float] = {"forward": FORWARD_S * num_workers, "backward": BACKWARD_S * num_workers}
 
     def reached(self, phase: Phase, index: int, machine: Any) -> None:
-        """See `elaswave.worker.probe.Probe`; sleeps layer by layer, as computing looks up between layers."""
+        """See `elaswave.engine.checks.probe.Probe`; sleeps layer by layer, as computing looks up between layers."""
         end_s = time.monotonic() + self._seconds.get(phase, 0.0)
         while (left_s := end_s - time.monotonic()) > 0.0:
             time.sleep(min(LAYER_S, left_s))

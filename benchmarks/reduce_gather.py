@@ -2,8 +2,8 @@
 
     python benchmarks/reduce_gather.py [--workers 4] [--sizes default 10m] [--rounds 15] [--listen tcp] [--json]
 
-Ours is the product's own code: the order of `elaswave.protocol.step`, the sums of `elaswave.worker.torch_engine` and
-the links of `elaswave.worker.links`, one stage of W workers. Every worker sends its exact int64 partial sums to the
+Ours is the product's own code: the order of `elaswave.protocol.step.loop`, the sums of `elaswave.engine.torch_engine`
+and the links of `elaswave.worker.links`, one stage of W workers. Every worker sends its exact int64 partial sums to the
 owners of the blocks, an owner makes the float32 mean and sends it to the block's follower, and then the parameters to
 those that neither own nor follow the block. Theirs is what ZeRO does with the same tensors: gloo's reduce-scatter of
 float32 gradients and all-gather of parameters. Beside it stands gloo's all-reduce, which moves gradients only.
@@ -39,16 +39,16 @@ import torch.distributed as dist
 from harness import SIZES, configuration, machine, print_header
 
 from elaswave.config.schema import Config
-from elaswave.protocol.engine import Pause, StepObserver, Wait
-from elaswave.protocol.step import StepLoop
+from elaswave.engine.activity import Activity
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.materialise import materialise
+from elaswave.engine.pacing import ActionTimer
+from elaswave.engine.torch_engine import EngineContext, TorchEngine
+from elaswave.protocol.step.engine import Pause, StepObserver, Wait
+from elaswave.protocol.step.loop import StepLoop
 from elaswave.transport.stream import StreamTransport
-from elaswave.worker.activity import Activity
-from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.links import TransportLinks
-from elaswave.worker.materialise import materialise
-from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.process import terms_of
-from elaswave.worker.torch_engine import EngineContext, TorchEngine
 
 TIMEOUT_S = 60.0
 WARM_ROUNDS = 2

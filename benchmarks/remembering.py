@@ -1,10 +1,10 @@
 """A planner that is asked once about each change of a scenario, however often that scenario is simulated."""
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.declared import declared_of
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Plan, Planner
+from elaswave.planning.policy.declared import declared_of
 
 
 class Remembering:

@@ -22,8 +22,8 @@ from harness import configuration, machine, print_header
 
 from elaswave.config.presets import model_shape
 from elaswave.config.schema import Config
-from elaswave.control.launcher import train
 from elaswave.faults.injection import parse_faults
+from elaswave.launcher.launcher import train
 from elaswave.observability.events import StepCommitted, read_events
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EVENTS_FILE

@@ -28,13 +28,13 @@ from remembering import Remembering
 
 from elaswave.config.policy_code import other_policies, policies
 from elaswave.config.presets import device_preset, model_shape
-from elaswave.costs.analytic import analytic_costs, preset_cluster
-from elaswave.costs.memory import DEFAULT_FOLLOWERS
-from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.healthy import healthy_step_s
-from elaswave.planning.placed_blocks import Placing
-from elaswave.planning.policies import make_policies
-from elaswave.planning.policy_parts import rectangle
+from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
+from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
+from elaswave.planning.costs.recovery_times import RecoveryTimes
+from elaswave.planning.policy.healthy import healthy_step_s
+from elaswave.planning.policy.policies import make_policies
+from elaswave.planning.policy.policy_parts import rectangle
+from elaswave.planning.state_moves.placed_blocks import Placing
 from elaswave.sim.cluster.failures import DAY_S, Scenario, draw, rates_named
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.outcome import PolicyOutcome

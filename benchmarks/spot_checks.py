@@ -4,8 +4,8 @@ soon checks find what is wrong.
     python benchmarks/spot_checks.py [--sizes default 10m] [--pairs 15] [--runs 1000] [--json]
 
 The time: one worker with all layers of the model, in this process; in turns, CPU time. `elastic.spot_checks` is kept by
-counting with `elaswave.worker.spot_checks.COST` for the average of both kinds. The delays: the product's choice of
-places for many seeds, with 8 micro-batches on 2 x 2 workers of 2 layers each; nothing is computed for them.
+counting with `elaswave.engine.checks.spot_checks.COST` for the average of both kinds. The delays: the product's choice
+of places for many seeds, with 8 micro-batches on 2 x 2 workers of 2 layers each; nothing is computed for them.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from harness import SIZES, configuration, machine, print_header, quartiles
 
-from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.compute import Compute
-from elaswave.worker.reduction import Reduction
-from elaswave.worker.spot_checks import COST, Kind, SpotChecks
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.checks.spot_checks import COST, Kind, SpotChecks
+from elaswave.engine.compute import Compute
+from elaswave.engine.reduction import Reduction
 
 
 class Chosen(SpotChecks):

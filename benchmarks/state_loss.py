@@ -26,14 +26,14 @@ from remembering import Remembering
 from elaswave.config.policy_code import other_policies
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.config.schema import ElasticConfig
-from elaswave.costs.analytic import analytic_costs, preset_cluster
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster
-from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.placed_blocks import PlacedBlocks, Placing
+from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation
-from elaswave.planning.policies import make_policies
-from elaswave.planning.policy_parts import rectangle
+from elaswave.planning.policy.policies import make_policies
+from elaswave.planning.policy.policy_parts import rectangle
+from elaswave.planning.state_moves.placed_blocks import PlacedBlocks, Placing
 from elaswave.sim.cluster.failures import DAY_S, RACK_LOSSES_PER_DAY, racks_of, rates_named
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.traces.formats import read_trace

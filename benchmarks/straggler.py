@@ -25,13 +25,13 @@ from harness import configuration, machine, print_header
 from elaswave.config.devices import emulated_costs
 from elaswave.config.presets import model_shape
 from elaswave.config.schema import Config
-from elaswave.control.launcher import train
-from elaswave.costs.layers import Costs
 from elaswave.faults.injection import parse_faults
+from elaswave.launcher.launcher import train
 from elaswave.observability.events import StepCommitted, read_events
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EVENTS_FILE, RunResult
-from elaswave.planning.apportionment import apportion
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.search.apportionment import apportion
 
 STAGES, REPLICAS = 2, 2
 SLOW_FROM = 4

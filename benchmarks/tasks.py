@@ -9,10 +9,10 @@ from torch import nn
 
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
+from elaswave.engine.blueprint import Blueprint
 from elaswave.models.layers import build_layer
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer
-from elaswave.worker.blueprint import Blueprint
 
 
 class Task(Protocol):

@@ -23,20 +23,20 @@ from typing import Any
 
 from harness import machine, print_header
 
-from elaswave.cli.cluster_options import choose_lost
+from elaswave.cli.whatif.cluster_options import choose_lost
 from elaswave.config.policy_code import policies
 from elaswave.config.presets import catalog, device_preset, model_shape
-from elaswave.costs.analytic import analytic_costs, preset_cluster
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.declared import declared_of
-from elaswave.planning.fault_free import fastest_fault_free
-from elaswave.planning.healthy import Start, own_starts
-from elaswave.planning.options import AXES, Options
+from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.planner import plan
-from elaswave.planning.prediction import time_within_memory
+from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.fault_free import fastest_fault_free
+from elaswave.planning.policy.healthy import Start, own_starts
+from elaswave.planning.programs.prediction import time_within_memory
+from elaswave.planning.search.options import AXES, Options
+from elaswave.planning.search.planner import plan
 
 POLICIES = policies()
 PREDICTED_ONLY = {name for name, planner in POLICIES.items() if not declared_of(planner).runs_here}

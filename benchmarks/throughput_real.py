@@ -33,16 +33,16 @@ from elaswave.config.devices import base_level, cluster_of, emulated_costs
 from elaswave.config.policy_code import policies
 from elaswave.config.presets import model_shape
 from elaswave.config.schema import Config
-from elaswave.control.launcher import train
-from elaswave.control.replanning import planners_of
-from elaswave.costs.machines import ClusterEvent
+from elaswave.coordinator.planning.replanning import planners_of
 from elaswave.faults.injection import parse_faults
+from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EpochRecord, RunResult
-from elaswave.planning.declared import declared_of
-from elaswave.planning.full_restart import num_pipelines
-from elaswave.planning.prediction import time_as_it_is
-from elaswave.planning.routes import allocation_of
+from elaswave.planning.costs.machines import ClusterEvent
+from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.full_restart import num_pipelines
+from elaswave.planning.programs.prediction import time_as_it_is
+from elaswave.planning.programs.routes import allocation_of
 
 POLICIES = (
     "elaswave",

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from harness import configuration
 from torch import nn
 
+from elaswave.engine.blueprint import Blueprint
 from elaswave.models.layers import build_layer
-from elaswave.worker.blueprint import Blueprint
 
 HEARTBEAT_TIMEOUT_MS = 200
 HEARTBEAT_S = 0.05

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device
-from elaswave.costs.network import Network, NetworkLink
 from elaswave.fences import Codec
+from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.machines import Cluster, Device
+from elaswave.planning.costs.network import Network, NetworkLink
 from elaswave.planning.far_apart.job import Copies, FarJob
 
 DEVICE = Device(name="d", flops_per_s=1.0, memory_bytes=1e12)

@@ -238,7 +238,7 @@ _STEP = (
 import io
 from pathlib import Path
 from elaswave.config.load import load_config
-from elaswave.control.launcher import train
+from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter
 
 class Watch:

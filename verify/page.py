@@ -5,8 +5,10 @@
 
 import re
 
-from elaswave.protocol import agent, coordinator_table, member
-from elaswave.protocol.table import C, R, S, TransitionTable, markdown_table, mermaid_diagram
+from elaswave.protocol.coordinator import transitions
+from elaswave.protocol.coordinator.table import C, R, S, TransitionTable, markdown_table, mermaid_diagram
+from elaswave.protocol.membership import agent
+from elaswave.protocol.step import member
 from verify.planted_bugs.lifetimes import LIFETIME_MUTANTS
 from verify.planted_bugs.mutants import MUTANTS
 from verify.simulator.lifetime_search import parse_lifetime, run_lifetime
@@ -29,7 +31,7 @@ def fill(text: str) -> str:
 
 
 def _coordinator() -> str:
-    return _machine(coordinator_table.TRANSITIONS)
+    return _machine(transitions.TRANSITIONS)
 
 
 def _member() -> str:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elaswave.engine.checks.canary import hash_of
 from elaswave.models.gpt import GPTBlock
 from elaswave.models.llama import LlamaBlock
-from elaswave.worker.canary import hash_of
 
 FAR = 1024
 """Bytes: tensors start at a multiple of this, plus the offset that is tried."""

@@ -34,9 +34,9 @@ from tasks import BuiltIn
 
 from elaswave.config.devices import own_bytes
 from elaswave.config.schema import Config
-from elaswave.control.launcher import train
-from elaswave.costs.memory import MemoryModel
+from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter
+from elaswave.planning.costs.memory import MemoryModel
 
 BENCH = Probe(0, __file__)
 OUT = Path(__file__).resolve().parents[1] / "results" / "local" / "gpu_fault_free.jsonl"
@@ -298,7 +298,7 @@ class Marker:
         self._path, self._last_step = path, last_step
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        """See `elaswave.worker.probe.Probe`."""
+        """See `elaswave.engine.checks.probe.Probe`."""
         if (machine.step, phase, index) != (self._last_step, "apply", 0):
             return
         place = machine.engine.device.place

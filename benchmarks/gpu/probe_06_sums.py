@@ -11,9 +11,9 @@ import torch
 from parts import Bench, Probe, Row, SkipPart
 from timing import Companion, time_issue, time_on_device
 
+from elaswave.blocks.shapes import LayerShape, TensorSlot, align
 from elaswave.devices import sums_kernel
 from elaswave.devices.sums_kernel import Chunks, Gradients, Run, add_by_kernel, add_by_operators, addresses_of
-from elaswave.state.shapes import LayerShape, TensorSlot, align
 from elaswave.state.sums import ExactAccumulator
 from elaswave.state.words import plane_dtypes
 

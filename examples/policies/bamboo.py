@@ -34,16 +34,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning import full_restart
-from elaswave.planning.apportionment import evenly
-from elaswave.planning.declared import replicates
-from elaswave.planning.pipelines import Ranges, ranges_of
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Chain, Plan
-from elaswave.planning.policy_parts import chain_of, fetch, gone_from, make_plan, renamed, unused
-from elaswave.planning.replication import Replication
+from elaswave.planning.policy import full_restart
+from elaswave.planning.policy.declared import replicates
+from elaswave.planning.policy.policy_parts import chain_of, fetch, gone_from, make_plan, renamed, unused
+from elaswave.planning.policy.replication import Replication
+from elaswave.planning.search.apportionment import evenly
+from elaswave.planning.search.pipelines import Ranges, ranges_of
 
 NAME = "bamboo"
 REPLICATION = Replication(

@@ -17,15 +17,15 @@ nothing; that it switches whenever this is faster. The batch is kept.
 
 import numpy as np
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning import full_restart
-from elaswave.planning.declared import replicates
-from elaswave.planning.depths import best_of_depths
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policy_parts import fetch, gone_from, is_in, make_plan, renamed
-from elaswave.planning.replication import Replication
+from elaswave.planning.policy import full_restart
+from elaswave.planning.policy.declared import replicates
+from elaswave.planning.policy.depths import best_of_depths
+from elaswave.planning.policy.policy_parts import fetch, gone_from, is_in, make_plan, renamed
+from elaswave.planning.policy.replication import Replication
 
 NAME = "dynatrain"
 REPLICATION = Replication(

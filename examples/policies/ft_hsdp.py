@@ -18,12 +18,12 @@ Not used to set a parameter: 80 % of effective training time at O(100,000) GPUs,
 tests/unit/planning/test_policy_plugins.py reproduces it.
 """
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.declared import replicates
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.replication import Replication
+from elaswave.planning.policy.declared import replicates
+from elaswave.planning.policy.replication import Replication
 from elaswave_rivals import torchft
 
 STALL_S = 180.0

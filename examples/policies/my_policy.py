@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.apportionment import evenly
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare
-from elaswave.planning.policy_parts import make_plan
+from elaswave.planning.policy.policy_parts import make_plan
+from elaswave.planning.search.apportionment import evenly
 
 PAUSE_S = 1.0
 """Of training, after every event: what one's own system takes."""

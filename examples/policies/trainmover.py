@@ -24,14 +24,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning import full_restart
-from elaswave.planning.declared import replicates
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, StageShare
-from elaswave.planning.policy_parts import base_levels, fetch, is_in, make_plan, renamed, unused
-from elaswave.planning.replication import Replication
+from elaswave.planning.policy import full_restart
+from elaswave.planning.policy.declared import replicates
+from elaswave.planning.policy.policy_parts import base_levels, fetch, is_in, make_plan, renamed, unused
+from elaswave.planning.policy.replication import Replication
 from elaswave_rivals import torchft
 
 NAME = "trainmover"

@@ -20,14 +20,14 @@ in neither; it is `RecoveryTimes.restart_s`, as for every policy that restarts. 
 
 from dataclasses import replace
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.declared import replicates
-from elaswave.planning.depths import best_of_depths
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policy_parts import fetch, gone_from, is_in, make_plan
-from elaswave.planning.replication import Replication
+from elaswave.planning.policy.declared import replicates
+from elaswave.planning.policy.depths import best_of_depths
+from elaswave.planning.policy.policy_parts import fetch, gone_from, is_in, make_plan
+from elaswave.planning.policy.replication import Replication
 
 NAME = "varuna"
 REPLICATION = Replication(

@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from elaswave.api.result import Result
     from elaswave.api.trainer import Trainer
     from elaswave.data.sampler import sample_order
-    from elaswave.foreign.layer import Foreign
     from elaswave.models.calls import LossOutput, aux_loss, batch
+    from elaswave.models.foreign.layer import Foreign
     from elaswave.models.huggingface.model import hf
     from elaswave.models.layers import Layer
-    from elaswave.splitting.graph import OperatorGraph
-    from elaswave.splitting.split import operator_graph, split
+    from elaswave.models.splitting.graph import OperatorGraph
+    from elaswave.models.splitting.split import operator_graph, split
 
 __all__ = [
     "Foreign",
@@ -33,18 +33,18 @@ __all__ = [
 ]
 
 _PLACES = {
-    "Foreign": "elaswave.foreign.layer",
+    "Foreign": "elaswave.models.foreign.layer",
     "Layer": "elaswave.models.layers",
     "LossOutput": "elaswave.models.calls",
-    "OperatorGraph": "elaswave.splitting.graph",
+    "OperatorGraph": "elaswave.models.splitting.graph",
     "Result": "elaswave.api.result",
     "Trainer": "elaswave.api.trainer",
     "aux_loss": "elaswave.models.calls",
     "batch": "elaswave.models.calls",
     "hf": "elaswave.models.huggingface.model",
-    "operator_graph": "elaswave.splitting.split",
+    "operator_graph": "elaswave.models.splitting.split",
     "sample_order": "elaswave.data.sampler",
-    "split": "elaswave.splitting.split",
+    "split": "elaswave.models.splitting.split",
 }
 """Where each public name stands; imported when it is asked for, since most need torch."""
 

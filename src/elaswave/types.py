@@ -1,7 +1,7 @@
 """The terms of elaswave as values: ids, stages, routes, layouts, execution parameters, programs. No torch, no IO.
 
 Ranges are half-open. Worker ids are given once and never reused. A layout says who runs what; who *holds* which
-block of state is the placement (``elaswave.state.placement``), which follows from the layout and the model alone. A
+block of state is the placement (``elaswave.blocks.placement``), which follows from the layout and the model alone. A
 program says in which order a worker runs its part of the routes: what an action computes (which layers) and where its
 input comes from stand in the routes, not in the program.
 """
@@ -64,7 +64,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict
     """Members that are in no stage, ascending: they vote, and run no layer. One that has just joined holds nothing; one
     that is about to leave may still hold blocks."""
     domains: tuple[tuple[int, str], ...] = ()
-    """(worker, where it runs) of every member, ascending, see `elaswave.state.domains`; empty: all are on one host."""
+    """(worker, where it runs) of every member, ascending, see `elaswave.blocks.domains`; empty: all are on one host."""
     copies: Copies = ""
     """Not empty: the coarsest domain of each label is a site that slow links join to the others, and followers are
     outside of their owner's site, as far as they can be, or never outside of it."""

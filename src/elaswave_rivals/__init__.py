@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from elaswave.planning.declared import Declared, Start, declares
 from elaswave.planning.plan import Plan
-from elaswave.planning.policies import TimedPlanner
-from elaswave.planning.replication import Replication
+from elaswave.planning.policy.declared import Declared, Start, declares
+from elaswave.planning.policy.policies import TimedPlanner
+from elaswave.planning.policy.replication import Replication
 from elaswave_rivals import oobleck, recycle, torchft
 
 __all__ = ["POLICIES"]

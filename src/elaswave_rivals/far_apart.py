@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.far_apart.job import FarJob, FarPlan
 from elaswave.planning.far_apart.objective import FAR_SCHEDULES, Group, Model
 from elaswave.planning.far_apart.op_fence import FarPlanner

@@ -35,16 +35,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.memory import MemoryModel
-from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning import full_restart
-from elaswave.planning.apportionment import apportion_pipelines, evenly
-from elaswave.planning.pipelines import Ranges, linear_s, ranges_of
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.memory import MemoryModel
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, StateTransfer
-from elaswave.planning.policy_parts import (
+from elaswave.planning.policy import full_restart
+from elaswave.planning.policy.policy_parts import (
     balanced_ranges,
     chain_of,
     copy_s,
@@ -54,8 +52,10 @@ from elaswave.planning.policy_parts import (
     renamed,
     unused,
 )
-from elaswave.planning.replication import Replication
-from elaswave.planning.templates import template_beside
+from elaswave.planning.policy.replication import Replication
+from elaswave.planning.search.apportionment import apportion_pipelines, evenly
+from elaswave.planning.search.pipelines import Ranges, linear_s, ranges_of
+from elaswave.planning.search.templates import template_beside
 
 NAME = "oobleck"
 REPLICATION = Replication(

@@ -36,16 +36,25 @@ from typing import Any
 
 import numpy as np
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning import full_restart
-from elaswave.planning.apportionment import evenly, topped_up
-from elaswave.planning.pipelines import ranges_of
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer
-from elaswave.planning.policy_parts import base_levels, copy_s, fetch, gone_from, is_in, make_plan, renamed, unused
-from elaswave.planning.replication import Replication
+from elaswave.planning.policy import full_restart
+from elaswave.planning.policy.policy_parts import (
+    base_levels,
+    copy_s,
+    fetch,
+    gone_from,
+    is_in,
+    make_plan,
+    renamed,
+    unused,
+)
+from elaswave.planning.policy.replication import Replication
+from elaswave.planning.search.apportionment import evenly, topped_up
+from elaswave.planning.search.pipelines import ranges_of
 from elaswave_rivals.staggered import period_s
 
 NAME = "recycle"

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elaswave.costs.layers import Costs, HeldLayers
-from elaswave.costs.machines import Cluster, worker_speeds
-from elaswave.costs.schedules import splits_backwards
-from elaswave.costs.step_time.work import (
+from elaswave.planning.costs.layers import Costs, HeldLayers
+from elaswave.planning.costs.machines import Cluster, worker_speeds
+from elaswave.planning.costs.schedules import splits_backwards
+from elaswave.planning.costs.step_time.work import (
     FORWARD,
     Durations,
     Flow,
@@ -36,11 +36,11 @@ from elaswave.costs.step_time.work import (
     run_in_order,
     transfer_of,
 )
-from elaswave.planning.memory_limits import memory_limits
 from elaswave.planning.plan import Allocation, Chain, levels_of
-from elaswave.planning.prediction import Prediction, fidelity_for
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.routes import make_routes
+from elaswave.planning.programs.prediction import Prediction, fidelity_for
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.routes import make_routes
+from elaswave.planning.search.memory_limits import memory_limits
 from elaswave.types import Layout, Program
 
 NUM_STEPS = 6
@@ -59,7 +59,7 @@ def period_s(cluster: Cluster, costs: Costs, allocation: Allocation, timed: Pred
     """Seconds from step to step if no stage waits for others: exact where the step with a barrier is, and they may be
     below `within_s`.
 
-    Args: as of `elaswave.planning.policy_parts.PeriodOf`.
+    Args: as of `elaswave.planning.policy.policy_parts.PeriodOf`.
     """
     limits = memory_limits(cluster, costs, allocation) if timed.num_limited else None
     most = None if limits is None else limits.as_mapping()

@@ -22,15 +22,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.apportionment import evenly
-from elaswave.planning.pipelines import ranges_of
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, StateTransfer
-from elaswave.planning.policy_parts import chain_of, fetch, gone_from, is_in, make_plan, unused
-from elaswave.planning.replication import Replication
+from elaswave.planning.policy.policy_parts import chain_of, fetch, gone_from, is_in, make_plan, unused
+from elaswave.planning.policy.replication import Replication
+from elaswave.planning.search.apportionment import evenly
+from elaswave.planning.search.pipelines import ranges_of
 
 NAME = "torchft"
 REPLICATION = Replication(

@@ -10,7 +10,7 @@ import sys
 
 from tests.conformance.coordinators import FromClient, Say, Tell
 
-from elaswave.control.server import ControlServer
+from elaswave.channel.server import ControlServer
 from elaswave.transport.tls import Tls
 
 

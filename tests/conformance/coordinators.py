@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from elaswave.control.client import ControlClient
-from elaswave.control.server import ControlServer, TurnedAway
-from elaswave.control.wire import COORDINATOR, Kind, Session, encode
-from elaswave.protocol.heads import Head
+from elaswave.channel.client import ControlClient
+from elaswave.channel.server import ControlServer, TurnedAway
+from elaswave.channel.wire import COORDINATOR, Kind, Session, encode
+from elaswave.protocol.leadership.heads import Head
 from elaswave.transport import addresses
 from elaswave.transport.tls import Tls
 

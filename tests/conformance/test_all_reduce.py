@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from tests.conformance.worlds import in_threads, until
 
+from elaswave.engine.activity import Activity
 from elaswave.errors import InterruptedWaitError, PeerLostError, WaitTimeoutError
-from elaswave.protocol.ballot import add_words
-from elaswave.protocol.engine import FrameKind
-from elaswave.protocol.execution import Execution
+from elaswave.protocol.step.ballot import add_words
+from elaswave.protocol.step.engine import FrameKind
+from elaswave.protocol.step.execution import Execution
 from elaswave.worker import links as links_module
-from elaswave.worker.activity import Activity
 from elaswave.worker.links import TransportLinks
 
 

@@ -38,12 +38,12 @@ from tests.conformance.coordinators import (
     until,
 )
 
-from elaswave.control import client as client_module
-from elaswave.control.client import ControlClient
-from elaswave.control.server import ControlServer, TurnedAway
-from elaswave.control.wire import Kind, agent_id
+from elaswave.channel import client as client_module
+from elaswave.channel.client import ControlClient
+from elaswave.channel.server import ControlServer, TurnedAway
+from elaswave.channel.wire import Kind, agent_id
 from elaswave.errors import BacklogError, ConfigError, FrameError
-from elaswave.protocol.heads import Head, beginning
+from elaswave.protocol.leadership.heads import Head, beginning
 from elaswave.transport import addresses
 from elaswave.transport.tls import Tls
 

@@ -7,8 +7,8 @@ import struct
 import pytest
 from tests.conformance.coordinators import KEY, KINDS, Hello, RawPeer, Say, Tell, Town, until
 
-from elaswave.control.client import ControlClient
-from elaswave.control.wire import COORDINATOR, PROTOCOL_VERSION, Kind, encode
+from elaswave.channel.client import ControlClient
+from elaswave.channel.wire import COORDINATOR, PROTOCOL_VERSION, Kind, encode
 from elaswave.transport import unauthenticated
 from elaswave.transport.handshake import Dialler
 

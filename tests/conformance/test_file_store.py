@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elaswave.control import file_store as store_module
-from elaswave.control.file_store import MAGIC, FileStore, pack_entry, scan
-from elaswave.control.store import Store
 from elaswave.errors import StoreError
+from elaswave.store import file_store as store_module
+from elaswave.store.file_store import MAGIC, FileStore, pack_entry, scan
+from elaswave.store.interface import Store
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
@@ -234,7 +234,7 @@ HOLDER = """
 import os, sys, time
 from pathlib import Path
 import msgspec
-from elaswave.control.file_store import FileStore
+from elaswave.store.file_store import FileStore
 class Raised(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     reason: str = ""

@@ -21,8 +21,8 @@ from elaswave.channel.messages.operator import (
     OperatorHello,
     TurnedAway,
 )
-from elaswave.control.operator_client import OperatorClient
-from elaswave.control.wire import FIRST_AGENT, is_reader, operator_id, role_of
+from elaswave.channel.wire import FIRST_AGENT, is_reader, operator_id, role_of
+from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import AuthenticationError, ControlError
 from elaswave.job.control_file import remove_control_file, write_control_file
 from elaswave.job.key_files import LESSER, JobKey, Role, next_file, role_key, secrets_for

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from tests.conformance.coordinators import Say, Tell, Town, until
 
-from elaswave.control.server import PeerLimits
-from elaswave.control.wire import COORDINATOR, FIRST_OPERATOR, Kind, encode, is_operator, operator_id, peer_name
-from elaswave.protocol.heads import Head
+from elaswave.channel.server import PeerLimits
+from elaswave.channel.wire import COORDINATOR, FIRST_OPERATOR, Kind, encode, is_operator, operator_id, peer_name
+from elaswave.protocol.leadership.heads import Head
 
 OPERATOR = operator_id(5)
 LIMITS = PeerLimits(message_bytes_max=4096, outbox_bytes_max=1 << 20, frames_per_s=10.0)

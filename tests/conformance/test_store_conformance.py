@@ -11,14 +11,14 @@ import pytest
 from tests.etcd_processes import Member, cluster, needs_etcd
 from tests.fake_etcd import KEY, FakeEtcd, FakeGateway
 
-from elaswave.control import etcd_keys
-from elaswave.control.etcd_client import EtcdClient
-from elaswave.control.etcd_gateway import HttpGateway
-from elaswave.control.etcd_store import EtcdStore
-from elaswave.control.file_store import FileStore
-from elaswave.control.store import Owner, Store
 from elaswave.errors import StoreError, SupersededError
-from elaswave.protocol.store_writes import spec_value
+from elaswave.protocol.coordinator.store_writes import spec_value
+from elaswave.store import etcd_keys
+from elaswave.store.etcd_client import EtcdClient
+from elaswave.store.etcd_gateway import HttpGateway
+from elaswave.store.etcd_store import EtcdStore
+from elaswave.store.file_store import FileStore
+from elaswave.store.interface import Owner, Store
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):

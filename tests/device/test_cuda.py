@@ -14,12 +14,12 @@ import torch
 from tests.integration.jobs import Job, run_job
 from tests.unit.shapes import make_shape
 
+from elaswave.blocks.grids import INITIAL_EXPONENT
 from elaswave.config.schema import OptimizerConfig
 from elaswave.devices.interface import read, wait_for
 from elaswave.errors import WorkerError
 from elaswave.state.device_sums import DeviceAccumulator, add_up, checksum, pieces_of, reduced_gradient
 from elaswave.state.device_verify import Found, run_hashes, square_sums
-from elaswave.state.grids import INITIAL_EXPONENT
 from elaswave.state.sums import ExactAccumulator
 from elaswave.state.verify import run_hash
 from elaswave.training.optimizer import RULES

@@ -14,8 +14,8 @@ from tests.integration.jobs import SMALL, run_job
 from elaswave.config.devices import cluster_of
 from elaswave.config.far_layout import own_costs
 from elaswave.config.load import load_config
+from elaswave.engine.blueprint import Blueprint
 from elaswave.observability.result import read_result
-from elaswave.worker.blueprint import Blueprint
 
 REASON = lacking()
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(REASON), reason=REASON or "hosts can be made")]

@@ -11,25 +11,25 @@ import msgspec
 from tests.integration.jobs import small_config
 from tests.memory_transport import MemoryNetwork
 
+from elaswave.blocks.placement import Role, place_blocks
 from elaswave.data.sampler import Draw
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.checks.probe import NoProbe
+from elaswave.engine.materialise import materialise
+from elaswave.engine.pacing import ActionTimer
+from elaswave.engine.torch_engine import EngineContext, TorchEngine
 from elaswave.observability.trace import ACTION, TraceRecorder
-from elaswave.planning.layout import validate_layout
-from elaswave.protocol.execution import Life, T
-from elaswave.protocol.ledger import Ledger
-from elaswave.protocol.member import Member
-from elaswave.protocol.step import StepLoop
-from elaswave.state.placement import Role, place_blocks
+from elaswave.planning.programs.layout import validate_layout
+from elaswave.protocol.step.execution import Life, T
+from elaswave.protocol.step.ledger import Ledger
+from elaswave.protocol.step.loop import StepLoop
+from elaswave.protocol.step.member import Member
 from elaswave.state.store import BlockStore, HeldBlock
 from elaswave.training.definition import Training as Definition
 from elaswave.types import Layout, Program
-from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.materialise import materialise
-from elaswave.worker.pacing import ActionTimer
-from elaswave.worker.probe import NoProbe
 from elaswave.worker.process import terms_of
-from elaswave.worker.torch_engine import EngineContext, TorchEngine
 from elaswave.worker.watch import StepWatch
 
 Loop = StepLoop[HeldBlock]

@@ -14,13 +14,13 @@ import torch
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.config.sites import labels_of, sites_that_may_part
-from elaswave.control import launcher
+from elaswave.engine.checks.probe import Probe
 from elaswave.faults.injection import parse_faults
+from elaswave.launcher import launcher
 from elaswave.observability.processes import read_processes
 from elaswave.observability.result import RunResult, read_digests
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.types import Layout
-from elaswave.worker.probe import Probe
 
 SMALL: dict[str, Any] = {
     "model.num_layers": 2,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.integration.crew import Training, train
 
-from elaswave.costs.schedules import SCHEDULES, splits_backwards
-from elaswave.planning.layout import make_layout
+from elaswave.planning.costs.schedules import SCHEDULES, splits_backwards
+from elaswave.planning.programs.layout import make_layout
 from elaswave.types import Hop, Layout, Stage
 
 NUM_MICROBATCHES = 5

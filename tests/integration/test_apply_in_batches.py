@@ -17,8 +17,8 @@ from tests.integration.thread_jobs import Machine, ThreadJob, wait_until
 from elaswave.channel.messages.worker import FromWorker
 from elaswave.devices.interface import Batch
 from elaswave.devices.loopback import Loopback
-from elaswave.protocol.engine import Phase
 from elaswave.protocol.messages import Report
+from elaswave.protocol.step.engine import Phase
 from elaswave.training.builtin import builtin_training
 from elaswave.training.own_optimizer import OwnOptimizer
 

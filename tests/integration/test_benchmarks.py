@@ -12,8 +12,8 @@ from tests.etcd_processes import needs_etcd
 
 from elaswave.config.policy_code import policies
 from elaswave.config.presets import device_preset, model_shape
-from elaswave.costs.analytic import analytic_costs
-from elaswave.planning.declared import declared_of
+from elaswave.planning.costs.analytic import analytic_costs
+from elaswave.planning.policy.declared import declared_of
 
 PREDICTED_ONLY = {name for name, planner in policies().items() if not declared_of(planner).runs_here}
 

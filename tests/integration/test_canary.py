@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 
+from elaswave.engine.checks.canary import environment
+from elaswave.engine.checks.update_canary import UPDATE
 from elaswave.errors import VoteError
-from elaswave.protocol.engine import Measured, Phase
 from elaswave.protocol.environment import ENVIRONMENT, Environment
-from elaswave.worker.canary import environment
-from elaswave.worker.update_canary import UPDATE
+from elaswave.protocol.step.engine import Measured, Phase
 
 SETTINGS: dict[str, Any] = {"run.steps": 3, "layout.widths": [1, 2]}
 

@@ -8,13 +8,13 @@ import pytest
 from tests.integration.crew import Loop, train
 from tests.integration.test_any_layout import MODELS, pipelines_of_unequal_depth, regular, shared_boundary
 
-from elaswave.planning.target_placement import target_placement
-from elaswave.protocol.engine import Committed
-from elaswave.protocol.execution import Life
+from elaswave.blocks.placement import Role
+from elaswave.engine.torch_engine import TorchEngine
+from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol.messages import LayoutChange
-from elaswave.state.placement import Role
+from elaswave.protocol.step.engine import Committed
+from elaswave.protocol.step.execution import Life
 from elaswave.types import ExecutionParameters, Hop, Layout, Stage
-from elaswave.worker.torch_engine import TorchEngine
 
 START = regular(2, 3, layers=(2, 2))
 

@@ -9,13 +9,13 @@ from tests.integration.jobs import Calm, QuietReporter, run_job, small_config
 from tests.integration.waits import HeldUntil
 
 from elaswave.channel.messages.worker import ShardFailed, ShardWritten
-from elaswave.control import checkpoints
-from elaswave.control.launcher import _way_on
-from elaswave.control.recorder import RunRecorder
+from elaswave.checkpoints.format import WrittenItem
+from elaswave.coordinator.records import checkpoints
+from elaswave.coordinator.records.recorder import RunRecorder
+from elaswave.engine.checks.probe import Probes
 from elaswave.errors import CheckpointError, RecoveryError
-from elaswave.state.checkpoint_format import WrittenItem
+from elaswave.launcher.launcher import _way_on
 from elaswave.worker import shard_writer
-from elaswave.worker.probe import Probes
 
 SETTINGS = {"run.steps": 4, "run.checkpoint_every": 2}
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import QuietReporter, run_job
 
+from elaswave.checkpoints.checkpoint import find_newest_checkpoint
 from elaswave.errors import DataError
 from elaswave.observability.events import CheckpointWritten, read_events
-from elaswave.state.checkpoint import find_newest_checkpoint
 
 
 @pytest.mark.parametrize("phase", [pytest.param("vote", marks=pytest.mark.slow), "apply"])

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import run_job
 
-from elaswave.control import job_driver, own_coordinators, recoveries
-from elaswave.control.coordinator_setup import CoordinatorSetup
+from elaswave.coordinator import driver
+from elaswave.coordinator.records import recoveries
+from elaswave.coordinator.setup import CoordinatorSetup
+from elaswave.launcher import own_coordinators
 from elaswave.observability.clock import clock_here
 
 
@@ -21,7 +23,7 @@ def test_each_coordinator_may_have_another_clock(tmp_path: Path, monkeypatch: py
         """In the coordinator's process."""
         offset_s = offset_of[len(setup.coordinator_ends_s)]
         monkeypatch.setattr(time, "monotonic", lambda: real() + offset_s)
-        for module in (job_driver, recoveries):
+        for module in (driver, recoveries):
             monkeypatch.setattr(module, "clock_here", lambda: f"{here} {offset_s:+g}")
         # What the agent beside it knows is by the clock of their host.
         ends_s = tuple(at_s + offset_s for at_s in setup.coordinator_ends_s)

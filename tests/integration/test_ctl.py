@@ -18,7 +18,7 @@ from tests.integration.jobs import SMALL, as_toml, run_job
 
 from elaswave.channel.messages.operator import AskStatus, JobStatus, StatusAnswer
 from elaswave.cli.main import main
-from elaswave.control.operator_client import OperatorClient
+from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError
 from elaswave.job.key_files import Role
 from elaswave.job.key_making import write_role_key

@@ -17,7 +17,7 @@ from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
 from elaswave.faults.injection import FaultRecord, parse_faults
 from elaswave.observability.result import EpochRecord, RunResult, read_result
-from elaswave.protocol.engine import PHASES
+from elaswave.protocol.step.engine import PHASES
 from elaswave.types import Hop, Layout, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def test_both_runs_are_one_computation(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_worker_that_joins_in_a_lost_ones_place_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import elaswave.cli.demo as demo
-    import elaswave.control.launcher as launcher
+    import elaswave.launcher.launcher as launcher
 
     train = launcher.train
 

@@ -14,7 +14,7 @@ from tests.integration.unlucky import make_unlucky
 from elaswave.devices.interface import DeviceMemory
 from elaswave.devices.loopback import Loopback
 from elaswave.errors import WorkerError
-from elaswave.protocol.position import IDLE
+from elaswave.protocol.step.position import IDLE
 
 ASSERTED = "CUDA error: device-side assert triggered"
 LOST = "CUDA error: uncorrectable ECC error encountered"

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import Calm, QuietReporter, run_job
 
-from elaswave.control import own_workers, worker_life
-from elaswave.protocol import detection
+from elaswave.launcher import own_workers
+from elaswave.launcher.forkserver import worker_life
+from elaswave.protocol.detection import detector
 from elaswave.worker.setup import WorkerSetup
 
 
@@ -44,7 +45,7 @@ def test_workers_that_stand_still_before_they_register_are_left_behind_and_made_
     """With them all copies of some blocks are gone, but nothing has been computed yet."""
     reference = calm({"run.steps": 4})
     strike(monkeypatch, (0, 2, 3), signal.SIGSTOP)
-    monkeypatch.setattr(detection, "SILENCE_STARTING_S", 4.0)
+    monkeypatch.setattr(detector, "SILENCE_STARTING_S", 4.0)
     monkeypatch.setattr(own_workers, "LOOK_S", 0.25)
     reporter = QuietReporter()
     job = run_job(tmp_path / "run", {"run.steps": 4}, reporter=reporter)

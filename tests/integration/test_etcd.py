@@ -13,10 +13,10 @@ from tests.etcd_processes import Member, cluster, needs_etcd
 from tests.fake_etcd import KEY, STRANGERS
 from tests.integration.jobs import QuietReporter, run_job
 
-from elaswave.control.etcd_client import EtcdClient
-from elaswave.control.etcd_gateway import HttpGateway
 from elaswave.errors import ElaswaveError, LaunchError, RetryError
 from elaswave.observability.processes import read_processes
+from elaswave.store.etcd_client import EtcdClient
+from elaswave.store.etcd_gateway import HttpGateway
 
 pytestmark = needs_etcd
 
@@ -83,7 +83,7 @@ def test_steps_go_on_and_are_shown_while_etcd_has_no_quorum(tmp_path: Path) -> N
 
 
 def test_etcd_that_is_not_there_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elaswave.control.open_store.FOUND_S", 0.2)
+    monkeypatch.setattr("elaswave.store.opening.FOUND_S", 0.2)
     with pytest.raises(LaunchError, match="the job's store cannot be used: etcd://127.0.0.1:1/elaswave/run-.*refused"):
         run_job(tmp_path / "run", {"control.store": "etcd://127.0.0.1:1"})
 

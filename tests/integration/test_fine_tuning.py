@@ -16,8 +16,8 @@ from tests.integration.scripts import ROOT, run
 import elaswave
 from elaswave.api.session import ScriptSession, active
 from elaswave.cli.main import cli
-from elaswave.control.job import JobOptions
 from elaswave.errors import RunFolderError, UsageError
+from elaswave.launcher.job import JobOptions
 from elaswave.observability.run_folder import resume_command, saved_config
 
 TEXT = (

@@ -14,12 +14,12 @@ from tests.integration.jobs import small_config
 from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 from torch import nn
 
+from elaswave.blocks.placement import Role
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Draw, Source
 from elaswave.errors import StateError, VoteError
 from elaswave.models.layers import Layer, ModelSpec
-from elaswave.protocol.step import MAX_CHANGES, STATE_SAMPLE_PERIOD
-from elaswave.state.placement import Role
+from elaswave.protocol.step.loop import MAX_CHANGES, STATE_SAMPLE_PERIOD
 from elaswave.state.seals import is_working
 from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training

@@ -21,9 +21,9 @@ from tests.integration.waits import WaitsFor, log_of
 from torch import nn
 
 import elaswave
-from elaswave.control import launcher
 from elaswave.errors import RunFolderError, WorkerError
-from elaswave.foreign.layer import Foreign
+from elaswave.launcher import launcher
+from elaswave.models.foreign.layer import Foreign
 
 PARTS = Path(foreign_parts.__file__)
 OTHER_TORCH = os.environ.get("ELASWAVE_OTHER_TORCH")

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from tests.integration.jobs import Calm, QuietReporter, coordinator_of, run_job
 
-from elaswave.control import checkpoints, job_end
-from elaswave.control.file_store import FileStore
-from elaswave.control.journal import Entered
+from elaswave.coordinator.records import checkpoints, job_end
 from elaswave.errors import RecoveryError, RunFolderError
 from elaswave.observability.events import EventsLost, RunFinished, StepCommitted, read_events
-from elaswave.protocol.engine import Phase
+from elaswave.protocol.step.engine import Phase
+from elaswave.store.file_store import FileStore
+from elaswave.store.journal import Entered
 from elaswave.worker import shard_writer
 
 SETTINGS = {"run.steps": 70, "layout.widths": "[1, 1]"}

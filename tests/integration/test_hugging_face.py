@@ -10,7 +10,7 @@ from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 
 import elaswave
 from elaswave.api.model import OwnModelSpec
-from elaswave.protocol.engine import Phase
+from elaswave.protocol.step.engine import Phase
 from elaswave.training.dataset import DatasetSamples
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer, learning_rate

@@ -11,15 +11,15 @@ import pytest
 import torch
 from tests.integration.thread_jobs import JOB_TIMEOUT_S, Killed, Machine, ThreadJob, is_change, wait_until
 
+from elaswave.blocks.placement import Placement
 from elaswave.channel.messages.worker import FromWorker, StepReport
-from elaswave.control.run_result import check_followers
-from elaswave.planning.layout import make_layout
-from elaswave.protocol.engine import Phase
+from elaswave.coordinator.records.run_result import check_followers
+from elaswave.engine import torch_engine
+from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.messages import Decision, Installed
+from elaswave.protocol.step.engine import Phase
 from elaswave.state.digests import add_digests
-from elaswave.state.placement import Placement
 from elaswave.state.store import HeldBlock
-from elaswave.worker import torch_engine
 from verify.planted_bugs.mutants import MUTANTS
 
 SETTINGS: dict[str, Any] = {"run.steps": 8, "run.eval_every": 3}

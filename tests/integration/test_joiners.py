@@ -10,7 +10,7 @@ import pytest
 from tests.integration.jobs import Job, run_job
 from tests.integration.waits import WaitsFor, log_of
 
-from elaswave.control.client import ControlClient
+from elaswave.channel.client import ControlClient
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
 from elaswave.models.gpt import GPTMLP
 from elaswave.protocol.environment import ENVIRONMENT
@@ -142,7 +142,7 @@ def test_a_joiner_with_another_key_gets_no_connection_and_says_why(
 
     monkeypatch.setattr(ControlClient, "__init__", with_another_key)
     # As outside of pytest, which has handlers of its own.
-    monkeypatch.setattr(logging.getLogger("elaswave.control"), "handlers", [logging.lastResort])
+    monkeypatch.setattr(logging.getLogger("elaswave.coordinator"), "handlers", [logging.lastResort])
     log, problem = tmp_path / "logs" / "worker-2.log", "does not hold this job's key: check the address"
     job = run_job(tmp_path, SETTINGS, faults=["join@3"], probe=WaitsFor(log, problem))
     assert job.computation == undisturbed.computation

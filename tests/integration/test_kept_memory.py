@@ -9,10 +9,10 @@ import torch
 from tests.integration.crew import Loop, train
 from tests.integration.jobs import small_config
 
-from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.memory import MemoryModel
-from elaswave.planning.layout import make_layout
-from elaswave.worker.layer_runs import Reached
+from elaswave.engine.layer_runs import Reached
+from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.memory import MemoryModel
+from elaswave.planning.programs.layout import make_layout
 
 NUM_MICROBATCHES = 8
 STAGES = 3

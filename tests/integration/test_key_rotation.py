@@ -14,7 +14,7 @@ from tests.integration.test_ctl import FOREVER, PATIENCE_S, ctl, job, status_of,
 
 from elaswave.channel.messages.operator import Answer, AskKey
 from elaswave.cli.main import main
-from elaswave.control.operator_client import OperatorClient
+from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError
 from elaswave.job.control_file import read_control_file
 from elaswave.job.key_files import Role, next_file, read_key

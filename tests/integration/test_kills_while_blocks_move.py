@@ -15,12 +15,12 @@ from tests.integration.jobs import Job, coordinator_of, run_job
 from tests.integration.waits import WaitsFor, log_of
 
 from elaswave.channel.messages.worker import StepReport
-from elaswave.control.job_driver import JobDriver
-from elaswave.control.replanning import Replanned
-from elaswave.planning.layout import make_layout
+from elaswave.coordinator.driver import JobDriver
+from elaswave.coordinator.planning.replanning import Replanned
+from elaswave.engine.checks.probe import Probes
+from elaswave.planning.programs.layout import make_layout
 from elaswave.types import ExecutionParameters
 from elaswave.worker import process
-from elaswave.worker.probe import Probes
 
 SETTINGS: dict[str, Any] = {
     "layout.widths": [2, 2],
@@ -36,7 +36,7 @@ BETTER = make_layout(widths=[2, 2], layers_per_stage=[1, 3], num_microbatches=5)
 LEAVER, JOINER = 1, 4
 
 Condition = Callable[[Any], bool]
-"""Whether the moment has come, asked of a worker's `elaswave.protocol.step.StepLoop`."""
+"""Whether the moment has come, asked of a worker's `elaswave.protocol.step.loop.StepLoop`."""
 
 
 def sends(machine: Any) -> bool:

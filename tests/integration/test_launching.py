@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import QuietReporter, nothing_left, small_config
 
-from elaswave.control import forking, launcher, local_job, shown
 from elaswave.errors import LaunchError, RecoveryError, UsageError
+from elaswave.launcher import launcher, local_job, shown
+from elaswave.launcher.forkserver import forking
 from elaswave.system import kernel
 from elaswave.system.job_folder import JobFolder, sweep_dead
 from elaswave.system.kernel import GROWTH, needed_descriptors, provide_descriptors

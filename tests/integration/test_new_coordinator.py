@@ -13,18 +13,18 @@ import pytest
 from tests.integration.jobs import Calm, coordinator_of, run_job
 from tests.signals import hearing_signals
 
-from elaswave.control import checkpoints as checkpoints_module
-from elaswave.control import local_job, own_coordinators
-from elaswave.control.checkpoints import CheckpointFinder, Checkpoints
-from elaswave.control.client import ControlClient
-from elaswave.control.coordinator import CoordinatorProcess
-from elaswave.control.coordinator_setup import CoordinatorSetup
-from elaswave.control.recorder import RunRecorder
+from elaswave.channel.client import ControlClient
+from elaswave.checkpoints.checkpoint import CheckpointRef, CheckpointSearch, find_newest_checkpoint
+from elaswave.coordinator.process import CoordinatorProcess
+from elaswave.coordinator.records import checkpoints as checkpoints_module
+from elaswave.coordinator.records.checkpoints import CheckpointFinder, Checkpoints
+from elaswave.coordinator.records.recorder import RunRecorder
+from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.errors import RecoveryError, StoppedBySignalError
+from elaswave.launcher import local_job, own_coordinators
 from elaswave.protocol import events
-from elaswave.protocol.detection import Detector
-from elaswave.protocol.engine import Phase
-from elaswave.state.checkpoint import CheckpointRef, CheckpointSearch, find_newest_checkpoint
+from elaswave.protocol.detection.detector import Detector
+from elaswave.protocol.step.engine import Phase
 
 
 class StopsWithItsCoordinator:

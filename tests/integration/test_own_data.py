@@ -19,8 +19,8 @@ from tests.integration.own import FORK, FRESH, WAYS
 from torch import nn
 
 import elaswave
-from elaswave.control import launcher
 from elaswave.errors import DataError, UsageError, WorkerError
+from elaswave.launcher import launcher
 from elaswave.observability.processes import read_processes
 
 

@@ -13,12 +13,12 @@ from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 
 import elaswave
 from elaswave.api.session import ScriptSession, active
-from elaswave.control.job import JobOptions
 from elaswave.data.sampler import Draw
 from elaswave.errors import NonFiniteError
+from elaswave.launcher.job import JobOptions
 from elaswave.models.calls import Call, LossOutput, inside
 from elaswave.models.layers import build_layer
-from elaswave.protocol.engine import Phase
+from elaswave.protocol.step.engine import Phase
 from elaswave.training.optimizer import learning_rate
 
 ONE: dict[str, Any] = {"layout.widths": [1]}

@@ -334,8 +334,8 @@ def test_a_loss_that_is_another_one_in_the_script_ends_the_job_before_its_first_
     ):
         train(tmp_path / "run", {"layout.widths": [1]}, model=[OfParent(), *mlp()])
     assert not (tmp_path / "run" / EVENTS_FILE).exists(), "no coordinator has begun"
-    monkeypatch.setattr("elaswave.control.launcher.memory_bytes", lambda: (1, "a file"))
-    monkeypatch.setattr("elaswave.control.template.memory_bytes", lambda: (1, "a file"))
+    monkeypatch.setattr("elaswave.launcher.launcher.memory_bytes", lambda: (1, "a file"))
+    monkeypatch.setattr("elaswave.launcher.forkserver.server.memory_bytes", lambda: (1, "a file"))
     train(tmp_path / "large", {"layout.widths": [1], "run.steps": 1}, model=[OfParent(), *mlp()])
     assert "was not compared between this process and the job's: the model has" in "".join(capfd.readouterr())
 

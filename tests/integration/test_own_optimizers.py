@@ -18,10 +18,10 @@ from torch.optim import lr_scheduler
 import elaswave
 from elaswave.api.session import ScriptSession, active
 from elaswave.cli.main import main
-from elaswave.control.job import JobOptions
 from elaswave.data.sampler import Sampler
 from elaswave.errors import CheckpointError, ConfigError, UsageError
-from elaswave.protocol.engine import Phase
+from elaswave.launcher.job import JobOptions
+from elaswave.protocol.step.engine import Phase
 from elaswave.training.builtin import builtin_training
 from elaswave.training.definition import Training
 from elaswave.training.own_optimizer import OwnOptimizer

@@ -10,7 +10,7 @@ from tests.integration.jobs import SMALL, Job, run_job
 from elaswave.observability.result import EVENTS_FILE
 
 FLAT = """
-from elaswave.planning.policy_parts import make_plan, rectangle
+from elaswave.planning.policy.policy_parts import make_plan, rectangle
 
 def plan(cluster, costs, allocation, event):
     flat = rectangle(

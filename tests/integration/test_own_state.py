@@ -18,23 +18,23 @@ from tests.integration.test_instants_of_loss import DiesAt, Probe
 from tests.integration.thread_jobs import Machine, ThreadJob
 from tests.own_models import KINDS, WIDTH, Head, Mix, Normed, Points, numbers, settings_of, training_of
 
-from elaswave.control.run_result import check_followers, describe_checkpoint
+from elaswave.api.export import initial_weights, stored_weights
+from elaswave.blocks.placement import Role, place_blocks
+from elaswave.checkpoints.checkpoint import shard_folder
+from elaswave.checkpoints.commit import commit_checkpoint
+from elaswave.checkpoints.format import CheckpointMeta
+from elaswave.coordinator.records.run_result import check_followers, describe_checkpoint
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.frozen import changed_frozen, frozen_digests
+from elaswave.engine.materialise import materialise
 from elaswave.errors import UnequalBufferError
 from elaswave.hashing import MASK64
 from elaswave.models.layers import Layer
-from elaswave.planning.layout import make_layout
-from elaswave.protocol.engine import Phase
-from elaswave.state.checkpoint import shard_folder
-from elaswave.state.checkpoint_commit import commit_checkpoint
-from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.planning.programs.layout import make_layout
+from elaswave.protocol.step.engine import Phase
 from elaswave.state.digests import add_digests
-from elaswave.state.export import initial_weights, stored_weights
-from elaswave.state.placement import Role, place_blocks
 from elaswave.training.definition import Training
 from elaswave.types import Layout
-from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.frozen import changed_frozen, frozen_digests
-from elaswave.worker.materialise import materialise
 
 ALONE = make_layout(widths=(1,), layers_per_stage=(5,), num_microbatches=5)
 LAYOUTS = {

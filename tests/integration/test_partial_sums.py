@@ -12,12 +12,12 @@ import pytest
 import torch
 from tests.integration.crew import Loop, Training, train
 
-from elaswave.planning.layout import make_layout
-from elaswave.protocol.engine import Committed
-from elaswave.protocol.execution import Life
+from elaswave.engine.reduction import Reduction
+from elaswave.engine.torch_engine import TorchEngine
+from elaswave.planning.programs.layout import make_layout
+from elaswave.protocol.step.engine import Committed
+from elaswave.protocol.step.execution import Life
 from elaswave.state import sums
-from elaswave.worker.reduction import Reduction
-from elaswave.worker.torch_engine import TorchEngine
 
 STEP = 2
 LAYOUT = make_layout(widths=(2,), layers_per_stage=(4,), num_microbatches=5)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from tests.integration.jobs import Job, QuietReporter, flip_bit, run_job
 
+from elaswave.blocks.placement import Role
 from elaswave.errors import WorkerError
-from elaswave.protocol.step import STATE_SAMPLE_PERIOD
-from elaswave.state.placement import Role
+from elaswave.protocol.step.loop import STATE_SAMPLE_PERIOD
 from elaswave.state.store import HeldBlock
 from elaswave.types import Action
 

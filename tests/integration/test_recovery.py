@@ -20,7 +20,7 @@ from tests.integration.jobs import Job, QuietReporter, run_job
 from elaswave.errors import RecoveryError
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
 from elaswave.protocol import events
-from elaswave.protocol.engine import PHASES
+from elaswave.protocol.step.engine import PHASES
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "2x2": {"layout.stages": 2, "layout.replicas": 2},

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from tests.integration.jobs import Job, run_job, small_config
 from tests.reference import Recipe, Reference, microbatch_gradients, reference_run
 
+from elaswave.blocks.placement import Role
+from elaswave.engine.blueprint import Blueprint
 from elaswave.models.layers import ModelSpec, build_layer
-from elaswave.state.placement import Role
 from elaswave.state.store import BlockStore
-from elaswave.worker.blueprint import Blueprint
 
 RECIPE: dict[str, Any] = {
     "layout.widths": [2, 2],

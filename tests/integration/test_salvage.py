@@ -12,7 +12,7 @@ import pytest
 from tests.integration.jobs import Job, run_job
 
 from elaswave.observability.result import Recovery
-from elaswave.protocol.engine import PHASES
+from elaswave.protocol.step.engine import PHASES
 
 N = 16
 SETTINGS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import elaswave
 from elaswave.api.model import OwnModelSpec
 from elaswave.config.schema import OptimizerConfig
-from elaswave.planning.layout import make_layout
+from elaswave.planning.programs.layout import make_layout
 from elaswave.training.dataset import DatasetSamples
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer

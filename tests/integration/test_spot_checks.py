@@ -13,11 +13,11 @@ from tests.integration.thread_jobs import ThreadJob
 from tests.own_models import WIDTH, Head, Mix, settings_of, training_of
 from torch import nn
 
+from elaswave.engine.checks.spot_checks import Kind, SpotChecks
 from elaswave.errors import WorkerError
 from elaswave.models.calls import draw_key
 from elaswave.models.layers import Layer
 from elaswave.training.definition import Training
-from elaswave.worker.spot_checks import Kind, SpotChecks
 
 NUM_MICROBATCHES, STEPS = 8, 12
 STRUCK = 1

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.integration.jobs import flip_bit, run_job
 
+from elaswave.blocks.placement import Role
 from elaswave.errors import RecoveryError, StateError
 from elaswave.state.digests import add_digests
-from elaswave.state.placement import Role
 from elaswave.state.store import BlockStore
 
 SHORT: dict[str, Any] = {"run.steps": 4}

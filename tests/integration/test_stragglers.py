@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import Calm, Job, run_job
 
-from elaswave.control import stragglers
+from elaswave.coordinator.planning import stragglers
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
 from elaswave.types import Layout
 from elaswave.worker import outbox

@@ -15,17 +15,19 @@ from tests.integration.jobs import Calm, QuietReporter, nothing_left, run_job, s
 from tests.signals import hear_signals
 from torch import Tensor, nn
 
-from elaswave.control import checkpoints, job_end, launcher, launcher_waits, template, template_link
-from elaswave.control.template_messages import Spawned
+from elaswave.checkpoints import commit as checkpoint_commit
+from elaswave.checkpoints.checkpoint import CheckpointSearch, find_newest_checkpoint
+from elaswave.coordinator.records import checkpoints, job_end
+from elaswave.engine.checks.probe import Phase
 from elaswave.errors import LaunchError, RecoveryError
+from elaswave.launcher import launcher, launcher_waits, template_link
+from elaswave.launcher.forkserver import server
+from elaswave.launcher.forkserver.machine import COMMITTER
+from elaswave.launcher.forkserver.messages import Spawned
 from elaswave.observability.events import RunFinished, read_events
 from elaswave.observability.processes import RunProcess, lives, read_processes
 from elaswave.protocol.events import CoordinatorEffect, FindCheckpoint
-from elaswave.protocol.template import COMMITTER
-from elaswave.state import checkpoint_commit
-from elaswave.state.checkpoint import CheckpointSearch, find_newest_checkpoint
 from elaswave.training import builtin
-from elaswave.worker.probe import Phase
 
 WAIT_S = 120.0
 PATIENT = ["run.steps=100000", "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "layout.widths=[2]"]
@@ -175,9 +177,9 @@ def test_a_template_that_is_killed_when_the_result_is_written_ends_no_job(
 
     def write_and_kill(*arguments: Any) -> None:
         write(*arguments)
-        template = roles(run_dir, "template")["template"]
-        os.kill(template.pid, signal.SIGKILL)
-        wait_for(lambda: not lives(template))
+        server = roles(run_dir, "template")["template"]
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for(lambda: not lives(server))
 
     monkeypatch.setattr(job_end, "write_result", write_and_kill)
     job = run_job(run_dir, SETTINGS)
@@ -302,9 +304,9 @@ def test_a_commit_that_cannot_be_ended_for_the_next_coordinator_ends_the_job(
 ) -> None:
     """As one that waits for a disk that is gone; here the process is stopped that would have to end it."""
     run_dir = tmp_path / "run"
-    say = template._Serving._say
+    say = server._Serving._say
 
-    def stop(serving: template._Serving, message: Any) -> None:
+    def stop(serving: server._Serving, message: Any) -> None:
         """In the template, which has forked the committer."""
         is_of_committer = isinstance(message, Spawned) and message.child == COMMITTER
         if is_told or not is_of_committer:
@@ -313,7 +315,7 @@ def test_a_commit_that_cannot_be_ended_for_the_next_coordinator_ends_the_job(
             os.kill(roles(run_dir, "coordinator")["coordinator"].pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    monkeypatch.setattr(template._Serving, "_say", stop)
+    monkeypatch.setattr(server._Serving, "_say", stop)
     monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", Hangs(tmp_path))
     monkeypatch.setattr(launcher_waits.LauncherWaits, "for_commit", in_half_a_second(monkeypatch))
     with pytest.raises(RecoveryError, match="no other one can be started: the process that was committing") as raised:
@@ -345,7 +347,7 @@ def test_a_template_that_was_stopped_is_noticed(
     if where == "run_template":
         monkeypatch.setattr(template_link, "run_template", stop_itself)
     else:
-        monkeypatch.setattr(template._Serving, "run", stop_itself)
+        monkeypatch.setattr(server._Serving, "run", stop_itself)
     with nothing_left(), pytest.raises((LaunchError, RecoveryError), match=told):
         launcher.train(small_config({"layout.widths": "[1, 1]"}), tmp_path, reporter=QuietReporter())
 

@@ -19,7 +19,7 @@ LOWER, UPPER = re.fullmatch(r"transformers>=(5\.\d+),<5\.(\d+)", ALLOWED).groups
 NEWEST = f"5.{int(UPPER) - 1}"
 TESTS = (
     "tests/unit/models/test_hugging_face.py",
-    "tests/unit/state/test_export_folder.py",
+    "tests/unit/api/test_export_folder.py",
     "tests/integration/test_hugging_face.py",
     "tests/integration/test_fine_tuning.py",
 )

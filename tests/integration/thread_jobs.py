@@ -31,15 +31,16 @@ from elaswave.channel.messages.worker import (
     StepReport,
 )
 from elaswave.devices.opening import open_device
+from elaswave.engine import torch_engine
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.checks.probe import NoProbe, Probe
 from elaswave.errors import FencedError
-from elaswave.planning.target_placement import target_placement
+from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol import events
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.decisions import plan_survivors
-from elaswave.protocol.driver import CoordinatorDriver
-from elaswave.protocol.duties import pending_after
-from elaswave.protocol.ending import MemberEnd
-from elaswave.protocol.engine import Phase
+from elaswave.protocol.coordinator.decisions import plan_survivors
+from elaswave.protocol.coordinator.driver import CoordinatorDriver
+from elaswave.protocol.coordinator.ending import MemberEnd
+from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.messages import (
     FIRST_EPOCH,
     CoreToWorker,
@@ -51,17 +52,16 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
-from elaswave.protocol.moves import refilled
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.step.duties import pending_after
+from elaswave.protocol.step.engine import Phase
+from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.moves import refilled
 from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
 from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker import process as worker_module
-from elaswave.worker import torch_engine
-from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.failure import failure
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.probe import NoProbe, Probe
 from elaswave.worker.process import Worker
 from elaswave.worker.setup import WorkerSetup
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from tests.property.clusters import make_cluster, make_costs
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.apportionment import apportion
-from elaswave.planning.fault_free import fault_free
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Chain, StageShare
-from elaswave.planning.prediction import time_within_memory
+from elaswave.planning.policy.fault_free import fault_free
+from elaswave.planning.programs.prediction import time_within_memory
+from elaswave.planning.search.apportionment import apportion
 
 
 class Job(NamedTuple):

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, FrequencyLevel
-from elaswave.costs.network import NetworkLink
+from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.planning.costs.network import NetworkLink
 
 LINK = NetworkLink(bandwidth_bytes_per_s=1e9)
 LEVELS = (

@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from elaswave.protocol.awake import TICK_S
-from elaswave.protocol.detection import Detector, Position, Suspicion
+from elaswave.protocol.detection.awake import TICK_S
+from elaswave.protocol.detection.detector import Detector, Position, Suspicion
 
 INTERVAL_S = 0.25
 Draw = Callable[[random.Random], float]

@@ -3,7 +3,7 @@
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from elaswave.planning.layout import make_layout
+from elaswave.planning.programs.layout import make_layout
 from elaswave.types import Hop, Layout, Stage
 
 widths_of_stages = st.lists(st.integers(1, 4), min_size=1, max_size=4)

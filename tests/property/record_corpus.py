@@ -11,12 +11,12 @@ from typing import Any
 
 from tests.integration.jobs import run_job
 
+from elaswave.channel import wire
 from elaswave.channel.messages.operator import AskCheckpoint, AskStatus, Request
-from elaswave.control import wire
-from elaswave.control.operator_client import OperatorClient
+from elaswave.cli.operator_client import OperatorClient
+from elaswave.engine.checks.probe import NoProbe
 from elaswave.transport import stream
 from elaswave.transport.frames import HEADER_BYTES, decode_header
-from elaswave.worker.probe import NoProbe
 
 CORPUS = Path(__file__).with_name("corpus")
 BYTES_MAX = 4096

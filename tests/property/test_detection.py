@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.property.fleet import Fleet, Noise, Stop
 
-from elaswave.protocol import awake, detection
-from elaswave.protocol.detection import Detector, Position
-from elaswave.protocol.position import IDLE, blame
+from elaswave.protocol.detection import awake
+from elaswave.protocol.detection import detector as detection
+from elaswave.protocol.detection.detector import Detector, Position
+from elaswave.protocol.step.position import IDLE, blame
 
 
 def rarely(probability: float, low_s: float, high_s: float) -> Callable[[Random], float]:

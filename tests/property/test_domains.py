@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.property.layouts import layouts
 
-from elaswave.planning.layout import make_layout
-from elaswave.planning.recovery import choose_followers, promote, survivor_layout
-from elaswave.planning.target_placement import target_placement
-from elaswave.state.domains import hosts_of, sites_of
-from elaswave.state.placement import make_blocks, place_blocks
+from elaswave.blocks.domains import hosts_of, sites_of
+from elaswave.blocks.placement import make_blocks, place_blocks
+from elaswave.planning.programs.layout import make_layout
+from elaswave.planning.search.recovery import choose_followers, promote, survivor_layout
+from elaswave.planning.state_moves.target_placement import target_placement
 
 
 @st.composite

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave.protocol.traffic import doubling, doubling_partners
+from elaswave.protocol.step.traffic import doubling, doubling_partners
 
 
 @given(size=st.integers(1, 70))

@@ -7,9 +7,9 @@ import pytest
 from tests.far_jobs import DEVICE, far_costs, far_job
 from tests.property.far_apart_brute_force import best_step_s
 
-from elaswave.costs.machines import Cluster
-from elaswave.costs.network import Network, NetworkLink
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.costs.machines import Cluster
+from elaswave.planning.costs.network import Network, NetworkLink
 from elaswave.planning.far_apart.op_fence import op_fence
 
 WITHIN = 1.05

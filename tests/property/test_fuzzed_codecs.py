@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from elaswave.channel.messages.agent import ToAgent, ToCoordinator
 from elaswave.channel.messages.operator import ToOperator
 from elaswave.channel.messages.worker import ToWorker
-from elaswave.control.wire import COORDINATOR, Kind, Session, encode
+from elaswave.channel.wire import COORDINATOR, Kind, Session, encode
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.transport.frames import HEADER_BYTES, Tag, decode_header, empty_tensor, encode_header
 from elaswave.transport.handshake import Listener

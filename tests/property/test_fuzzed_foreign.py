@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.integration.foreign_parts import NumpyMiddle
 from tests.property.test_fuzzed_codecs import FUZZ, changed
 
-from elaswave.foreign import server
-from elaswave.foreign.server import (
+from elaswave.models.foreign import server
+from elaswave.models.foreign.server import (
     BACKWARD,
     FAILED,
     FORWARD,

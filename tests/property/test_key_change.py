@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave.protocol.key_change import KEYS_MAX, KeyChange
+from elaswave.protocol.coordinator.key_change import KEYS_MAX, KeyChange
 
 Ring = tuple[bytes, ...]
 HOME, FAR = 0, 1

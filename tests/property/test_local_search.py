@@ -5,13 +5,14 @@ import pytest
 from tests.property.brute_force import Job, random_job
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning import local_search, programs
-from elaswave.planning.local_search import LocalSearch
-from elaswave.planning.neighbours import Neighbourhood
-from elaswave.planning.options import Options
 from elaswave.planning.plan import Allocation
-from elaswave.planning.planner import plan
-from elaswave.planning.prediction import time_within_memory
+from elaswave.planning.programs import programs
+from elaswave.planning.programs.prediction import time_within_memory
+from elaswave.planning.search import local_search
+from elaswave.planning.search.local_search import LocalSearch
+from elaswave.planning.search.neighbours import Neighbourhood
+from elaswave.planning.search.options import Options
+from elaswave.planning.search.planner import plan
 
 SEEDS = (394, 554, 614, 636, 674, 1088)
 

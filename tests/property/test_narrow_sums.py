@@ -8,8 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.property.test_sums import SHAPE, elements, exponent, exponents_of_elements, flat_values, microbatches
 
+from elaswave.blocks.grids import GRID_RULES, could_overflow, next_exponent
 from elaswave.hashing import MASK64, signed64
-from elaswave.state.grids import GRID_RULES, could_overflow, next_exponent
 from elaswave.state.sums import ExactAccumulator, checksum, reduced_gradient
 from elaswave.state.words import NarrowTerm, Planes, add_up, plane_dtypes, unused_bits
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave.state.partners import choose_partners, partner_pairs
+from elaswave.blocks.replica_peers import choose_partners, partner_pairs
 
 
 @st.composite

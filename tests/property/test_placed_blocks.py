@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.property.layouts import regular_layouts
 
-from elaswave.planning.placed_blocks import PlacedBlocks, Placing
-from elaswave.planning.replication import LayerRange
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import holders_of_layers, make_blocks, place_blocks
+from elaswave.blocks.placement import holders_of_layers, make_blocks, place_blocks
+from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.planning.policy.replication import LayerRange
+from elaswave.planning.state_moves.placed_blocks import PlacedBlocks, Placing
 from elaswave.types import Layout
 
 

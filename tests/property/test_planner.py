@@ -8,25 +8,25 @@ from hypothesis import strategies as st
 from tests.property.clusters import LEVELS, layer_seconds, make_cluster, make_costs, speeds
 from tests.unit.planning_cases import plan, predict
 
-from elaswave.costs.machines import ClusterEvent
-from elaswave.costs.schedules import SCHEDULES, bounds_within
-from elaswave.costs.step_time.exact import time_programs
-from elaswave.costs.step_time.work import durations_of
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.apportionment import apportion
-from elaswave.planning.fault_free import fault_free
+from elaswave.planning.costs.machines import ClusterEvent
+from elaswave.planning.costs.schedules import SCHEDULES, bounds_within
+from elaswave.planning.costs.step_time.exact import time_programs
+from elaswave.planning.costs.step_time.work import durations_of
 from elaswave.planning.frequency import choose_levels
-from elaswave.planning.layout import validate_layout
-from elaswave.planning.memory_limits import layout_limits
-from elaswave.planning.options import Options
-from elaswave.planning.partition import choose_widths, split_layers, split_layers_and_workers
 from elaswave.planning.plan import levels_of
-from elaswave.planning.prediction import estimate
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.shapes import Shape, build
-from elaswave.planning.shared_layers import cuts_of, held_ranges, share_layers, widen_cuts
-from elaswave.planning.validation import validate_programs
+from elaswave.planning.policy.fault_free import fault_free
+from elaswave.planning.programs.layout import validate_layout
+from elaswave.planning.programs.prediction import estimate
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.routes import allocation_of, make_routes
+from elaswave.planning.programs.shared_layers import cuts_of, held_ranges, share_layers, widen_cuts
+from elaswave.planning.programs.validation import validate_programs
+from elaswave.planning.search.apportionment import apportion
+from elaswave.planning.search.memory_limits import layout_limits
+from elaswave.planning.search.options import Options
+from elaswave.planning.search.partition import choose_widths, split_layers, split_layers_and_workers
+from elaswave.planning.search.shapes import Shape, build
 
 CLOSE = 1 + 1e-9
 

@@ -10,9 +10,11 @@ from msgspec.structs import replace
 from tests.programs import parse_programs, print_programs
 from tests.property.layouts import layouts, regular_layouts
 
-from elaswave.costs.schedules import SCHEDULES, in_flight_bounds
+from elaswave.blocks.placement import holders_of_layers, make_blocks, partners_under, place_blocks
+from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.errors import ConfigError, InvalidProgramError
-from elaswave.planning.layout import (
+from elaswave.planning.costs.schedules import SCHEDULES, in_flight_bounds
+from elaswave.planning.programs.layout import (
     layout_problems,
     make_layout,
     partition_layers,
@@ -20,10 +22,8 @@ from elaswave.planning.layout import (
     resolve_widths,
     validate_layout,
 )
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.validation import validate_programs
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import holders_of_layers, make_blocks, partners_under, place_blocks
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.validation import validate_programs
 from elaswave.types import Action
 
 

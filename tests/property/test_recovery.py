@@ -11,17 +11,17 @@ from msgspec.structs import replace
 from tests.property.layouts import layouts
 from tests.unit.planning_cases import moved_layers
 
-from elaswave.costs.schedules import in_flight_bounds
-from elaswave.planning.layout import peers_of, validate_layout
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.recovery import (
+from elaswave.blocks.placement import Placement, holders_of_layers, make_blocks, place_blocks
+from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.planning.costs.schedules import in_flight_bounds
+from elaswave.planning.programs.layout import peers_of, validate_layout
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.validation import validate_programs
+from elaswave.planning.search.recovery import (
     choose_followers,
     promote,
     survivor_layout,
 )
-from elaswave.planning.validation import validate_programs
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import Placement, holders_of_layers, make_blocks, place_blocks
 
 
 @st.composite

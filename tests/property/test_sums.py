@@ -9,8 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.unit.shapes import make_shape
 
-from elaswave.hashing import MASK64, signed64
-from elaswave.state.grids import (
+from elaswave.blocks.grids import (
     MAX_EXPONENT,
     MIN_EXPONENT,
     NORM_LIMBS,
@@ -19,6 +18,7 @@ from elaswave.state.grids import (
     norm_from_limbs,
     norm_limbs,
 )
+from elaswave.hashing import MASK64, signed64
 from elaswave.state.sums import ExactAccumulator, offset, reduced_gradient, square_sum
 
 SIZES = [(3,), (2, 2)]

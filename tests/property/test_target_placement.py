@@ -8,11 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.property.layouts import layouts
 
-from elaswave.planning.layout import make_layout
-from elaswave.planning.recovery import choose_followers, promote, survivor_layout
-from elaswave.planning.target_placement import target_placement
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import (
+from elaswave.blocks.placement import (
     Block,
     Placement,
     holders_of_layers,
@@ -20,6 +16,10 @@ from elaswave.state.placement import (
     partners_under,
     place_blocks,
 )
+from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.planning.programs.layout import make_layout
+from elaswave.planning.search.recovery import choose_followers, promote, survivor_layout
+from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.types import Hop, Layout, Stage
 
 

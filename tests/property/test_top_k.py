@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elaswave.engine.boundaries.codecs import decode, encode, encode_at, is_codable, places_of
+from elaswave.engine.boundaries.top_k import indices_of, largest
+from elaswave.engine.checks.canary import elsewhere
 from elaswave.fences import ROW_ELEMENTS, coded_bytes
-from elaswave.worker.canary import elsewhere
-from elaswave.worker.codecs import decode, encode, encode_at, is_codable, places_of
-from elaswave.worker.top_k import indices_of, largest
 
 few_values = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, -1e-40, 3.4e38, math.inf, -math.inf, math.nan])
 """Many ties, and all that is odd."""

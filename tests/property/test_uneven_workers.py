@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from tests.property.brute_force import Job, best_step_s, losing, random_job, slowing
 
-from elaswave.costs.schedules import SCHEDULES
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.options import Options
-from elaswave.planning.planner import plan
-from elaswave.planning.prediction import time_within_memory
-from elaswave.planning.routes import make_routes
-from elaswave.planning.shapes import Shape, build
-from elaswave.planning.shared_layers import share_layers
+from elaswave.planning.costs.schedules import SCHEDULES
+from elaswave.planning.programs.prediction import time_within_memory
+from elaswave.planning.programs.routes import make_routes
+from elaswave.planning.programs.shared_layers import share_layers
+from elaswave.planning.search.options import Options
+from elaswave.planning.search.planner import plan
+from elaswave.planning.search.shapes import Shape, build
 
 FAR = Options(horizon_s=1e12)
 """Moving state pays."""

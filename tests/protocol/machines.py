@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.decisions import plan_survivors
+from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.protocol.coordinator.decisions import plan_survivors
+from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import (
     CoordinatorEffect,
     CoordinatorEvent,
@@ -26,7 +27,6 @@ from elaswave.protocol.events import (
     TellAddresses,
 )
 from elaswave.protocol.messages import Copies, Decision, Evidence, Fenced, Prepare, Registered, Report
-from elaswave.state.partners import EVERYBODY
 from verify.simulator.job import Job, Model, model_of
 
 FIVE = Job(widths=(3, 2), num_microbatches=3)

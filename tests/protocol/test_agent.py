@@ -1,6 +1,6 @@
 """The agent's machine: ends of workers are reported, ends of coordinators answered, and nothing goes on for ever."""
 
-from elaswave.protocol.agent import (
+from elaswave.protocol.membership.agent import (
     MAX_COORDINATORS,
     Agent,
     AgentState,

@@ -4,8 +4,10 @@ import msgspec
 import pytest
 from tests.protocol.machines import THREE, coordinator, registered, report, suspicion, vote
 
-from elaswave.planning.recovery import survivor_layout
-from elaswave.protocol.coordinator_table import State
+from elaswave.blocks.placement import place_blocks
+from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.planning.search.recovery import survivor_layout
+from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.events import (
     ChangePlanned,
     CheckpointFound,
@@ -16,11 +18,9 @@ from elaswave.protocol.events import (
     Send,
     StartRecord,
 )
-from elaswave.protocol.ledger import Ledger, LedgerError
-from elaswave.protocol.member import Hold, Ignored, Member, MemberState
 from elaswave.protocol.messages import Decision, LayoutChange, Prepare
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import place_blocks
+from elaswave.protocol.step.ledger import Ledger, LedgerError
+from elaswave.protocol.step.member import Hold, Ignored, Member, MemberState
 from elaswave.types import ExecutionParameters
 from verify.simulator.job import Job, model_of, other_layout
 

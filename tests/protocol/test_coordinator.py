@@ -13,9 +13,9 @@ from tests.protocol.machines import (
     vote,
 )
 
-from elaswave.protocol.coordinator import Bounds, Coordinator
-from elaswave.protocol.coordinator_table import State
-from elaswave.protocol.decisions import can_reach
+from elaswave.protocol.coordinator.decisions import can_reach
+from elaswave.protocol.coordinator.machine import Bounds, Coordinator
+from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.events import (
     CheckpointFound,
     Decided,
@@ -30,7 +30,7 @@ from elaswave.protocol.events import (
     WorkerFailed,
 )
 from elaswave.protocol.messages import Copies, Decision, Installed, Report, Unsound
-from elaswave.protocol.salvage import Partial, Rows
+from elaswave.protocol.step.salvage import Partial, Rows
 
 
 def persisted(effects) -> list[Record]:

@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elaswave.control import job_processes
-from elaswave.protocol import awake, detection, starvation
-from elaswave.protocol.detection import Detector, Position, Suspicion
-from elaswave.protocol.position import FIRST_S, blame
-from elaswave.protocol.watched import GAP_HALF_LIFE_S, SPARED_MAX_S
+from elaswave.launcher import job_processes
+from elaswave.protocol.detection import awake, starvation
+from elaswave.protocol.detection import detector as detection
+from elaswave.protocol.detection.detector import Detector, Position, Suspicion
+from elaswave.protocol.detection.watched import GAP_HALF_LIFE_S, SPARED_MAX_S
+from elaswave.protocol.step.position import FIRST_S, blame
 
 DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
 BEAT_S = 0.05

@@ -2,13 +2,13 @@
 
 from tests.protocol.machines import FIVE, registered, report, started, suspicion, vote
 
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.coordinator_table import State
-from elaswave.protocol.decisions import plan_survivors
-from elaswave.protocol.driver import CoordinatorDriver
-from elaswave.protocol.ending import MemberEnd
+from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.protocol.coordinator.decisions import plan_survivors
+from elaswave.protocol.coordinator.driver import CoordinatorDriver
+from elaswave.protocol.coordinator.ending import MemberEnd
+from elaswave.protocol.coordinator.machine import Coordinator
+from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.events import PendingWork, PlanRecovery
-from elaswave.state.partners import EVERYBODY
 from verify.simulator.job import model_of
 
 

@@ -1,6 +1,6 @@
 """What a worker says again to every coordinator, and in which order."""
 
-from elaswave.protocol.facts import Facts
+from elaswave.protocol.step.facts import Facts
 
 
 def said() -> Facts:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import pytest
 from tests.protocol.test_detection import BEAT_S, DOCS, Job, named
 
-from elaswave.protocol import detection
-from elaswave.protocol.detection import Suspicion
-from elaswave.protocol.host_silence import HOST_SILENT_S, LOOK_S, UNACKNOWLEDGED_S, Counters
+from elaswave.protocol.detection import detector
+from elaswave.protocol.detection.detector import Suspicion
+from elaswave.protocol.detection.host_silence import HOST_SILENT_S, LOOK_S, UNACKNOWLEDGED_S, Counters
 
 Look = Callable[[float], Sequence[Counters]]
 
@@ -79,14 +79,14 @@ def test_a_starved_host_is_borne_with_as_long_as_a_busy_machine_and_not_for_ever
     acknowledging = lambda after_s: [Counters(0, 500, 300 + int(1000 * after_s), True)]  # noqa: E731
     found, after_s = cut(job, "b", 60.0, acknowledging)
     assert named(found) == [(2, "heartbeat"), (3, "heartbeat")]
-    bound_s = detection.CROWD_FACTOR * detection.SILENCE_FLOOR_S
+    bound_s = detector.CROWD_FACTOR * detector.SILENCE_FLOOR_S
     assert bound_s < after_s <= bound_s + 3 * BEAT_S
 
 
 def test_workers_that_hang_while_their_agent_is_heard_are_lost_as_soon_as_ever():
     found, after_s = cut(Job(4, hosts="aabb"), "b", 60.0, lambda after_s: [Counters(0, int(10 * after_s), 300, False)])
     assert named(found) == [(2, "heartbeat"), (3, "heartbeat")]
-    assert after_s <= detection.SILENCE_FLOOR_S + 3 * BEAT_S
+    assert after_s <= detector.SILENCE_FLOOR_S + 3 * BEAT_S
 
 
 def test_what_is_outstanding_only_since_shortly_condemns_nobody():
@@ -136,7 +136,7 @@ def test_an_old_look_condemns_nobody():
 def test_where_most_hosts_are_silent_together_it_takes_longer():
     found, after_s = cut(job_of("aabbcc"), "bc", 20.0, dead)
     assert named(found) == [(worker, "host") for worker in (2, 3, 4, 5)]
-    bound_s = detection.CROWD_FACTOR * HOST_SILENT_S
+    bound_s = detector.CROWD_FACTOR * HOST_SILENT_S
     assert bound_s < after_s <= bound_s + 3 * BEAT_S
 
 
@@ -154,7 +154,7 @@ def test_most_hosts_have_the_longer_bound_however_few_workers_they_have():
     job = Job(3, hosts="abc", learned_steps=2)
     found, after_s = cut(job, "bc", 20.0, dead)
     assert named(found) == [(1, "host"), (2, "host")]
-    bound_s = detection.CROWD_FACTOR * HOST_SILENT_S
+    bound_s = detector.CROWD_FACTOR * HOST_SILENT_S
     assert bound_s < after_s <= bound_s + 3 * BEAT_S
 
 
@@ -171,5 +171,5 @@ def test_where_nobody_is_heard_no_host_is_cut_off():
 
 
 def test_docs_say_the_bounds():
-    assert f"acknowledges nothing | {HOST_SILENT_S:.0f} s; {detection.CROWD_FACTOR:.0f} times that" in DOCS.read_text()
+    assert f"acknowledges nothing | {HOST_SILENT_S:.0f} s; {detector.CROWD_FACTOR:.0f} times that" in DOCS.read_text()
     assert f"silent for {LOOK_S} s, the coordinator looks" in DOCS.read_text()

@@ -2,7 +2,7 @@
 
 import math
 
-from elaswave.protocol.hosts import Came, Host, Hosts, HostState, Turned
+from elaswave.protocol.membership.hosts import Came, Host, Hosts, HostState, Turned
 
 LABELS = ("rack-1/x", "rack-2/b")
 

@@ -4,9 +4,11 @@ import msgspec
 import pytest
 from tests.protocol.machines import THREE, coordinator, registered, report, suspicion, vote
 
-from elaswave.planning.recovery import set_idle
-from elaswave.planning.target_placement import target_placement
-from elaswave.protocol.coordinator_table import State
+from elaswave.blocks.placement import Placement
+from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.planning.search.recovery import set_idle
+from elaswave.planning.state_moves.target_placement import target_placement
+from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.events import (
     ChangePlanned,
     Decided,
@@ -23,10 +25,8 @@ from elaswave.protocol.events import (
     StartRecord,
     TermRecord,
 )
-from elaswave.protocol.ledger import CatchUp, Ledger
 from elaswave.protocol.messages import AskPause, Dial, Fenced, GoOn, Installed, Linked, Paused, Progress, Released
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import Placement
+from elaswave.protocol.step.ledger import CatchUp, Ledger
 from verify.simulator.job import model_of
 from verify.simulator.run import run_schedule
 from verify.simulator.schedule import parse_schedule

@@ -16,10 +16,11 @@ from tests.protocol.machines import (
     vote,
 )
 
-from elaswave.planning.recovery import survivor_layout
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.coordinator_table import State
-from elaswave.protocol.decisions import make_decision, plan_survivors, plan_with
+from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.planning.search.recovery import survivor_layout
+from elaswave.protocol.coordinator.decisions import make_decision, plan_survivors, plan_with
+from elaswave.protocol.coordinator.machine import Coordinator
+from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.events import (
     CheckpointFound,
     Decided,
@@ -30,7 +31,6 @@ from elaswave.protocol.events import (
     RecoveryPlanned,
 )
 from elaswave.protocol.messages import Copies
-from elaswave.state.partners import EVERYBODY
 from elaswave.types import ExecutionParameters
 from verify.simulator.job import model_of, other_layout
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from elaswave.protocol.shards import Complete, GivenUp, Shards
+from elaswave.protocol.coordinator.shards import Complete, GivenUp, Shards
 
 LOST = "a worker was lost before it had written its part"
 

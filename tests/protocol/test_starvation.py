@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from tests.protocol.test_detection import BEAT_S, Job, named, position
 
-from elaswave.protocol import detection, starvation
-from elaswave.protocol.detection import Detector, Suspicion
+from elaswave.protocol.detection import detector as detection
+from elaswave.protocol.detection import starvation
+from elaswave.protocol.detection.detector import Detector, Suspicion
 
 FLOOR_S = detection.SILENCE_FLOOR_S
 

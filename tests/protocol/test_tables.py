@@ -6,9 +6,10 @@ from itertools import pairwise
 import pytest
 from tests.protocol.machines import FIVE, answer, coordinator, failure, registered, report, started, suspicion, vote
 
-from elaswave.protocol import agent, coordinator_table, member
-from elaswave.protocol.coordinator import Bounds, Coordinator
-from elaswave.protocol.coordinator_table import Cause, Response, State
+from elaswave.protocol.coordinator import transitions
+from elaswave.protocol.coordinator.machine import Bounds, Coordinator
+from elaswave.protocol.coordinator.table import Transition, TransitionTable, markdown_table, mermaid_diagram
+from elaswave.protocol.coordinator.transitions import Cause, Response, State
 from elaswave.protocol.events import (
     ChangePlanned,
     CheckpointFound,
@@ -23,10 +24,11 @@ from elaswave.protocol.events import (
     StartRecord,
     WorkerFailed,
 )
-from elaswave.protocol.member import Member
+from elaswave.protocol.membership import agent
 from elaswave.protocol.messages import Installed, Linked, Paused, Unsound
-from elaswave.protocol.table import Transition, TransitionTable, markdown_table, mermaid_diagram
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.step import member
+from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.member import Member
 from elaswave.types import ExecutionParameters
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.run import Build, run_schedule
@@ -135,7 +137,7 @@ def everything_has_happened() -> None:
 
 
 def test_everything_in_the_coordinators_table_happens(everything_has_happened):
-    wanted = pairs_of(coordinator_table.TRANSITIONS)
+    wanted = pairs_of(transitions.TRANSITIONS)
     assert {seen for seen in SEEN if isinstance(seen[0], State)} == wanted
 
 
@@ -164,13 +166,13 @@ def test_everything_in_a_members_table_happens():
 def test_every_response_is_named_once_and_carried_out():
     machine = coordinator()
     assert set(machine._responses) == set(Response)
-    named = {response for row in coordinator_table.TRANSITIONS.rows for response in row.does}
+    named = {response for row in transitions.TRANSITIONS.rows for response in row.does}
     assert named == set(Response)
-    assert {row.cause for row in coordinator_table.TRANSITIONS.rows} == set(Cause)
+    assert {row.cause for row in transitions.TRANSITIONS.rows} == set(Cause)
 
 
 def test_what_is_persisted_stands_before_what_is_sent():
-    for row in coordinator_table.TRANSITIONS.rows:
+    for row in transitions.TRANSITIONS.rows:
         persists = [response for response in row.does if response.name.startswith("PERSIST")]
         assert persists == list(row.does[: len(persists)]), row
 
@@ -181,9 +183,9 @@ def test_the_table_drives_the_machine(monkeypatch):
         row
         if row.cause is not Cause.REPORTED
         else Transition(row.before, row.cause, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,))
-        for row in coordinator_table.TRANSITIONS.rows
+        for row in transitions.TRANSITIONS.rows
     ]
-    monkeypatch.setattr("elaswave.protocol.coordinator.TRANSITIONS", TransitionTable(State.STARTING, *rows))
+    monkeypatch.setattr("elaswave.protocol.coordinator.machine.TRANSITIONS", TransitionTable(State.STARTING, *rows))
     machine = started()
     machine.handle(suspicion(1), 0.0)
     machine.handle(report(0, 2), 0.0)
@@ -193,14 +195,14 @@ def test_the_table_drives_the_machine(monkeypatch):
 
 def test_what_is_not_in_the_table_cannot_happen():
     with pytest.raises(AssertionError, match="ended: a member is suspected: not in the table"):
-        coordinator_table.TRANSITIONS.next(State.ENDED, Cause.SUSPECTED)
+        transitions.TRANSITIONS.next(State.ENDED, Cause.SUSPECTED)
     row = Transition((State.TRAINING,), Cause.SUSPECTED, State.ENDED)
     with pytest.raises(AssertionError, match="training: two rows for: a member is suspected"):
         TransitionTable(State.STARTING, row, row)
 
 
 def test_after_the_end_there_is_nothing():
-    assert not [pair for pair in pairs_of(coordinator_table.TRANSITIONS) if pair[0] is State.ENDED]
+    assert not [pair for pair in pairs_of(transitions.TRANSITIONS) if pair[0] is State.ENDED]
 
 
 def test_tables_are_shown():
@@ -209,7 +211,7 @@ def test_tables_are_shown():
     assert "    REPORTED --> TRAINING: the decision of that epoch comes" in diagram
     assert diagram[-1] == "    FENCED --> [*]"
     both = "an error of its own ends a worker that cannot be spared / no checkpoint is found"
-    assert any(line.endswith(both) for line in mermaid_diagram(coordinator_table.TRANSITIONS).splitlines())
+    assert any(line.endswith(both) for line in mermaid_diagram(transitions.TRANSITIONS).splitlines())
     table = markdown_table(member.TRANSITIONS).splitlines()
     assert len(table) == 2 + len(member.TRANSITIONS.rows)
     assert all(line.count("|") == 5 for line in table)

@@ -2,7 +2,7 @@
 
 import signal
 
-from elaswave.protocol.template import (
+from elaswave.launcher.forkserver.machine import (
     COMMITTER,
     COORDINATOR,
     ChildEnded,

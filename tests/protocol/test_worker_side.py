@@ -3,9 +3,9 @@
 import pytest
 from tests.protocol.machines import THREE, vote
 
-from elaswave.protocol.ledger import CatchUp, Held, Ledger, LedgerError
-from elaswave.protocol.member import Ignored, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
 from elaswave.protocol.messages import Decision, Evidence, Fenced, Prepare
+from elaswave.protocol.step.ledger import CatchUp, Held, Ledger, LedgerError
+from elaswave.protocol.step.member import Ignored, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
 from verify.simulator.job import model_of
 
 HELD = {0: Held(True, 0), 3: Held(False, 0)}

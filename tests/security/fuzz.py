@@ -32,11 +32,11 @@ from tests.certificates import job_tls
 from tests.property.test_fuzzed_codecs import SIDES
 from tests.security.readers import Kind, kinds, resealed
 
-from elaswave.control.etcd_client import Credentials, EtcdClient, NoAnswerError
-from elaswave.control.etcd_gateway import Answer, HttpGateway
-from elaswave.control.template_messages import FromTemplate, Spawned, ToTemplate, Unpacker, pack
-from elaswave.control.wire import COORDINATOR, Session
+from elaswave.channel.wire import COORDINATOR, Session
 from elaswave.errors import ElaswaveError
+from elaswave.launcher.forkserver.messages import FromTemplate, Spawned, ToTemplate, Unpacker, pack
+from elaswave.store.etcd_client import Credentials, EtcdClient, NoAnswerError
+from elaswave.store.etcd_gateway import Answer, HttpGateway
 from elaswave.transport.handshake import Dialler, Key, Listener, Secrets
 
 CASE_S = 30.0

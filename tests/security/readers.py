@@ -15,16 +15,28 @@ import torch
 from safetensors.torch import save_file
 from tests.unit.observability.samples import make_result, write_events
 
+from elaswave.api.export import export_safetensors
 from elaswave.api.fine_tuning import FineTuning, saved_fine_tuning
-from elaswave.cli.scenario_options import ScenarioOptions, read_scenarios
+from elaswave.checkpoints.archives import elements_in, load_plain
+from elaswave.checkpoints.checkpoint import find_newest_checkpoint, folder_of, shard_folder, verify_checkpoint
+from elaswave.checkpoints.commit import commit_checkpoint
+from elaswave.checkpoints.format import (
+    MANIFEST_FILE,
+    META_FILE,
+    CheckpointMeta,
+    TensorInfo,
+    WantedPiece,
+    checksum_of,
+    model_name,
+)
+from elaswave.checkpoints.shards import Piece, read_pieces, write_shard
+from elaswave.cli.whatif.scenario_options import ScenarioOptions, read_scenarios
 from elaswave.config.load import load_config
 from elaswave.config.network import read_network
 from elaswave.config.presets import read_presets
 from elaswave.config.schema import Config
 from elaswave.config.toml import read_toml
-from elaswave.control.file_store import MAGIC, FileStore, pack_entry
-from elaswave.control.job_spec import mark_of
-from elaswave.control.journal import JournalRecord
+from elaswave.coordinator.job_spec import mark_of
 from elaswave.data.fingerprint import dataset_fingerprint_in, fingerprint_in, fingerprint_of
 from elaswave.data.sources import open_source
 from elaswave.data.token_files import TokenWriter
@@ -57,20 +69,8 @@ from elaswave.observability.run_folder import (
 from elaswave.observability.summary import summarize
 from elaswave.observability.trace import merge_traces, part_path
 from elaswave.observability.worker_logs import LOGS_DIR, last_lines, worker_log
-from elaswave.state.archives import elements_in, load_plain
-from elaswave.state.checkpoint import find_newest_checkpoint, folder_of, shard_folder, verify_checkpoint
-from elaswave.state.checkpoint_commit import commit_checkpoint
-from elaswave.state.checkpoint_format import (
-    MANIFEST_FILE,
-    META_FILE,
-    CheckpointMeta,
-    TensorInfo,
-    WantedPiece,
-    checksum_of,
-    model_name,
-)
-from elaswave.state.checkpoint_shards import Piece, read_pieces, write_shard
-from elaswave.state.export import export_safetensors
+from elaswave.store.file_store import MAGIC, FileStore, pack_entry
+from elaswave.store.journal import JournalRecord
 from elaswave.untrusted import read_bytes
 
 STEP = 3

@@ -17,6 +17,10 @@ import pytest
 import torch
 from tests.security.readers import STEP, kinds, resealed, seal
 
+from elaswave.checkpoints.archives import elements_in, load_plain
+from elaswave.checkpoints.checkpoint import folder_of, verify_checkpoint
+from elaswave.checkpoints.commit import commit_in_one_of
+from elaswave.checkpoints.format import MANIFEST_FILE, decode_manifest
 from elaswave.data.token_files import read_header
 from elaswave.errors import CheckpointError, DataError, ElaswaveError, RunFolderError, UsageError
 from elaswave.models.huggingface.model import hf
@@ -24,10 +28,6 @@ from elaswave.observability.events import DAMAGED_SHOWN, EventLog, EventsLost, r
 from elaswave.observability.result import atomic_write
 from elaswave.observability.run_folder import huggingface_files
 from elaswave.observability.worker_logs import add_to_copy
-from elaswave.state.archives import elements_in, load_plain
-from elaswave.state.checkpoint import folder_of, verify_checkpoint
-from elaswave.state.checkpoint_commit import commit_in_one_of
-from elaswave.state.checkpoint_format import MANIFEST_FILE, decode_manifest
 from elaswave.untrusted import (
     decode_json,
     is_plain_name,

@@ -24,13 +24,13 @@ from elaswave.channel.messages.agent import (
 )
 from elaswave.channel.messages.operator import FromOperator
 from elaswave.channel.messages.worker import FromWorker
-from elaswave.control.agents import Agents
-from elaswave.control.coordinator import CoordinatorProcess
-from elaswave.control.store_seal import proof_of_term
-from elaswave.control.wire import agent_id, operator_id
+from elaswave.channel.wire import agent_id, operator_id
+from elaswave.coordinator.agents import Agents
+from elaswave.coordinator.process import CoordinatorProcess
 from elaswave.errors import SupersededError
 from elaswave.job.key_files import JobKey, Role
-from elaswave.protocol.hosts import Hosts
+from elaswave.protocol.membership.hosts import Hosts
+from elaswave.store.seal import proof_of_term
 from elaswave.transport.handshake import Secrets
 
 pytestmark = pytest.mark.security

@@ -22,13 +22,13 @@ from tests.security.attacker import as_another, needs_root
 
 import elaswave
 from elaswave.config.load import load_config
-from elaswave.control import host_network, taking_part
-from elaswave.control.host_network import Seed, hold
-from elaswave.control.taking_part import AgentOptions
 from elaswave.devices.opening import take_place
 from elaswave.errors import RetryError
 from elaswave.job import network as job_network
 from elaswave.job.key_files import JobKey
+from elaswave.launcher import host_network, taking_part
+from elaswave.launcher.host_network import Seed, hold
+from elaswave.launcher.taking_part import AgentOptions
 from elaswave.observability.run_folder import LOCK_FILE, open_run_dir
 from elaswave.transport import addresses
 
@@ -56,11 +56,11 @@ def test_every_socket_that_listens_and_every_lock_is_known_here() -> None:
     found = {str(path.relative_to(SOURCE)): set(calls.findall(path.read_text())) for path in SOURCE.rglob("*.py")}
     assert {name: calls for name, calls in found.items() if calls} == {
         "transport/addresses.py": {"bind"},
-        "control/server.py": {"create_server", "create_unix_server"},  # of a socket of those
-        "control/host_network.py": {"bind", "lockf"},  # to see whether an address is this host's; nobody listens
+        "channel/server.py": {"create_server", "create_unix_server"},  # of a socket of those
+        "launcher/host_network.py": {"bind", "lockf"},  # to see whether an address is this host's; nobody listens
         "system/job_folder.py": {"flock"},
         "job/key_making.py": {"flock"},
-        "control/file_store.py": {"flock"},
+        "store/file_store.py": {"flock"},
         "devices/opening.py": {"flock"},
         "observability/run_folder.py": {"flock"},
     }

@@ -2,9 +2,9 @@
 
 import pytest
 
+from elaswave.blocks.placement import Placement
 from elaswave.protocol.events import NewEpochRecord, TermRecord
 from elaswave.protocol.messages import Decision, Fenced, LayoutChange, Prepare
-from elaswave.state.placement import Placement
 from elaswave.types import ExecutionParameters
 from verify.simulator.checkers import (
     Agreement,

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from tests.unit.planning_cases import layers, machines
 
 from elaswave.config.policy_code import other_policies, policies
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.declared import declared_of
-from elaswave.planning.placed_blocks import num_blocks
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.policies import make_policies
-from elaswave.planning.policy_parts import make_plan, rectangle
+from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policies import make_policies
+from elaswave.planning.policy.policy_parts import make_plan, rectangle
+from elaswave.planning.state_moves.placed_blocks import num_blocks
 from elaswave.sim.cluster.failures import DAY_S, ClusterChange, Rates, Scenario, draw
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.outcome import PolicyOutcome

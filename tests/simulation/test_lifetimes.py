@@ -2,8 +2,8 @@
 
 import pytest
 
-from elaswave.protocol.founding import STARTS_S
-from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, KeyValue, spec_value
+from elaswave.protocol.coordinator.store_writes import OUTCOME, SPEC, TERM, KeyValue, spec_value
+from elaswave.protocol.leadership.founding import STARTS_S
 from verify.planted_bugs.lifetimes import LIFETIME_MUTANTS
 from verify.simulator.checkers import Violation
 from verify.simulator.lifetime_judge import SEEN_BY, LifetimeJudge

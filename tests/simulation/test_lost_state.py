@@ -6,12 +6,12 @@ from tests.simulation.test_cluster import COSTS, HOUR_S, joined, lost, planner_o
 from tests.unit.planning_cases import machines
 
 from elaswave.config.policy_code import policies
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.declared import declared_of
-from elaswave.planning.placed_blocks import PlacedBlocks, Placing
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Plan
-from elaswave.planning.policy_parts import rectangle
+from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policy_parts import rectangle
+from elaswave.planning.state_moves.placed_blocks import PlacedBlocks, Placing
 from elaswave.sim.cluster.held_state import HeldBlocks, HeldWhole, held_state
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.outcome import PolicyOutcome

@@ -2,8 +2,8 @@
 
 import pytest
 
-from elaswave.protocol.coordinator import StartRecord, TermRecord
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.coordinator.machine import StartRecord, TermRecord
+from elaswave.protocol.step.machine import WorkerMachine
 from verify.simulator.job import Job
 from verify.simulator.run import Build, run_schedule
 from verify.simulator.schedule import (

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
+from elaswave.blocks.shapes import LayerShape
 from elaswave.models.layers import ModelSpec
 from elaswave.state.flat import FlatLayer, FlatUnit, initial_values, model_shapes
-from elaswave.state.shapes import LayerShape
 
 
 def make_held(

@@ -4,13 +4,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, FrequencyLevel
-from elaswave.costs.network import NetworkLink
-from elaswave.planning import planner
-from elaswave.planning.options import Axis, Options
+from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.prediction import EXACT_ACTIONS, fidelity_for, step_s
+from elaswave.planning.programs.prediction import EXACT_ACTIONS, fidelity_for, step_s
+from elaswave.planning.search import planner
+from elaswave.planning.search.options import Axis, Options
 from elaswave.types import Layout
 
 LINK = NetworkLink(bandwidth_bytes_per_s=1e9, latency_s=1e-5)

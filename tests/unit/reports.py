@@ -1,8 +1,8 @@
 """Messages with the fewest values that make sense."""
 
+from elaswave.blocks.placement import Placement
 from elaswave.channel.messages.worker import StepReport
 from elaswave.protocol.messages import Decision
-from elaswave.state.placement import Placement
 from elaswave.types import Layout, Stage
 
 

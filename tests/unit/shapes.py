@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from elaswave.state.shapes import LayerShape, TensorSlot, align
+from elaswave.blocks.shapes import LayerShape, TensorSlot, align
 
 
 def make_shape(

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from tests.programs import parse_action
 
-from elaswave.planning.layout import make_layout
+from elaswave.planning.programs.layout import make_layout
 from elaswave.types import ACTION_NAMES, Action, ExecutionParameters, Layout, struct_hash
 
 

@@ -19,17 +19,17 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from elaswave.blocks.placement import Block, Placement
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.config.toml import toml_value
-from elaswave.costs.memory import num_copies
 from elaswave.faults.injection import COORDINATOR, FaultRecord
 from elaswave.hashing import key64
 from elaswave.observability.compare import compare_results
 from elaswave.observability.result import Recovery, RunResult
-from elaswave.planning.recovery import choose_followers, promote, survivor_layout
-from elaswave.protocol.engine import PHASES, Phase
-from elaswave.state.placement import Block, Placement
+from elaswave.planning.costs.memory import num_copies
+from elaswave.planning.search.recovery import choose_followers, promote, survivor_layout
+from elaswave.protocol.step.engine import PHASES, Phase
 from elaswave.types import Layout
 
 NUM_STEPS = 12

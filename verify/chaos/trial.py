@@ -22,19 +22,19 @@ from typing import Any, Protocol
 
 import msgspec
 
+from elaswave.checkpoints.checkpoint import find_newest_checkpoint, verify_checkpoint
 from elaswave.config.schema import Config
-from elaswave.control.launcher import train
+from elaswave.engine.blueprint import Blueprint
 from elaswave.errors import CheckpointError
 from elaswave.faults.injection import FAULTS_FILE, Fault, read_fault_records
+from elaswave.launcher.launcher import train
 from elaswave.observability.events import CheckpointWritten, Recovered, read_events
 from elaswave.observability.processes import PROCESSES_FILE, facts_of
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EVENTS_FILE, RESULT_FILE, read_digests, read_result
 from elaswave.observability.run_folder import open_run_dir
-from elaswave.state.checkpoint import find_newest_checkpoint, verify_checkpoint
 from elaswave.system.parent_death import end_with_parent, parent_of_orphans
 from elaswave.untrusted import read_bytes, read_text
-from elaswave.worker.blueprint import Blueprint
 from verify.chaos.cases import Ending, Placed
 from verify.chaos.growth import GrowthWatch
 

@@ -19,7 +19,7 @@ from typing import Any
 import click
 import msgspec
 
-from elaswave.cli.waiting import Waiting
+from elaswave.cli.whatif.waiting import Waiting
 from elaswave.observability.output import say, say_json
 from elaswave.system.parent_death import end_with_parent
 from verify.planted_bugs.mutants import MUTANTS

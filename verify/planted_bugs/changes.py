@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elaswave.protocol.ballot import Verdict, expected_residency
-from elaswave.protocol.execution import Life
+from elaswave.blocks.placement import Block, Placement
 from elaswave.protocol.messages import FIRST_EPOCH, Decision, LayoutChange
-from elaswave.protocol.traffic import Shipment, Traffic, traffic_of
-from elaswave.protocol.worker import WorkerMachine
-from elaswave.state.placement import Block, Placement
+from elaswave.protocol.step.ballot import Verdict, expected_residency
+from elaswave.protocol.step.execution import Life
+from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.traffic import Shipment, Traffic, traffic_of
 from elaswave.types import ExecutionParameters, Layout
 from verify.planted_bugs.mutant import Mutant
 from verify.simulator.engine import ToyCopy

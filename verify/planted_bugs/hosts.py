@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, JoinerCame, PlanRecovery, RecoveryPlan
-from elaswave.protocol.hosts import Came, Host, Hosts
-from elaswave.protocol.vigil import Due
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.leadership.vigil import Due
+from elaswave.protocol.membership.hosts import Came, Host, Hosts
+from elaswave.protocol.step.machine import WorkerMachine
 from verify.planted_bugs.mutant import Mutant
 from verify.simulator.agents import HostDesk, Placed, SimAgent
 from verify.simulator.coordinator import SimCoordinator

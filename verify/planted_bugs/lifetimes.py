@@ -4,11 +4,11 @@
 
 from typing import NamedTuple
 
-from elaswave.protocol.founding import Due, Founder, Founding, Left, ending
-from elaswave.protocol.heads import Head
-from elaswave.protocol.store_writes import BEAT, OUTCOME, SPEC, Claim, EntryWrite, KeyValue, Transaction
-from elaswave.protocol.vigil import Due as VigilDue
-from elaswave.protocol.vigil import Vigil
+from elaswave.protocol.coordinator.store_writes import BEAT, OUTCOME, SPEC, Claim, EntryWrite, KeyValue, Transaction
+from elaswave.protocol.leadership.founding import Due, Founder, Founding, Left, ending
+from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.leadership.vigil import Due as VigilDue
+from elaswave.protocol.leadership.vigil import Vigil
 from verify.simulator.lifetime_search import LifetimeBuild
 from verify.simulator.lifetimes import Agent, Coordinator
 

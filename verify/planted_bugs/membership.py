@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from elaswave.protocol.admissions import Admissions
-from elaswave.protocol.coordinator import Coordinator
+from elaswave.blocks.placement import Placement
+from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import CoordinatorEffect
-from elaswave.protocol.execution import Life
+from elaswave.protocol.membership.admissions import Admissions
 from elaswave.protocol.messages import GoOn, Paused, Progress, Report
-from elaswave.protocol.worker import WorkerMachine
-from elaswave.state.placement import Placement
+from elaswave.protocol.step.execution import Life
+from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.types import Layout
 from verify.planted_bugs.mutant import Mutant
 from verify.simulator.coordinator import SimCoordinator

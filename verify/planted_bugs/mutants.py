@@ -15,26 +15,26 @@ from typing import Any
 
 import msgspec
 
-from elaswave.protocol.ballot import Request, Verdict
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.coordinator_table import State
-from elaswave.protocol.engine import FrameKind
+from elaswave.blocks.placement import Block, Placement, Role
+from elaswave.protocol.coordinator.machine import Coordinator
+from elaswave.protocol.coordinator.shards import Complete, GivenUp, Shards
+from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.events import (
     CoordinatorEffect,
     EvidenceSeen,
     Persist,
     Send,
 )
-from elaswave.protocol.execution import Life
-from elaswave.protocol.facts import Facts
-from elaswave.protocol.fence import TermFence
-from elaswave.protocol.ledger import CatchUp, Held, Ledger
-from elaswave.protocol.member import Member
+from elaswave.protocol.leadership.fence import TermFence
 from elaswave.protocol.messages import CoreToWorker, Decision, Registered, Report
-from elaswave.protocol.shards import Complete, GivenUp, Shards
-from elaswave.protocol.traffic import Traffic, traffic_of
-from elaswave.protocol.worker import WorkerMachine
-from elaswave.state.placement import Block, Placement, Role
+from elaswave.protocol.step.ballot import Request, Verdict
+from elaswave.protocol.step.engine import FrameKind
+from elaswave.protocol.step.execution import Life
+from elaswave.protocol.step.facts import Facts
+from elaswave.protocol.step.ledger import CatchUp, Held, Ledger
+from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.member import Member
+from elaswave.protocol.step.traffic import Traffic, traffic_of
 from elaswave.types import Layout
 from verify.planted_bugs.changes import CHANGE_MUTANTS
 from verify.planted_bugs.hosts import HOST_MUTANTS

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, WorkerFailed
-from elaswave.protocol.salvage import Keep, Partial
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.salvage import Keep, Partial
 from verify.planted_bugs.mutant import Mutant
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.engine import ToyCopy

@@ -4,12 +4,12 @@
 
 from typing import Any
 
-from elaswave.protocol.ballot import Ballot
-from elaswave.protocol.engine import Change, Pause
-from elaswave.protocol.execution import Life
-from elaswave.protocol.facts import Facts
-from elaswave.protocol.soundness import Soundness
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.step.ballot import Ballot
+from elaswave.protocol.step.engine import Change, Pause
+from elaswave.protocol.step.execution import Life
+from elaswave.protocol.step.facts import Facts
+from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.soundness import Soundness
 from verify.planted_bugs.mutant import Mutant
 from verify.simulator.engine import ToyCopy
 from verify.simulator.run import Build

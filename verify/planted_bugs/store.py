@@ -8,9 +8,17 @@ from collections.abc import Sequence
 
 import msgspec
 
+from elaswave.protocol.coordinator.store_writes import (
+    Claim,
+    EntryWrite,
+    Holder,
+    KeyValue,
+    Outcome,
+    Transaction,
+    Written,
+)
 from elaswave.protocol.events import CoordinatorEffect, Persist, Record
-from elaswave.protocol.heads import Head
-from elaswave.protocol.store_writes import Claim, EntryWrite, Holder, KeyValue, Outcome, Transaction, Written
+from elaswave.protocol.leadership.heads import Head
 from verify.planted_bugs.mutant import Mutant
 from verify.simulator.candidates import Crew, Seat, SimCandidate
 from verify.simulator.coordinator import SimCoordinator

@@ -1,18 +1,18 @@
 """Hosts' agents as parties that die, lose their connections and come again: rules H2, H11 and H12.
 
-What an agent does when a process ends or is wanted is the product's machine (`elaswave.protocol.agent`), and so are
-how long it goes on without a coordinator (`elaswave.protocol.vigil`) and what the coordinator makes of hosts
-(`elaswave.protocol.hosts`). Here is what carries their words, which are lost with the
-connection. With an agent all processes end that it has started.
+What an agent does when a process ends or is wanted is the product's machine (`elaswave.protocol.membership.agent`), and
+so are how long it goes on without a coordinator (`elaswave.protocol.leadership.vigil`) and what the coordinator makes
+of hosts (`elaswave.protocol.membership.hosts`). Here is what carries their words, which are lost with the connection.
+With an agent all processes end that it has started.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from elaswave.protocol.agent import Agent, JoinerWanted, StartJoiner, WorkerEnded
 from elaswave.protocol.events import JoinerGone, Suspected
-from elaswave.protocol.hosts import GONE_AGAIN_S, GONE_S, Came, Host, Hosts, HostState, Turned
-from elaswave.protocol.vigil import Due, Vigil
+from elaswave.protocol.leadership.vigil import Due, Vigil
+from elaswave.protocol.membership.agent import Agent, JoinerWanted, StartJoiner, WorkerEnded
+from elaswave.protocol.membership.hosts import GONE_AGAIN_S, GONE_S, Came, Host, Hosts, HostState, Turned
 from verify.simulator.schedule import ScheduledFault
 from verify.simulator.store import ActorDead, StaleTermError
 

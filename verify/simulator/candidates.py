@@ -1,20 +1,16 @@
 """The store as one more party that fails, and candidates that follow a coordinator: rules H4 to H9.
 
 The transactions, what their answers mean, when to claim, and what the heads of members mean are the product's
-(`elaswave.protocol.store_writes`, `elaswave.protocol.election`, `elaswave.protocol.heads`). Here is what carries them:
-requests that are lost, slow, late or not answered. A coordinator that writes waits for the answer: whatever comes
-meanwhile happens afterwards. Its beat does not wait.
+(`elaswave.protocol.coordinator.store_writes`, `elaswave.protocol.leadership.election`,
+`elaswave.protocol.leadership.heads`). Here is what carries them: requests that are lost, slow, late or not answered. A
+coordinator that writes waits for the answer: whatever comes meanwhile happens afterwards. Its beat does not wait.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from elaswave.protocol.election import BEAT_S, POLL_S, Seen, Watch
-from elaswave.protocol.events import Record
-from elaswave.protocol.heads import Head
-from elaswave.protocol.messages import Decision
-from elaswave.protocol.store_writes import (
+from elaswave.protocol.coordinator.store_writes import (
     BEAT,
     SPEC,
     TERM,
@@ -31,6 +27,10 @@ from elaswave.protocol.store_writes import (
     holder_of,
     spec_value,
 )
+from elaswave.protocol.events import Record
+from elaswave.protocol.leadership.election import BEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.messages import Decision
 from verify.simulator.schedule import ScheduledFault
 
 if TYPE_CHECKING:

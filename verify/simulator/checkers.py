@@ -10,8 +10,8 @@ Liveness: a run ends with all steps made, or with a reason that names what was l
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from elaswave.blocks.placement import Placement
 from elaswave.protocol.messages import Decision, Evidence
-from elaswave.state.placement import Placement
 from elaswave.types import Layout
 from verify.simulator.job import BlockState, Exponents, Truth, parameter
 from verify.simulator.observer import Observer

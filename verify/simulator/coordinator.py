@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 
-from elaswave.planning.recovery import put_to_work, set_idle
-from elaswave.planning.target_placement import target_placement
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.decisions import plan_survivors, plan_with
-from elaswave.protocol.driver import CoordinatorDriver
-from elaswave.protocol.duties import pending_after
-from elaswave.protocol.ending import MemberEnd
+from elaswave.blocks.placement import Block, Placement
+from elaswave.planning.search.recovery import put_to_work, set_idle
+from elaswave.planning.state_moves.target_placement import target_placement
+from elaswave.protocol.coordinator.decisions import plan_survivors, plan_with
+from elaswave.protocol.coordinator.driver import CoordinatorDriver
+from elaswave.protocol.coordinator.ending import MemberEnd
+from elaswave.protocol.coordinator.machine import Coordinator
+from elaswave.protocol.coordinator.shards import Complete, GivenUp, Shards
 from elaswave.protocol.events import (
     ChangePlanned,
     CoordinatorEffect,
@@ -35,7 +36,7 @@ from elaswave.protocol.events import (
     Suspected,
     WorkerFailed,
 )
-from elaswave.protocol.heads import Head, Heard, judge
+from elaswave.protocol.leadership.heads import Head, Heard, judge
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
@@ -46,9 +47,8 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
-from elaswave.protocol.moves import refilled
-from elaswave.protocol.shards import Complete, GivenUp, Shards
-from elaswave.state.placement import Block, Placement
+from elaswave.protocol.step.duties import pending_after
+from elaswave.protocol.step.moves import refilled
 from elaswave.types import Layout
 from verify.simulator.agents import HostDesk
 from verify.simulator.candidates import Seat

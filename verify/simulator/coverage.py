@@ -5,9 +5,9 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from elaswave.blocks.placement import Placement
 from elaswave.protocol.events import PlanRecovery
 from elaswave.protocol.messages import Decision
-from elaswave.state.placement import Placement
 from elaswave.types import Layout
 from verify.simulator.job import BlockState, Exponents
 from verify.simulator.observer import Observer

@@ -1,4 +1,4 @@
-"""The toy engine of a simulated worker: what `elaswave.worker.torch_engine` does with tensors, in whole numbers.
+"""The toy engine of a simulated worker: what `elaswave.engine.torch_engine` does with tensors, in whole numbers.
 
 A slot is a function: a frame that was posted for is given to it the moment it arrives, as the real one's bytes land.
 """
@@ -6,12 +6,12 @@ A slot is a function: a frame that was posted for is given to it the moment it a
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from elaswave.blocks.placement import Block, Placement, Role, holders_of_layers, roles_of
 from elaswave.hashing import MASK64
-from elaswave.protocol.engine import Change, Imbalance, Loaded, Measured, Memory, TrainingProgress, Unfinished
 from elaswave.protocol.environment import ENVIRONMENT, Environment
-from elaswave.protocol.salvage import Keep
-from elaswave.protocol.scores import Scores
-from elaswave.state.placement import Block, Placement, Role, holders_of_layers, roles_of
+from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, Memory, TrainingProgress, Unfinished
+from elaswave.protocol.step.salvage import Keep
+from elaswave.protocol.step.scores import Scores
 from elaswave.types import Action, ExecutionParameters, Layout
 from verify.simulator.host import Host
 from verify.simulator.job import (
@@ -46,7 +46,7 @@ class ToyCopy:
 
 
 class ToyEngine:
-    """The numbers of one simulated worker; see `elaswave.protocol.engine.Engine`.
+    """The numbers of one simulated worker; see `elaswave.protocol.step.engine.Engine`.
 
     Args:
         host: the worker, whose world is told what is computed.

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.step.machine import WorkerMachine
 from verify.simulator.job import Job, Model
 from verify.simulator.world import WorkerActor, World
 

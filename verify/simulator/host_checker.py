@@ -4,8 +4,8 @@
 
 from collections.abc import Collection, Sequence
 
+from elaswave.blocks.placement import Placement
 from elaswave.protocol.messages import Decision
-from elaswave.state.placement import Placement
 from elaswave.types import Layout
 from verify.simulator.agents import WATCH
 from verify.simulator.checkers import Violation

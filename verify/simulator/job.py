@@ -14,13 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave.hashing import MASK64
-from elaswave.planning.layout import make_layout
-from elaswave.planning.programs import compile_programs
-from elaswave.protocol.ballot import GridState, Request, VoteShape, decode_certificate
-from elaswave.protocol.engine import JobTerms, TrainingProgress
-from elaswave.protocol.scores import float_bits
-from elaswave.state.grids import (
+from elaswave.blocks.grids import (
     WIDE_BITS,
     could_overflow,
     count_bits,
@@ -29,7 +23,13 @@ from elaswave.state.grids import (
     norm_from_limbs,
     norm_limbs,
 )
-from elaswave.state.placement import Block, Placement, make_blocks, place_blocks
+from elaswave.blocks.placement import Block, Placement, make_blocks, place_blocks
+from elaswave.hashing import MASK64
+from elaswave.planning.programs.layout import make_layout
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.protocol.step.ballot import GridState, Request, VoteShape, decode_certificate
+from elaswave.protocol.step.engine import JobTerms, TrainingProgress
+from elaswave.protocol.step.scores import float_bits
 from elaswave.types import ExecutionParameters, Hop, Layout, Program
 
 GRADIENT_BITS = 52
@@ -89,7 +89,7 @@ class Job(NamedTuple):
     """Whether survivors keep what they have of a step that a loss has interrupted. With bits that flip it is off: a
     worker that is lost before its vote takes with it what tells that sums of others are wrong."""
     accumulator_bits: int = WIDE_BITS
-    """Width of a sum of gradients, which decides its grids: a key of `elaswave.state.grids.GRID_RULES`."""
+    """Width of a sum of gradients, which decides its grids: a key of `elaswave.blocks.grids.GRID_RULES`."""
 
     @property
     def num_workers(self) -> int:

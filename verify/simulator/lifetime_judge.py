@@ -4,9 +4,9 @@ touched by an earlier one, and who can learn how the job has ended learns it."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from elaswave.protocol.founding import STARTS_S
-from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, KeyValue, founding_of, holder_of, is_there
-from elaswave.protocol.vigil import SEEK_AFTER_S, SEEK_EVERY_S
+from elaswave.protocol.coordinator.store_writes import OUTCOME, SPEC, TERM, KeyValue, founding_of, holder_of, is_there
+from elaswave.protocol.leadership.founding import STARTS_S
+from elaswave.protocol.leadership.vigil import SEEK_AFTER_S, SEEK_EVERY_S
 from verify.simulator.candidates import TIMEOUT, UNIT_S
 from verify.simulator.checkers import Violation
 from verify.simulator.schedule import STRANGER_KINDS, ScheduledFault

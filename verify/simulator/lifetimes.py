@@ -1,11 +1,12 @@
 """The life of a job's name in its store, from its founding to its outcome: rules H1, H4, H12 and H13.
 
 Three hosts: the first one's agent founds the job, those of the first two may have its coordinator, and the third one
-only takes part. What they do is the product's: who founds (`elaswave.protocol.founding`), who claims
-(`elaswave.protocol.election`), what a coordinator writes (`elaswave.protocol.store_writes`), whom it takes for a member
-(`elaswave.protocol.heads`), how long an agent waits and when it looks for the outcome (`elaswave.protocol.vigil`).
-Steps and workers are left out: a coordinator makes entries, and ends the job after some. Agents die and come again,
-hosts are cut off from each other and from the store, whose requests are lost, late or not answered.
+only takes part. What they do is the product's: who founds (`elaswave.protocol.leadership.founding`), who claims
+(`elaswave.protocol.leadership.election`), what a coordinator writes (`elaswave.protocol.coordinator.store_writes`),
+whom it takes for a member (`elaswave.protocol.leadership.heads`), how long an agent waits and when it looks for the
+outcome (`elaswave.protocol.leadership.vigil`). Steps and workers are left out: a coordinator makes entries, and ends
+the job after some. Agents die and come again, hosts are cut off from each other and from the store, whose requests are
+lost, late or not answered.
 """
 
 import random
@@ -14,10 +15,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeVar
 
-from elaswave.protocol.election import BEAT_S, POLL_S, Seen, Watch
-from elaswave.protocol.founding import LOOKING, Due, Founder, Founding, Left, Made, ending, left_of
-from elaswave.protocol.heads import Head, Heard, beginning, judge
-from elaswave.protocol.store_writes import (
+from elaswave.protocol.coordinator.store_writes import (
     BEAT,
     OUTCOME,
     SPEC,
@@ -36,8 +34,11 @@ from elaswave.protocol.store_writes import (
     is_there,
     spec_value,
 )
-from elaswave.protocol.vigil import Due as VigilDue
-from elaswave.protocol.vigil import Vigil
+from elaswave.protocol.leadership.election import BEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.leadership.founding import LOOKING, Due, Founder, Founding, Left, Made, ending, left_of
+from elaswave.protocol.leadership.heads import Head, Heard, beginning, judge
+from elaswave.protocol.leadership.vigil import Due as VigilDue
+from elaswave.protocol.leadership.vigil import Vigil
 from verify.simulator.candidates import UNIT_S, RemoteStore, WayToStore
 from verify.simulator.checkers import Violation
 from verify.simulator.lifetime_judge import LifetimeJudge

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from elaswave.protocol.engine import Key
+from elaswave.blocks.placement import Placement
 from elaswave.protocol.messages import FIRST_EPOCH
-from elaswave.state.placement import Placement
+from elaswave.protocol.step.engine import Key
 from elaswave.types import Layout
 from verify.simulator.host import Host
 from verify.simulator.messages import SimFrame
@@ -19,7 +19,7 @@ def closed(peer: int) -> str:
 
 
 class SimLinks:
-    """See `elaswave.protocol.engine.Links`.
+    """See `elaswave.protocol.step.engine.Links`.
 
     Args:
         host: the worker.

@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from elaswave.blocks.placement import Placement
 from elaswave.protocol.events import PlanRecovery, Record
 from elaswave.protocol.messages import CoreToWorker, Decision, Evidence
-from elaswave.state.placement import Placement
 from elaswave.types import Layout
 from verify.simulator.job import BlockState, Exponents
 from verify.simulator.messages import CheckpointSettled

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from elaswave.protocol.facts import Facts
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.step.facts import Facts
+from elaswave.protocol.step.machine import WorkerMachine
 from verify.simulator.agents import Agents, SimAgent
 from verify.simulator.candidates import Crew, Seat, SimCandidate
 from verify.simulator.checkers import Violation, all_checkers

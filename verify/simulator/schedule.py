@@ -10,8 +10,8 @@ worker" is one number.
 import random
 from typing import NamedTuple
 
-from elaswave.state.domains import deal_over_hosts
-from elaswave.state.grids import GRID_RULES
+from elaswave.blocks.domains import deal_over_hosts
+from elaswave.blocks.grids import GRID_RULES
 from verify.simulator.job import Job
 
 AGENT = "a"

@@ -1,7 +1,7 @@
 """The simulated journal: what coordinators persist outlives them, and only the newest one can write."""
 
 from elaswave.protocol.events import Record
-from elaswave.protocol.fence import TermFence
+from elaswave.protocol.leadership.fence import TermFence
 
 
 class ActorDead(Exception):

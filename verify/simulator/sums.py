@@ -1,6 +1,6 @@
 """What a simulated worker has of a step: sums, losses, and micro-batches on their way through its layers.
 
-The counterpart of `elaswave.worker.compute` and its accumulators. Coverage and sums lie together and are emptied
+The counterpart of `elaswave.engine.compute` and its accumulators. Coverage and sums lie together and are emptied
 together; what an attempt keeps of an earlier one is what `Keep` says, and nothing else.
 """
 
@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from elaswave.hashing import MASK64
-from elaswave.protocol.ballot import LOSS, coverage_key, loss_key
-from elaswave.protocol.engine import Unfinished
-from elaswave.protocol.salvage import Flight, Keep, encode_rows, mask_of, numbers_in
+from elaswave.protocol.step.ballot import LOSS, coverage_key, loss_key
+from elaswave.protocol.step.engine import Unfinished
+from elaswave.protocol.step.salvage import Flight, Keep, encode_rows, mask_of, numbers_in
 from verify.simulator.job import Model, maximum_of, to_units
 
 
@@ -51,7 +51,7 @@ class ToySums:
 
         Args:
             units: that are here.
-            keep: as of `elaswave.protocol.engine.Engine.begin`.
+            keep: as of `elaswave.protocol.step.engine.Engine.begin`.
         """
         if keep is None:
             self.words = {block: 0 for unit in units for block in self._model.blocks_of_layer[unit]}

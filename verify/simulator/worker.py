@@ -7,13 +7,11 @@ order is the machine's.
 from collections.abc import Mapping
 from typing import Any
 
+from elaswave.blocks.placement import Role, roles_of
 from elaswave.errors import InterruptedWaitError
-from elaswave.protocol.ballot import Request, VoteOutcome
-from elaswave.protocol.decisions import with_members
-from elaswave.protocol.engine import Committed, Key, Pause, Phase, StepObserver
+from elaswave.protocol.coordinator.decisions import with_members
 from elaswave.protocol.events import JoinerCame, WorkerFailed
-from elaswave.protocol.facts import Facts
-from elaswave.protocol.heads import Head
+from elaswave.protocol.leadership.heads import Head
 from elaswave.protocol.messages import (
     FIRST_EPOCH,
     CoreToWorker,
@@ -25,8 +23,10 @@ from elaswave.protocol.messages import (
     Prepare,
     Registered,
 )
-from elaswave.protocol.worker import WorkerMachine
-from elaswave.state.placement import Role, roles_of
+from elaswave.protocol.step.ballot import Request, VoteOutcome
+from elaswave.protocol.step.engine import Committed, Key, Pause, Phase, StepObserver
+from elaswave.protocol.step.facts import Facts
+from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.types import ExecutionParameters
 from verify.simulator.engine import ToyCopy, ToyEngine
 from verify.simulator.job import Job, initial_state, model_of, parameter
@@ -340,7 +340,7 @@ class SimWorker:
 
 
 class _SimOutbox:
-    """See `elaswave.protocol.engine.Outbox`."""
+    """See `elaswave.protocol.step.engine.Outbox`."""
 
     def __init__(self, host: SimWorker) -> None:
         self._host = host
@@ -379,7 +379,7 @@ class _SimOutbox:
 
 
 class _SimDisk:
-    """See `elaswave.protocol.engine.Disk`. A checkpoint is due as the job's ``ask_step`` says."""
+    """See `elaswave.protocol.step.engine.Disk`. A checkpoint is due as the job's ``ask_step`` says."""
 
     def __init__(self, host: SimWorker) -> None:
         self.is_busy = False

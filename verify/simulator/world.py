@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.engine import Key
+from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import JoinerCame
-from elaswave.protocol.heads import Head, newest
+from elaswave.protocol.leadership.heads import Head, newest
 from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Registered
+from elaswave.protocol.step.engine import Key
 from verify.simulator.agents import Agents
 from verify.simulator.candidates import Crew, Seat
 from verify.simulator.job import BlockState, Exponents, Job, losses_of, model_of

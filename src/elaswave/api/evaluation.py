@@ -3,18 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+from elaswave.checkpoints.checkpoint import CheckpointRef, checkpoint_of_step, find_newest_checkpoint, verify_checkpoint
 from elaswave.config.schema import Config
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.checks.rehearsal import as_in_a_worker, interruptible
+from elaswave.engine.compute import Compute
+from elaswave.engine.frozen import changed_frozen
+from elaswave.engine.materialise import all_layers
+from elaswave.engine.microbatches import Microbatches
 from elaswave.errors import CheckpointError
-from elaswave.protocol.scores import Means, means_of, score_words
-from elaswave.state.checkpoint import CheckpointRef, checkpoint_of_step, find_newest_checkpoint, verify_checkpoint
+from elaswave.protocol.step.scores import Means, means_of, score_words
 from elaswave.training.definition import Training
 from elaswave.training.evaluation import evaluation_draws
-from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.compute import Compute
-from elaswave.worker.frozen import changed_frozen
-from elaswave.worker.materialise import all_layers
-from elaswave.worker.microbatches import Microbatches
-from elaswave.worker.rehearsal import as_in_a_worker, interruptible
 
 
 def evaluation_means(config: Config, training: Training, run_dir: Path, checkpoint: str | Path | int | None) -> Means:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from elaswave.errors import UsageError
-from elaswave.foreign.layer import foreign_in, kind_line
 from elaswave.models.admission import check_hooks, check_module, check_sizes_known, check_values
 from elaswave.models.builders import problems_with_captured, problems_with_layer_fields
+from elaswave.models.foreign.layer import foreign_in, kind_line
 from elaswave.models.instances import (
     CopyOf,
     problems_with_shared_buffers,
@@ -23,7 +23,7 @@ from elaswave.models.instances import (
     without_values,
 )
 from elaswave.models.layers import Layer, ModelSpec
-from elaswave.protocol.scores import AUX_LOSS
+from elaswave.protocol.step.scores import AUX_LOSS
 from elaswave.state.flat import model_shapes
 
 _LAYERS_MAX = 1024

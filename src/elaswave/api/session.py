@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from elaswave.control.job import FinishedJob, JobOptions
 from elaswave.errors import UsageError
+from elaswave.launcher.job import FinishedJob, JobOptions
 
 
 class ScriptSession:

@@ -15,19 +15,19 @@ from elaswave.api.held import held, refuse_connections, without_new_connections
 from elaswave.api.model import OwnModelSpec, dtype_name
 from elaswave.api.result import Result
 from elaswave.api.session import current_session
+from elaswave.blocks.shapes import LayerShape
 from elaswave.config.checks import plain
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
-from elaswave.control.job import JobOptions, run_job
-from elaswave.control.read_files import read_files
-from elaswave.control.script import Script
 from elaswave.errors import UsageError, WorkerError
+from elaswave.job.read_files import read_files
+from elaswave.job.script import Script
+from elaswave.launcher.job import JobOptions, run_job
 from elaswave.models.huggingface.model import HuggingFaceModel
 from elaswave.models.layers import Layer
+from elaswave.models.splitting.split import SplitLayers
 from elaswave.observability.run_folder import is_run, saved_config
-from elaswave.splitting.split import SplitLayers
-from elaswave.state.shapes import LayerShape
 from elaswave.training.dataset import DatasetSamples
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer, Optimizer

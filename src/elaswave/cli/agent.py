@@ -127,7 +127,7 @@ def agent_command(
     elaswave agent --job demo --config my.toml --hosts 2 \\
       --coordinator 10.77.0.1:7077 --set net.trusted=true
     """
-    from elaswave.control.taking_part import AgentOptions, take_part  # late: only this command needs it
+    from elaswave.launcher.taking_part import AgentOptions, take_part  # late: only this command needs it
 
     if hosts is not None:
         overrides = (*overrides, f"control.hosts={hosts}")

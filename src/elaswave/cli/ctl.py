@@ -23,8 +23,8 @@ from elaswave.channel.messages.operator import (
     StatusAnswer,
 )
 from elaswave.cli.ctl_status import StatusDisplay, render_status
+from elaswave.cli.operator_client import OperatorClient
 from elaswave.cli.tables import terminal_width
-from elaswave.control.operator_client import OperatorClient
 from elaswave.errors import ControlError
 from elaswave.observability.output import say, say_error, say_json
 

@@ -24,16 +24,16 @@ from elaswave.api.environment import prepare_to_compute
 from elaswave.cli.tables import render_table
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
-from elaswave.control.machine import check_memory
 from elaswave.errors import ConfigError
 from elaswave.faults.injection import FAULTS_FILE, Fault, FaultRecord, parse_faults, read_fault_records
 from elaswave.hashing import key64
+from elaswave.launcher.machine import check_memory
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.output import say_json
 from elaswave.observability.progress import format_loss, make_reporter, writes_unicode
 from elaswave.observability.result import EpochRecord, JsonFloat, Recovery, RunResult, from_json_float, read_digests
 from elaswave.observability.run_folder import default_run_dir, open_run_dir
-from elaswave.protocol.engine import PHASES
+from elaswave.protocol.step.engine import PHASES
 from elaswave.visible import visible
 
 DEFAULTS = ("layout.widths=[4, 4]", "run.steps=36", "model.hidden_size=96", "batch.microbatch_size=4")
@@ -264,7 +264,7 @@ def joins_of(epochs: Sequence[EpochRecord]) -> list[Join]:
 def _train(
     config: Config, folder: Path, faults: tuple[Fault, ...], *, json_mode: bool, overwrite: bool
 ) -> tuple[Path, RunResult]:
-    from elaswave.control.launcher import train  # the libraries that compute are loaded only now
+    from elaswave.launcher.launcher import train  # the libraries that compute are loaded only now
 
     with (
         open_run_dir(folder, config, now=datetime.now(UTC), overwrite=overwrite) as run,

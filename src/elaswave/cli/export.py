@@ -51,10 +51,10 @@ def export_command(
     elaswave export runs/a --format hf --output my-model
     """
     # Imported here: torch takes a second, which --help and the other commands need not wait for.
-    from elaswave.state.checkpoint import checkpoint_of_step
-    from elaswave.state.export import export_safetensors, initial_weights, newest_weights, stored_weights
-    from elaswave.state.export_folder import export_folder
-    from elaswave.worker.blueprint import Blueprint
+    from elaswave.api.export import export_safetensors, initial_weights, newest_weights, stored_weights
+    from elaswave.api.export_folder import export_folder
+    from elaswave.checkpoints.checkpoint import checkpoint_of_step
+    from elaswave.engine.blueprint import Blueprint
 
     if not run.is_dir():
         raise RunFolderError(f"there is no run folder {run}; give the --run-dir of an `elaswave train`")

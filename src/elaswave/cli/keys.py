@@ -10,7 +10,7 @@ import msgspec
 from elaswave.channel.messages.operator import Answer, AskKey, AskStatus, StatusAnswer
 from elaswave.cli.ctl import DEFAULT_TIMEOUT_S, SECONDS, last_answer, line_of
 from elaswave.cli.groups import DefaultCommand
-from elaswave.control.operator_client import OperatorClient
+from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError, UsageError
 from elaswave.job.control_file import ControlFile, read_control_file
 from elaswave.job.key_files import JOB_KEY_FILE, LESSER, JobKey, Role

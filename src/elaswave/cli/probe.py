@@ -9,10 +9,10 @@ import click
 
 from elaswave.api.environment import given_key
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
-from elaswave.costs.network import NetworkLink
 from elaswave.errors import UsageError
 from elaswave.job.key_files import Role
 from elaswave.observability.output import say, say_error, say_json
+from elaswave.planning.costs.network import NetworkLink
 
 _MBIT = 1e6 / 8
 

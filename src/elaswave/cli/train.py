@@ -17,8 +17,8 @@ from elaswave.cli.job_options import job_options, with_policy
 from elaswave.config.load import BUILT_IN_SOURCES, load_config
 from elaswave.config.own import OWN
 from elaswave.config.toml import read_toml
-from elaswave.control.job import JobOptions, run_job
 from elaswave.errors import UsageError
+from elaswave.launcher.job import JobOptions, run_job
 from elaswave.observability.output import say
 from elaswave.observability.run_folder import is_fine_tuning, resume_command
 

@@ -15,13 +15,13 @@ from elaswave.config.own import OWN
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.config.schema import Config
 from elaswave.config.sites import sites_of
-from elaswave.costs.analytic import USABLE_MEMORY, analytic_costs, analytic_shares, multiplications
-from elaswave.costs.fences import fenced_costs
-from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, FrequencyLevel
-from elaswave.costs.network import NetworkLink
-from elaswave.costs.presets import ModelShape
 from elaswave.fences import built_in_layer_names, codecs_at
+from elaswave.planning.costs.analytic import USABLE_MEMORY, analytic_costs, analytic_shares, multiplications
+from elaswave.planning.costs.fences import fenced_costs
+from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.planning.costs.network import NetworkLink
+from elaswave.planning.costs.presets import ModelShape
 from elaswave.types import ExecutionParameters
 
 REAL_LINK = NetworkLink(bandwidth_bytes_per_s=2e9, latency_s=0.0)
@@ -230,7 +230,7 @@ def cluster_of(
     Args:
         config: of the run, resolved.
         workers: ids, ascending; None: those that the job begins with.
-        labels: where they run, as far as that is known, see `elaswave.state.domains`.
+        labels: where they run, as far as that is known, see `elaswave.blocks.domains`.
     """
     ids = range(sum(config.widths)) if workers is None else workers
     num_workers = len(ids)

@@ -11,12 +11,12 @@ from elaswave.config.own import OWN
 from elaswave.config.presets import device_preset
 from elaswave.config.schema import Config
 from elaswave.config.sites import network_file, run_network
-from elaswave.costs.analytic import multiplications, sum_bytes
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster
-from elaswave.costs.presets import DevicePreset
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.fences import Fence, built_in_layer_names
+from elaswave.planning.costs.analytic import multiplications, sum_bytes
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster
+from elaswave.planning.costs.presets import DevicePreset
 from elaswave.planning.far_apart.job import FarJob, FarPlan
 from elaswave.planning.far_apart.objective import FAR_SCHEDULES
 from elaswave.planning.far_apart.op_fence import op_fence

@@ -21,10 +21,10 @@ from elaswave.config.schema import SECTIONS, Config
 from elaswave.config.sites import labels_of
 from elaswave.config.toml import parse_toml, read_toml
 from elaswave.config_format import FORMAT_KEY, format_problem
-from elaswave.costs.analytic import multiplications
 from elaswave.data.sources import known_vocabulary
 from elaswave.errors import ConfigError, DataError
-from elaswave.planning.layout import partition_layers, resolve_widths
+from elaswave.planning.costs.analytic import multiplications
+from elaswave.planning.programs.layout import partition_layers, resolve_widths
 
 BUILT_IN_SOURCES = ("python-docs",)
 """Values of ``data.source`` that are not paths."""

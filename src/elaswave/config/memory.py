@@ -13,9 +13,9 @@ from typing import NamedTuple
 from elaswave.config.devices import element_bytes, shape_of, state_bytes
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
-from elaswave.costs.analytic import sum_bytes
-from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.memory import MemoryModel, num_copies
+from elaswave.planning.costs.analytic import sum_bytes
+from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.memory import MemoryModel, num_copies
 
 
 class Memory(NamedTuple):

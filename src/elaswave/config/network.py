@@ -14,11 +14,11 @@ from msgspec import Meta
 from elaswave.config.checks import check_values, shown
 from elaswave.config.presets import device_preset
 from elaswave.config.toml import read_toml, toml_value
-from elaswave.costs.analytic import USABLE_MEMORY
-from elaswave.costs.machines import Cluster
-from elaswave.costs.network import MAX_SITES, Network, NetworkLink
-from elaswave.costs.presets import DevicePreset
 from elaswave.errors import ConfigError, UsageError
+from elaswave.planning.costs.analytic import USABLE_MEMORY
+from elaswave.planning.costs.machines import Cluster
+from elaswave.planning.costs.network import MAX_SITES, Network, NetworkLink
+from elaswave.planning.costs.presets import DevicePreset
 
 MAX_WORKERS = 1024
 """Of all sites: pairs of workers are matrices in the planner."""

@@ -17,14 +17,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan, UsageError
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Plan, Planner, checked
-from elaswave.planning.policies import TimedPlanner, make_policies
+from elaswave.planning.policy.policies import TimedPlanner, make_policies
 
 POLICIES_GROUP = "elaswave.policies"
-"""Of entry points: each names a mapping of policies by name (`elaswave.planning.policies.TimedPlanner`)."""
+"""Of entry points: each names a mapping of policies by name (`elaswave.planning.policy.policies.TimedPlanner`)."""
 TIMEOUT_S = 60.0
 """For one plan of a person's policy in `plan`, `compare` and `simulate`."""
 

@@ -2,7 +2,7 @@
 
 A file has tables ``[devices.NAME]``, ``[links.NAME]`` and ``[models.NAME]``; what they take is said by the structs here
 and in ``src/elaswave/presets/``. Wherever a name is asked for, the path of a file that ends in ``.toml`` and holds one
-entry of the kind will do. The forms themselves, without any file, are `elaswave.costs.presets`.
+entry of the kind will do. The forms themselves, without any file, are `elaswave.planning.costs.presets`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,10 +16,10 @@ from msgspec import Meta
 
 from elaswave.config.checks import check_values, shown, unknown_section
 from elaswave.config.toml import parse_toml, read_toml
-from elaswave.costs.machines import Device, FrequencyLevel
-from elaswave.costs.network import NetworkLink
-from elaswave.costs.presets import DevicePreset, LinkPreset, ModelShape, frequency_levels
 from elaswave.errors import ConfigError, UsageError
+from elaswave.planning.costs.machines import Device, FrequencyLevel
+from elaswave.planning.costs.network import NetworkLink
+from elaswave.planning.costs.presets import DevicePreset, LinkPreset, ModelShape, frequency_levels
 
 GIB = 2.0**30
 

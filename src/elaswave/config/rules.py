@@ -14,7 +14,7 @@ from elaswave.config.own import OWN
 from elaswave.config.presets import catalog
 from elaswave.errors import ConfigError
 from elaswave.fences import built_in_layer_names, fence_problems, ratio_problems
-from elaswave.planning.layout import layout_problems, resolve_widths
+from elaswave.planning.programs.layout import layout_problems, resolve_widths
 
 LOOPBACK = "127.0.0.1"
 _ETCD = "etcd://"

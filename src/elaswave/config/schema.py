@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from elaswave.blocks.domains import deal_over_hosts
 from elaswave.config.checks import check_values, shown
 from elaswave.config.hosts import host_sizes
 from elaswave.config.own import without_unused
@@ -20,7 +21,6 @@ from elaswave.config_format import FORMAT, FORMAT_KEY
 from elaswave.data.token_files import VOCABULARY_MAX
 from elaswave.errors import ConfigError
 from elaswave.fences import CODEC_PATTERN, CODEC_WORDS, FENCE_RATIO_PATTERN
-from elaswave.state.domains import deal_over_hosts
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -39,7 +39,7 @@ BUILT_IN_POLICIES = (
     "full_restart",
     "full_restart_spares",
 )
-"""Recovery policies that have a name, and can run here: elaswave.planning.policies has more."""
+"""Recovery policies that have a name, and can run here: elaswave.planning.policy.policies has more."""
 Policy = Annotated[
     str,
     Meta(

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from elaswave.blocks.domains import site_of
 from elaswave.config.network import NetworkFile, read_network
 from elaswave.config.schema import Config
-from elaswave.costs.network import Network
 from elaswave.errors import ConfigError
-from elaswave.state.domains import site_of
+from elaswave.planning.costs.network import Network
 
 SLOWED = 100
 """A link that has become so many times as slow loses nobody."""
@@ -41,7 +41,7 @@ class Sites(NamedTuple):
 
         Args:
             worker: its id.
-            labels: of members, see `elaswave.state.domains`.
+            labels: of members, see `elaswave.blocks.domains`.
         """
         name = site_of(labels.get(worker, ""))
         return self.network.sites.index(name) if name else self.of_workers[worker % len(self.of_workers)]
@@ -147,7 +147,7 @@ def control_delays_s(config: Config) -> dict[int, float]:
 
 
 def labels_of(config: Config) -> dict[int, str]:
-    """Worker -> where it runs (`elaswave.state.domains`), of those that a run begins with; empty: all are on one host.
+    """Worker -> where it runs (`elaswave.blocks.domains`), of those that a run begins with; empty: all are on one host.
 
     Of workers at several sites it is the site, or, where hosts are named too, a host of it (``oslo/a``): that with the
     most room, or where hosts have no numbers, with the fewest workers.

@@ -35,7 +35,7 @@ class SampleHash(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What two processes find out of a script's data or loss, and compare; see `elaswave.worker.rehearsal`."""
+    """What two processes find out of a script's data or loss, and compare; see `elaswave.engine.checks.rehearsal`."""
 
     what: str
     value: str

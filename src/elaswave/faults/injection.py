@@ -34,13 +34,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from elaswave.blocks.domains import prefixes, site_of
 from elaswave.errors import ConfigError, RunFolderError
 from elaswave.hashing import key64
 from elaswave.observability.clock import clock_here
 from elaswave.observability.processes import read_processes, signal_process
 from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
-from elaswave.protocol.engine import PHASES, Phase
-from elaswave.state.domains import prefixes, site_of
+from elaswave.protocol.step.engine import PHASES, Phase
 from elaswave.untrusted import decode_json, open_regular, read_bytes, reason
 
 Kind = Literal["kill", "hang", "cut", "cut-close", "kill-host", "away", "slow", "slow-link", "drain", "join"]
@@ -150,7 +150,7 @@ def parse_faults(
         workers: ids of those that the job begins with; the ids of those that join follow the largest.
         num_steps: the job's last step.
         respawns: whether the places of lost workers are taken again.
-        hosts: where the workers run that the job begins with, see `elaswave.state.domains`.
+        hosts: where the workers run that the job begins with, see `elaswave.blocks.domains`.
         sites: that may be cut off from the coordinator and from others; none where links are not emulated.
         has_agents: whether workers are on several hosts, each with a clock of its own.
     Returns:
@@ -427,7 +427,7 @@ class Parting(Protocol):
 
 
 class FaultProbe:
-    """Injects faults into the workers: a probe (see `elaswave.worker.probe`) that strikes where it is told to.
+    """Injects faults into the workers: a probe (see `elaswave.engine.checks.probe`) that strikes where it is told to.
 
     Made once per job, before the workers are forked: each strikes only the faults that are its own.
 
@@ -453,7 +453,7 @@ class FaultProbe:
         """The own faults that have not struck yet; None until this probe knows whose it is."""
 
     def reached(self, phase: Phase, index: int, machine: Any) -> None:
-        """Strikes if a fault is due here; see `elaswave.worker.probe.Probe`."""
+        """Strikes if a fault is due here; see `elaswave.engine.checks.probe.Probe`."""
         if self._pending is None:
             self._pending = [item for item in self._faults.items() if item[1].worker == machine.worker]
         for item in self._pending:

@@ -1,7 +1,7 @@
 """What follows from a run's configuration and the shapes of its model: blocks, layout, placement, programs. No torch.
 
 Nothing of it is negotiated: the same configuration gives the same plan in every process, and the vote compares its
-hash. Workers have it from their `elaswave.worker.blueprint`; launcher and coordinator, which hold no torch, are told
+hash. Workers have it from their `elaswave.engine.blueprint`; launcher and coordinator, which hold no torch, are told
 the shapes by the template process.
 """
 
@@ -11,27 +11,27 @@ from functools import cached_property
 import msgspec
 from msgspec.structs import replace
 
+from elaswave.blocks.domains import hosts_of, sites_of
+from elaswave.blocks.placement import Block, Placement, default_block_size, make_blocks, place_blocks
+from elaswave.blocks.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
+from elaswave.blocks.survival import alone_on
+from elaswave.checkpoints.format import CheckpointMeta
 from elaswave.config.devices import cluster_of, element_bytes, emulated_costs, own_bytes
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.config.sites import labels_of
-from elaswave.costs.analytic import sum_bytes
-from elaswave.costs.schedules import bounds_within
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.fences import adaptive, codecs_at
-from elaswave.planning.execution import execution_of, programs_of
+from elaswave.planning.costs.analytic import sum_bytes
+from elaswave.planning.costs.schedules import bounds_within
 from elaswave.planning.far_apart.ratios import adapted_ratios
-from elaswave.planning.layout import make_layout
-from elaswave.planning.memory_limits import layout_limits
-from elaswave.planning.recovery import choose_followers, survivor_layout
-from elaswave.planning.scatter_width import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
-from elaswave.planning.validation import validate_programs
-from elaswave.protocol.moves import refilled
-from elaswave.state.checkpoint_format import CheckpointMeta
-from elaswave.state.domains import hosts_of, sites_of
-from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
-from elaswave.state.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
-from elaswave.state.survival import alone_on
+from elaswave.planning.programs.execution import execution_of, programs_of
+from elaswave.planning.programs.layout import make_layout
+from elaswave.planning.programs.validation import validate_programs
+from elaswave.planning.search.memory_limits import layout_limits
+from elaswave.planning.search.recovery import choose_followers, survivor_layout
+from elaswave.planning.state_moves.scatter_width import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
+from elaswave.protocol.step.moves import refilled
 from elaswave.types import ExecutionParameters, Layout, Program
 
 MOVE_BYTES_MIN, MOVE_BYTES_MAX = 1 << 20, 1 << 28

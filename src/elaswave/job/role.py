@@ -23,7 +23,7 @@ class Post(NamedTuple):
     job: str = ""
     """The job's name; empty: it has no other hosts."""
     founded: int = 0
-    """Which founding of the job it takes part in, see `elaswave.protocol.heads.Head`; 0: it founds it."""
+    """Which founding of the job it takes part in, see `elaswave.protocol.leadership.heads.Head`; 0: it founds it."""
     keys: tuple[bytes, ...] = ()
     """Secrets of those who take part that it was told; none: they are made of the key that it was given."""
     network: JobNetwork | None = None

@@ -78,7 +78,7 @@ class ModelSpec:
 
     Args:
         layers: in forward order; the first takes a micro-batch's inputs, each further one what its predecessor returns:
-            a tensor, or a tree of tensors (`elaswave.worker.values`).
+            a tensor, or a tree of tensors (`elaswave.engine.checks.values`).
         loss: (output of the last layer, targets) -> the mean over the micro-batch, a scalar, or `LossOutput`.
         metrics: by name, (output of the last layer, targets) -> the mean over the micro-batch, or (total, count).
         fences: codec of the boundary behind each layer that has one, by position (`elaswave.fences`).

@@ -21,11 +21,11 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from elaswave.costs.profiled import ActionTiming
+from elaswave.blocks.survival import Survival
 from elaswave.devices.gauges import Gauges
 from elaswave.errors import RunFolderError
 from elaswave.observability.result import CheckpointRecord, EpochRecord, JsonFloat, Recovery, set_json_floats
-from elaswave.state.survival import Survival
+from elaswave.planning.costs.profiled import ActionTiming
 from elaswave.types import Layout
 from elaswave.untrusted import decode_json, open_binary, open_regular
 from elaswave.untrusted import reason as why

@@ -25,12 +25,6 @@ from elaswave.config.devices import (
 )
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
-from elaswave.costs.analytic import sum_bytes
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster
-from elaswave.costs.profiled import CostMeter, prediction_error
-from elaswave.costs.schedules import Schedule, bounds_within
-from elaswave.costs.step_time.work import Durations, durations_of
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
     AnyEvent,
@@ -43,7 +37,13 @@ from elaswave.observability.events import (
 from elaswave.observability.result import EVENTS_FILE, check_run_folder
 from elaswave.observability.run_folder import saved_config
 from elaswave.observability.summary import NUM_WARM_UP_STEPS
-from elaswave.planning.execution import timed_step_s
+from elaswave.planning.costs.analytic import sum_bytes
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster
+from elaswave.planning.costs.profiled import CostMeter, prediction_error
+from elaswave.planning.costs.schedules import Schedule, bounds_within
+from elaswave.planning.costs.step_time.work import Durations, durations_of
+from elaswave.planning.programs.execution import timed_step_s
 from elaswave.types import Layout
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from elaswave._version import __version__
+from elaswave.checkpoints.checkpoint import CHECKPOINTS, SPARE, link_spare
 from elaswave.config.checks import path_problem
 from elaswave.config.load import load_config
 from elaswave.config.own import OWN
@@ -37,7 +38,6 @@ from elaswave.observability.result import (
     atomic_write,
 )
 from elaswave.observability.worker_logs import LOGS_DIR
-from elaswave.state.checkpoint import CHECKPOINTS, SPARE, link_spare
 from elaswave.untrusted import open_regular, read_bytes, read_json, reason, stays_inside
 
 MARKER_FILE = "run.json"

@@ -5,8 +5,8 @@ Apart from the simulator, which knows no files.
 
 from pathlib import Path
 
-from elaswave.costs.step_time.contended import SimulatedStep
 from elaswave.observability.trace import ACTION, PHASE, Span, TracePart, Transfer, write_trace
+from elaswave.planning.costs.step_time.contended import SimulatedStep
 
 
 def step_trace(step: SimulatedStep) -> list[TracePart]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from elaswave.blocks.survival import Survival
 from elaswave.observability.events import (
     AnyEvent,
     CheckpointWritten,
@@ -37,7 +38,6 @@ from elaswave.observability.result import (
     check_run_folder,
     read_result,
 )
-from elaswave.state.survival import Survival
 from elaswave.types import Layout
 
 NUM_WARM_UP_STEPS = 3

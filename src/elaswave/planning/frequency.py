@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from elaswave.costs.machines import Cluster, Device
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.costs.machines import Cluster, Device
 
 Goal = Literal["fastest", "energy"]
 """``fastest``: smallest step time; ``energy``: least energy at a step time no longer than without this axis."""

@@ -1,8 +1,8 @@
 """What a planner decides: an allocation, compact enough for a million workers, and a plan around it. Pure values.
 
 An allocation says which workers form which stages, how many micro-batches each of them runs, where micro-batches are
-cut and at which frequency level each worker computes. `elaswave.planning.routes` turns a small one into a `Layout`
-with a route for every micro-batch; nothing is lost by that, and nothing added but who meets whom.
+cut and at which frequency level each worker computes. `elaswave.planning.programs.routes` turns a small one into a
+`Layout` with a route for every micro-batch; nothing is lost by that, and nothing added but who meets whom.
 
 Every policy is a `Planner`: ElasWave's own and the baselines' share the signature.
 """
@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.schedules import SCHEDULES, Schedule, splits_backwards
 from elaswave.errors import UsageError
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.schedules import SCHEDULES, Schedule, splits_backwards
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -257,7 +257,8 @@ class Planner(Protocol):
     A training job takes the allocation only. Pauses, lost work and transfers are predictions, for the other commands:
     the job's own state never goes back to a checkpoint because of a policy.
 
-    `elaswave.planning.declared.replicates` is for what cannot be seen from a plan: what the policy keeps copies of.
+    `elaswave.planning.policy.declared.replicates` is for what cannot be seen from a plan: what the policy keeps copies
+    of.
     """
 
     def __call__(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:

@@ -11,11 +11,11 @@ from math import comb
 import msgspec
 import numpy as np
 
-from elaswave.costs.machines import Cluster
 from elaswave.hashing import key64
-from elaswave.planning.placed_blocks import PlacedBlocks, Placing
+from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.plan import Allocation
-from elaswave.planning.replication import WHOLE, Copies, Replication
+from elaswave.planning.policy.replication import WHOLE, Copies, Replication
+from elaswave.planning.state_moves.placed_blocks import PlacedBlocks, Placing
 
 LISTED_MAX = 2_000_000
 """Fatal sets that are listed to count them."""

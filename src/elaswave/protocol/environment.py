@@ -1,9 +1,10 @@
 """What workers must have in common so that they compute the same bits, as the vote compares it.
 
 A *canary* is a 62-bit hash in one place of every ballot: place 0 for what a process computes with (processor, library,
-kernels), place 1 + l for what layer l makes of made-up numbers (`elaswave.worker.canary`). A worker tells its own and
-those that it knows from earlier votes, as max(h) and max(-h); all agree exactly if the two add to 0. So a worker that
-is new, or a layer on a worker that has not held it before, is compared with all that have ever voted. No IO here.
+kernels), place 1 + l for what layer l makes of made-up numbers (`elaswave.engine.checks.canary`). A worker tells its
+own and those that it knows from earlier votes, as max(h) and max(-h); all agree exactly if the two add to 0. So a
+worker that is new, or a layer on a worker that has not held it before, is compared with all that have ever voted. No IO
+here.
 """
 
 from collections.abc import Iterable, Mapping

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from elaswave.blocks.placement import Placement
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
@@ -22,7 +23,6 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
-from elaswave.state.placement import Placement
 from elaswave.types import ExecutionParameters, Layout
 
 # ------------------------------------------------------------------------------------------------------------- records
@@ -66,7 +66,7 @@ class NewEpochRecord(msgspec.Struct, frozen=True, kw_only=True, tag="new epoch")
     joined: tuple[int, ...] = ()
     """Members that were none before."""
     domains: dict[int, str] = {}
-    """Where those run, of each that has said it, see `elaswave.state.domains`."""
+    """Where those run, of each that has said it, see `elaswave.blocks.domains`."""
     left: tuple[int, ...] = ()
     """Members that have left on request."""
 
@@ -184,7 +184,7 @@ class JoinerCame(NamedTuple):
     address: str
     """Where its data plane listens."""
     domain: str = ""
-    """Where it runs, see `elaswave.state.domains`."""
+    """Where it runs, see `elaswave.blocks.domains`."""
 
 
 class JoinerGone(NamedTuple):

@@ -6,8 +6,8 @@ Coordinators carry a term, which grows with every start of one.
 
 import msgspec
 
-from elaswave.protocol.salvage import Partial
-from elaswave.state.placement import Placement
+from elaswave.blocks.placement import Placement
+from elaswave.protocol.step.salvage import Partial
 from elaswave.types import ExecutionParameters, Layout
 
 PROTOCOL_VERSION = 10
@@ -281,7 +281,7 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True, tag="joining"):
     protocol: int
     """Its `PROTOCOL_VERSION`."""
     libraries: str
-    """Their versions, for people: `elaswave.protocol.admission.libraries`."""
+    """Their versions, for people: `elaswave.protocol.membership.admission.libraries`."""
     environment: str
     """Processor and kernels, for people; empty where bits are not compared (elastic.verify)."""
     config_hash: int
@@ -289,7 +289,7 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True, tag="joining"):
     """Of the shapes of model and optimizer."""
     data_hash: int
     domain: str = ""
-    """Where it runs, see `elaswave.state.domains`; empty: it cannot say."""
+    """Where it runs, see `elaswave.blocks.domains`; empty: it cannot say."""
     foreign: tuple[str, ...] = ()
     """``LAYER: KIND`` of each foreign part, as its server is there (`Config.model.foreign`)."""
     canaries: dict[int, int]

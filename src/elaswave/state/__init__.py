@@ -1,1 +1,1 @@
-"""Everything that a worker holds: flat layers, blocks and who holds them, exact sums, hashes, checkpoints."""
+"""The tensors of what a worker holds: flat layers, blocks in memory, exact sums, hashes and seals."""

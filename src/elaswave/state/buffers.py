@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from elaswave.blocks.shapes import LayerShape, TensorSlot
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer
-from elaswave.state.shapes import LayerShape, TensorSlot
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Element types of persistent buffers that float32 holds exactly."""
@@ -49,7 +49,7 @@ def _places(module: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]
 
 
 def encode(buffer: torch.Tensor) -> torch.Tensor:
-    """The elements of flat storage of a buffer, float32, one dimension; see `elaswave.state.shapes.WHOLE_BYTES`."""
+    """The elements of flat storage of a buffer, float32, one dimension; see `elaswave.blocks.shapes.WHOLE_BYTES`."""
     flat = buffer.detach().contiguous().reshape(-1)
     return flat.to(torch.float32) if buffer.is_floating_point() else flat.view(torch.uint8).to(torch.float32)
 
@@ -236,7 +236,7 @@ class LayerBuffers:
         return found
 
     def writes(self, left: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-        """What the vote is to know of each persistent buffer, see `elaswave.protocol.ballot.BufferTensor`.
+        """What the vote is to know of each persistent buffer, see `elaswave.protocol.step.ballot.BufferTensor`.
 
         Args:
             left: of one micro-batch.

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from elaswave.blocks.grids import INITIAL_EXPONENT, WIDE_BITS
+from elaswave.blocks.shapes import LayerShape, segments
 from elaswave.devices.sums_kernel import (
     NOT_FINITE,
     Chunks,
@@ -24,8 +26,6 @@ from elaswave.devices.sums_kernel import (
     has_kernel,
 )
 from elaswave.hashing import MASK64, signed64
-from elaswave.state.grids import INITIAL_EXPONENT, WIDE_BITS
-from elaswave.state.shapes import LayerShape, segments
 from elaswave.state.sums import offset
 from elaswave.state.words import Planes, plane_dtypes, unused_bits
 

@@ -1,6 +1,6 @@
 """Units of state as flat tensors: their shapes, initial values, and modules whose parameters are views into them.
 
-Where each tensor lies is described by `elaswave.state.shapes`.
+Where each tensor lies is described by `elaswave.blocks.shapes`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,14 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from elaswave.errors import UsageError
-from elaswave.hashing import key64
-from elaswave.models.admission import check_module
-from elaswave.models.instances import CopyOf, refuse_overlap, without_values
-from elaswave.models.layers import Layer, ModelSpec, build_layer
-from elaswave.state.buffers import FLOATS, LayerBuffers, encode, persistent_buffers
-from elaswave.state.checkpoint_format import MASTER
-from elaswave.state.shapes import (
+from elaswave.blocks.shapes import (
     WHOLE_BYTES,
     FrozenTensor,
     LayerShape,
@@ -26,6 +19,13 @@ from elaswave.state.shapes import (
     align,
     segments,
 )
+from elaswave.checkpoints.format import MASTER
+from elaswave.errors import UsageError
+from elaswave.hashing import key64
+from elaswave.models.admission import check_module
+from elaswave.models.instances import CopyOf, refuse_overlap, without_values
+from elaswave.models.layers import Layer, ModelSpec, build_layer
+from elaswave.state.buffers import FLOATS, LayerBuffers, encode, persistent_buffers
 
 
 def model_shapes(model: ModelSpec) -> tuple[LayerShape, ...]:

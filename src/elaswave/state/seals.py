@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
+from elaswave.blocks.placement import Block
+from elaswave.checkpoints.format import MASTER
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device, read
 from elaswave.hashing import MASK64
-from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.device_verify import Found, prepare_hashes, queued_tensor_hash, run_hashes
 from elaswave.state.flat import FlatLayer, FlatUnit
-from elaswave.state.placement import Block
 from elaswave.state.store import HeldBlock
 from elaswave.state.verify import row_hashes, run_hash, tensor_hash
 

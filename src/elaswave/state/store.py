@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from elaswave.blocks.placement import Block, Role
+from elaswave.blocks.shapes import LayerShape, Segment, TensorSlot, segments
+from elaswave.checkpoints.format import MASTER
 from elaswave.hashing import MASK64
-from elaswave.state.checkpoint_format import MASTER
-from elaswave.state.placement import Block, Role
-from elaswave.state.shapes import LayerShape, Segment, TensorSlot, segments
 from elaswave.state.verify import tensor_digest
 
 Scalars = Sequence[Mapping[str, torch.Tensor]]

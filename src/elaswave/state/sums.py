@@ -10,7 +10,7 @@ the order in which partial sums met. A tensor whose grid exponent is e is summed
 
 The next step's exponent follows from the largest absolute gradient M of this step (a maximum, so free of order):
 M * 2**e has 43 bits, which leaves 16 of headroom and the bits of N below 2**62; with sums of 48 bits it has 33, which
-leaves 10 below 2**46 (`elaswave.state.grids.GRID_RULES`). Whether a sum could overflow is judged from the largest
+leaves 10 below 2**46 (`elaswave.blocks.grids.GRID_RULES`). Whether a sum could overflow is judged from the largest
 single gradient, never from a partial sum; wrapping partial sums are harmless.
 
 Rounding uses the addition of ``1.5 * 2**(52 - e)`` in float64, whose bits then hold ``n(g)`` plus a constant; the
@@ -31,9 +31,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from elaswave.blocks.grids import INITIAL_EXPONENT, WIDE_BITS
+from elaswave.blocks.shapes import LayerShape, TensorSlot, segments
 from elaswave.hashing import MASK64, signed64
-from elaswave.state.grids import INITIAL_EXPONENT, WIDE_BITS
-from elaswave.state.shapes import LayerShape, TensorSlot, segments
 from elaswave.state.words import NarrowTerm, Planes, WideTerm, add_up, cut, plane_dtypes, unused_bits
 
 _FAST_LIMIT_BITS = 51

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from elaswave.state.grids import WIDE_BITS
+from elaswave.blocks.grids import WIDE_BITS
 
 Planes = tuple[torch.Tensor, ...]
 """A run of sums: one tensor (int64; float32 in scaled mode), or two (int32, whose entries are unsigned, and int16)."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elaswave.errors import UsageError
-from elaswave.protocol.host_silence import Counters
+from elaswave.protocol.detection.host_silence import Counters
 
 _BESIDE = 48
 """Descriptors that a process of a job needs beside one or two for each worker: output, sockets, logs, checkpoints, and
@@ -96,7 +96,7 @@ def counters_of(sock: _Socket, connection: int) -> Counters | None:
     """What this kernel has counted on a TCP connection: what came, and what the other kernel has acknowledged.
 
     The other kernel acknowledges while its processes get no processor, or are stopped; so this tells a host that is cut
-    off from one that is busy (`elaswave.protocol.host_silence`).
+    off from one that is busy (`elaswave.protocol.detection.host_silence`).
 
     Args:
         sock: its socket; not closed.

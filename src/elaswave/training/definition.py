@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
+from elaswave.blocks.shapes import LayerShape
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Draw, Source
 from elaswave.data.sources import Split
 from elaswave.models.layers import ModelSpec
-from elaswave.state.shapes import LayerShape
 from elaswave.training.optimizer import Optimizer
 
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
+from elaswave.blocks.placement import Block, Role
+from elaswave.blocks.shapes import ALIGNMENT_ELEMENTS, LayerShape, TensorSlot, align
+from elaswave.checkpoints.format import EMA, MASTER
+from elaswave.checkpoints.shards import DTYPE_NAMES
 from elaswave.errors import OptimizerError
-from elaswave.state.checkpoint_format import EMA, MASTER
-from elaswave.state.checkpoint_shards import DTYPE_NAMES
-from elaswave.state.placement import Block, Role
-from elaswave.state.shapes import ALIGNMENT_ELEMENTS, LayerShape, TensorSlot, align
 from elaswave.state.store import HeldBlock
 from elaswave.training.lent_steps import State, attributes_of, lend_and_step, options_of
 from elaswave.training.parameters import Parameters, float32_by_default, groups_of, kind_of, make_optimizer, stand_ins

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elaswave.blocks.shapes import ALIGNMENT_ELEMENTS, TensorSlot
 from elaswave.config.checks import plain
 from elaswave.errors import OptimizerError
 from elaswave.hashing import key64
-from elaswave.state.shapes import ALIGNMENT_ELEMENTS, TensorSlot
 from elaswave.training.parameters import float32_by_default, kind_of
 
 TRIED_ELEMENTS = 1024

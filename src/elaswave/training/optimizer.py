@@ -13,9 +13,9 @@ from typing import Protocol
 
 import torch
 
+from elaswave.blocks.shapes import LayerShape, TensorSlot
 from elaswave.config.schema import OptimizerConfig
 from elaswave.errors import CheckpointError
-from elaswave.state.shapes import LayerShape, TensorSlot
 from elaswave.state.store import HeldBlock
 from elaswave.training.schedules import learning_rate
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from elaswave.blocks.shapes import LayerShape, TensorSlot, all_tensors
+from elaswave.checkpoints.format import MASTER
 from elaswave.errors import OptimizerError
-from elaswave.state.checkpoint_format import MASTER
-from elaswave.state.shapes import LayerShape, TensorSlot, all_tensors
 from elaswave.training.elementwise import Tried, try_out
 from elaswave.training.parameters import Parameters, make_optimizer, stand_ins
 from elaswave.training.torch_optimizer import MakeScheduler, TorchUpdater

@@ -12,9 +12,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from elaswave.blocks.shapes import TensorSlot
 from elaswave.config.checks import plain
 from elaswave.errors import SIGNALS, OptimizerError
-from elaswave.state.shapes import TensorSlot
 from elaswave.training.raised import said, traceback_of
 
 SHOWN_NAMES_MAX = 4

@@ -22,13 +22,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from elaswave.blocks.shapes import Segment
+from elaswave.checkpoints.archives import load_plain
+from elaswave.checkpoints.format import MASTER
+from elaswave.checkpoints.shards import DTYPES
 from elaswave.config.checks import plain
 from elaswave.errors import SIGNALS, CheckpointError, OptimizerError
 from elaswave.hashing import key64
-from elaswave.state.archives import load_plain
-from elaswave.state.checkpoint_format import MASTER
-from elaswave.state.checkpoint_shards import DTYPES
-from elaswave.state.shapes import Segment
 from elaswave.state.store import HeldBlock
 from elaswave.training.given import options_given
 from elaswave.training.lent_steps import (

@@ -1,7 +1,8 @@
 """Links that are slow on purpose: frames to some peers arrive only when a described link would have brought them.
 
 A frame takes ``bytes / bandwidth`` to leave, behind what was sent to the same site before, and arrives ``latency``
-later: as planning has it (`elaswave.costs.network`). What is on its way is a copy, so a send is done when its last byte
+later: as planning has it (`elaswave.planning.costs.network`). What is on its way is a copy, so a send is done when its
+    last byte
 would have left. Frames stand here until they arrive, then go to the peer's real link, whole. What is said to the
 coordinator goes another way, and never waits here: so bulk data delays no heartbeat.
 

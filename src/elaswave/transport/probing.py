@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from elaswave.costs.link_probes import PROBE_BYTES_MAX, MeasuredLinks, Probe, probing
 from elaswave.errors import AuthenticationError, CommError, ProbeError
+from elaswave.planning.costs.link_probes import PROBE_BYTES_MAX, MeasuredLinks, Probe, probing
 from elaswave.transport.addresses import tune
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener
 from elaswave.transport.unauthenticated import LimitedLines, UnauthenticatedPeers, source_of

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from elaswave.channel.messages.worker import Failed
 from elaswave.devices.faults import DeviceFault, fault_of
+from elaswave.engine.batches import BatchError
+from elaswave.engine.compute import LayerError
 from elaswave.errors import SpotCheckError, VoteError
-from elaswave.protocol.position import PHASES, kind_of
+from elaswave.protocol.step.position import PHASES, kind_of
 from elaswave.training.raised import readable, said, traceback_of
-from elaswave.worker.batches import BatchError
-from elaswave.worker.compute import LayerError
 
 _ACTIONS = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
 

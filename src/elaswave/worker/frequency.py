@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from elaswave.costs.machines import FrequencyLevel
 from elaswave.errors import ConfigError, FrequencyError
+from elaswave.planning.costs.machines import FrequencyLevel
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROC = Path("/proc")

@@ -1,7 +1,7 @@
 """What a worker says of itself that is no member yet: which libraries, configuration, model, data and bits it has.
 
 It finds that out by itself, before it connects, so that the others wait for nothing. Bits are those of the canary
-(`elaswave.worker.canary`), of the first layer of each kind: forward, backward and update at the run's shapes, on
+(`elaswave.engine.checks.canary`), of the first layer of each kind: forward, backward and update at the run's shapes, on
 made-up numbers. Layers are built one after the other, and never are two of them here.
 """
 
@@ -15,18 +15,18 @@ from torch import nn
 from elaswave.data.fingerprint import fingerprint_of_all
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
-from elaswave.foreign.layer import kinds_here
+from elaswave.engine.batches import BatchMaker, BatchName
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.checks.update_canary import environment_of
+from elaswave.engine.checks.values import flatten, unflatten
+from elaswave.engine.compute import Compute
 from elaswave.job.identity import identity_of
+from elaswave.models.foreign.layer import kinds_here
 from elaswave.protocol.environment import ENVIRONMENT
 from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
 from elaswave.state.flat import FlatLayer, FlatUnit
 from elaswave.training.tokens import open_tokens
-from elaswave.worker.batches import BatchMaker, BatchName
-from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.compute import Compute
 from elaswave.worker.setup import WorkerSetup
-from elaswave.worker.update_canary import environment_of
-from elaswave.worker.values import flatten, unflatten
 
 
 def first_words(setup: WorkerSetup, address: str) -> Joining:

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
+from elaswave.blocks.placement import Block, Placement
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device, Mark, wait_for
+from elaswave.engine.activity import Activity
+from elaswave.engine.boundaries.payloads import pack, unpack
+from elaswave.engine.checks.values import flatten, unflatten
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
-from elaswave.planning.layout import peers_of
-from elaswave.protocol.engine import FrameKind, Key, Pause, Wait
-from elaswave.protocol.position import FIRST_S, LINK
-from elaswave.protocol.traffic import doubling_partners
-from elaswave.state.placement import Block, Placement
+from elaswave.planning.programs.layout import peers_of
+from elaswave.protocol.step.engine import FrameKind, Key, Pause, Wait
+from elaswave.protocol.step.position import FIRST_S, LINK
+from elaswave.protocol.step.traffic import doubling_partners
 from elaswave.transport.frames import Tag
 from elaswave.transport.interface import Handle, Transport
 from elaswave.types import Layout
-from elaswave.worker.activity import Activity
-from elaswave.worker.payloads import pack, unpack
-from elaswave.worker.values import flatten, unflatten
 
 WAIT_TIMEOUT_S = FIRST_S + 600.0
 """Bound of every wait on a peer while no byte moves. A peer's death ends a wait at once; this is for a peer that is
@@ -40,7 +40,7 @@ _VALUES = (FrameKind.ACTIVATION, FrameKind.GRADIENT, FrameKind.EVALUATION)
 
 
 class TransportLinks:
-    """See `elaswave.protocol.engine.Links` for what its methods promise.
+    """See `elaswave.protocol.step.engine.Links` for what its methods promise.
 
     Args:
         worker: its id.

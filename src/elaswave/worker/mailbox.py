@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from elaswave.channel.messages.worker import Heartbeat, Leaving, Settled, Stop, TakeCheckpoint, ToWorker
+from elaswave.engine.activity import Activity
 from elaswave.errors import WaitTimeoutError
-from elaswave.protocol.ballot import Request
-from elaswave.protocol.facts import Facts
 from elaswave.protocol.messages import FIRST_EPOCH, Fenced, Joining, Prepare, Registered
+from elaswave.protocol.step.ballot import Request
+from elaswave.protocol.step.facts import Facts
 from elaswave.transport.interface import Transport
-from elaswave.worker.activity import Activity
 
 
 class SharedFacts(Facts):

@@ -20,17 +20,17 @@ from elaswave.channel.messages.worker import (
     Timings,
 )
 from elaswave.config.devices import base_level
-from elaswave.protocol.ballot import Request
-from elaswave.protocol.engine import Committed
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.frozen import frozen_digests
+from elaswave.engine.pacing import ActionTimer
+from elaswave.engine.torch_engine import TorchEngine
 from elaswave.protocol.messages import Installed
-from elaswave.protocol.worker import KEPT_REPORTS, WorkerMachine
+from elaswave.protocol.step.ballot import Request
+from elaswave.protocol.step.engine import Committed
+from elaswave.protocol.step.machine import KEPT_REPORTS, WorkerMachine
 from elaswave.state.store import BlockStore, HeldBlock, Scalars
-from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.frozen import frozen_digests
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.pacing import ActionTimer
-from elaswave.worker.torch_engine import TorchEngine
 from elaswave.worker.watch import StepWatch
 
 TIMINGS_EVERY_S_MIN = 1.0
@@ -59,7 +59,7 @@ class WorkerClient(Protocol):
 
 
 class ControlOutbox:
-    """See `elaswave.protocol.engine.Outbox` for what its methods promise.
+    """See `elaswave.protocol.step.engine.Outbox` for what its methods promise.
 
     Args:
         blueprint: the run.

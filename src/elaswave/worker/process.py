@@ -19,38 +19,38 @@ from elaswave.config.devices import base_level, device_of, emulated_costs, speed
 from elaswave.devices.faults import fault_of
 from elaswave.devices.interface import Device
 from elaswave.devices.opening import open_device
+from elaswave.engine.batches import Batches, BatchMaker, Supply
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.frozen import changed_frozen
+from elaswave.engine.input.loader import loader_log
+from elaswave.engine.input.loading import LoaderSupply
+from elaswave.engine.materialise import materialise, updater_after
+from elaswave.engine.pacing import ActionTimer, Pace
+from elaswave.engine.torch_engine import EngineContext, TorchEngine
+from elaswave.engine.traced import TracedTransport
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, WaitTimeoutError
-from elaswave.foreign.connection import close_all
+from elaswave.models.foreign.connection import close_all
 from elaswave.observability.trace import TraceRecorder
-from elaswave.planning.execution import programs_of
-from elaswave.protocol.ballot import BufferTensor
-from elaswave.protocol.engine import JobTerms, Pause, Wait
+from elaswave.planning.programs.execution import programs_of
 from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker
-from elaswave.protocol.position import FOREIGN, START
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.step.ballot import BufferTensor
+from elaswave.protocol.step.engine import JobTerms, Pause, Wait
+from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.position import FOREIGN, START
 from elaswave.state.store import HeldBlock
 from elaswave.training.raised import traceback_of
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
 from elaswave.worker.allocator import tune_allocator
-from elaswave.worker.batches import Batches, BatchMaker, Supply
-from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.failure import NOWHERE, Whereabouts, failure
 from elaswave.worker.frequency import make_actuator
-from elaswave.worker.frozen import changed_frozen
 from elaswave.worker.joining import first_words
 from elaswave.worker.links import TransportLinks
-from elaswave.worker.loader import loader_log
-from elaswave.worker.loading import LoaderSupply
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.materialise import materialise, updater_after
 from elaswave.worker.outbox import ControlOutbox, WorkerClient
-from elaswave.worker.pacing import ActionTimer, Pace
 from elaswave.worker.setup import WorkerSetup
 from elaswave.worker.shard_writer import ShardDisk, ShardWriter
-from elaswave.worker.torch_engine import EngineContext, TorchEngine
-from elaswave.worker.traced import TracedTransport
 from elaswave.worker.watch import StepWatch
 
 TURN_S = 5.0

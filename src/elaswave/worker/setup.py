@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
+from elaswave.checkpoints.format import CheckpointMeta
 from elaswave.config.schema import Config
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
-from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.engine.checks.probe import Probe
 from elaswave.training.definition import Training
 from elaswave.transport.addresses import Place
 from elaswave.transport.handshake import Key
-from elaswave.worker.probe import Probe
 from elaswave.worker.site_links import SiteLinks
 
 
@@ -42,6 +42,6 @@ class WorkerSetup(NamedTuple):
     sites: SiteLinks | None = None
     """The transport's links to other sites; None: there is only one."""
     domain: str = ""
-    """Where it runs, as a joiner says it, see `elaswave.state.domains`; empty: the coordinator knows, or nobody."""
+    """Where it runs, as a joiner says it, see `elaswave.blocks.domains`; empty: the coordinator knows, or nobody."""
     device: Device = HOST
     """What it computes on; `run_worker` opens the configured one."""

@@ -9,15 +9,15 @@ from pathlib import Path
 import msgspec
 
 from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Standing
+from elaswave.checkpoints.checkpoint import places, shard_folder, shard_name, temporary_folder
+from elaswave.checkpoints.format import SHARD_SUFFIX
+from elaswave.checkpoints.shards import Piece, write_shard
+from elaswave.engine.frozen import frozen_pieces
+from elaswave.engine.materialise import owned_pieces
+from elaswave.engine.torch_engine import TorchEngine
 from elaswave.errors import CheckpointError, WaitTimeoutError
-from elaswave.state.checkpoint import places, shard_folder, shard_name, temporary_folder
-from elaswave.state.checkpoint_format import SHARD_SUFFIX
-from elaswave.state.checkpoint_shards import Piece, write_shard
 from elaswave.state.store import BlockStore, Scalars
-from elaswave.worker.frozen import frozen_pieces
-from elaswave.worker.materialise import owned_pieces
 from elaswave.worker.outbox import ControlOutbox
-from elaswave.worker.torch_engine import TorchEngine
 
 WRITE_TIMEOUT_S = 1800.0
 """Bound of waiting for one shard's writing."""
@@ -128,7 +128,7 @@ class ShardWriter:
 
 
 class ShardDisk:
-    """See `elaswave.protocol.engine.Disk` for what its methods promise.
+    """See `elaswave.protocol.step.engine.Disk` for what its methods promise.
 
     Args:
         writer: writes.

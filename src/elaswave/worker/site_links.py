@@ -1,6 +1,6 @@
 """The links of a worker whose peers may be at other sites, emulated or paced: which path frames to a peer take.
 
-Where a member is stands in its label (`elaswave.state.domains`), which comes with each layout. Of a worker of which
+Where a member is stands in its label (`elaswave.blocks.domains`), which comes with each layout. Of a worker of which
 nothing is known yet, such as one that is about to join, the site follows from its number.
 """
 

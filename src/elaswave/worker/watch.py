@@ -5,17 +5,17 @@ from collections.abc import Callable
 
 import msgspec
 
+from elaswave.blocks.placement import Role
 from elaswave.devices.gauges import Gauges
+from elaswave.engine.checks.probe import Probe
 from elaswave.observability.trace import ACTION, PHASE, TraceRecorder
-from elaswave.protocol.engine import Phase, StepObserver
 from elaswave.protocol.messages import Decision
-from elaswave.protocol.position import DATA, RECOVER
-from elaswave.protocol.worker import WorkerMachine
-from elaswave.state.placement import Role
+from elaswave.protocol.step.engine import Phase, StepObserver
+from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.position import DATA, RECOVER
 from elaswave.state.store import HeldBlock
 from elaswave.types import Action
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.probe import Probe
 
 COUNTED = ("memory_used_bytes", "allocated_bytes", "utilization", "power_w")
 """Of a device's gauges, those that have a line in the trace."""

@@ -18,8 +18,8 @@ from elaswave.api import result, trainer
 from elaswave.api.environment import RANDOM
 from elaswave.api.model import OwnModelSpec
 from elaswave.api.session import ScriptSession, active, current_session
-from elaswave.control.job import JobOptions
 from elaswave.errors import ConfigError, UsageError
+from elaswave.launcher.job import JobOptions
 from elaswave.models.instances import CopyOf
 
 SAMPLES = [(torch.zeros(2), torch.zeros(1))] * 8

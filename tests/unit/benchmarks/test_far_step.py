@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from benchmarks.far_step import far_step
 
-from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, FrequencyLevel
-from elaswave.costs.network import Network, NetworkLink
-from elaswave.planning.execution import programs_of
-from elaswave.planning.layout import make_layout
-from elaswave.state.placement import Placement, make_blocks
+from elaswave.blocks.placement import Placement, make_blocks
+from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.planning.costs.network import Network, NetworkLink
+from elaswave.planning.programs.execution import programs_of
+from elaswave.planning.programs.layout import make_layout
 from elaswave.types import ExecutionParameters
 
 DEVICE = Device(

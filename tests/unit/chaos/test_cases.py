@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from elaswave.blocks.placement import make_blocks, place_blocks
+from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.cli.main import cli
 from elaswave.cli.train import train_command
 from elaswave.faults.injection import FaultRecord, parse_faults
 from elaswave.observability.result import Recovery, RunResult
-from elaswave.planning.layout import make_layout
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import make_blocks, place_blocks
+from elaswave.planning.programs.layout import make_layout
 from verify.__main__ import verify
 from verify.chaos.cases import (
     MAX_WORKERS,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elaswave.planning import planner
+from elaswave.planning.search import planner
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ class Launcher(ModuleType):
     """Stands where the launcher does, to see what it is given and to end as it may end."""
 
     def __init__(self) -> None:
-        super().__init__("elaswave.control.launcher")
+        super().__init__("elaswave.launcher.launcher")
         self.calls: list[dict[str, Any]] = []
         self.action: Callable[[], None] = lambda: None
 

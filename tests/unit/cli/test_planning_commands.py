@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from tests.unit.observability.test_run_costs import configuration, log_of, report
 
-from elaswave.cli.cluster_options import ClusterOptions, choose_lost, describe_setting
 from elaswave.cli.main import main
+from elaswave.cli.whatif.cluster_options import ClusterOptions, choose_lost, describe_setting
 from elaswave.config.load import load_config
 from elaswave.config.policy_code import policies
 from elaswave.config.presets import device_preset
 from elaswave.observability.events import EventLog
 from elaswave.observability.run_folder import open_run_dir
-from elaswave.planning.declared import declared_of
+from elaswave.planning.policy.declared import declared_of
 
 PREDICTED_ONLY = {name for name, planner in policies().items() if not declared_of(planner).runs_here}
 

@@ -24,7 +24,7 @@ def sites(tmp_path, monkeypatch):
     key.touch(0o600)
     key.write_text(KEY)
     monkeypatch.setenv("ELASWAVE_KEY_FILE", str(key))
-    monkeypatch.setattr("elaswave.costs.link_probes.PROBE_BYTES_MAX", 1 << 18)
+    monkeypatch.setattr("elaswave.planning.costs.link_probes.PROBE_BYTES_MAX", 1 << 18)
     file = tmp_path / "sites.toml"
     file.write_text(f'source = "ours"\n{SITES}')
     return file

@@ -4,10 +4,10 @@ import io
 
 import pytest
 
-from elaswave.cli import scenario_options as options_module
-from elaswave.cli import simulate as simulate_module
 from elaswave.cli.main import main
-from elaswave.cli.waiting import Waiting
+from elaswave.cli.whatif import scenario_options as options_module
+from elaswave.cli.whatif import simulate as simulate_module
+from elaswave.cli.whatif.waiting import Waiting
 
 
 class Stream(io.StringIO):

@@ -23,8 +23,8 @@ from elaswave.config.schema import (
     RunConfig,
 )
 from elaswave.config.toml import toml_value
-from elaswave.costs.analytic import multiplications
 from elaswave.errors import ConfigError
+from elaswave.planning.costs.analytic import multiplications
 
 
 def problems_of(values: dict[str, Any], workers: int | None = None) -> tuple[str, ...]:

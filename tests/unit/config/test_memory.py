@@ -7,8 +7,8 @@ import pytest
 from elaswave.cli.main import main
 from elaswave.config.load import load_config
 from elaswave.config.memory import least_memory, memory_problem
-from elaswave.control.machine import memory_bytes
-from elaswave.worker.blueprint import Blueprint
+from elaswave.engine.blueprint import Blueprint
+from elaswave.launcher.machine import memory_bytes
 
 
 @pytest.mark.parametrize("settings", [["model.family=gpt"], ["model.family=llama"], ["model.dtype=bfloat16"]])

@@ -12,11 +12,11 @@ import pytest
 
 from elaswave.config.load import build_config, load_config
 from elaswave.config.policy_code import POLICIES_GROUP, find_policy, policies, registered
-from elaswave.costs.machines import ClusterEvent
 from elaswave.errors import ConfigError, InfeasiblePlan, UsageError
-from elaswave.planning.declared import declared_of
+from elaswave.planning.costs.machines import ClusterEvent
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare
-from elaswave.planning.replication import Replication
+from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.replication import Replication
 
 ARGUMENTS: Any = (
     SimpleNamespace(index_of=lambda workers: workers),
@@ -118,8 +118,8 @@ def test_figures_that_cannot_be_are_refused(
 
 def test_what_a_policy_declares_is_known_of_the_bounded_one(tmp_path: Path):
     body = (
-        "from elaswave.planning.declared import replicates\n"
-        "from elaswave.planning.replication import Replication\n"
+        "from elaswave.planning.policy.declared import replicates\n"
+        "from elaswave.planning.policy.replication import Replication\n"
         "@replicates(Replication(unit='nothing', what='nothing', source='me'))\n"
         "def plan(*_): pass"
     )

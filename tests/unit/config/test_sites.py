@@ -5,18 +5,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elaswave.blocks.placement import make_blocks, place_blocks
+from elaswave.blocks.survival import survival_of
+from elaswave.channel.slow_dial import slow_control_of
 from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.far_layout import far_job
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
 from elaswave.config.sites import PACED_SHARE, control_delays_s, labels_of, sites_of, sites_that_may_part
-from elaswave.control.slow_dial import slow_control_of
 from elaswave.errors import ConfigError
 from elaswave.fences import coded_bytes
-from elaswave.planning.layout import make_layout
-from elaswave.state.placement import make_blocks, place_blocks
-from elaswave.state.survival import survival_of
+from elaswave.planning.programs.layout import make_layout
 from elaswave.worker.site_links import site_links
 
 FILE = "examples/far_apart/four_regions_small.toml"

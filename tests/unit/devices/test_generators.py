@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from elaswave.devices import generators
 from elaswave.models.calls import Call, inside
-from elaswave.splitting import program
-from elaswave.splitting.split import LINK_BYTES_PER_S, TracedNetwork
+from elaswave.models.splitting import program
+from elaswave.models.splitting.split import LINK_BYTES_PER_S, TracedNetwork
 
 
 class Recorded:

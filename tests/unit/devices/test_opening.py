@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elaswave.control.membership import JOINER_STILL_S
+from elaswave.coordinator.membership import JOINER_STILL_S
 from elaswave.devices import availability, opening
 from elaswave.devices.availability import check_device, cuda_of_torch
 from elaswave.devices.host import HOST

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
+from elaswave.blocks.grids import MAX_EXPONENT, MIN_EXPONENT
+from elaswave.blocks.shapes import LayerShape
 from elaswave.devices import sums_kernel
 from elaswave.devices.sums_kernel import NOT_FINITE, Chunks, Gradients, Run, add_by_kernel, add_by_operators
 from elaswave.hashing import MASK64
-from elaswave.state.grids import MAX_EXPONENT, MIN_EXPONENT
-from elaswave.state.shapes import LayerShape
 from elaswave.state.sums import ExactAccumulator
 from elaswave.state.words import plane_dtypes, unused_bits
 

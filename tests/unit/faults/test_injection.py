@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elaswave.control.own_faults import OwnFaults
+from elaswave.coordinator.own_faults import OwnFaults
 from elaswave.errors import ConfigError, UsageError
 from elaswave.faults import injection as module
 from elaswave.faults.injection import (
@@ -29,7 +29,7 @@ from elaswave.faults.injection import (
     strike_coordinator,
 )
 from elaswave.observability.processes import described, write_processes
-from elaswave.protocol.engine import PHASES
+from elaswave.protocol.step.engine import PHASES
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 60

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from elaswave.blocks.shapes import all_tensors
 from elaswave.errors import ConfigError
 from elaswave.models.layers import ModelSpec, build_layer
 from elaswave.models.llama import RMS_NORM_EPS, default_intermediate_size, huggingface_name, rotary_tables
 from elaswave.models.registry import FAMILY_OPTIONS, MODELS, build_model
 from elaswave.state.flat import model_shapes
-from elaswave.state.shapes import all_tensors
 
 SIZES = {"vocab_size": 50, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "context_length": 16, "dropout": 0.0}
 

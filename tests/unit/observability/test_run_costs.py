@@ -9,7 +9,6 @@ from elaswave.config.devices import base_level, device_of, shape_of
 from elaswave.config.load import load_config
 from elaswave.config.presets import model_shape
 from elaswave.config.schema import Config
-from elaswave.costs.profiled import ActionTiming
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
     AnyEvent,
@@ -19,7 +18,8 @@ from elaswave.observability.events import (
     TimingsMeasured,
 )
 from elaswave.observability.run_costs import read_run_costs, run_costs
-from elaswave.planning.layout import make_layout
+from elaswave.planning.costs.profiled import ActionTiming
+from elaswave.planning.programs.layout import make_layout
 
 LAYERS = (3, 3)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from elaswave.errors import ConfigError
-from elaswave.planning.asked_stages import asked_stages
+from elaswave.planning.search.asked_stages import asked_stages
 from elaswave.types import Hop, Layout, Stage
 
 

@@ -5,9 +5,11 @@ import re
 
 import pytest
 
-from elaswave.costs.schedules import in_flight_bounds
+from elaswave.blocks.placement import Placement, make_blocks, place_blocks
+from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.errors import ConfigError
-from elaswave.planning.layout import (
+from elaswave.planning.costs.schedules import in_flight_bounds
+from elaswave.planning.programs.layout import (
     layout_problems,
     make_layout,
     partition_layers,
@@ -15,8 +17,6 @@ from elaswave.planning.layout import (
     resolve_widths,
     validate_layout,
 )
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import Placement, make_blocks, place_blocks
 from elaswave.types import Hop, Layout, Stage
 
 

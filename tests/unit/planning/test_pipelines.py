@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from tests.property.clusters import make_cluster, make_costs
 from tests.unit.planning_cases import plan
 
-from elaswave.costs.machines import ClusterEvent
-from elaswave.costs.step_time.exact import time_programs
-from elaswave.costs.step_time.work import durations_of
-from elaswave.planning.apportionment import apportion_pipelines
-from elaswave.planning.fault_free import fault_free
-from elaswave.planning.layout import validate_layout
-from elaswave.planning.options import Options
-from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
+from elaswave.planning.costs.machines import ClusterEvent
+from elaswave.planning.costs.step_time.exact import time_programs
+from elaswave.planning.costs.step_time.work import durations_of
 from elaswave.planning.plan import Allocation, Chain, StageShare, levels_of
-from elaswave.planning.prediction import time_within_memory
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.templates import orders_of, template_beside, template_of_few
+from elaswave.planning.policy.fault_free import fault_free
+from elaswave.planning.programs.layout import validate_layout
+from elaswave.planning.programs.prediction import time_within_memory
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.routes import allocation_of, make_routes
+from elaswave.planning.search.apportionment import apportion_pipelines
+from elaswave.planning.search.options import Options
+from elaswave.planning.search.pipelines import Crew, mixed_pipelines, ranges_of
+from elaswave.planning.search.templates import orders_of, template_beside, template_of_few
 
 
 def mixes_after(cluster, costs, allocation, lost, *, most=16, leave_out=True):

@@ -10,9 +10,9 @@ import pytest
 from tests.unit.planning_cases import layers, machines
 
 from elaswave.config.policy_code import policies
-from elaswave.costs.machines import ClusterEvent
+from elaswave.planning.costs.machines import ClusterEvent
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policy_parts import rectangle
+from elaswave.planning.policy.policy_parts import rectangle
 
 COSTS = layers(*[1.0] * 9)
 

@@ -11,28 +11,28 @@ from tests.property.clusters import LEVELS, LINK, make_cluster, make_costs
 from tests.unit.planning_cases import plan, predict
 
 from elaswave.config.presets import device_preset, model_shape
-from elaswave.costs.analytic import analytic_costs, preset_cluster
-from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, worker_power, worker_speeds
-from elaswave.costs.memory import MemoryModel
-from elaswave.costs.network import NetworkLink
-from elaswave.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
-from elaswave.costs.step_time.exact import time_programs
-from elaswave.costs.step_time.work import durations_of
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.apportionment import apportion
-from elaswave.planning.exhaustive import all_shapes
-from elaswave.planning.fault_free import fastest_fault_free, fault_free
+from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
+from elaswave.planning.costs.machines import ClusterEvent, Device, FrequencyLevel, worker_power, worker_speeds
+from elaswave.planning.costs.memory import MemoryModel
+from elaswave.planning.costs.network import NetworkLink
+from elaswave.planning.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
+from elaswave.planning.costs.step_time.exact import time_programs
+from elaswave.planning.costs.step_time.work import durations_of
 from elaswave.planning.frequency import check_power, choose_levels, common_levels
-from elaswave.planning.memory_limits import MemoryBudget, check_memory, layout_limits
-from elaswave.planning.options import AXES, Options
-from elaswave.planning.partition import choose_widths, split_layers
 from elaswave.planning.plan import Plan, StageShare, StateTransfer, levels_of, num_actions
-from elaswave.planning.prediction import estimate, stages_of, time_as_it_is, time_within_memory
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.shapes import Shape, balanced_widths, build, move_workers, score, whole_layers
-from elaswave.planning.shared_layers import cuts_of, share_layers, widen_cuts
-from elaswave.planning.transfers import Sources, needed_transfers, receiving_s
+from elaswave.planning.policy.fault_free import fastest_fault_free, fault_free
+from elaswave.planning.programs.prediction import estimate, stages_of, time_as_it_is, time_within_memory
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.routes import allocation_of, make_routes
+from elaswave.planning.programs.shared_layers import cuts_of, share_layers, widen_cuts
+from elaswave.planning.search.apportionment import apportion
+from elaswave.planning.search.exhaustive import all_shapes
+from elaswave.planning.search.memory_limits import MemoryBudget, check_memory, layout_limits
+from elaswave.planning.search.options import AXES, Options
+from elaswave.planning.search.partition import choose_widths, split_layers
+from elaswave.planning.search.shapes import Shape, balanced_widths, build, move_workers, score, whole_layers
+from elaswave.planning.state_moves.transfers import Sources, needed_transfers, receiving_s
 from elaswave.types import Hop, Layout, Stage
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from elaswave.config.policy_code import find_policy
-from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, ClusterEvent, Device
-from elaswave.costs.network import NetworkLink
-from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.declared import declared_of
+from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.machines import Cluster, ClusterEvent, Device
+from elaswave.planning.costs.network import NetworkLink
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.policy_parts import rectangle
+from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policy_parts import rectangle
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 from elaswave.sim.cluster.job import simulate
 

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 from tests.programs import parse_programs, print_programs
 
-from elaswave.costs.schedules import in_flight_bounds
-from elaswave.planning.layout import make_layout
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.validation import validate_programs
+from elaswave.planning.costs.schedules import in_flight_bounds
+from elaswave.planning.programs.layout import make_layout
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.validation import validate_programs
 from elaswave.types import Action, Hop, Layout
 
 BACKWARD_COST = 2

@@ -7,14 +7,14 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.planning_cases import moved_layers
 
-from elaswave.planning.layout import make_layout, peers_of, validate_layout
-from elaswave.planning.recovery import (
+from elaswave.blocks.placement import Block, FollowerChooser, Placement, make_blocks, place_blocks
+from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.planning.programs.layout import make_layout, peers_of, validate_layout
+from elaswave.planning.search.recovery import (
     choose_followers,
     promote,
     survivor_layout,
 )
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import Block, FollowerChooser, Placement, make_blocks, place_blocks
 from elaswave.types import Hop, Layout, Stage
 
 

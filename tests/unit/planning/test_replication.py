@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tests.unit.planning_cases import layers, machines
 
-from elaswave.planning.placed_blocks import PlacedBlocks, Placing
 from elaswave.planning.plan import Allocation
-from elaswave.planning.policy_parts import rectangle
-from elaswave.planning.replication import WholeGroups, WholeStages, WithoutCopies, layer_ranges
+from elaswave.planning.policy.policy_parts import rectangle
+from elaswave.planning.policy.replication import WholeGroups, WholeStages, WithoutCopies, layer_ranges
+from elaswave.planning.state_moves.placed_blocks import PlacedBlocks, Placing
 from elaswave.planning.survival import percent, survival
 
 COSTS = layers(1, 1, 1, 1)

@@ -5,7 +5,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from elaswave.planning.shared_layers import loads_with_waits
+from elaswave.planning.programs.shared_layers import loads_with_waits
 
 
 @pytest.mark.parametrize("way", [1 / 3, 1.0])

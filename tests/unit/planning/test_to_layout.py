@@ -5,14 +5,14 @@ import pytest
 from tests.property.clusters import make_cluster, make_costs
 from tests.unit.planning_cases import plan
 
-from elaswave.costs.machines import ClusterEvent
-from elaswave.planning.fault_free import fault_free
-from elaswave.planning.layout import validate_layout
-from elaswave.planning.options import Options
-from elaswave.planning.prediction import step_s
-from elaswave.planning.recovery import survivor_layout
-from elaswave.planning.routes import make_routes
-from elaswave.planning.to_layout import JobModel, to_layout
+from elaswave.planning.costs.machines import ClusterEvent
+from elaswave.planning.policy.fault_free import fault_free
+from elaswave.planning.programs.layout import validate_layout
+from elaswave.planning.programs.prediction import step_s
+from elaswave.planning.programs.routes import make_routes
+from elaswave.planning.programs.to_layout import JobModel, to_layout
+from elaswave.planning.search.options import Options
+from elaswave.planning.search.recovery import survivor_layout
 
 
 @pytest.mark.parametrize("local_search", [False, True])

@@ -5,11 +5,11 @@ import re
 import pytest
 from tests.programs import parse_programs
 
-from elaswave.costs.schedules import in_flight_bounds
 from elaswave.errors import InvalidProgramError
-from elaswave.planning.layout import make_layout
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.validation import MAX_COLUMNS, MAX_ROWS, validate_programs
+from elaswave.planning.costs.schedules import in_flight_bounds
+from elaswave.planning.programs.layout import make_layout
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.validation import MAX_COLUMNS, MAX_ROWS, validate_programs
 from elaswave.types import Hop, Layout, Stage
 
 LAYOUT = make_layout(widths=[1, 2], layers_per_stage=[1, 1], num_microbatches=3)

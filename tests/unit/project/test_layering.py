@@ -26,10 +26,10 @@ CONTRACTS = {
 PURE = tuple(CONTRACTS["pure"]["source_modules"])
 SIMULATED = tuple(CONTRACTS["simulated"]["source_modules"])
 """Draw, but only from generators that they make from a seed (`random.Random`, `numpy.random.default_rng`)."""
-ARRAYS = ("elaswave.costs", "elaswave.planning", "elaswave_rivals", *SIMULATED)
+ARRAYS = ("elaswave.planning.costs", "elaswave.planning", "elaswave_rivals", *SIMULATED)
 """May use numpy; of them only the simulators its random sources."""
 
-READERS = ("elaswave.api", "elaswave.cli", "elaswave.foreign.server", "elaswave.devices.cuda", "verify.commands")
+READERS = ("elaswave.api", "elaswave.cli", "elaswave.models.foreign.server", "elaswave.devices.cuda", "verify.commands")
 """May look at the environment. The server of foreign parts is a program of its own; a GPU's libraries are told by a
 variable, none is read."""
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
@@ -132,7 +132,11 @@ def test_no_function_assumes_a_scatter_width():
 def test_pure_modules_load_nothing_impure():
     """In a fresh interpreter: also what they import indirectly, and their packages' ``__init__``, load no torch."""
     pure = [module for module, _ in modules(*PACKAGES) if within(module, PURE + SIMULATED)]
-    assert {"elaswave.planning.programs", "elaswave.protocol.coordinator", "verify.simulator.world"} <= {*pure}
+    assert {
+        "elaswave.planning.programs.programs",
+        "elaswave.protocol.coordinator.machine",
+        "verify.simulator.world",
+    } <= {*pure}
     code = (
         "import importlib, sys\n"
         f"for name in {pure!r}: importlib.import_module(name)\n"
@@ -179,10 +183,10 @@ PLANTED = {
         ("from random import choice", "uses random.choice, not of a seed"),
         ("import random as r", "uses random.* as r, not of a seed"),
     ],
-    "elaswave/control/launcher.py": [
+    "elaswave/launcher/launcher.py": [
         (
             "import os\nprint(os.environ['HOME'])",
-            "2: elaswave.control.launcher reads the environment, only cli and api may",
+            "2: elaswave.launcher.launcher reads the environment, only cli and api may",
         ),
         ("import os\nos.getenv('HOME')", "reads the environment"),
         ("from os import environ", "reads the environment"),
@@ -192,7 +196,7 @@ HARMLESS = {
     "elaswave/planning/cost.py": "import numpy as np\nnp.zeros(3)",
     "verify/simulator/world.py": "import random\nimport numpy as np\nnp.random.default_rng(7)\n"
     "rng: random.Random\ndef draw(rng: random.Random) -> random.Random: return random.Random(7)",
-    "elaswave/control/launcher.py": "import os\nos.getpid()",
+    "elaswave/launcher/launcher.py": "import os\nos.getpid()",
     "elaswave/cli/main.py": "import os\nos.environ.get('HOME')",
 }
 
@@ -223,8 +227,8 @@ IMPORTS = {
     "layers": [
         ("elaswave/transport/link.py", "from elaswave.worker import probe"),
         ("elaswave/transport/link.py", "from elaswave.protocol import ledger"),
-        ("elaswave/protocol/ledger.py", "from elaswave.transport import link"),
-        ("elaswave/training/optimizer.py", "from elaswave.control import launcher"),
+        ("elaswave/protocol/step/ledger.py", "from elaswave.transport import link"),
+        ("elaswave/training/optimizer.py", "from elaswave.launcher import launcher"),
         ("elaswave/observability/output.py", "def late():\n    import elaswave.cli.main"),
         ("elaswave/models/gpt.py", "from elaswave.state import flat"),
         ("elaswave/data/sampler.py", "from elaswave.models import gpt"),
@@ -233,15 +237,15 @@ IMPORTS = {
         ("elaswave/hashing.py", "from elaswave.errors import DataError"),
     ],
     "beside": [("elaswave/faults/injection.py", "from verify.chaos import cases")],
-    "rivals": [("elaswave/planning/policies.py", "from elaswave_rivals import recycle")],
+    "rivals": [("elaswave/planning/policy/policies.py", "from elaswave_rivals import recycle")],
     "verify": [("verify/simulator/world.py", "from verify.planted_bugs import mutant")],
     "pure": [
         ("elaswave/planning/plan.py", "import torch.nn.functional as F"),
-        ("elaswave/costs/layers.py", "from time import monotonic"),
-        ("elaswave/protocol/ledger.py", "def late():\n    import random"),
-        ("elaswave/protocol/member.py", "from asyncio import sleep"),
-        ("elaswave/protocol/ledger.py", "from elaswave.state import flat"),  # which imports torch
-        ("elaswave/state/placement.py", "import socket"),
+        ("elaswave/planning/costs/layers.py", "from time import monotonic"),
+        ("elaswave/protocol/step/ledger.py", "def late():\n    import random"),
+        ("elaswave/protocol/step/member.py", "from asyncio import sleep"),
+        ("elaswave/protocol/step/ledger.py", "from elaswave.state import flat"),  # which imports torch
+        ("elaswave/blocks/placement.py", "import socket"),
         ("elaswave_rivals/recycle.py", "import time"),
     ],
     "simulated": [
@@ -249,7 +253,10 @@ IMPORTS = {
         ("elaswave/sim/cluster/job.py", "import secrets"),
         ("verify/simulator/world.py", "from elaswave.state import flat"),
     ],
-    "arrays": [("elaswave/protocol/ledger.py", "import numpy"), ("elaswave/state/placement.py", "import numpy as np")],
+    "arrays": [
+        ("elaswave/protocol/step/ledger.py", "import numpy"),
+        ("elaswave/blocks/placement.py", "import numpy as np"),
+    ],
 }
 
 

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from elaswave.protocol.admission import Founders, admission_problem, canaries_in, libraries
-from elaswave.protocol.ballot import Ballot, BufferTensor, Request, VoteShape
 from elaswave.protocol.environment import pairs_of
+from elaswave.protocol.membership.admission import Founders, admission_problem, canaries_in, libraries
 from elaswave.protocol.messages import Joining
-from elaswave.protocol.scores import Scores
+from elaswave.protocol.step.ballot import Ballot, BufferTensor, Request, VoteShape
+from elaswave.protocol.step.scores import Scores
 
 NAMES = ("embedding", "block.0", "block.1", "head")
 FOUNDERS = Founders(

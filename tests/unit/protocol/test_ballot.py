@@ -7,8 +7,10 @@ import random
 
 import pytest
 
+from elaswave.blocks.grids import MAX_EXPONENT, MIN_EXPONENT, next_exponent
+from elaswave.blocks.placement import Placement, Role
 from elaswave.hashing import key64
-from elaswave.protocol.ballot import (
+from elaswave.protocol.step.ballot import (
     NOTHING_COUNTED,
     UNKNOWN_MICROBATCH,
     Ballot,
@@ -30,9 +32,7 @@ from elaswave.protocol.ballot import (
     loss_key,
     residency_key,
 )
-from elaswave.protocol.scores import MetricSum, Scores, bits_float, float_bits
-from elaswave.state.grids import MAX_EXPONENT, MIN_EXPONENT, next_exponent
-from elaswave.state.placement import Placement, Role
+from elaswave.protocol.step.scores import MetricSum, Scores, bits_float, float_bits
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_TENSORS, NUM_WORKERS = 3, 4, 2, 3
 SHAPE = VoteShape(NUM_MICROBATCHES, NUM_TENSORS)

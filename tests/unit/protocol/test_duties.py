@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import pytest
 
-from elaswave.protocol.duties import Due, due_after, pending_after
 from elaswave.protocol.events import PendingWork
+from elaswave.protocol.step.duties import Due, due_after, pending_after
 
 
 class Terms(NamedTuple):

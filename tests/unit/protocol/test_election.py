@@ -2,8 +2,8 @@
 
 import pytest
 
-from elaswave.protocol.election import BACKOFF_S, BACKOFF_S_MAX, GAP_S, POLL_S, STILL_S, Seen, Watch
-from elaswave.protocol.store_writes import NOBODY, Holder
+from elaswave.protocol.coordinator.store_writes import NOBODY, Holder
+from elaswave.protocol.leadership.election import BACKOFF_S, BACKOFF_S_MAX, GAP_S, POLL_S, STILL_S, Seen, Watch
 
 OTHER = Holder(3, "b/7", 40)
 

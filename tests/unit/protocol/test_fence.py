@@ -1,7 +1,7 @@
 """Which coordinator may write."""
 
 from elaswave.protocol.events import StartRecord, TermRecord
-from elaswave.protocol.fence import TermFence
+from elaswave.protocol.leadership.fence import TermFence
 
 
 def test_the_newest_term_alone_may_write():

@@ -2,8 +2,17 @@
 
 import pytest
 
-from elaswave.protocol.founding import RUNS_S, STARTS_S, Due, Founder, Founding, Left, Made, ending, left_of
-from elaswave.protocol.store_writes import OUTCOME, SPEC, TERM, Claim, KeyValue, Outcome, holder_of, spec_value
+from elaswave.protocol.coordinator.store_writes import (
+    OUTCOME,
+    SPEC,
+    TERM,
+    Claim,
+    KeyValue,
+    Outcome,
+    holder_of,
+    spec_value,
+)
+from elaswave.protocol.leadership.founding import RUNS_S, STARTS_S, Due, Founder, Founding, Left, Made, ending, left_of
 
 SPEC_STANDS_AT_3 = KeyValue(SPEC, spec_value(7), 3)
 LEFT = Left(7, 3, 5, 9, "rec/2")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elaswave.protocol.heads import Head, Heard, beginning, judge, newest
+from elaswave.protocol.leadership.heads import Head, Heard, beginning, judge, newest
 
 DIGESTS = [b"one", b"two", b"three"]
 OWN = Head(7, 4, 3, b"three")

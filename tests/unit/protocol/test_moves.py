@@ -2,12 +2,20 @@
 
 import pytest
 
-from elaswave.planning.layout import make_layout
-from elaswave.planning.target_placement import target_placement
-from elaswave.protocol.ballot import expected_residency, residency_of
-from elaswave.protocol.moves import CopyBudget, followed_by, held_keys, next_placement, num_in_place, refilled, towards
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import Placement, Role, make_blocks, place_blocks
+from elaswave.blocks.placement import Placement, Role, make_blocks, place_blocks
+from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.planning.programs.layout import make_layout
+from elaswave.planning.state_moves.target_placement import target_placement
+from elaswave.protocol.step.ballot import expected_residency, residency_of
+from elaswave.protocol.step.moves import (
+    CopyBudget,
+    followed_by,
+    held_keys,
+    next_placement,
+    num_in_place,
+    refilled,
+    towards,
+)
 
 BLOCKS = make_blocks([40, 40], 10)
 LAYOUT = make_layout(widths=[2, 2], layers_per_stage=[1, 1], num_microbatches=4)

@@ -1,15 +1,15 @@
-"""What of an interrupted step is kept, and what runs again: the pure functions of `elaswave.protocol.salvage`."""
+"""What of an interrupted step is kept, and what runs again: the pure functions of `elaswave.protocol.step.salvage`."""
 
 import itertools
 
 import msgspec
 import pytest
 
-from elaswave.planning.layout import make_layout
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.recovery import survivor_layout
-from elaswave.planning.validation import validate_programs
-from elaswave.protocol.salvage import (
+from elaswave.planning.programs.layout import make_layout
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.validation import validate_programs
+from elaswave.planning.search.recovery import survivor_layout
+from elaswave.protocol.step.salvage import (
     Flight,
     Partial,
     Salvage,

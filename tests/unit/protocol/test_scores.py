@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from elaswave.protocol.ballot import add_words
-from elaswave.protocol.scores import AUX_LOSS, MetricSum, Scores, means_of, num_score_words, score_words
+from elaswave.protocol.step.ballot import add_words
+from elaswave.protocol.step.scores import AUX_LOSS, MetricSum, Scores, means_of, num_score_words, score_words
 
 NUM_METRICS, SLOTS = 2, 4
 

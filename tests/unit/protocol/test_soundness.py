@@ -2,8 +2,9 @@
 
 import pytest
 
-from elaswave.protocol.engine import Change, Memory
-from elaswave.protocol.soundness import (
+from elaswave.blocks.placement import Placement
+from elaswave.protocol.step.engine import Change, Memory
+from elaswave.protocol.step.soundness import (
     MAX_TOLD,
     Difference,
     changes_in,
@@ -11,7 +12,6 @@ from elaswave.protocol.soundness import (
     judge_copies,
     words_of,
 )
-from elaswave.state.placement import Placement
 
 TWO = Placement((0, 1), ((1,), (0,)))
 THREE = Placement((0, 1), ((1, 2), (0, 2)))

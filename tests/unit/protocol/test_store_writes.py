@@ -2,7 +2,7 @@
 
 import json
 
-from elaswave.protocol.store_writes import (
+from elaswave.protocol.coordinator.store_writes import (
     NOBODY,
     SPEC,
     TERM,

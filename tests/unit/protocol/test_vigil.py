@@ -1,6 +1,6 @@
 """An agent without a coordinator: when it looks for the outcome, and when it gives up (H12, H13)."""
 
-from elaswave.protocol.vigil import ORPHAN_S, SEEK_AFTER_S, SEEK_EVERY_S, Due, Vigil
+from elaswave.protocol.leadership.vigil import ORPHAN_S, SEEK_AFTER_S, SEEK_EVERY_S, Due, Vigil
 
 TURN_S = 0.25
 

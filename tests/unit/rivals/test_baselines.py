@@ -11,27 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planning_cases import layers, machines, predict
 
+from elaswave.blocks.placement import default_block_size, make_blocks
 from elaswave.config.policy_code import policies
 from elaswave.config.presets import device_preset, model_shape
-from elaswave.costs.analytic import PARAMETER_BYTES, analytic_costs
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent, FrequencyLevel
-from elaswave.costs.recovery_times import WORKER_S_BETWEEN_LOSSES, RecoveryTimes
-from elaswave.costs.schedules import splits_backwards
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning import full_restart
-from elaswave.planning.apportionment import apportion_pipelines, evenly, topped_up
-from elaswave.planning.declared import declared_of
-from elaswave.planning.layout import validate_layout
-from elaswave.planning.pipelines import ranges_of
-from elaswave.planning.placed_blocks import num_blocks
+from elaswave.planning.costs.analytic import PARAMETER_BYTES, analytic_costs
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent, FrequencyLevel
+from elaswave.planning.costs.recovery_times import WORKER_S_BETWEEN_LOSSES, RecoveryTimes
+from elaswave.planning.costs.schedules import splits_backwards
 from elaswave.planning.plan import Allocation, Plan, StateTransfer, at_levels, levels_of
-from elaswave.planning.policy_parts import balanced_ranges, copy_s, rectangle
-from elaswave.planning.prediction import estimate
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.routes import make_routes
-from elaswave.planning.validation import validate_programs
-from elaswave.state.placement import default_block_size, make_blocks
+from elaswave.planning.policy import full_restart
+from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policy_parts import balanced_ranges, copy_s, rectangle
+from elaswave.planning.programs.layout import validate_layout
+from elaswave.planning.programs.prediction import estimate
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.routes import make_routes
+from elaswave.planning.programs.validation import validate_programs
+from elaswave.planning.search.apportionment import apportion_pipelines, evenly, topped_up
+from elaswave.planning.search.pipelines import ranges_of
+from elaswave.planning.state_moves.placed_blocks import num_blocks
 from elaswave_rivals import oobleck, recycle, torchft
 
 POLICIES = policies()

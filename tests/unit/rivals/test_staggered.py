@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from tests.property.layouts import irregular_layouts
 from tests.unit.planning_cases import layers, machines
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.schedules import SCHEDULES, Schedule, bounds_within, in_flight_bounds
-from elaswave.costs.step_time.exact import time_programs
-from elaswave.costs.step_time.work import Durations, durations_of
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.schedules import SCHEDULES, Schedule, bounds_within, in_flight_bounds
+from elaswave.planning.costs.step_time.exact import time_programs
+from elaswave.planning.costs.step_time.work import Durations, durations_of
 from elaswave.planning.plan import Allocation
-from elaswave.planning.policy_parts import rectangle
-from elaswave.planning.prediction import estimate, step_s
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.routes import make_routes
-from elaswave.planning.validation import validate_programs
+from elaswave.planning.policy.policy_parts import rectangle
+from elaswave.planning.programs.prediction import estimate, step_s
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.routes import make_routes
+from elaswave.planning.programs.validation import validate_programs
 from elaswave.types import Action, Hop, Layout, Program
 from elaswave_rivals import recycle
 from elaswave_rivals.staggered import repeat_programs, staggered_bound_s, staggered_step_s

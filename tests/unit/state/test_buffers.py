@@ -5,11 +5,11 @@ import torch
 from tests.own_models import Normed
 from torch import nn
 
+from elaswave.blocks.shapes import WHOLE_BYTES
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.state.buffers import FLOATS, decode, encode, persistent_buffers
 from elaswave.state.flat import FlatLayer, FlatUnit, initial_values, model_shapes
-from elaswave.state.shapes import WHOLE_BYTES
 
 
 def made(build):

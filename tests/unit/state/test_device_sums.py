@@ -7,9 +7,9 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
+from elaswave.blocks.grids import MAX_EXPONENT, MIN_EXPONENT
 from elaswave.state import device_sums
 from elaswave.state.device_sums import DeviceAccumulator, pieces_of
-from elaswave.state.grids import MAX_EXPONENT, MIN_EXPONENT
 from elaswave.state.sums import ExactAccumulator, checksum, reduced_gradient
 from elaswave.state.words import add_up
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
-from elaswave.state.grids import (
+from elaswave.blocks.grids import (
     FEWEST_BITS,
     GRID_RULES,
     INITIAL_EXPONENT,

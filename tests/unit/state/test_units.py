@@ -5,10 +5,10 @@ import torch
 from tests.own_models import KINDS, WIDTH, Mix, training_of
 from torch import nn
 
+from elaswave.blocks.shapes import FrozenTensor, SharedUse, StateShapes
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.state.flat import FlatLayer, FlatUnit, initial_values, model_shapes
-from elaswave.state.shapes import FrozenTensor, SharedUse, StateShapes
 
 
 def shapes_of(*layers):

@@ -6,10 +6,10 @@ from typing import cast
 import pytest
 import torch
 
+from elaswave.blocks.placement import Block
 from elaswave.hashing import MASK64
 from elaswave.state.digests import add_digests, state_digest
 from elaswave.state.flat import FlatUnit
-from elaswave.state.placement import Block
 from elaswave.state.seals import Seals
 from elaswave.state.verify import row_hashes, run_hash, tensor_digest, tensor_hash
 

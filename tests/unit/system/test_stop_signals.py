@@ -9,8 +9,8 @@ from types import FrameType
 import pytest
 from tests.signals import hearing_signals
 
-from elaswave.control.asked_stop import AskedStop
 from elaswave.errors import StoppedBySignalError
+from elaswave.launcher.asked_stop import AskedStop
 from elaswave.system.stop_signals import STOP_SIGNALS, USER_SIGNALS, ending_early, is_ours, stop_signals, undisturbed
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from tests.unit.shapes import make_shape
 
-from elaswave.state.checkpoint_format import MASTER
-from elaswave.state.placement import Block, Role
-from elaswave.state.shapes import LayerShape
+from elaswave.blocks.placement import Block, Role
+from elaswave.blocks.shapes import LayerShape
+from elaswave.checkpoints.format import MASTER
 from elaswave.state.store import HeldBlock
 from elaswave.training.own_optimizer import OwnOptimizer, TorchOptimizer
 from elaswave.training.parameters import Parameters

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
+from elaswave.engine.checks import canary
 from elaswave.state.sums import ExactAccumulator
 from elaswave.training.own_optimizer import OwnOptimizer
 from elaswave.training.parameters import float32_by_default
-from elaswave.worker import canary
 
 SHAPE = make_shape([(7, 5), (40,)])
 OPTIMIZERS = {

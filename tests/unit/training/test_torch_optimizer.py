@@ -16,8 +16,8 @@ from tests.unit.shapes import make_shape
 from tests.unit.training.blocks import CUTS, SHAPE, Crew, Whole, assert_same, decoded, tried
 from torch.optim import lr_scheduler
 
+from elaswave.checkpoints.format import MASTER
 from elaswave.errors import CheckpointError, OptimizerError
-from elaswave.state.checkpoint_format import MASTER
 from elaswave.training import lent_steps, torch_optimizer
 from elaswave.training.own_optimizer import OwnOptimizer
 

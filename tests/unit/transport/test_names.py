@@ -12,8 +12,8 @@ from tests.conformance.coordinators import Coordinator, Hello, Participant, ToCl
 from tests.conformance.coordinators import until as until_true
 from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads
 
-from elaswave.control import client as control_client
-from elaswave.control.client import ControlClient
+from elaswave.channel import client as control_client
+from elaswave.channel.client import ControlClient
 from elaswave.errors import WaitTimeoutError
 from elaswave.transport import addresses
 from elaswave.transport.addresses import NameLookup, Place

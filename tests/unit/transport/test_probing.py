@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elaswave.costs.link_probes import PROBE_BYTES_MAX
 from elaswave.errors import AuthenticationError, ProbeError
+from elaswave.planning.costs.link_probes import PROBE_BYTES_MAX
 from elaswave.transport import probing
 from elaswave.transport.addresses import reserve
 from elaswave.transport.handshake import NONCE_BYTES, Dialler
@@ -38,7 +38,7 @@ def answering(said: list[str], key: bytes = KEY) -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elaswave.costs.link_probes.PROBE_BYTES_MAX", 1 << 18)
+    monkeypatch.setattr("elaswave.planning.costs.link_probes.PROBE_BYTES_MAX", 1 << 18)
 
 
 def dialled(port: int, key: bytes = KEY) -> socket.socket:

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 from tests.memory_transport import MemoryNetwork
 from tests.unit.worker.test_worker_start import Client, StartedMachine, mailbox, worker_with
 
+from elaswave.blocks.placement import make_blocks, place_blocks
+from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.channel.messages.worker import Exit
-from elaswave.planning.layout import make_layout
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import make_blocks, place_blocks
+from elaswave.planning.programs.layout import make_layout
 from elaswave.worker import links as links_module
 from elaswave.worker import process as worker_module
 from elaswave.worker.links import TransportLinks

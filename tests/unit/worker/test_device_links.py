@@ -8,7 +8,7 @@ from tests.unit.worker.test_worker_start import mailbox
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.devices.loopback import LOOKS, Loopback
-from elaswave.protocol.engine import FrameKind, Key, Pause
+from elaswave.protocol.step.engine import FrameKind, Key, Pause
 from elaswave.worker.links import TransportLinks
 
 

@@ -9,8 +9,8 @@ import pytest
 from tests.unit.reports import report_of
 
 from elaswave.channel.messages.worker import Leaving, LinkLost, StepReport
-from elaswave.protocol.ballot import Request
-from elaswave.protocol.engine import Committed
+from elaswave.protocol.step.ballot import Request
+from elaswave.protocol.step.engine import Committed
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.outbox import ControlOutbox
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from elaswave.engine.compute import ErrorPlace, LayerError
 from elaswave.errors import DeviceError, FencedError, SpotCheckError, UsageError
 from elaswave.worker import process as worker_process
-from elaswave.worker.compute import ErrorPlace, LayerError
 from elaswave.worker.failure import Whereabouts, failure
 
 ASSERTED = "CUDA error: device-side assert triggered"

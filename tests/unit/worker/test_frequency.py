@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.costs.machines import FrequencyLevel
 from elaswave.errors import ConfigError, FrequencyError
+from elaswave.planning.costs.machines import FrequencyLevel
 from elaswave.worker import frequency
 from elaswave.worker.frequency import (
     CGROUP_ROOT,

@@ -11,20 +11,20 @@ from tests.unit.worker.test_materialise import blueprint_of as plain_blueprint_o
 from torch import nn
 
 from elaswave.channel.messages.worker import Exit
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.checks.canary import environment
+from elaswave.engine.checks.probe import NoProbe
+from elaswave.engine.checks.update_canary import UPDATE, environment_of, update_hash
 from elaswave.job.identity import identity_of
-from elaswave.planning.layout import make_layout
+from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.environment import ENVIRONMENT
 from elaswave.protocol.messages import PROTOCOL_VERSION, Fenced, Joining
 from elaswave.transport.stream import StreamTransport
 from elaswave.worker import joining
-from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.canary import environment
 from elaswave.worker.joining import first_words, layer_canaries
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.probe import NoProbe
 from elaswave.worker.process import Worker, run_worker
 from elaswave.worker.setup import WorkerSetup
-from elaswave.worker.update_canary import UPDATE, environment_of, update_hash
 
 FACTS = {"num_bytes": 12, "sample": "ab", "content": ""}
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from elaswave.channel.messages.worker import Stop, TakeCheckpoint
-from elaswave.protocol.ballot import Request
+from elaswave.protocol.step.ballot import Request
 from elaswave.transport.interface import Transport
 from elaswave.worker.mailbox import Mailbox
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from elaswave.devices.gauges import Gauges
+from elaswave.engine.activity import Activity
+from elaswave.engine.checks.probe import NoProbe
 from elaswave.observability.trace import TracePart, TraceRecorder, build_trace
-from elaswave.worker.activity import Activity
-from elaswave.worker.probe import NoProbe
 from elaswave.worker.watch import StepWatch
 
 

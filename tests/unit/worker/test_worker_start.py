@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from elaswave.blocks.placement import place_blocks
+from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.channel.messages.worker import Exit, Start, Stop
 from elaswave.config.load import load_config
 from elaswave.errors import FencedError, InterruptedWaitError, WaitTimeoutError
-from elaswave.planning.layout import make_layout
-from elaswave.protocol.ballot import Request
+from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.messages import Fenced, Prepare
-from elaswave.protocol.worker import WorkerMachine
-from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import place_blocks
+from elaswave.protocol.step.ballot import Request
+from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.worker import process as worker_module
 from elaswave.worker import shard_writer
 from elaswave.worker.links import TransportLinks

@@ -40,7 +40,7 @@ class JobSpec(Message, frozen=True, kw_only=True):
     checkpoint: StartingPoint | None
     """Where the job has begun; None: at the seed."""
     founded: int
-    """Which founding of the job this is, see `elaswave.protocol.heads.Head`."""
+    """Which founding of the job this is, see `elaswave.protocol.leadership.heads.Head`."""
     keys: tuple[bytes, ...] = ()
     """As of `KeysNow`; none: the job's key is the one that it began with."""
 
@@ -132,7 +132,7 @@ class TermTaken(Message, frozen=True, kw_only=True):
 
     term: int
     proof: bytes
-    """See `elaswave.control.store_seal.proof_of_term`."""
+    """See `elaswave.store.seal.proof_of_term`."""
 
 
 class AgentKeysTaken(Message, frozen=True, kw_only=True):
@@ -169,7 +169,7 @@ class CommitCheckpoint(Message, frozen=True, kw_only=True):
     number: int
     """Of the request; said again when the agent has connected again."""
     request: bytes
-    """An encoded `elaswave.control.template_messages.CommitRequest`."""
+    """An encoded `elaswave.launcher.forkserver.messages.CommitRequest`."""
 
 
 class BreakOffCommit(Message, frozen=True, kw_only=True):

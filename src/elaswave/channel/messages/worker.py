@@ -11,8 +11,9 @@ from typing import Annotated
 
 import msgspec
 
-from elaswave.costs.profiled import ActionTiming
+from elaswave.checkpoints.format import WrittenItem
 from elaswave.devices.gauges import Gauges
+from elaswave.planning.costs.profiled import ActionTiming
 from elaswave.protocol.messages import (
     CoreToWorker,
     Installed,
@@ -23,7 +24,6 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
-from elaswave.state.checkpoint_format import WrittenItem
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -258,7 +258,8 @@ class KeysNow(Message, frozen=True, kw_only=True):
     the job's key is, or was, changed; the answer is a `KeysTaken` or an `AgentKeysTaken`."""
 
     keys: Annotated[tuple[Annotated[bytes, msgspec.Meta(min_length=16)], ...], msgspec.Meta(min_length=1)]
-    """Made of the job's keys for this purpose; the preferred one first. See `elaswave.protocol.key_change`."""
+    """Made of the job's keys for this purpose; the preferred one first. See
+    `elaswave.protocol.coordinator.key_change`."""
 
 
 class KeysTaken(Message, frozen=True, kw_only=True):

@@ -4,11 +4,11 @@ from math import ceil
 
 import msgspec
 
+from elaswave.blocks.placement import default_block_size, make_blocks, place_blocks
+from elaswave.blocks.survival import Survival, survival_of
 from elaswave.planning.far_apart.job import FarJob, FarPlan, allocation_of_plan, costs_of_kind
-from elaswave.planning.routes import make_routes
-from elaswave.planning.scatter_width import DEFAULT_SCATTER_WIDTH
-from elaswave.state.placement import default_block_size, make_blocks, place_blocks
-from elaswave.state.survival import Survival, survival_of
+from elaswave.planning.programs.routes import make_routes
+from elaswave.planning.state_moves.scatter_width import DEFAULT_SCATTER_WIDTH
 
 BLOCKS_MAX = 4096
 """Who holds copies together does not depend on more."""

@@ -7,7 +7,7 @@ bound; the objective decides between them.
 
 import numpy as np
 
-from elaswave.costs.schedules import Schedule
+from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.far_apart.job import StepParts
 from elaswave.planning.far_apart.objective import Boundary, Group, Model
 

@@ -10,12 +10,12 @@ from typing import Literal
 
 import numpy as np
 
-from elaswave.costs.fences import fenced_costs
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster
-from elaswave.costs.schedules import Schedule
-from elaswave.costs.step_time.work import Durations, durations_of
 from elaswave.fences import Codec, codec_in_force, coded_bytes
+from elaswave.planning.costs.fences import fenced_costs
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster
+from elaswave.planning.costs.schedules import Schedule
+from elaswave.planning.costs.step_time.work import Durations, durations_of
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.types import Hop, Kind
 
@@ -174,7 +174,7 @@ def costs_of_kind(job: FarJob, kind: int, fences: tuple[int, ...]) -> Costs:
 
 
 def allocation_of_plan(job: FarJob, plan: FarPlan) -> Allocation:
-    """The same as an allocation, of which `elaswave.planning.routes` makes a layout."""
+    """The same as an allocation, of which `elaswave.planning.programs.routes` makes a layout."""
     shares = []
     for stage, counts in zip(plan.stages, plan.num_microbatches, strict=True):
         ids = job.cluster.ids[list(stage.devices)]

@@ -30,10 +30,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elaswave.costs.memory import MemoryModel, fitting, num_copies
-from elaswave.costs.schedules import Schedule, in_flight
-from elaswave.planning.apportionment import apportion
+from elaswave.planning.costs.memory import MemoryModel, fitting, num_copies
+from elaswave.planning.costs.schedules import Schedule, in_flight
 from elaswave.planning.far_apart.job import FarJob, FarPlan, FarStage, StepParts, fences_of
+from elaswave.planning.search.apportionment import apportion
 
 GRADIENT_BYTES = 4
 """Of a mean gradient: float32."""

@@ -20,8 +20,8 @@ from typing import Protocol
 
 import numpy as np
 
-from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.far_apart.clusters import Cluster, clusterings, orders
 from elaswave.planning.far_apart.cuts import best_cuts
 from elaswave.planning.far_apart.job import FarJob, FarPlan, StepParts

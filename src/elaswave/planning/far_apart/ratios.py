@@ -13,11 +13,11 @@ ours.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from elaswave.costs.machines import Cluster
 from elaswave.fences import TopK, coded_bytes, top_k_of
+from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.far_apart.job import FarJob, FarPlan, allocation_of_plan
 from elaswave.planning.far_apart.timing import time_plan
-from elaswave.planning.routes import make_routes
+from elaswave.planning.programs.routes import make_routes
 from elaswave.types import Layout
 
 ROUNDS = 3

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave.costs.schedules import bounds_within
-from elaswave.costs.step_time.contended import simulate_step
-from elaswave.costs.step_time.exact import time_programs
-from elaswave.costs.step_time.work import transfer_of
+from elaswave.planning.costs.schedules import bounds_within
+from elaswave.planning.costs.step_time.contended import simulate_step
+from elaswave.planning.costs.step_time.exact import time_programs
+from elaswave.planning.costs.step_time.work import transfer_of
 from elaswave.planning.far_apart.job import FarJob, FarPlan, allocation_of_plan, costs_of_kind, durations_on
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.routes import make_routes
+from elaswave.planning.programs.programs import compile_programs
+from elaswave.planning.programs.routes import make_routes
 
 
 class FarTiming(NamedTuple):

@@ -8,12 +8,12 @@ training stands still are in a plan's pause.
 
 from typing import NamedTuple
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.recovery_times import RecoveryTimes
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.prediction import stages_of, step_s
-from elaswave.planning.transfers import Sources, receiving_s, shared_links
+from elaswave.planning.programs.prediction import stages_of, step_s
+from elaswave.planning.state_moves.transfers import Sources, receiving_s, shared_links
 
 
 class Copies(NamedTuple):

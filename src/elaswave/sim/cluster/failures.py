@@ -17,8 +17,8 @@ from math import gamma
 
 import msgspec
 
-from elaswave.costs.machines import ClusterEvent
 from elaswave.errors import UsageError
+from elaswave.planning.costs.machines import ClusterEvent
 
 DAY_S = 86_400.0
 SHAPE_MIN = 0.2

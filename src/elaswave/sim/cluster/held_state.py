@@ -1,9 +1,9 @@
 """Who holds which state in a simulated job, as losses take copies and time makes them again.
 
-`elaswave.planning.replication` says what one instant's losses take under one allocation. Here that is followed through
-time: a worker that is lost counts as gone until its copies have been made again elsewhere, one that joins or changes
-stage counts only once it has been sent what it will hold. So a second loss soon after a first one can be fatal though
-each of them alone would not be.
+`elaswave.planning.policy.replication` says what one instant's losses take under one allocation. Here that is followed
+through time: a worker that is lost counts as gone until its copies have been made again elsewhere, one that joins or
+changes stage counts only once it has been sent what it will hold. So a second loss soon after a first one can be fatal
+though each of them alone would not be.
 
 Work is done only where state could be lost at all: a single loss among complete copies costs a few look-ups.
 """
@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection
 from math import ceil
 from typing import Protocol
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster
-from elaswave.costs.network import NetworkLink
-from elaswave.planning.placed_blocks import PlacedBlocks, Placing
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster
+from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.replication import WHOLE, Copies, Replication
+from elaswave.planning.policy.replication import WHOLE, Copies, Replication
+from elaswave.planning.state_moves.placed_blocks import PlacedBlocks, Placing
 
 
 class HeldState(Protocol):

@@ -26,17 +26,17 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.memory import MemoryModel
-from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.declared import declared_of
-from elaswave.planning.full_restart import num_pipelines
-from elaswave.planning.placed_blocks import Placing, num_blocks
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent
+from elaswave.planning.costs.memory import MemoryModel
+from elaswave.planning.costs.recovery_times import RecoveryTimes
+from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.plan import Plan, Planner
-from elaswave.planning.policy_parts import make_plan, rectangle
+from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.full_restart import num_pipelines
+from elaswave.planning.policy.policy_parts import make_plan, rectangle
+from elaswave.planning.state_moves.placed_blocks import Placing, num_blocks
 from elaswave.sim.cluster.copies import Copies, copies_of
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 from elaswave.sim.cluster.held_state import held_state

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.far_jobs import far_cluster, far_costs, far_job
 
-from elaswave.costs.network import NetworkLink
 from elaswave.fences import coded_bytes
+from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.far_apart.job import costs_of_kind
 from elaswave.planning.far_apart.objective import Model
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from tests.far_jobs import far_cluster, far_costs, far_job
 
-from elaswave.cli.far_apart import far_planners
+from elaswave.cli.whatif.far_apart import far_planners
 from elaswave.config.network import read_network, scaled
 from elaswave.config.presets import model_shape
-from elaswave.costs.analytic import analytic_costs
-from elaswave.costs.network import NetworkLink
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.costs.analytic import analytic_costs
+from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.far_apart.clusters import clusterings, orders
 from elaswave.planning.far_apart.job import FarJob, allocation_of_plan
 from elaswave.planning.far_apart.objective import Model

@@ -3,8 +3,8 @@
 import re
 from typing import Literal
 
-from elaswave.costs.machines import ClusterEvent
 from elaswave.errors import DataError
+from elaswave.planning.costs.machines import ClusterEvent
 from elaswave.sim.cluster.failures import ClusterChange, Scenario, racks_of
 
 Kind = Literal["joined", "lost", "drained"]

@@ -1,0 +1,1 @@
+"""Blocks, the units in which state is owned and followed: shapes, placement, replica peers, survival. Pure."""

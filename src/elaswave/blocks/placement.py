@@ -1,0 +1,450 @@
+"""Blocks and who holds them: the only place where it is decided where state lives. Pure: no torch, no IO.
+
+A block is a fixed-size run of one layer's flat storage, the unit of ownership, replication, transfer and
+verification. Its owner updates and serves it; its followers hold live copies and apply the same updates. The blocks
+of a layer are dealt over all workers of the stage (interleaved), so a layer that changes stage moves in disjoint
+worker-to-worker transfers. The followers of one owner are spread over a few partners (`elaswave.blocks.replica_peers`):
+so many share its work when it dies, and two workers that die together have taken all copies of a block with them only
+if they are partners.
+
+Block boundaries depend on the model alone, the placement also on the layout: every worker computes both by itself.
+"""
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from enum import IntEnum
+from types import MappingProxyType
+
+import msgspec
+
+from elaswave.blocks.domains import Domains, domains_of, num_followers_of, realms_of
+from elaswave.blocks.replica_peers import Partners, choose_partners
+from elaswave.types import Layout
+
+DEFAULT_BLOCK_SIZE = 16384
+"""Elements of a block: 64 KiB in float32."""
+_LARGEST_DEFAULT_BLOCK_SIZE = 4 * DEFAULT_BLOCK_SIZE
+"""A block's gradient, master and optimizer state just fit a core's own cache."""
+_ENOUGH_BLOCKS = 128
+_MANY_BLOCKS = 1 << 18
+"""The coordinator looks at every block when a worker is lost: at so many for half a second."""
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """The run [start, stop) of one unit's flat storage."""
+
+    id: int
+    """Position among all blocks of the model, layer by layer."""
+    layer: int
+    """Its unit: a layer, or one of `Layout.shared` beyond the last layer."""
+    start: int
+    """First element."""
+    stop: int
+    """One past the last element."""
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the run, padding included."""
+        return self.stop - self.start
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Block -> (owner, followers)."""
+
+    owner: tuple[int, ...]
+    """``owner[b]`` is the worker that updates block b and serves it."""
+    followers: tuple[tuple[int, ...], ...]
+    """``followers[b]`` are the workers that hold a live copy of block b."""
+
+    def holders(self, block: int) -> tuple[int, ...]:
+        """Owner and followers of a block."""
+        return (self.owner[block], *self.followers[block])
+
+    def holds(self, worker: int) -> bool:
+        """Whether a worker holds any block."""
+        return worker in self.owner or any(worker in others for others in self.followers)
+
+
+class Role(IntEnum):
+    """What a worker is to a block."""
+
+    OWNER = 1
+    FOLLOWER = 2
+
+
+def default_block_size(num_elements: int) -> int:
+    """The block size of a model of which none was asked for.
+
+    Small blocks are dealt out evenly; large ones cost less, since all that is done per block is done less often (an
+    update takes 1.5 instead of 2.4 ms per million parameters). So: as large as leaves enough blocks to deal out, and
+    as fits a core's cache. Models of more than 17 billion elements have larger ones, so that their number is bounded.
+
+    Args:
+        num_elements: of all layers' flat storage.
+    """
+    size = DEFAULT_BLOCK_SIZE
+    while size < _LARGEST_DEFAULT_BLOCK_SIZE and num_elements >= 2 * size * _ENOUGH_BLOCKS:
+        size *= 2
+    while num_elements > size * _MANY_BLOCKS:
+        size *= 2
+    return size
+
+
+def make_blocks(layer_sizes: Sequence[int], block_size: int = DEFAULT_BLOCK_SIZE) -> tuple[Block, ...]:
+    """Cuts every layer into blocks.
+
+    Args:
+        layer_sizes: elements of each layer's flat storage; a layer without parameters has 0 and gets no block.
+        block_size: elements of a block; the last one of a layer may be shorter.
+    Returns:
+        The blocks of all layers, numbered from 0 in layer order.
+    Raises:
+        ValueError: block_size < 1 or a negative layer size.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}: a block needs at least 1 element")
+    blocks: list[Block] = []
+    for layer, size in enumerate(layer_sizes):
+        if size < 0:
+            raise ValueError(f"layer {layer} has a size of {size} elements: sizes cannot be negative")
+        for start in range(0, size, block_size):
+            blocks.append(Block(len(blocks), layer, start, min(start + block_size, size)))
+    return tuple(blocks)
+
+
+@functools.lru_cache(maxsize=4096)
+def holders_of_layers(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """For each layer the workers, ascending, that run it: of its stage, or of both stages that share it; then for each
+    shared unit those that run a layer which uses it."""
+    workers: list[set[int]] = [set() for _ in range(layout.num_layers)]
+    for stage in layout.stages:
+        for layer in range(stage.start, stage.stop):
+            workers[layer].update(stage.workers)
+    workers += [set().union(*(workers[layer] for layer in users)) for users in layout.shared]
+    return tuple(tuple(sorted(members)) for members in workers)
+
+
+def place_blocks(
+    layout: Layout,
+    blocks: Sequence[Block],
+    *,
+    num_followers: int,
+    scatter_width: int,
+) -> Placement:
+    """Deals blocks to owners and followers, balanced by elements; a pure function of its arguments.
+
+    Owners: the worker of the block's stage that owns the fewest elements so far (ties in turn). Followers as
+    `FollowerChooser` has them. Idle workers get nothing.
+
+    Args:
+        layout: who runs which layer, and where.
+        blocks: of the whole model, as `make_blocks` returns them.
+        num_followers: copies beside the owner; clamped to the number of workers of stages (where copies stay inside, of
+            the owner's site) minus one.
+        scatter_width: over how many partners the first followers of an owner's blocks are spread.
+    Returns:
+        A placement with one entry per block; followers in the order in which they were chosen.
+    Raises:
+        ValueError: num_followers < 0, scatter_width < 1, or a block of a layer that the layout lacks.
+    """
+    workers = layout.active
+    if num_followers < 0:
+        raise ValueError(f"num_followers is {num_followers}: it cannot be negative (0 means no copies)")
+    members_of_layer = holders_of_layers(layout)
+    owners = _deal_owners(members_of_layer, blocks)
+    partners = partners_under(layout, scatter_width)
+    realms = realms_of(layout)
+    chooser = FollowerChooser(workers, partners, scatter_width, domains_of(layout), realms=realms)
+    num_wanted = {owner: num_followers_of(owner, workers, realms, num_followers) for owner in set(owners)}
+    for block, owner in zip(blocks, owners):
+        chooser.count(members_of_layer[block.layer], (owner,), block.num_elements)
+    followers = []
+    for block, owner in zip(blocks, owners):
+        chosen: tuple[int, ...] = ()
+        for _ in range(num_wanted[owner]):
+            follower = chooser.choose(members_of_layer[block.layer], owner, chosen, block.num_elements)
+            assert follower is not None
+            chosen += (follower,)
+        followers.append(chosen)
+    return Placement(tuple(owners), tuple(followers))
+
+
+def partners_under(
+    layout: Layout,
+    scatter_width: int,
+    *,
+    excluded: Collection[int] = (),
+    copies: Iterable[tuple[int, tuple[int, ...]]] = (),
+    firm: bool = False,
+) -> Partners:
+    """The partners of the workers of a layout's stages; those that run a layer, or a shared unit, are a group.
+
+    Args:
+        layout: who runs which layer, and where.
+        excluded: workers that hold nothing.
+        copies: (owner, followers) of each block that shall stay where it is, as far as possible.
+        scatter_width, firm: as of `choose_partners`.
+    Raises:
+        ValueError: scatter_width < 1.
+    """
+    out = frozenset(excluded)
+    members = [
+        tuple(worker for worker in group if worker not in out) for group in dict.fromkeys(holders_of_layers(layout))
+    ]
+    kin: dict[int, set[int]] = defaultdict(set)
+    for group in members:
+        for worker in group:
+            kin[worker].update(group)
+    domains, realms = domains_of(layout, out), realms_of(layout)
+    hosts = domains[0] if domains else None
+
+    def fits(owner: int, follower: int) -> bool:
+        if owner not in kin or follower not in kin or realms.get(owner) != realms.get(follower):
+            return False
+        if hosts is not None:
+            return hosts[owner] != hosts[follower]
+        return follower in kin[owner] or len(kin[owner]) == 1
+
+    # Many blocks have the same holders: each kind of them is looked at once.
+    kept = _cover(
+        (owner, [worker for worker in followers if fits(owner, worker)], num_blocks)
+        for (owner, followers), num_blocks in Counter(copies).items()
+    )
+    found: Partners = {}
+    for realm in dict.fromkeys(realms.get(worker) for group in members for worker in group):
+        inside = [tuple(worker for worker in group if realms.get(worker) == realm) for group in members]
+        found |= choose_partners([group for group in inside if group], scatter_width, hosts=hosts, kept=kept, firm=firm)
+    return found
+
+
+def _cover(copies: Iterable[tuple[int, Collection[int], int]]) -> dict[int, list[int]]:
+    """As few followers of each owner as hold all of its blocks that have any, those of most blocks first.
+
+    With several followers for each block it is one of them: the others follow from it (`FollowerChooser`).
+
+    Args:
+        copies: owner, followers and number of the blocks that these hold, in the order of their first blocks.
+    """
+    of_owner: dict[int, list[tuple[Collection[int], int]]] = defaultdict(list)
+    for owner, followers, num_blocks in copies:
+        of_owner[owner].append((followers, num_blocks))
+    found: dict[int, list[int]] = {}
+    for owner, left in of_owner.items():
+        chosen = found[owner] = []
+        while counts := _counts(left):
+            ((most, _),) = counts.most_common(1)  # of equals that of the first block
+            chosen.append(most)
+            left = [(followers, num_blocks) for followers, num_blocks in left if most not in followers]
+    return found
+
+
+def _counts(copies: Iterable[tuple[Collection[int], int]]) -> Counter[int]:
+    """How many blocks each worker follows."""
+    counts = Counter[int]()
+    for followers, num_blocks in copies:
+        for worker in followers:
+            counts[worker] += num_blocks
+    return counts
+
+
+def _deal_owners(members_of_layer: Sequence[tuple[int, ...]], blocks: Sequence[Block]) -> list[int]:
+    """The least loaded worker of each block's stage; ties go to the one that has waited longest."""
+    load: dict[int, int] = {}
+    last_turn: dict[int, int] = {}
+    owners = []
+    for turn, block in enumerate(blocks, start=1):
+        if not (0 <= block.layer < len(members_of_layer) and members_of_layer[block.layer]):
+            raise ValueError(
+                f"block {block.id} is of layer {block.layer}, but the layout has {len(members_of_layer)} layers: "
+                "make layout and blocks from the same model"
+            )
+        owner = min(members_of_layer[block.layer], key=lambda w: (load.get(w, 0), last_turn.get(w, 0), w))
+        load[owner] = load.get(owner, 0) + block.num_elements
+        last_turn[owner] = turn
+        owners.append(owner)
+    return owners
+
+
+class FollowerChooser:
+    """Chooses followers one by one and keeps count of what each worker holds and follows.
+
+    One follower of a block is a partner of its owner; among several that fit the one that follows the owner in the
+    fewest blocks, then the one that holds the fewest elements. Partners are of the block's stage where all workers are
+    on one host and the stage has another worker. Each further follower is one fixed worker for an owner and the
+    followers so far: with two followers there are not many more sets of three that hold a block than an owner has
+    partners. It is in a domain without a copy, outside of the stage if one inside is there, and no other partner, as
+    far as there are such workers, in this order.
+
+    Args:
+        workers: all that may hold blocks, ascending.
+        partners: of each worker that may be chosen; an owner that has none chooses among all.
+        scatter_width: so many of an owner's partners are chosen for the blocks of one stage; it may have more for
+            those of another that runs the same layers.
+        domains: by what copies are kept apart, level by level, see `elaswave.blocks.domains`.
+        excluded: those among the workers that are never chosen.
+        realms: worker -> the site that its blocks' followers do not leave; empty: there is none.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[int],
+        partners: Partners,
+        scatter_width: int,
+        domains: Domains = (),
+        excluded: Collection[int] = (),
+        realms: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self._workers = workers
+        self._realms = realms
+        self._ordered = partners
+        self._partners = {worker: frozenset(others) for worker, others in partners.items()}
+        self._width = scatter_width
+        self._excluded = frozenset(excluded)
+        self._domains = domains
+        self._one_host = not domains or len({domains[0][each] for each in workers if each not in self._excluded}) <= 1
+        self._held = dict.fromkeys(workers, 0)
+        self._num_fixed = dict.fromkeys(workers, 0)
+        self._followed = {owner: dict.fromkeys(workers, 0) for owner in workers}
+        self._further: dict[tuple[tuple[int, ...], int, frozenset[int]], int] = {}
+        self._candidates: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[int, ...]] = {}
+
+    def count(self, members: tuple[int, ...], holders: Sequence[int], num_elements: int, num_blocks: int = 1) -> None:
+        """Takes note of blocks that are already held by an owner, given first, and followers.
+
+        Args:
+            members: workers of the blocks' stage.
+            holders: of each of them.
+            num_elements: of all of them.
+            num_blocks: how many there are.
+        """
+        owner, *followers = holders
+        self._held[owner] += num_elements
+        partner = next((worker for worker in followers if worker in self._partners.get(owner, ())), None)
+        for follower in followers:
+            self.note(owner, follower, num_elements, num_firsts=num_blocks * (follower == partner))
+        if partner is not None:
+            chosen = frozenset((partner,))
+            for worker in followers:
+                if worker != partner:
+                    self.fix(members, owner, chosen, worker)
+                    chosen |= {worker}
+
+    def note(self, owner: int, follower: int, num_elements: int, *, num_firsts: int) -> None:
+        """Takes note that a worker follows blocks of an owner, so many as the partner that these are to have."""
+        self._followed[owner][follower] += num_firsts
+        self._held[follower] += num_elements
+
+    def fix(self, members: tuple[int, ...], owner: int, chosen: Collection[int], follower: int) -> None:
+        """Notes who is the next follower of an owner's blocks that have these followers, unless that is known."""
+        key = members, owner, frozenset(chosen)
+        if key not in self._further:
+            self._further[key] = follower
+            self._num_fixed[follower] += 1
+
+    def fixed(self, members: tuple[int, ...], owner: int, chosen: Collection[int]) -> int | None:
+        """Who is noted as the next follower of an owner's blocks that have these followers."""
+        return self._further.get((members, owner, frozenset(chosen)))
+
+    def choose(
+        self,
+        members: tuple[int, ...],
+        owner: int,
+        chosen: tuple[int, ...],
+        num_elements: int,
+        full: Container[int] = (),
+    ) -> int | None:
+        """The next follower of a block, and takes note of it.
+
+        Args:
+            members: workers of the block's stage.
+            owner: of the block.
+            chosen: its followers so far.
+            num_elements: of the block.
+            full: workers that may not be chosen.
+        Returns:
+            None if all workers of the best kind are full, or if all workers that may be chosen hold the block.
+        """
+        candidates = self.candidates(members, owner, chosen)
+        further = bool(chosen) and not self.lacks_partner(owner, chosen)
+        if further:
+            fixed = self.fixed(members, owner, chosen)
+            if fixed in candidates:
+                candidates = (fixed,)
+        if full:
+            candidates = tuple(worker for worker in candidates if worker not in full)
+        if not candidates:
+            return None
+        followed, held = self._followed[owner], self._held
+        if further:
+            # A pair of partners is a set of two that can lose state already.
+            partners = self._partners.get(owner, ())
+            follower = min(candidates, key=lambda worker: (worker in partners, self._num_fixed[worker], held[worker]))
+            self.fix(members, owner, chosen, follower)
+        else:
+            fewest = min(map(followed.__getitem__, candidates))
+            follower = min((worker for worker in candidates if followed[worker] == fewest), key=held.__getitem__)
+        self.note(owner, follower, num_elements, num_firsts=not further)
+        return follower
+
+    def lacks_partner(self, owner: int, chosen: Collection[int]) -> bool:
+        """Whether none of a block's followers is a partner of its owner, though it has partners."""
+        partners = self._partners.get(owner, frozenset())
+        return bool(partners) and partners.isdisjoint(chosen)
+
+    def candidates(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        """The workers of the best kind that is there for the next follower, in a ring that starts after the owner.
+
+        Args:
+            members, owner, chosen: as of `choose`.
+        """
+        key = (members, owner, chosen)
+        candidates = self._candidates.get(key)
+        if candidates is None:
+            candidates = self._candidates[key] = tuple(self._fitting(members, owner, chosen))
+        return candidates
+
+    def _fitting(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...]) -> Sequence[int]:
+        after_owner = self._workers.index(owner) + 1
+        ring = (*self._workers[after_owner:], *self._workers[: after_owner - 1])
+        in_stage = frozenset(members)
+        here = self._realms.get(owner)
+        free = [
+            worker
+            for worker in ring
+            if worker not in chosen and worker not in self._excluded and self._realms.get(worker) == here
+        ]
+        if lacks_partner := self.lacks_partner(owner, chosen):
+            free = [worker for worker in free if worker in self._partners[owner]]
+        else:
+            free = self._apart(free, (owner, *chosen))
+        inside = [worker for worker in free if worker in in_stage]
+        outside = [worker for worker in free if worker not in in_stage]
+        if lacks_partner:
+            fitting = inside if inside and self._one_host else free
+            first = sorted(fitting, key=self._ordered[owner].index)[: self._width]
+            fitting = [worker for worker in fitting if worker in first]
+        elif any(worker in in_stage for worker in chosen):
+            fitting = outside or inside
+        else:
+            fitting = inside or outside
+        return self._apart(fitting, (owner, *chosen))
+
+    def _apart(self, workers: list[int], holders: Sequence[int]) -> list[int]:
+        """Those in domains without a copy, by the coarsest level at which there are any; all if there are none."""
+        for domain in self._domains:
+            used = {domain[holder] for holder in holders}
+            if elsewhere := [worker for worker in workers if domain[worker] not in used]:
+                return elsewhere
+        return workers
+
+
+def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, Role]:
+    """Which blocks a worker holds under a placement, and as what."""
+    roles: dict[int, Role] = {}
+    for block in blocks:
+        if placement.owner[block.id] == worker:
+            roles[block.id] = Role.OWNER
+        elif worker in placement.followers[block.id]:
+            roles[block.id] = Role.FOLLOWER
+    return roles

@@ -1,0 +1,277 @@
+"""Where each tensor lies inside its unit's one-dimensional storage. No torch: the coordinator reads it too.
+
+A *unit* of state is a layer, with the parameters that it trains alone; or a parameter that layers share; or the
+persistent buffers of one layer. Units are numbered: first the layers, then what they share, then buffers.
+Blocks, sums, verification and checkpoints all see a unit as one flat run of elements. Offsets depend on the model
+alone, never on the layout, the number of workers or the compute dtype, so that block boundaries (and with them every
+hash and every partial norm) are the same wherever a layer lives.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+ALIGNMENT_ELEMENTS = 32
+"""Every parameter starts at a multiple of this: 64 bytes in bfloat16, 128 in float32. CPU kernels round some
+products differently when rows start elsewhere, so the alignment is part of what keeps bits equal."""
+
+
+WHOLE_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+"""Element types of buffers of whole numbers, with the bytes of an element: each byte is one element of flat storage,
+0.0 to 255.0, so that sums and means of equal numbers are exact in float32."""
+
+
+class TensorSlot(NamedTuple):
+    """One trained parameter or persistent buffer of the model and its place in its unit's flat storage."""
+
+    id: int
+    """Position among all tensors of the model."""
+    name: str
+    """Full name, such as ``block.0.attention.qkv.weight``."""
+    layer: int
+    """Its unit."""
+    shape: tuple[int, ...]
+    offset: int
+    """First element in the unit's flat storage."""
+    numel: int
+    """Elements of flat storage: `width` for each value."""
+    decays: bool
+    """Whether weight decay applies, by the usual rule: matrices and embeddings decay, biases and norms do not."""
+    group: int = 0
+    """The optimizer's parameter group that it is in."""
+    states: tuple[str, ...] | None = None
+    """Its float32 states, "master" among them; None: all that the run has."""
+    scalars: tuple[tuple[str, str], ...] = ()
+    """Name and element type of the states that it has once, not per element."""
+    dtype: str = "float32"
+    """Element type in checkpoints and exports: of parameters that of the masters, of buffers their own."""
+    is_buffer: bool = False
+
+    def has(self, slot: str) -> bool:
+        """Whether the tensor has one of the run's float32 states."""
+        return self.states is None or slot in self.states
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it holds whole numbers, one byte in each element of flat storage."""
+        return self.dtype in WHOLE_BYTES
+
+    @property
+    def width(self) -> int:
+        """Elements of flat storage that a value takes."""
+        return WHOLE_BYTES.get(self.dtype, 1)
+
+    @property
+    def num_values(self) -> int:
+        """Elements of the tensor."""
+        return self.numel // self.width
+
+    @property
+    def added_shape(self) -> tuple[int, ...]:
+        """Shape of what each micro-batch adds: a gradient of the tensor's shape, or a buffer's elements of storage."""
+        return (self.numel,) if self.is_buffer else self.shape
+
+    @property
+    def stop(self) -> int:
+        """One past the last element in the flat storage."""
+        return self.offset + self.numel
+
+
+class FrozenTensor(NamedTuple):
+    """A parameter that is not trained. Each holder makes it itself, so it has no place in flat storage."""
+
+    name: str
+    """Full name."""
+    layer: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class SharedUse(NamedTuple):
+    """A parameter of a layer that is one tensor with parameters of other layers."""
+
+    name: str
+    """In the layer's module."""
+    unit: int
+    use: int
+    """Its number among the uses of the unit."""
+
+
+class LayerShape(NamedTuple):
+    """The tensors of one unit and the length of its flat storage."""
+
+    layer: int
+    """Number of the unit; that of the layer, if it is one."""
+    tensors: tuple[TensorSlot, ...]
+    size: int
+    """Elements of the flat storage, padding included."""
+    users: tuple[int, ...] = ()
+    """The layers that use it, one entry for each use and first the one that has its initial values; () for a layer."""
+    shared: tuple[SharedUse, ...] = ()
+    """Of a layer: its parameters that lie in units of their own."""
+    buffers: int | None = None
+    """Of a layer: the unit of its persistent buffers; None: it has none."""
+    frozen: tuple[FrozenTensor, ...] = ()
+    """Of a layer: its parameters that are not trained, but for those that an earlier layer has under another name."""
+    num_idle: int = 0
+    """Uses that bring no gradient."""
+
+    @property
+    def num_uses(self) -> int:
+        """How often each micro-batch adds to the unit."""
+        return max(1, len(self.users))
+
+    @property
+    def num_terms(self) -> int:
+        """How many of them may be other than zero, so that grids leave headroom for them."""
+        return max(1, self.num_uses - self.num_idle)
+
+    @property
+    def is_buffers(self) -> bool:
+        """Whether it holds the buffers of a layer."""
+        return bool(self.tensors) and self.tensors[0].is_buffer
+
+    @property
+    def is_trained(self) -> bool:
+        """Of a layer: whether it has a parameter that is trained."""
+        return bool(self.tensors or self.shared)
+
+
+class StoredState(NamedTuple):
+    """One state of one tensor, as a checkpoint holds it."""
+
+    slot: str
+    tensor: str
+    """Its full name."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Element type, as `elaswave.checkpoints.format` names it."""
+
+
+class StateShapes(NamedTuple):
+    """What a model and its optimizer keep, as far as it does not take torch to say it."""
+
+    layer_names: tuple[str, ...]
+    layers: tuple[LayerShape, ...]
+    """All units."""
+    slots: tuple[str, ...]
+    """Float32 states of elements: the master weights first, then those of the optimizer. A tensor has some of them."""
+    late: tuple[str, ...] = ()
+    """Those of `slots`, and of the scalar states, that come into being with the first update."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.layer_names)
+
+    @property
+    def shared(self) -> tuple[tuple[int, ...], ...]:
+        """The layers that use each unit beyond the layers, see `elaswave.types.Layout.shared`."""
+        return tuple(shape.users for shape in self.layers[self.num_layers :])
+
+    @property
+    def lowest_trained(self) -> int:
+        """The first layer with a parameter that is trained; the number of layers if there is none."""
+        trained = (index for index, shape in enumerate(self.layers[: self.num_layers]) if shape.is_trained)
+        return next(trained, self.num_layers)
+
+    def num_parameters(self, layer: int) -> int:
+        """Parameters of a layer; a shared one is counted where it has its name, a frozen one as well."""
+        own = sum(slot.numel for slot in self.layers[layer].tensors)
+        shared = sum(
+            slot.numel
+            for shape in self.layers[self.num_layers :]
+            if shape.users[0] == layer and not shape.is_buffers
+            for slot in shape.tensors
+        )
+        return own + shared + sum(math.prod(tensor.shape) for tensor in self.layers[layer].frozen)
+
+    @property
+    def frozen(self) -> tuple[FrozenTensor, ...]:
+        """All parameters that are not trained."""
+        return tuple(tensor for shape in self.layers for tensor in shape.frozen)
+
+    def slots_of(self, tensors: Iterable[TensorSlot], num_updates: int) -> tuple[str, ...]:
+        """The float32 states of a run of elements.
+
+        Args:
+            tensors: that have elements in it.
+            num_updates: that have been made.
+        Returns:
+            Their names, in the order of `slots`.
+        """
+        tensors = tuple(tensors)
+        there = (slot for slot in self.slots if num_updates or slot not in self.late)
+        return tuple(slot for slot in there if any(tensor.has(slot) for tensor in tensors))
+
+    def stored(self, num_updates: int) -> Iterator[StoredState]:
+        """All states that a checkpoint holds after so many updates."""
+        for tensor in all_tensors(self.layers):
+            for slot in self.slots_of((tensor,), num_updates):
+                yield StoredState(slot, tensor.name, tensor.shape, tensor.dtype)
+            for name, dtype in tensor.scalars:
+                if num_updates or name not in self.late:
+                    yield StoredState(name, tensor.name, (), dtype)
+        for frozen in self.frozen:
+            yield StoredState(self.slots[0], frozen.name, frozen.shape, frozen.dtype)
+
+
+def align(num_elements: int) -> int:
+    """The next multiple of `ALIGNMENT_ELEMENTS`."""
+    return -(-num_elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+
+
+class Segment(NamedTuple):
+    """The part of one tensor that lies in a run [start, stop) of a unit's flat storage."""
+
+    slot: TensorSlot
+    start: int
+    """First element, counted from the beginning of the run."""
+    stop: int
+    """One past the last element, counted from the beginning of the run."""
+    tensor_start: int
+    """First element, counted from the beginning of the flattened tensor; in flat storage's elements."""
+
+    @property
+    def first_value(self) -> int:
+        """The same in the tensor's own elements; blocks are cut at multiples of every width."""
+        return self.tensor_start // self.slot.width
+
+    @property
+    def num_values(self) -> int:
+        """How many of the tensor's own elements there are."""
+        return (self.stop - self.start) // self.slot.width
+
+
+def segments(shape: LayerShape, start: int, stop: int) -> Iterator[Segment]:
+    """The tensors' parts inside [start, stop), padding left out, in order."""
+    tensors = shape.tensors
+    for index in range(bisect_right(tensors, start, key=_stop), len(tensors)):
+        slot = tensors[index]
+        if slot.offset >= stop:
+            return
+        first, last = max(slot.offset, start), min(slot.stop, stop)
+        if first < last:
+            yield Segment(slot, first - start, last - start, first - slot.offset)
+
+
+def _stop(slot: TensorSlot) -> int:
+    return slot.stop
+
+
+def with_states(shapes: tuple[LayerShape, ...], states: tuple[str, ...]) -> tuple[LayerShape, ...]:
+    """The same tensors with more states."""
+    return tuple(
+        shape._replace(
+            tensors=tuple(
+                slot if slot.states is None else slot._replace(states=(*slot.states, *states)) for slot in shape.tensors
+            )
+        )
+        for shape in shapes
+    )
+
+
+def all_tensors(shapes: Sequence[LayerShape]) -> tuple[TensorSlot, ...]:
+    """Every tensor of the model, in the order of `TensorSlot.id`."""
+    return tuple(slot for shape in shapes for slot in shape.tensors)

@@ -1,0 +1,1 @@
+"""Checkpoints: the format, shards that workers write, the commit, the files."""

@@ -1,0 +1,1 @@
+"""`plan`, `compare` and `simulate`: what a job would do, without one."""

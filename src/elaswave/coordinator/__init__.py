@@ -1,0 +1,1 @@
+"""The coordinator: the process that carries out what the machines in `elaswave.protocol` decide."""

@@ -1,0 +1,173 @@
+"""What a coordinator knows of its job at one instant, as `elaswave ctl RUN status` shows it. No IO."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from elaswave.channel.messages.operator import (
+    CheckpointStatus,
+    CopiesStatus,
+    JobStatus,
+    RecoveryStatus,
+    StageStatus,
+    WorkerStatus,
+)
+from elaswave.channel.messages.worker import Heartbeat
+from elaswave.config.devices import base_level
+from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
+from elaswave.config.schema import Config
+from elaswave.coordinator.planning.run_planner import RunPlanner
+from elaswave.coordinator.records.checkpoints import Checkpoints
+from elaswave.coordinator.records.run_state import RunState
+from elaswave.job.plan import RunPlan
+from elaswave.observability.result import to_json_float
+from elaswave.protocol.coordinator.machine import Coordinator
+from elaswave.protocol.step.position import kind_of
+from elaswave.types import ACTION_NAMES, ExecutionParameters, Layout
+
+PACE_STEPS = 10
+"""Rate and pace are means of so many steps."""
+RECOVERIES_MAX = 20
+"""Of recoveries the newest are told one by one."""
+
+
+class JobParts(NamedTuple):
+    """What a coordinator's process knows its job by."""
+
+    plan: RunPlan
+    core: Coordinator
+    state: RunState
+    checkpoints: Checkpoints
+    planner: RunPlanner
+
+    @property
+    def config(self) -> Config:
+        """Of the run."""
+        return self.plan.config
+
+
+class Heard(NamedTuple):
+    """The newest heartbeat of a worker."""
+
+    at_s: float
+    message: Heartbeat
+
+
+def job_status(job: JobParts, heard: Mapping[int, Heard], under_way: Sequence[str], now_s: float) -> JobStatus:
+    """The job as it is now.
+
+    Args:
+        heard: by worker.
+        under_way: what is planned or asked for, in words.
+        now_s: monotonic time.
+    """
+    core, state = job.core, job.state
+    in_force = core.in_force()
+    layout, execution = in_force.layout, in_force.execution
+    step_s = _pace_s(state)
+    unit, per_step = _work(job, layout)
+    predicted_s = state.epochs[-1].predicted_step_s if state.epochs else None
+    pace_s = step_s or predicted_s
+    total_steps = job.config.run.steps
+    return JobStatus(
+        state=core.state.value,
+        step=state.last_step,
+        total_steps=total_steps,
+        loss=to_json_float(state.losses[-1]) if state.losses else None,
+        rate=None if step_s is None else per_step / step_s,
+        rate_unit=unit,
+        step_s=step_s,
+        predicted_step_s=predicted_s,
+        left_s=None if pace_s is None else pace_s * (total_steps - state.last_step),
+        layout=layout.describe(),
+        stages=[StageStatus(layers=(stage.start, stage.stop), workers=stage.workers) for stage in layout.stages],
+        num_microbatches=layout.num_microbatches,
+        epoch=core.epoch,
+        term=core.term,
+        workers=_workers(job, layout, execution, heard, now_s),
+        copies=_copies(job, heard),
+        num_recoveries=sum(recovery.is_failure for recovery in state.recoveries),
+        recoveries=[
+            RecoveryStatus(
+                kind=recovery.kind,
+                worker=recovery.worker,
+                step=recovery.step,
+                epoch=recovery.epoch,
+                outcome=recovery.outcome,
+                total_s=recovery.total_s,
+            )
+            for recovery in state.recoveries[-RECOVERIES_MAX:]
+        ],
+        checkpoints=[
+            CheckpointStatus(step=record.step, path=record.path, num_bytes=record.num_bytes)
+            for record in job.checkpoints.records
+        ],
+        writing=job.checkpoints.unsettled,
+        under_way=list(under_way),
+    )
+
+
+def _pace_s(state: RunState) -> float | None:
+    """Seconds of a step, in the mean of the last ones; None before there are two."""
+    last = state.last_step
+    first = max(state.first_step, last - PACE_STEPS)
+    begin_s, end_s = state.finished_s.get(first), state.finished_s.get(last)
+    if begin_s is None or end_s is None or last == first or end_s <= begin_s:
+        return None
+    return (end_s - begin_s) / (last - first)
+
+
+def _work(job: JobParts, layout: Layout) -> tuple[str, float]:
+    """The unit in which throughput is counted, and how much of it a step is."""
+    num_samples = layout.num_microbatches * job.config.batch.microbatch_size
+    tokens = job.plan.tokens_per_sample
+    return (SAMPLES_PER_S, num_samples) if tokens is None else (TOKENS_PER_S, num_samples * tokens)
+
+
+def _workers(
+    job: JobParts, layout: Layout, execution: ExecutionParameters, heard: Mapping[int, Heard], now_s: float
+) -> list[WorkerStatus]:
+    loads: dict[int, int] = {}
+    for route in layout.routes:
+        for hop in route:
+            loads[hop.worker] = loads.get(hop.worker, 0) + 1
+    stages = {worker: index for index, stage in enumerate(layout.stages) for worker in stage.workers}
+    level, gauges = base_level(job.config), job.planner.measurements.gauges(job.core.members)
+    found = []
+    for worker in job.core.members:
+        stage = stages.get(worker)
+        held = heard.get(worker)
+        position = None if held is None else held.message
+        found.append(
+            WorkerStatus(
+                worker=worker,
+                role="trains" if loads.get(worker) else "idle",
+                stage=stage,
+                layers=None if stage is None else (layout.stages[stage].start, layout.stages[stage].stop),
+                num_microbatches=loads.get(worker, 0),
+                speed=job.planner.measurements.speed_of(worker),
+                level=execution.levels.get(worker, level),
+                step=None if position is None else position.step,
+                doing=None if position is None else _doing(position),
+                waiting_on=() if position is None else position.waiting_on,
+                heard_s=None if held is None else max(0.0, now_s - held.at_s),
+                num_owned_blocks=None if position is None else position.num_owned,
+                num_followed_blocks=None if position is None else position.num_followed,
+                device=gauges.get(worker),
+            )
+        )
+    return found
+
+
+def _doing(position: Heartbeat) -> str:
+    names: Mapping[str, str] = ACTION_NAMES  # type: ignore[assignment]
+    return names.get(kind_of(position.label), position.label)
+
+
+def _copies(job: JobParts, heard: Mapping[int, Heard]) -> CopiesStatus:
+    members, num_blocks = job.core.members, len(job.plan.blocks)
+    known = [heard[worker].message for worker in members if worker in heard]
+    return CopiesStatus(
+        num_blocks=num_blocks,
+        num_wanted=num_blocks * min(job.config.elastic.num_followers, len(members) - 1),
+        num_held=sum(each.num_followed for each in known) if len(known) == len(members) else None,
+    )

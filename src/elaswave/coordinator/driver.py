@@ -1,0 +1,671 @@
+"""A coordinator's machine in a process: its parts, what it asks for, what follows by the clock. Others are connected
+to it by `elaswave.coordinator.process`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+
+from elaswave.blocks.domains import site_of
+from elaswave.channel.client import next_heartbeat_s
+from elaswave.channel.messages.agent import (
+    Awaited,
+    BreakOffCommit,
+    CommitCheckpoint,
+    Ended,
+    StopAsked,
+    ToAgent,
+    ToCoordinator,
+)
+from elaswave.channel.messages.worker import (
+    Failed,
+    Start,
+    StepReport,
+    Stop,
+)
+from elaswave.channel.server import ControlServer
+from elaswave.config.sites import control_delays_s, sites_of
+from elaswave.coordinator.agents import Agents
+from elaswave.coordinator.background import Background, call_at_end
+from elaswave.coordinator.commands.asked_keys import AskedKeys, obstacle_to
+from elaswave.coordinator.commands.asked_members import AskedMembers
+from elaswave.coordinator.commands.job_status import JobParts
+from elaswave.coordinator.commands.operations import Operations
+from elaswave.coordinator.commands.operator_desk import OperatorDesk
+from elaswave.coordinator.job_spec import spec_of
+from elaswave.coordinator.joiners import Joiners
+from elaswave.coordinator.membership import Membership
+from elaswave.coordinator.own_faults import OwnFaults
+from elaswave.coordinator.planning.measurements import DataWaits
+from elaswave.coordinator.planning.recovery_planning import LayoutSearches, RecoveryPlanning
+from elaswave.coordinator.planning.run_planner import RunPlanner
+from elaswave.coordinator.planning.stragglers import TRIALS_MAX
+from elaswave.coordinator.records.checkpoints import CheckpointFinder
+from elaswave.coordinator.records.job_end import JobEnd
+from elaswave.coordinator.records.publishing import Publishing, RecoveryReports
+from elaswave.coordinator.records.recorder import RunRecorder
+from elaswave.coordinator.records.recoveries import RecoveryLog
+from elaswave.coordinator.records.terminal import Terminal
+from elaswave.coordinator.setup import CoordinatorSetup
+from elaswave.coordinator.unreachable import Unreachable
+from elaswave.job.identity import identity_of
+from elaswave.job.plan import StartingPoint
+from elaswave.observability.clock import clock_here
+from elaswave.observability.events import EventLog
+from elaswave.observability.result import EVENTS_FILE
+from elaswave.observability.run_folder import data_facts, differences_on_resume
+from elaswave.protocol import events
+from elaswave.protocol.coordinator.driver import CoordinatorDriver
+from elaswave.protocol.coordinator.ending import MemberEnd
+from elaswave.protocol.coordinator.machine import Bounds, Coordinator
+from elaswave.protocol.coordinator.transitions import State
+from elaswave.protocol.detection.awake import TICK_S, AwakeTime
+from elaswave.protocol.detection.detector import Detector, Suspicion
+from elaswave.protocol.membership.hosts import Hosts
+from elaswave.protocol.messages import (
+    CoreToWorker,
+    Decision,
+)
+from elaswave.store.interface import Owner
+from elaswave.store.journal import ClockRead, JournalRecord, by_own_clock, core_records
+from elaswave.store.opening import open_store
+from elaswave.system.kernel import workers_max
+
+_log = logging.getLogger("elaswave.coordinator")
+
+
+class JobDriver(CoordinatorDriver):
+    """Drives the machine of one job.
+
+    Args:
+        setup: what its process is started with.
+    """
+
+    def __init__(self, setup: CoordinatorSetup) -> None:
+        self._setup = setup
+        plan = setup.plan
+        self._background = Background()
+        """Planning, and looking for checkpoints."""
+        claimed = setup.claimed
+        self._store = open_store(
+            plan.config.control,
+            setup.run_dir,
+            setup.control_dir,
+            self._store_owner(),
+            setup.keys.accepted[0],
+            job=setup.job,
+            term=None if claimed is None else claimed.term,
+            founded=setup.founded,
+        )
+        if claimed is not None:
+            claimed.beats.tell(self._call_on_loop(self._background.fail))
+        records = self._records_by_own_clock()
+        self._awake = AwakeTime()
+        """Nobody is silent, or away, in time in which this process does not run."""
+        self._server: ControlServer[ToCoordinator] = ControlServer(
+            when_durable=self._store.when_durable, head=lambda: self._store.head, now_s=self._awake_s
+        )
+        self._terminal = Terminal(self._server)
+        workers = plan.layout.workers
+        labels = list(plan.config.hosts or ()) if plan.config.control.hosts > 1 else []
+        domain_of = plan.layout.domain_of
+        founders = [labels.index(domain_of[worker]) if labels else 0 for worker in workers]
+        self._hosts = Hosts(founders, labels, home=setup.home)
+        self._faults = OwnFaults(setup.faults, setup.run_dir, self)
+        self._joiners = Joiners(
+            plan,
+            lambda: identity_of(plan, data_facts(setup.run_dir)),
+            records,
+            self._store.append,
+            self._terminal.say,
+            self._hosts,
+            self._faults.away_until_s,
+        )
+        self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
+        self._recorder = RunRecorder(
+            plan,
+            setup.sampler,
+            setup.run_dir,
+            checkpoint=setup.checkpoint,
+            store=self._store,
+            events=self._events,
+            terminal=self._terminal,
+            records=records or None,
+            commit=lambda number, request: self._tell_home(CommitCheckpoint(number=number, request=request)),
+            break_off=lambda number: self._tell_home(BreakOffCommit(number=number)),
+            started_s=setup.started_s,
+            at_home=self._at_home,
+        )
+        self._state = self._recorder.state
+        self._data_waits = DataWaits()
+        elastic = plan.config.elastic
+        self._planner = RunPlanner(plan)
+        self.core = Coordinator(
+            layout=plan.layout,
+            placement=plan.placement,
+            blocks=plan.blocks,
+            num_followers=elastic.num_followers,
+            scatter_width=plan.scatter_width,
+            bounds=Bounds(elastic.min_workers, elastic.max_failures_per_hour),
+            restarts=self._planner.restarts,
+            first_step=self._state.first_step,
+            records=core_records(records),
+            execution=plan.execution,
+        )
+        self._membership = Membership(
+            self.core,
+            self._joiners,
+            feed=self.feed,
+            suspect=self._take_suspicions,
+            spawn=lambda worker: self._agents.spawn(worker),
+            end=lambda worker: self._agents.end(worker),
+            send=self.send,
+            say=self._terminal.say,
+            drain_deadline_s=elastic.drain_deadline_s,
+            workers_min=elastic.min_workers,
+            workers_max=workers_max(setup.num_loaders),
+            heard_s=self._server.heard_s,
+            awake=self._awake,
+            refused=lambda worker, problem: self._operations.not_admitted(worker, problem),
+        )
+        self._agents = Agents(
+            self._hosts,
+            spec=spec_of(setup),
+            checkpoint=setup.checkpoint and StartingPoint(folder=str(setup.checkpoint[0]), meta=setup.checkpoint[1]),
+            records=records,
+            persist=self._store.append,
+            send=self._server.send,
+            heard_s=self._server.heard_s,
+            hang_up=self._server.hang_up,
+            say=self._terminal.say,
+            keys=lambda: self._keys.told,
+            founded=self._expect_members,
+            ended=lambda worker: self._note_end(worker, "has ended with its host"),
+            room=self._fill_host,
+            now_s=self._awake_s(),
+        )
+        self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
+        """Whether all members have registered before: with an earlier coordinator."""
+        self._knows_speeds = not self._has_begun
+        """Whether the planner counts with the speeds that the layout in force was planned with; a new coordinator
+        learns the layout from the first step."""
+        self._asked_of_agents = Awaited(workers=())
+        """The workers of whose processes the agents tell."""
+        self._decisions = [record for record in records if isinstance(record, Decision)]
+        self._recoveries = RecoveryReports(
+            RecoveryLog(setup.run_dir, plan.config.run.steps),
+            self._recorder,
+            self._terminal,
+            num_steps=plan.config.run.steps,
+            coordinator_ends_s=self._ends_to_tell(),
+        )
+        self._suspected = ""
+        """Why workers are held for lost, while the core hears of it."""
+        self._detector = Detector(
+            takes_over=self._has_begun,
+            domains=self.core.domains,
+            can_look=self._agents.can_look,
+            held_up_s=self._held_up_s(),
+            awake=self._awake,
+        )
+        self._unreachable = Unreachable()
+        self._recovery_planning = RecoveryPlanning(
+            self._planner, self._background, pause=self._detector.pause, answer=self.answer_plan
+        )
+        self._searches = LayoutSearches(
+            self._planner,
+            self.core,
+            self._recorder,
+            self._terminal,
+            self._background,
+            is_over=lambda: self._end.is_there,
+            change=self.feed,
+        )
+        self._checkpoint_finder = CheckpointFinder(
+            self.core,
+            self._recorder.checkpoints,
+            setup.run_dir,
+            restart_s=elastic.restart_s,
+            begins_at_seed=self._state.first_step == 1,
+            is_over=lambda: self._end.is_there,
+            objection=lambda meta: "; ".join(differences_on_resume(meta.config, plan.config)),
+            answer=self.answer_checkpoint,
+        )
+        job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)
+        self._keys = AskedKeys(
+            setup.keys,
+            obstacle_to(plan.config.control.store, setup.listen, has_tls=setup.tls is not None),
+            self._server.send_all,
+            self._participants,
+            self._key_retired,
+        )
+        self._operations = Operations(
+            job,
+            send_all=self._server.send_all,
+            stop=partial(self._stop_job, "elaswave ctl stop"),
+            begin=self._background.begin,
+            change=self.feed,
+            members=AskedMembers(
+                job,
+                self.request_join,
+                self.request_drain,
+                lambda: self._membership.joining,
+                self._joiners.was_member,
+            ),
+            keys=self._keys,
+        )
+        self._desk = OperatorDesk(self._server, job, self._operations)
+        self._end = JobEnd(
+            self.core,
+            self._joiners,
+            self._recorder,
+            self._events,
+            self._terminal,
+            self._server,
+            first_workers=workers,
+            home=self._agents.home,
+            tell_operators=self._desk.ended,
+        )
+        self._publishing = Publishing(
+            self.core,
+            self._recorder,
+            self._recoveries,
+            self._server,
+            stepped=self._after_step,
+            recorded=self._finish_if_complete,
+            failed=lambda error: self._end.come(Ended(outcome="failed", reason=str(error), is_state_error=True)),
+        )
+        self._stop: Stop | None = None
+        self._start: Start | None = None
+        self._failures: dict[int, Failed] = {}
+        self._watched: set[int] = set()
+        """Workers for whose end a thread waits."""
+        self._ticker: asyncio.TimerHandle | None = None
+        self._began_s = self._awake_s()
+
+    def _records_by_own_clock(self) -> list[JournalRecord]:
+        """What earlier coordinators have recorded; from here on what this one records is by its clock."""
+        clock, now_s = clock_here(), time.monotonic()
+        records = by_own_clock(self._store.records(), clock, now_s)
+        self._store.add(ClockRead(clock=clock, at_s=now_s))
+        return records
+
+    def _ends_to_tell(self) -> tuple[float, ...]:
+        """Ends of coordinators of which no one has told yet. Those of another host are not seen, but missed."""
+        setup = self._setup
+        if setup.job:
+            return () if setup.lost_s is None else (setup.lost_s,)
+        return setup.coordinator_ends_s[self._state.num_restarts :]
+
+    def _call_on_loop(self, call: Callable[[Exception], None]) -> Callable[[Exception], None]:
+        """For a thread."""
+        loop = asyncio.get_running_loop()
+
+        def hand_over(error: Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
+                loop.call_soon_threadsafe(call, error)
+
+        return hand_over
+
+    def _store_owner(self) -> Owner:
+        """What a store that works beside the event loop may do here."""
+        loop, background = asyncio.get_running_loop(), self._background
+        return Owner(
+            post=lambda call: loop.call_soon_threadsafe(background.guarded, call),
+            turn=lambda: self._server.keep_alive(),
+            say=lambda text: self._terminal.say_trouble(text),
+            broken=background.fail,
+        )
+
+    def _held_up_s(self) -> Callable[[int], float]:
+        """For how long the link from a worker's site may hold back what it says."""
+        config, labels = self._setup.plan.config, self.core.domains
+        sites, delays_s = sites_of(config), control_delays_s(config)
+        if sites is None or not delays_s:
+            return lambda worker: 0.0
+        return lambda worker: delays_s[sites.site_of(worker, labels)]
+
+    def _at_home(self) -> Collection[int]:
+        """The workers that are lost together with this coordinator, which nobody on another host follows."""
+        config = self._setup.plan.config
+        if config.control.hosts == 1 and config.sites.coordinator is not None:
+            return [worker for worker, label in self.core.domains.items() if site_of(label) == config.sites.coordinator]
+        host = self._hosts.find(self._setup.home) if self._setup.plan.config.control.hosts > 1 else None
+        return () if host is None else host.workers
+
+    def _tell_home(self, message: ToAgent) -> None:
+        """Tells the agent of this host. Without a connection it is dropped; what it must know it is told when it has
+        connected."""
+        self._server.send(self._agents.home, message)
+
+    def _participants(self) -> set[int]:
+        """All that take part in the job, as control connections name them."""
+        return {*self.core.members, *self._membership.coming, *self._agents.present}
+
+    def _key_retired(self) -> None:
+        self._terminal.say("the job's key was changed (elaswave keys rotate): the old one is refused from now on")
+        self._server.keep(self._participants())
+
+    # ---------------------------------------------------------------------------------------------------------- effects
+
+    def carry_out(self, effects: Sequence[events.CoordinatorEffect]) -> None:
+        """Carries out effects in their order."""
+        super().carry_out(effects)
+        self._publishing.tell_settled()
+
+    def carry_out_one(self, effect: events.CoordinatorEffect) -> None:
+        """Carries out one effect."""
+        self._setup.before_effect(effect)
+        super().carry_out_one(effect)
+
+    def now_s(self) -> float:
+        """Monotonic time of this machine."""
+        return time.monotonic()
+
+    def _awake_s(self) -> float:
+        """Seconds for which this process has been awake."""
+        return self._awake.passed_s(time.monotonic())
+
+    def persist(self, record: events.Record) -> None:
+        """Into the journal."""
+        self._store.append(record)
+
+    def send(self, worker: int, message: CoreToWorker) -> None:
+        """Over the control connection, if there is one."""
+        self._server.send(worker, message)
+
+    def tell_addresses(self, addresses: dict[int, str]) -> None:
+        """As the start."""
+        self._start = Start(addresses=addresses)
+        self._server.send_all(self.core.members, self._start)
+
+    def find_checkpoint(self, question: events.FindCheckpoint) -> None:
+        """In a thread: checksums of large files take longer than this process may be silent.
+
+        They may also take longer than survivors may stand still: until the decision that is held against none of them.
+        """
+        self._detector.pause(time.monotonic())
+        self._background.begin(self._checkpoint_finder.find(question))
+
+    def on_new_epoch(self, effect: events.NewEpoch) -> None:
+        """Shows that workers were lost."""
+        now_s = time.monotonic()
+        self._detector.new_epoch(now_s)
+        self._state.new_epoch(effect.epoch)
+        for worker in effect.joined:
+            self._detector.joined(worker, now_s)
+            self._watch(worker)
+        for worker in effect.left:
+            self._detector.left(worker)
+        for suspicion in effect.suspicions:
+            self._detector.left(suspicion.worker)
+            _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
+        if effect.unsound:
+            self._terminal.say(f"{self.core.reason}; what is wrong is made good")
+        self._membership.new_epoch(effect, now_s)
+        self._operations.lost(suspicion.worker for suspicion in effect.suspicions)
+        self._recoveries.new_epoch(effect, now_s)
+
+    def on_decided(self, effect: events.Decided) -> None:
+        """Shows how survivors go on."""
+        decision = effect.decision
+        self._detector.resume(time.monotonic())
+        self._report_restart(time.monotonic())  # workers that were still missing are no members any more
+        self._operations.decided(decision)
+        self._recoveries.log.decided(decision, time.monotonic(), self._recovery_planning.took_s)
+        self._recorder.decided(decision)
+        if effect.predicted_step_s is not None:
+            self._recorder.predicted(effect.predicted_step_s)
+        if decision.rollback is not None:
+            where = f"the job goes back to the checkpoint of step {decision.rollback}"
+            self._terminal.say(
+                f"{decision.reason}: {where if decision.rollback else 'the job begins again from the seed'}"
+            )
+
+    def on_resumed(self, effect: events.Resumed) -> None:
+        """Shows that all members compute again."""
+        self._recoveries.resumed(time.monotonic())
+        self._stop_if_none_stay()
+        self._searches.plan_for_members()
+        self._searches.look_for_better()
+
+    def note(self, effect: events.Note) -> None:
+        """A line of the log."""
+        _log.info("%s", effect.text)
+
+    def on_end(self, effect: events.End) -> None:
+        """Ends the job."""
+        failure = None if effect.worker is None else self._failures.get(effect.worker)
+        self._end.come(
+            Ended(
+                outcome="failed",
+                reason=effect.reason + (f": {self._suspected}" if self._suspected else "") + self._recorder.advice(),
+                worker=effect.worker,
+                traceback_text="" if failure is None else failure.traceback_text,
+            )
+        )
+
+    # -------------------------------------------------------------------------------------------------------- questions
+
+    def plan_recovery(self, question: events.PlanRecovery) -> None:
+        """In the same turn if that is quick, else beside it, within a bound."""
+        self._recovery_planning.plan(question)
+
+    def pending_work(self, step: int, asked: bool) -> events.PendingWork:
+        """As the run's records have it."""
+        return self._recorder.unfinished(step, asked)
+
+    def ends(self) -> Mapping[int, MemberEnd]:
+        """As the run's records have it."""
+        return self._state.ends
+
+    def published_step(self) -> int:
+        """As the run's records have it."""
+        return self._state.last_step
+
+    def give_up_missing_parts(self) -> None:
+        """With a word to the workers."""
+        self._publishing.give_up_missing_parts()
+
+    def is_committing(self) -> bool:
+        """Whether the committer has still to answer."""
+        return self._recorder.checkpoints.is_committing
+
+    def _finish_if_complete(self) -> None:
+        if not self._end.is_there:
+            self.end_if_finished()
+
+    def on_finished(self) -> None:
+        """Writes the result, and ends the job."""
+        self._recoveries.flush()
+        self._end.finish(self._setup.run_dir, self._faults.never_struck)
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    def _after_step(self, message: StepReport) -> None:
+        """Looks at what a published step says of layouts, and of what joiners must have in common."""
+        self._planner.measurements.add_step(message)
+        self._hosts.committed(self.core.members)
+        answers = self._joiners.committed(self.core.members, message.vector, self._publishing.environment)
+        self._membership.answer(answers, time.monotonic())
+        change = self.core.change_in_force(message.change)
+        if change is not None:
+            self._recorder.changed(change, message.step + 1)
+        if not self._knows_speeds:
+            self._knows_speeds = True
+            self._planner.take_over(self.core.in_force().execution)
+        self._searches.predict_first()
+        self._searches.plan_for_members()
+        self._searches.look_for_better()
+        self._faults.strike(message.step + 1)  # a step may be over before a heartbeat tells of it
+
+    # ----------------------------------------------------------------------------------------------- comings and goings
+
+    def request_join(self, count: int, request: int = 0) -> list[int] | str:
+        """Has workers started that join, beside those that the job aims at; returns their ids, or why there are none.
+
+        Args:
+            count: how many.
+            request: of a person, as of `Joiners.request`.
+        """
+        return self._membership.join(count, time.monotonic(), request)
+
+    def request_drain(self, worker: int, deadline_s: float | None = None) -> None:
+        """Has a worker leave.
+
+        Args:
+            worker: its id.
+            deadline_s: seconds after which it is lost; None: elastic.drain_deadline_s.
+        """
+        self._membership.leave(worker, deadline_s, time.monotonic())
+        self._searches.plan_for_members()
+        self._stop_if_none_stay()
+
+    def _drain_hopeless(self) -> None:
+        """Has a worker leave that is too slow for any work, and was found so again and again."""
+        core = self.core
+        if core.state is not State.TRAINING or core.is_changing or self._stop is not None or self._end.is_there:
+            return
+        worker = self._planner.costs_more_than_it_gives(core.in_force().layout, core.admissions.leaving)
+        if worker is not None:
+            self._terminal.say(
+                f"worker {worker} leaves: it is too slow for any work, and was so in {TRIALS_MAX} trials; others hold "
+                "its blocks from now on"
+            )
+            self.request_drain(worker)
+
+    def _stop_if_none_stay(self) -> None:
+        cause = self._membership.cause_to_stop()
+        if cause is not None and self._stop is None and not self._end.is_there:
+            self._stop_job(cause)
+
+    def _stop_job(self, cause: str) -> None:
+        """The agents deal with it as with a signal, and tell every later coordinator."""
+        self._server.send_all(self._terminal.agents, StopAsked(cause=cause))
+        self._stop_workers()
+
+    def _stop_workers(self) -> None:
+        self._membership.stop()
+        self._stop = Stop()
+        self._operations.stopping()
+        self._server.send_all(self.core.members, self._stop)
+        if not self._agents.is_founded:  # there is nobody whose step could be waited for
+            ended = Ended(outcome="stopped", reason="stopped before all hosts had come: nothing was trained")
+            asyncio.get_running_loop().call_soon(self._background.guarded, partial(self._end.come, ended))
+
+    # -------------------------------------------------------------------------------------------------------- processes
+
+    def _ask_agents(self) -> None:
+        """Asks how the processes of workers get on that have not registered, have not said a word, or are silent; of
+        none once all are heard."""
+        self._asked_of_agents = self._of_interest()
+        self._server.send_all(self._terminal.agents, self._asked_of_agents)
+
+    def _of_interest(self) -> Awaited:
+        awaited = {*self._detector.awaited, *self._membership.silent}
+        return Awaited(workers=tuple(sorted(awaited)), silent=self._detector.quiet)
+
+    def _watch(self, worker: int) -> None:
+        """Waits for the end of a worker of this host in a thread; its agent's own news of it comes later."""
+        if worker in self._watched:
+            return
+        self._watched.add(worker)
+        ended = partial(self._on_end_of_process, worker, "has ended")
+        call_at_end(self._setup.deaths, worker, partial(self._background.guarded, ended))
+
+    def _on_end_of_process(self, worker: int, text: str) -> None:
+        if self._note_end(worker, text):
+            self._tick_soon()
+
+    def _note_end(self, worker: int, text: str) -> bool:
+        """Returns whether the next tick has something to say of it."""
+        self._membership.ended(worker, time.monotonic())
+        self._operations.not_admitted(worker, f"its process {text}")
+        if worker not in self.core.members or self._end.is_there or worker in self._failures:
+            return False
+        self._detector.exited(worker, text, time.monotonic())
+        return True
+
+    def _report_restart(self, now_s: float) -> None:
+        """Says that this coordinator follows others, once all members have found it."""
+        if set(self._server.peers) >= set(self.core.members):
+            self._recoveries.coordinator_found(now_s, self.core.epoch)
+
+    # ------------------------------------------------------------------------------------------------------------ hosts
+
+    def _expect_members(self) -> None:
+        """All hosts have come with which the job begins: from now on members are awaited."""
+        for worker in self.core.members:
+            if self._has_begun:
+                # A member that does not find this coordinator is lost, however it was to its predecessors.
+                self._detector.joined(worker, time.monotonic())
+            else:
+                self._detector.expect(worker, time.monotonic())
+
+    def _fill_host(self, slots: int) -> None:
+        """A host has come while the job runs: it takes over places that are open, and beyond them the job grows."""
+        count = slots - self._joiners.num_open
+        if count > 0 and not self._end.is_there and self._stop is None:
+            self.request_join(count)
+
+    def _look_at_hosts(self, now_s: float) -> None:
+        """Gives up what has been waited for too long."""
+        if self._end.is_there:
+            return
+        self._agents.tick(set(self.core.members).difference(self._detector.awaited), now_s)
+        control = self._setup.plan.config.control
+        if not self._agents.is_founded and now_s - self._began_s > control.hosts_wait_s:
+            here = self._hosts.num_here
+            reason = f"only {here} of {control.hosts} hosts have come within {control.hosts_wait_s:g} s"
+            self._end.come(
+                Ended(outcome="failed", reason=f"{reason} (control.hosts_wait_s): start the others", again=True)
+            )
+
+    def _look_at_quiet_hosts(self, now_s: float) -> None:
+        """Asks the kernel whether those of hosts that are silent still acknowledge."""
+        for host, workers in self._detector.quiet_hosts.items():
+            peers = self._agents.peers_beside(workers)
+            if peers:
+                self._detector.looked_at_host(host, self._server.look(peers), now_s)
+
+    # ------------------------------------------------------------------------------------------------------------- time
+
+    def _tick(self) -> None:
+        """Asks the detector whom it suspects, and when to ask again."""
+        now_s = time.monotonic()
+        self._take_suspicions(self._detector.tick(now_s))
+        if self._detector.are_together:
+            self._unreachable.forget()
+            self._membership.nobody_is_heard(now_s)
+        self._publishing.tick(now_s)
+        self._desk.turn()
+        for excuse in self._detector.take_excuses():
+            _log.info("%s", excuse)
+        if self._asked_of_agents != self._of_interest():
+            self._ask_agents()
+        self._look_at_hosts(self._awake_s())
+        self._look_at_quiet_hosts(now_s)
+        next_s = min(self._detector.next_tick_s(now_s), self._membership.tick(now_s, self._state.step_s))
+        next_s = min(next_s, next_heartbeat_s(now_s, TICK_S))  # when heartbeats come, to wake once for both
+        wait_s = max(0.005, min(0.2, next_s - now_s))
+        self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
+
+    def _tick_soon(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._tick()
+
+    def _take_suspicions(self, suspicions: Sequence[Suspicion]) -> None:
+        if suspicions and not self._end.is_there:
+            lost = self._agents.with_their_hosts(suspicions, self.core.members)
+            self._suspected = "; ".join(each.reason for each in lost)
+            self.suspect(lost)
+            self._suspected = ""
+            self._agents.hang_up_on_lost(lost)
+
+
+def _named(workers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(workers)))

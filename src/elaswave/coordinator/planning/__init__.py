@@ -1,0 +1,1 @@
+"""From measurements to the next layout, and what a recovery asks of the planner."""

@@ -1,0 +1,322 @@
+"""What a coordinator has planned, and when: recoveries, predictions of steps, better layouts. No threads, no IO.
+
+Each method returns the work as a function without arguments that reads nothing of the coordinator, so that it can run
+beside it.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from elaswave.coordinator.planning.measurements import Measurements
+from elaswave.coordinator.planning.replanning import ELASWAVE, Replanned, Replanner
+from elaswave.job.plan import RunPlan
+from elaswave.planning.search.asked_stages import asked_stages
+from elaswave.planning.search.recovery import survivor_layout
+from elaswave.planning.state_moves.target_placement import target_placement
+from elaswave.protocol.coordinator.decisions import plan_with
+from elaswave.protocol.coordinator.history import InForce
+from elaswave.protocol.events import ChangePlanned, PlanRecovery, RecoveryPlan
+from elaswave.protocol.messages import Decision
+from elaswave.protocol.step.moves import refilled
+from elaswave.types import ExecutionParameters, Layout
+
+
+class LayoutSearch(NamedTuple):
+    """What was found for the layout of a decision."""
+
+    predicted_step_s: float
+    """Of the present layout."""
+    better: Replanned | None = None
+    news: str = ""
+    """For people: why it was looked for, and what was found."""
+
+
+class AskedLayout(NamedTuple):
+    """What a person's request for another layout has come to."""
+
+    present_step_s: float | None
+    """Predicted for the present layout; None before anything is measured."""
+    found_step_s: float | None
+    """The same of the one that was found, or asked for."""
+    layout: Layout
+    reason: str
+    change: ChangePlanned | None
+    """What is to be done; None: nothing."""
+
+
+def _outcome(predicted_s: float, better: Replanned | None) -> str:
+    if better is None:
+        return f"no layout is better than the present one ({predicted_s:.3g} s per step)"
+    return f"the layout changes ({predicted_s:.3g} to {better.predicted_step_s:.3g} s per step)"
+
+
+class RunPlanner:
+    """The planners of one job, with what is measured in it.
+
+    Args:
+        plan: of the run.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.measurements = Measurements(plan.config, plan.layer_parameters)
+        self._plan = plan
+        self._replanner = Replanner(plan.config)
+        self._struck: tuple[Layout, tuple[int, ...]] = (plan.layout, ())
+        """The layout that the newest loss has struck, and the workers that were lost."""
+        self._searched_epoch = 0
+        """The newest epoch for which a better layout was looked for."""
+        self._has_predicted_first = False
+        self._planned_for: tuple[Layout, frozenset[int]] | None = None
+        """Layout in force and leaving members for which no other layout was found."""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether every loss leads back to the last durable checkpoint."""
+        return self._replanner.restarts
+
+    def is_quick(self, question: PlanRecovery) -> bool:
+        """Whether a recovery is planned within milliseconds: not where another policy's planner is asked."""
+        return not question.lost or self._replanner.policy == ELASWAVE
+
+    def recovery(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
+        """How the members go on after a loss: survivors keep their stages, or as the run's policy has it."""
+        self._struck = (question.layout, question.lost)
+        return partial(self._survivors, question) if self.is_quick(question) else self._baseline(question)
+
+    def _survivors(self, question: PlanRecovery) -> RecoveryPlan:
+        layout, execution = question.layout, question.execution
+        if question.lost:
+            layout = survivor_layout(layout, question.lost)
+            execution = self._replanner.within_memory(layout, execution)
+        return self._with_placement(question, layout, execution=execution)
+
+    def _baseline(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
+        costs = self.measurements.known_or_estimated()  # takes too long where nothing needs it
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def plan() -> RecoveryPlan:
+            found = replanner.baseline(question.layout, question.execution, question.lost, costs)
+            return self._with_placement(
+                question,
+                found.layout,
+                execution=found.execution,
+                reason=found.reason,
+                predicted_step_s=found.predicted_step_s,
+            )
+
+        return plan
+
+    def _with_placement(
+        self,
+        question: PlanRecovery,
+        layout: Layout,
+        execution: ExecutionParameters | None = None,
+        **values: Any,
+    ) -> RecoveryPlan:
+        plan = self._plan
+        if execution is not None:  # a step that is tried again has the ratios that it had
+            values["execution"] = msgspec.structs.replace(execution, ratios=question.execution.ratios)
+        return plan_with(question, layout, plan.blocks, plan.config.elastic.num_followers, plan.scatter_width, **values)
+
+    def first_prediction(self) -> Callable[[], LayoutSearch] | None:
+        """What a step of the first layout should take; None before costs are known, and afterwards: once is enough."""
+        if self._has_predicted_first or not self.measurements.step_overhead_s:
+            return None
+        costs = self.measurements.costs()
+        if costs is None:
+            return None
+        self._has_predicted_first = True
+        plan, replanner = self._plan, self._replanner.at(self.measurements.speeds())
+        return lambda: LayoutSearch(replanner.predict(plan.layout, plan.execution, costs))
+
+    def search(self, decision: Decision, layout_before: Layout) -> Callable[[], LayoutSearch] | None:
+        """A better layout than a decision's; None before costs are known, and afterwards: once is enough.
+
+        Args:
+            decision: the newest one.
+            layout_before: the layout that it has replaced.
+        """
+        if self._searched_epoch >= decision.epoch:
+            return None
+        costs = self.measurements.costs()
+        if costs is None:
+            return None
+        self._searched_epoch = decision.epoch
+        self.measurements.shift = None  # this search knows the newest speeds
+        layout, execution = decision.layout, decision.execution
+        before, lost = self._struck
+        if not lost:  # an earlier coordinator has decided
+            before, lost = layout_before, decision.lost
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def search() -> LayoutSearch:
+            now_s, better = replanner.improve(before, layout, execution, lost, costs)
+            present = Replanned(layout, execution, "blocks go to the workers that run their layers", now_s)
+            return LayoutSearch(now_s, better or present)
+
+        improves = self._rebalances and not self._replanner.is_own  # whose plan the recovery has installed
+        return search if improves else lambda: LayoutSearch(replanner.predict(layout, execution, costs))
+
+    def for_members(self, before: InForce, leaving: Collection[int]) -> Callable[[], LayoutSearch] | None:
+        """A layout for members that are to leave, or that are idle; None if there are none, or none was found before.
+
+        A member that is to leave may be idle and yet hold blocks: a loss voids the change that was to relieve it of
+        them, and the decision may make it their owner. Then the layout stays, and the blocks go to others.
+
+        Args:
+            before: what is in force.
+            leaving: members that are to leave.
+        """
+        layout, leaving = before.layout, frozenset(leaving)  # it may grow while the search goes on beside
+        wanted = (layout, leaving)
+        going, new = set(leaving) & set(layout.active), set(layout.idle) - set(leaving)
+        loaded = [worker for worker in layout.idle if worker in leaving and before.placement.holds(worker)]
+        if going == set(layout.active) or not (going or new or loaded) or (wanted == self._planned_for and not loaded):
+            return None
+        costs = self.measurements.known_or_estimated()
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def search() -> LayoutSearch:
+            now_s = replanner.predict(layout, before.execution, costs)
+            if not going and (not new or wanted == self._planned_for):
+                reason = f"blocks leave workers {loaded}, which are to leave"
+                return LayoutSearch(now_s, Replanned(layout, before.execution, reason, now_s))
+            found = replanner.for_members(layout, before.execution, leaving, costs)
+            if found.layout == layout:
+                self._planned_for = wanted
+            return LayoutSearch(now_s, found, found.reason if replanner.is_own else "")
+
+        return search
+
+    def change(self, planned: Replanned, epoch: int, before: InForce) -> ChangePlanned | None:
+        """A change to a layout, with its blocks where they should be; None if all is so already.
+
+        Args:
+            planned: the layout.
+            epoch: of its workers.
+            before: what is in force.
+        """
+        blocks, num_followers = self._plan.blocks, self._plan.config.elastic.num_followers
+        width = self._plan.scatter_width
+        here = refilled(blocks, before.layout, before.placement, num_followers, self._plan.refill_elements, width)
+        target = target_placement(planned.layout, blocks, here, num_followers=num_followers, scatter_width=width)
+        execution = msgspec.structs.replace(planned.execution, ratios=self._plan.ratios_of(planned.layout))
+        if (planned.layout, execution, target) == (before.layout, before.execution, here):
+            return None
+        return ChangePlanned(epoch, planned.layout, target, execution, planned.reason, planned.predicted_step_s)
+
+    @property
+    def _rebalances(self) -> bool:
+        asked = self._replanner.policy == ELASWAVE or self._replanner.is_own
+        return asked and self._plan.config.elastic.rebalance
+
+    def rebalance(self, layout: Layout, execution: ExecutionParameters) -> Callable[[], LayoutSearch] | None:
+        """A layout for workers that have become slower or faster; None unless any has since this was asked last.
+
+        Args:
+            layout, execution: in force.
+        """
+        shift = self.measurements.shift
+        if shift is None or not self._rebalances:
+            return None  # most often: this is asked with every report of times, and costs take a millisecond
+        costs = self.measurements.costs()
+        if costs is None:
+            return None
+        self.measurements.shift = None
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def search() -> LayoutSearch:
+            predicted_s, better = replanner.rebalance(layout, execution, shift.workers, costs)
+            if better is not None:
+                better = better._replace(reason=f"{better.reason}; {shift.reason}")
+            return LayoutSearch(predicted_s, better, f"{shift.reason}: {_outcome(predicted_s, better)}")
+
+        return search
+
+    def costs_more_than_it_gives(self, layout: Layout, leaving: Collection[int]) -> int | None:
+        """A worker that is to leave, since it is too slow for any work, again and again; None if there is none.
+
+        A spare that may get fast again is worth the copies that it holds. One of which that is not to be hoped for only
+        makes the others wait, in votes and for what it owns. It stays where the others would be too few: for copies, or
+        for elastic.min_workers.
+
+        Args:
+            layout: in force.
+            leaving: members that are to leave already.
+        """
+        elastic = self._plan.config.elastic
+        busy = {hop.worker for route in layout.routes for hop in route}
+        num_staying = len(set(layout.workers).difference(leaving)) - 1
+        if not self._rebalances or num_staying < max(1 + elastic.num_followers, elastic.min_workers):
+            return None
+        hopeless = self.measurements.stragglers.hopeless
+        return next((worker for worker in hopeless if worker not in busy and worker not in leaving), None)
+
+    def look(self, epoch: int, before: InForce) -> Callable[[], AskedLayout] | str:
+        """A better layout of the workers as they are, for a person who asks; or why it cannot be looked for.
+
+        Args:
+            epoch: the present one.
+            before: what is in force.
+        """
+        if self._replanner.policy != ELASWAVE:
+            return f"elastic.policy is {self._replanner.policy}, which plans after events only"
+        costs = self.measurements.costs()
+        if costs is None:
+            return "the workers have not told yet how long their actions take: ask again after some steps"
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def look() -> AskedLayout:
+            now_s, found = replanner.look(before.layout, before.execution, costs)
+            if found.predicted_step_s < now_s * (1 - replanner.gain_min):
+                change = self.change(found, epoch, before)
+                return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
+            reason = (
+                f"the best layout that was found is not {100 * replanner.gain_min:g} % faster than the present one, "
+                f"which a change must be worth ({found.reason})"
+            )
+            return AskedLayout(now_s, found.predicted_step_s, found.layout, reason, None)
+
+        return look
+
+    def asked(
+        self, epoch: int, before: InForce, layers: Sequence[int] | None, widths: Sequence[int] | None
+    ) -> Callable[[], AskedLayout]:
+        """The layout that a person asks for.
+
+        Args:
+            epoch, before: as of `look`.
+            layers, widths: of its stages, see `asked_stages`.
+        Raises:
+            ConfigError: there can be no such stages.
+        """
+        stages = asked_stages(before.layout, layers, widths)
+        is_measured = self.measurements.costs() is not None
+        costs = self.measurements.known_or_estimated()
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def plan() -> AskedLayout:
+            now_s = replanner.predict(before.layout, before.execution, costs)
+            found = Replanned(before.layout, before.execution, "blocks go to the workers that run their layers", now_s)
+            if stages != before.layout.stages:
+                found = replanner.with_stages(stages, before.layout, before.execution, costs)
+            change = self.change(found, epoch, before)
+            if is_measured:
+                return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
+            if change is not None:  # estimates do to divide the work, not to tell seconds
+                change = change._replace(predicted_step_s=None)
+            return AskedLayout(None, None, found.layout, found.reason, change)
+
+        return plan
+
+    def take_over(self, execution: ExecutionParameters) -> None:
+        """Counts with the speeds that the layout in force was planned with, perhaps by an earlier coordinator.
+
+        Args:
+            execution: in force.
+        """
+        if execution.layer_s:
+            self.measurements.plan_with(execution)

@@ -1,0 +1,1 @@
+"""What the coordinator keeps of a run: events, recoveries, checkpoints, the result."""

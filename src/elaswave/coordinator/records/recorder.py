@@ -1,0 +1,501 @@
+"""The records of a run: what workers report becomes durable records, events, and lines on the terminal.
+
+The recorder publishes; it takes no part in steps. Every message may come twice (a coordinator can die between handling
+and acknowledging it), so everything here is idempotent. Whatever a new coordinator needs is made durable first, then
+folded into the run's state (`coordinator/records/run_state.py`), then logged and shown; the event log is for people,
+and may be incomplete. A repeated step must have the same loss.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from elaswave._version import __version__
+from elaswave.blocks.placement import Placement
+from elaswave.blocks.survival import survival_of
+from elaswave.channel.messages.agent import ShowEvaluation, ShowStep
+from elaswave.channel.messages.worker import EvaluationReport, Finished, Ready, Standing, StepReport
+from elaswave.checkpoints.checkpoint import newest_committed_step
+from elaswave.checkpoints.format import CheckpointMeta
+from elaswave.config.devices import planned_speeds
+from elaswave.config.own import OWN
+from elaswave.coordinator.records.checkpoints import Checkpoints
+from elaswave.coordinator.records.holdings import holdings_of
+from elaswave.coordinator.records.run_result import describe_checkpoint, make_result
+from elaswave.coordinator.records.run_state import RunState, by_step
+from elaswave.coordinator.records.terminal import Terminal
+from elaswave.data.sampler import Sampler
+from elaswave.devices.gauges import Gauges
+from elaswave.errors import CheckpointError, StoreError, SupersededError
+from elaswave.job.plan import RunPlan
+from elaswave.observability.events import (
+    AnyEvent,
+    CheckpointWritten,
+    ErrorRaised,
+    Evaluated,
+    EventLog,
+    LayoutChosen,
+    Recovered,
+    RunFinished,
+    RunStarted,
+    StepCommitted,
+    StepSkipped,
+    StepTimePredicted,
+    TimingsMeasured,
+)
+from elaswave.observability.result import CheckpointRecord, Recovery, RunResult
+from elaswave.observability.run_folder import data_facts, is_fine_tuning
+from elaswave.planning.costs.profiled import ActionTiming
+from elaswave.protocol.events import PendingWork
+from elaswave.protocol.messages import Decision, LayoutChange
+from elaswave.protocol.step.duties import pending_after
+from elaswave.store.interface import Store
+from elaswave.store.journal import CheckpointGivenUp, Entered, JournalRecord, Published, RecorderRecord
+from elaswave.types import ExecutionParameters, Layout
+
+TIMINGS_EVERY_S = 1.0
+"""`TimingsMeasured` are written no more often than this."""
+SHRINKS_BATCH = frozenset({"torchft"})
+"""Policies after whose losses a step that is tried again has fewer micro-batches."""
+
+
+class RunRecorder:
+    """Keeps the journal, the event log and the terminal in step with the state of one run.
+
+    Args:
+        plan, sampler: of the run.
+        run_dir: its folder.
+        checkpoint: what it resumes from: folder and description, or None.
+        store: the journal.
+        events: the run's log.
+        terminal: what is shown.
+        records: what earlier coordinators of this job have made durable, in order; None for its first one.
+        commit, break_off: ask for a commit by another process, and for its end, see `Checkpoints`.
+        started_s: monotonic time at which the command began.
+        at_home: says which workers are lost together with the coordinator; none where that is started again.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        sampler: Sampler,
+        run_dir: Path,
+        *,
+        checkpoint: tuple[Path, CheckpointMeta] | None,
+        store: Store[JournalRecord],
+        events: EventLog,
+        terminal: Terminal,
+        records: Sequence[JournalRecord] | None,
+        commit: Callable[[int, bytes], None],
+        break_off: Callable[[int], None],
+        started_s: float,
+        at_home: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        self._plan = plan
+        self._config = plan.config
+        self._run_dir = run_dir
+        self._store = store
+        self._events = events
+        self._terminal = terminal
+        self._at_home = at_home
+        self._started_s = started_s
+        self._said_of_domains = ""
+        """What people were told last of the sites and hosts whose loss is survived."""
+        self._next_timings_s = 0.0
+        """When the next `TimingsMeasured` may be written."""
+        self._sampler = sampler
+        meta = None if checkpoint is None else checkpoint[1]
+        extra = {} if meta is None else meta.extra
+        val_steps = extra.get("val_steps", [])
+        val_losses = map(float, extra.get("val_losses", []))
+        elastic = self._config.elastic
+        self.state = RunState(
+            plan.layout,
+            losses=[] if meta is None else [float(loss) for loss in meta.losses],
+            val_losses=dict(zip(val_steps, val_losses, strict=True)),
+            metrics=by_step(extra.get("metrics", {}), range(1, 1 if meta is None else meta.step + 1)),
+            val_metrics=by_step(extra.get("val_metrics", {}), val_steps),
+            fence_ratios=extra.get("fence_ratios", ()),
+            repeats_exactly=elastic.consistency == "bitwise" and elastic.policy not in SHRINKS_BATCH,
+        )
+        self.settled: list[int] = []
+        """Steps of checkpoints that are durable or given up, and of which the workers are still to be told."""
+        self._settling: set[int] = set()
+        """The same, of which the record is not durable yet."""
+        self.checkpoints = Checkpoints(
+            plan,
+            run_dir,
+            describe=self._describe,
+            commit=commit,
+            break_off=break_off,
+            begun_s=self.state.finished_s.get,
+            on_written=self._on_checkpoint,
+            on_given_up=self._on_given_up,
+            say=terminal.say,
+        )
+        self._tokens_per_sample = plan.tokens_per_sample
+        if records is not None:
+            self._restore(records)
+            return
+        self._write(
+            RunStarted(
+                version=__version__,
+                total_steps=self._config.run.steps,
+                first_step=self.state.first_step,
+                num_workers=len(self.state.members),
+                resumed_from=None if checkpoint is None else str(checkpoint[0].relative_to(run_dir)),
+                losses=list(self.state.losses),
+                config=self._config.to_dict(),
+            )
+        )
+
+    def _restore(self, records: Sequence[JournalRecord]) -> None:
+        """Takes over what earlier coordinators of this job have made durable."""
+        for record in records:
+            if isinstance(record, RecorderRecord):
+                self.state.apply(record)
+            if isinstance(record, Entered) and isinstance(record.event, CheckpointWritten):
+                self.checkpoints.restore(record.event.checkpoint)
+            elif isinstance(record, CheckpointGivenUp):
+                self.checkpoints.restore_given_up(record.step)
+            elif isinstance(record, Decision):
+                self.checkpoints.restore_decision(record)
+
+    def _record(self, record: RecorderRecord) -> None:
+        """Counts a record; it is durable soon."""
+        self._store.add(record)
+        self.state.apply(record)
+
+    def is_settled(self, step: int) -> bool:
+        """Whether it is durable what has become of a checkpoint."""
+        return self.checkpoints.is_settled(step) and step not in self._settling
+
+    def _settle(self, step: int) -> None:
+        self._settling.add(step)
+        self._store.when_durable(partial(self._settled, step))
+
+    def _settled(self, step: int) -> None:
+        self._settling.discard(step)
+        self.settled.append(step)
+
+    def _enter(self, event: AnyEvent) -> None:
+        """Logs an event that a new coordinator must know of."""
+        self._record(Entered(event=event))
+        self._write(event)
+
+    def _write(self, event: AnyEvent) -> None:
+        self._events.write(event)
+
+    # ----------------------------------------------------------------------------------------------------- membership
+
+    def ready(self, message: Ready) -> None:
+        """A worker begins to train."""
+        if self.state.ready(message.worker):
+            plan, first_step = self._plan, self.state.first_step
+            reason = "as configured" if first_step == 1 else "as configured, resumed from a checkpoint"
+            self._choose_layout(self.state.epoch, plan.layout, plan.placement, plan.execution, reason, first_step)
+
+    def _choose_layout(
+        self,
+        epoch: int,
+        layout: Layout,
+        placement: Placement,
+        execution: ExecutionParameters,
+        reason: str,
+        first_step: int,
+        *,
+        change: int = 0,
+        predicted_step_s: float | None = None,
+    ) -> None:
+        self.close_layout()
+        speeds = planned_speeds(self._config, execution)
+        num_known = len(self.state.recoveries)
+        problem_without = self._plan.problem_without(layout)
+        home = frozenset(self._at_home())
+        survival = survival_of(
+            placement,
+            layout,
+            lambda lost: problem_without(lost) if home.isdisjoint(lost) else "the coordinator is there",
+        )
+        self._enter(
+            LayoutChosen(
+                epoch=epoch,
+                layout=layout,
+                reason=reason,
+                first_step=first_step,
+                layer_names=list(self._plan.state.layer_names),
+                layer_parameters=list(self._plan.layer_parameters),
+                holdings=holdings_of(self._plan, layout, placement),
+                start_up_s=self.state.start_up_s or time.monotonic() - self._started_s,
+                change=change,
+                schedule=execution.schedule or self._config.layout.schedule,
+                levels=execution.levels,
+                in_flight=execution.in_flight,
+                ratios={self._plan.state.layer_names[at]: ratio for at, ratio in execution.ratios.items()},
+                predicted_step_s=predicted_step_s,
+                speeds={worker: speed for worker, speed in speeds.items() if speed != 1.0},
+                survival=survival,
+            )
+        )
+        for recovery in self.state.recoveries[num_known:]:  # they follow from what was entered
+            self._write(Recovered(recovery=recovery))
+        text = "" if survival is None else survival.describe_domains()
+        if text and text != self._said_of_domains:
+            self._said_of_domains = text
+            self._terminal.say(f"epoch {epoch}: the job {text}")
+
+    def predicted(self, predicted_step_s: float) -> None:
+        """What a step of the present layout should take, if that was not known when it was chosen.
+
+        Planning takes its time: once the run has ended nothing is entered any more.
+        """
+        if self.state.lacks_prediction():
+            record = self.state.epochs[-1]
+            self._enter(StepTimePredicted(epoch=record.epoch, change=record.change, predicted_step_s=predicted_step_s))
+
+    def changed(self, change: LayoutChange, first_step: int) -> None:
+        """A planned change of the layout has come into force; may be said again."""
+        if change.number > self.state.newest_change:
+            self._choose_layout(
+                change.epoch,
+                change.layout,
+                change.placement,
+                change.execution,
+                change.reason,
+                first_step,
+                change=change.number,
+                predicted_step_s=change.predicted_step_s,
+            )
+
+    def close_layout(self) -> None:
+        """The present layout is left: enters what its steps took, if any were measured."""
+        measured = self.state.step_time_measured()
+        if measured is not None:
+            self._enter(measured)
+
+    def decided(self, decision: Decision) -> None:
+        """Survivors go on with a decision."""
+        reason = f"{decision.reason}; {decision.plan}" if decision.plan else decision.reason
+        self._choose_layout(
+            decision.epoch,
+            decision.layout,
+            self._plan.complete(decision.layout, decision.placement),
+            decision.execution,
+            reason,
+            decision.resume_step,
+        )
+        if text := self._plan.unprotected(decision.layout, decision.placement):
+            self._terminal.say(f"epoch {decision.epoch}: {text}")
+        if decision.plan and self._config.elastic.policy_is_code:  # its author wants to know what became of the plan
+            self._terminal.say(decision.plan)
+        self.checkpoints.decided(decision)
+
+    def catch_up(self, epoch: int, decision: Decision | None) -> None:
+        """What an earlier coordinator has persisted and died before it could enter it here."""
+        state = self.state
+        if decision is not None and decision.epoch > max((known.epoch for known in state.epochs), default=0):
+            state.new_epoch(decision.epoch)
+            self.decided(decision)
+        if epoch > state.epoch:
+            state.new_epoch(epoch)
+
+    def recovered(self, recovery: Recovery) -> None:
+        """An event has been dealt with."""
+        self._enter(Recovered(recovery=recovery))
+
+    def unfinished(self, step: int, asked: bool) -> PendingWork:
+        """What of a committed step is still to be done.
+
+        Args:
+            step: the newest committed one.
+            asked: whether a vote asked for a durable checkpoint of it.
+        """
+        run, state = self._config.run, self.state
+        return pending_after(
+            step,
+            run.steps,
+            run,
+            asked=asked,
+            first_step=state.first_step,
+            evaluated=state.val_losses,
+            written={record.step for record in self.checkpoints.records},
+            published=state.last_step,
+        )
+
+    def advice(self) -> str:
+        """What a person can do after a job that could not go on; empty if there is nothing to go back to."""
+        try:
+            newest = newest_committed_step(self._run_dir)  # also one that an earlier command has made
+        except CheckpointError as error:
+            return f"; {error}"
+        is_script = self._config.model.family == OWN and not is_fine_tuning(self._run_dir)
+        verb = "run" if is_script else "train"
+        return "" if newest is None else f"; `elaswave {verb} --resume` continues from the checkpoint of step {newest}"
+
+    def lost_weights(self, steps: int) -> str:
+        """Why the weights after the last step are nowhere but in the workers' memory; empty if a checkpoint has them.
+
+        Args:
+            steps: of the run.
+        """
+        if steps < self.state.first_step or any(record.step == steps for record in self.checkpoints.records):
+            return ""
+        reason = self.checkpoints.given_up.get(steps, "its parts were lost")
+        return (
+            f"all {steps} steps are trained, but the trained weights are lost, since the checkpoint of step {steps} "
+            f"could not be written: {reason}"
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def step(self, report: StepReport, finished_s: float) -> bool:
+        """Publishes a committed step.
+
+        Args:
+            finished_s: when it was done, by this process's clock.
+        Returns:
+            Whether it is new, or has changed.
+        Raises:
+            StateError: a repeated step's loss is another one, in bitwise mode.
+        """
+        state = self.state
+        if not state.is_new_loss(report.step, report.loss):
+            return False
+        self._record(Published(step=report.step, loss=report.loss, finished_s=finished_s, metrics=report.metrics))
+        state.time_step(report, finished_s)
+        before_s = state.finished_s.get(report.step - 1, finished_s - report.duration_s)
+        num_samples = state.layout_of(report.step).num_microbatches * self._config.batch.microbatch_size
+        num_tokens = None if self._tokens_per_sample is None else num_samples * self._tokens_per_sample
+        data_pass, _ = self._sampler.cursor(report.step)
+        self._terminal.show(
+            ShowStep(
+                step=report.step,
+                total_steps=self._config.run.steps,
+                loss=report.loss,
+                rate=(num_samples if num_tokens is None else num_tokens) / max(1e-9, finished_s - before_s),
+                counts_samples=num_tokens is None,
+                data_pass=data_pass,
+                epoch=report.epoch,
+                layout_name=state.layout_of(report.step, report.epoch).describe(),
+                metrics=report.metrics,
+            )
+        )
+        self._tell_troubles(report)
+        self._write(
+            StepCommitted(
+                step=report.step,
+                epoch=report.epoch,
+                attempt=report.attempt,
+                loss=report.loss,
+                grad_norm=report.norm,
+                lr=report.learning_rate,
+                tokens_per_s=None if num_tokens is None else num_tokens / max(1e-9, report.duration_s),
+                samples_per_s=num_samples / max(1e-9, report.duration_s),
+                duration_s=report.duration_s,
+                finished_s=finished_s,
+                phases_s=report.phases_s,
+                retries=report.retries,
+                metrics=dict(report.metrics),
+            )
+        )
+        self.checkpoints.published()
+        return True
+
+    def _tell_troubles(self, report: StepReport) -> None:
+        """Shows why a step was tried again, or had no update."""
+        for reason in report.retries:
+            if "measured" not in reason:
+                self._terminal.say(f"step {report.step} was tried again: {reason}")
+        if report.skipped is not None:
+            self._terminal.say(f"step {report.step} was committed without an update: {report.skipped}")
+            self._write(
+                StepSkipped(
+                    step=report.step,
+                    reason=report.skipped,
+                    microbatch=report.skipped_microbatch,
+                    layer=report.skipped_layer,
+                )
+            )
+
+    def timings(self, step: int, timings: list[ActionTiming], devices: Mapping[int, Gauges]) -> None:
+        """Publishes how long actions take, and what devices tell of themselves: at first, and then whenever the run has
+        become a tenth longer.
+
+        Args:
+            step: the newest one that is in it.
+            timings: of all workers; nothing is written if there are none.
+            devices: by worker.
+        """
+        now_s = time.monotonic()
+        if timings and now_s >= self._next_timings_s:
+            self._next_timings_s = now_s + max(TIMINGS_EVERY_S, (now_s - self._started_s) / 10)
+            self._write(TimingsMeasured(step=step, timings=timings, devices=dict(devices)))
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        """Publishes a validation loss."""
+        if self.state.is_new_validation(report.step, report.loss):
+            self._enter(
+                Evaluated(
+                    step=report.step,
+                    loss=report.loss,
+                    num_tokens=report.num_tokens,
+                    duration_s=report.duration_s,
+                    metrics=dict(report.metrics),
+                )
+            )
+            self._terminal.show(ShowEvaluation(step=report.step, loss=report.loss))
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def _on_checkpoint(self, record: CheckpointRecord) -> None:
+        self._enter(CheckpointWritten(checkpoint=record))
+        self._settle(record.step)
+
+    def _on_given_up(self, step: int, worker: int | None, reason: str) -> None:
+        text = f"the checkpoint of step {step} could not be written, training goes on without it: {reason}"
+        self._record(CheckpointGivenUp(step=step))
+        self._write(ErrorRaised(message=text, worker=worker, step=step))
+        self._terminal.say_trouble(text)
+        self._settle(step)
+
+    def _describe(self, standing: Standing) -> CheckpointMeta | None:
+        """The run at the step of a standing; None while a loss up to it is not known."""
+        if self.state.last_step < standing.step:
+            return None
+        return describe_checkpoint(self._plan, self.state, self._sampler, standing, data_facts(self._run_dir))
+
+    # ---------------------------------------------------------------------------------------------------------- the end
+
+    def finish(self, message: Finished) -> None:
+        """A worker has made its last step."""
+        self.state.finish(message)
+
+    def result(self) -> tuple[RunResult, dict[str, str]]:
+        """The result of the run and its digest per tensor, once every member has finished.
+
+        Raises:
+            StateError: the followers' state is not the owners'.
+        """
+        self.close_layout()
+        duration_s = time.monotonic() - self._started_s
+        return make_result(self._plan, self.state, self._sampler, self.checkpoints.records, duration_s)
+
+    def close(self, outcome: Literal["finished", "failed", "interrupted"], reason: str) -> None:
+        """The job is over."""
+        duration_s = time.monotonic() - self._started_s
+        event = RunFinished(outcome=outcome, steps=self.state.last_step, duration_s=duration_s, reason=reason)
+        try:
+            self._store.append(Entered(event=event))
+        except SupersededError:
+            raise
+        except StoreError as error:
+            # Only a successor would need the record, and it would come to the same end.
+            self._terminal.say_trouble(f"the journal does not take the end of the job: {error}")
+        self.state.apply(Entered(event=event))
+        self._write(event)
+
+    def error(self, message: str, worker: int | None, traceback_text: str) -> None:
+        """Logs what ends the job."""
+        self._write(ErrorRaised(message=message, worker=worker, traceback=traceback_text))

@@ -1,0 +1,1 @@
+"""What a worker computes: layers, micro-batches, sums, updates."""

@@ -1,0 +1,1 @@
+"""What crosses the boundary between two stages: frames, fences and their codecs."""

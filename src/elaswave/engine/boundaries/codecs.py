@@ -1,0 +1,246 @@
+"""The codecs of fences: a floating-point tensor as fewer bytes, and back. Equal numbers give equal bytes, everywhere.
+
+A coded tensor is one run of bytes: a head (codec, type, number of dimensions, 0, then each size as 4 bytes, little
+endian) and the numbers.
+
+- ``bf16``: each number rounded to bfloat16, to nearest, ties to even.
+- ``int8``, ``int4``: groups of `GROUP_ELEMENTS` neighbouring elements, the last one filled up with zeros. First the
+  scales of all groups, bfloat16: the group's largest magnitude over 127 or 7, rounded up, so that no number of the
+  group goes beyond the largest whole one. Then each number over its scale, rounded to nearest, ties to even: one byte
+  each, or for ``int4`` bytes whose low halves are the first half of a group and whose high halves are the second,
+  plus 8.
+- ``topk10``: the largest numbers of each row of 1,024 neighbours, one of 10, and their places; see
+  `elaswave.engine.boundaries.top_k`. Gradients use the forward's places, and then only numbers travel, or with
+  ``topk10-own`` their own.
+
+Only division, rounding, maxima and products that are exact are used, all correctly rounded in IEEE 754, and neither
+sums nor random numbers: so the bytes depend on no kernel. A scale below the smallest normal number counts as 0, so that
+they do not depend on how a processor takes subnormal numbers either.
+
+A scale per group and the largest magnitude for it are usual (Dettmers et al. 2022, 8-bit optimizers via block-wise
+quantization, arXiv 2110.02861); groups of 64, scales in bfloat16 that are rounded up, and the order of the bytes are
+ours.
+"""
+
+import struct
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from elaswave.engine.boundaries.top_k import places_in, ratio_of, spread, write_places, write_values
+from elaswave.errors import FrameError
+from elaswave.fences import (
+    CODECS,
+    GROUP_ELEMENTS,
+    RATIO_BYTES,
+    TopK,
+    coded_bytes,
+    head_bytes,
+    payload_bytes,
+    top_k_of,
+    values_bytes,
+)
+from elaswave.transport.frames import DTYPES
+
+_CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
+_TOP_K, _TOP_K_OWN, _TOP_K_VALUES = range(len(CODECS), len(CODECS) + 3)
+"""Numbers of ``topk``: gradients have the forward's places; have their own; are such a gradient."""
+_NUMBER_OF: dict[str, int] = {codec: number for number, codec in enumerate(CODECS)}
+_LARGEST = {"int8": 127, "int4": 7}
+"""Whole number."""
+_NEAR_LIMIT = 0.98
+"""Share of a type's largest number up to which a magnitude is coded: above it, a number that is rounded up could become
+infinite."""
+_DIMS_MAX = 255
+
+
+def is_codable(tensor: torch.Tensor, codec: str) -> bool:
+    """Whether a codec applies to a tensor: one of floating-point numbers that it makes smaller."""
+    if not tensor.is_floating_point() or tensor.dtype not in _CODE_OF or tensor.dim() > _DIMS_MAX:
+        return False
+    return coded_bytes(codec, tensor.shape, tensor.dtype.itemsize) < tensor.nbytes
+
+
+def encode(tensor: torch.Tensor, codec: str) -> torch.Tensor | None:
+    """The bytes of a tensor.
+
+    Args:
+        tensor: one that is codable, contiguous.
+        codec: any but ``none``.
+    Returns:
+        uint8 [coded_bytes(codec, shape, size of an element)]; None: the codec has no numbers for it, since one is not
+        finite, or so large that it would not stay so.
+    """
+    top_k = top_k_of(codec)
+    number = _NUMBER_OF[codec] if top_k is None else _TOP_K_OWN if top_k.has_own_mask else _TOP_K
+    coded, payload = _begun(tensor, number, payload_bytes(codec, tensor.numel()))
+    values = tensor.detach().reshape(-1)
+    if top_k is not None:
+        places = payload[values_bytes(top_k.ratio, len(values)) :]
+        write_places(values, top_k.ratio, places)
+        is_good = _is_codable_as_bfloat16(values)
+        if is_good:
+            write_values(values, top_k.ratio, places, payload[: len(payload) - len(places)])
+    else:
+        is_good = _narrow(payload, values) if codec == "bf16" else _quantize(payload, values, _LARGEST[codec])
+    return coded if is_good else None
+
+
+class Places(NamedTuple):
+    """Where the numbers of a tensor lie that ``topk`` has kept."""
+
+    ratio: int
+    bytes_: torch.Tensor
+
+    def equal(self, other: "Places | None") -> bool:
+        """Whether they are the same."""
+        return other is not None and self.ratio == other.ratio and self.bytes_.equal(other.bytes_)
+
+
+def places_of(coded: torch.Tensor) -> Places | None:
+    """What has to be kept of a coded activation for its gradient; None: nothing.
+
+    Raises:
+        FrameError: the bytes contradict themselves.
+    """
+    number, _, shape = _read_head(coded)
+    if number != _TOP_K:
+        return None
+    payload = coded[head_bytes(len(shape)) :]
+    return Places(ratio_of(payload), places_in(payload, prod(shape)).clone())
+
+
+def encode_at(tensor: torch.Tensor, places: Places) -> torch.Tensor | None:
+    """The bytes of a gradient whose numbers at some places are kept; the places are not in them.
+
+    Args:
+        tensor: contiguous, of floating-point numbers.
+        places: of a tensor of that shape.
+    Returns:
+        uint8; None: as of `encode`.
+    """
+    coded, payload = _begun(tensor, _TOP_K_VALUES, values_bytes(places.ratio, tensor.numel()))
+    values = tensor.detach().reshape(-1)
+    if not _is_codable_as_bfloat16(values):
+        return None
+    write_values(values, places.ratio, places.bytes_, payload)
+    return coded
+
+
+def needs_places(coded: torch.Tensor) -> bool:
+    """Whether `decode` has to be given the places."""
+    return len(coded) > 0 and int(coded[0]) == _TOP_K_VALUES
+
+
+def _begun(tensor: torch.Tensor, number: int, num_payload_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes with a head, and those of them that are to be written."""
+    head = struct.pack(f"<BBBB{tensor.dim()}I", number, _CODE_OF[tensor.dtype], tensor.dim(), 0, *tensor.shape)
+    coded = torch.empty(len(head) + num_payload_bytes, dtype=torch.uint8)
+    coded[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    return coded, coded[len(head) :]
+
+
+def _is_codable_as_bfloat16(values: torch.Tensor) -> bool:
+    return bool(values.abs().amax() <= _limit(values.dtype))
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return _NEAR_LIMIT * min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+
+
+def _narrow(payload: torch.Tensor, values: torch.Tensor) -> bool:
+    narrow = payload.view(torch.bfloat16)
+    narrow.copy_(values)
+    return bool(narrow.abs().amax() <= _limit(values.dtype))
+
+
+def _quantize(payload: torch.Tensor, values: torch.Tensor, largest: int) -> bool:
+    groups = values.float()
+    if missing := -len(groups) % GROUP_ELEMENTS:
+        groups = F.pad(groups, (0, missing))
+    groups = groups.view(-1, GROUP_ELEMENTS)
+    magnitudes = groups.abs().amax(1)
+    if not bool(magnitudes.amax() <= _limit(values.dtype)):  # also where it is no number
+        return False
+    scales = _rounded_up(magnitudes / largest)
+    num_scale_bytes = 2 * len(scales)
+    payload[:num_scale_bytes].view(torch.bfloat16).copy_(scales)
+    # A group of zeros is divided by 1: its numbers are smaller than a scale, and become 0.
+    whole = groups.div(torch.where(scales > 0, scales, 1.0)[:, None]).round_()
+    if largest == _LARGEST["int8"]:
+        payload[num_scale_bytes:].view(torch.int8).view(-1, GROUP_ELEMENTS).copy_(whole)
+    else:
+        halves = whole.add_(8).to(torch.uint8)
+        middle = GROUP_ELEMENTS // 2
+        payload[num_scale_bytes:].view(-1, middle).copy_(halves[:, :middle] | halves[:, middle:] << 4)
+    return True
+
+
+def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
+    """Positive float32 numbers as the next larger ones that bfloat16 has; those below the normal ones as 0."""
+    bits = scales.view(torch.int32)
+    rounded = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
+    return torch.where(scales >= torch.finfo(torch.float32).tiny, rounded, 0.0)
+
+
+def decode(coded: torch.Tensor, places: Places | None = None) -> torch.Tensor:
+    """The tensor that bytes stand for, of the type and shape that the coded one had.
+
+    Args:
+        coded: the bytes.
+        places: of a gradient whose bytes do not hold them.
+    Raises:
+        FrameError: the bytes contradict themselves, or the places.
+    """
+    number, dtype, shape = _read_head(coded)
+    num_elements = prod(shape)
+    payload = coded[head_bytes(len(shape)) :]
+    if number == _TOP_K_VALUES:
+        if places is None or places.ratio != ratio_of(payload):
+            known = "none are known" if places is None else f"those known are of ratio {places.ratio}"
+            raise FrameError(
+                f"a coded gradient needs the places of an activation of ratio {ratio_of(payload)}; {known}"
+            )
+        return spread(payload, places.bytes_, num_elements, dtype).view(shape)
+    if number in (_TOP_K, _TOP_K_OWN):
+        return spread(payload, places_in(payload, num_elements), num_elements, dtype).view(shape)
+    codec = CODECS[number]
+    if codec == "bf16":
+        return payload.view(torch.bfloat16).to(dtype).view(shape)
+    num_scale_bytes = 2 * -(-num_elements // GROUP_ELEMENTS)
+    scales = payload[:num_scale_bytes].view(torch.bfloat16).float()[:, None]
+    numbers = payload[num_scale_bytes:]
+    if codec == "int8":
+        whole = numbers.view(torch.int8).view(-1, GROUP_ELEMENTS).float()
+    else:
+        halves = numbers.view(-1, GROUP_ELEMENTS // 2)
+        whole = torch.cat([halves & 15, halves >> 4], 1).float().sub_(8)
+    return whole.mul_(scales).view(-1)[:num_elements].to(dtype).view(shape)
+
+
+def _read_head(coded: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
+    """Number of the codec, type and shape, checked against the number of bytes."""
+    num_bytes = len(coded) if coded.dim() == 1 and coded.dtype == torch.uint8 else 0
+    if num_bytes >= head_bytes(0):
+        number, dtype_code, num_dims, zero = coded[:4].tolist()
+        start = head_bytes(num_dims)
+        if num_bytes >= start and 0 < number <= _TOP_K_VALUES and dtype_code < len(DTYPES) and not zero:
+            shape = struct.unpack(f"<{num_dims}I", bytes(coded[4:start].numpy()))
+            dtype = DTYPES[dtype_code]
+            if dtype.is_floating_point and num_bytes - start == _payload_bytes(number, coded[start:], prod(shape)):
+                return number, dtype, shape
+    begin = coded.reshape(-1)[:8].tolist()
+    raise FrameError(f"{num_bytes} bytes of a coded tensor begin with {begin}, which is no head of theirs")
+
+
+def _payload_bytes(number: int, payload: torch.Tensor, num_elements: int) -> int:
+    """As many as there should be behind a head; -1: it says what cannot be."""
+    if number < len(CODECS):
+        return payload_bytes(CODECS[number], num_elements)
+    if len(payload) < RATIO_BYTES or top_k_of(str(codec := TopK(ratio_of(payload)))) is None:
+        return -1
+    return (
+        values_bytes(codec.ratio, num_elements) if number == _TOP_K_VALUES else payload_bytes(str(codec), num_elements)
+    )

@@ -1,0 +1,1 @@
+"""Input: the loader process, its samples, and what a batch takes in memory."""

@@ -1,0 +1,106 @@
+"""What a layer is given, what its forward makes and what a backward brings to it; and gradients as they travel."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from elaswave.engine.boundaries.fences import NO_MASKS, Masks
+from elaswave.engine.checks.unwritten import Lent
+from elaswave.engine.checks.values import Structure, at_boundary, unflatten
+
+
+class Given(NamedTuple):
+    """What a layer or the loss is given."""
+
+    structure: Structure
+    leaves: list[torch.Tensor]
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The leaves that a gradient is passed on of."""
+        return [leaf for leaf in self.leaves if leaf.requires_grad]
+
+
+class Run(NamedTuple):
+    """What a layer's forward has made."""
+
+    structure: Structure
+    leaves: list[torch.Tensor]
+    """With their graphs."""
+    aux_losses: list[torch.Tensor]
+    lent: Lent | None = None
+    """What it was called with; None where nothing is to be found out of it any more."""
+
+    def value(self) -> Any:
+        """What goes on to the next layer."""
+        return unflatten(self.structure, [at_boundary(leaf.detach()) for leaf in self.leaves])
+
+
+class Saved(NamedTuple):
+    """What one layer keeps between forward and backward."""
+
+    given: Given
+    run: Run | None
+    """None where the layer is recomputed, or its outputs are not needed any more."""
+    buffers: Sequence[torch.Tensor] = ()
+    """What the forward has left in persistent buffers."""
+    masks: Masks = NO_MASKS
+    """Of the fences beside it."""
+
+
+class Reached(NamedTuple):
+    """What a backward has brought to a boundary."""
+
+    gradients: list[torch.Tensor]
+    """One for each leaf that is differentiable."""
+    count: int | None  # type: ignore[assignment]  # hides tuple.count
+    """Of the micro-batch's loss; None where losses have no counts."""
+
+    @property
+    def weight(self) -> int:
+        """What an auxiliary loss of the micro-batch is multiplied by."""
+        return 1 if self.count is None else self.count
+
+
+Again = Callable[[Given, Reached], tuple[Run, list[torch.Tensor | None]]]
+"""Runs a layer or the loss forward and backward; answers with the gradients of its parameters and of its inputs."""
+
+
+class Done(NamedTuple):
+    """A whole run of a layer or of the loss, forward and backward."""
+
+    given: Given
+    run: Run
+    reached: Reached
+    """What has come to its outputs; nothing where it is the loss."""
+    found: list[torch.Tensor | None]
+    """Gradients of its trained parameters, then of its inputs; None where none flows."""
+
+
+def zeros_where_none(inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """What goes on to the layer before: zeros for an input that no gradient reaches."""
+    return [
+        torch.zeros_like(value) if gradient is None else at_boundary(gradient)
+        for value, gradient in zip(inputs, gradients, strict=True)
+    ]
+
+
+def to_send(reached: Reached) -> Any:
+    """What a backward hands on: one gradient as it is, else all of them and, if there is one, the count."""
+    if reached.count is None and len(reached.gradients) == 1:
+        return reached.gradients[0]
+    counts = () if reached.count is None else (torch.tensor(reached.count),)
+    return (*reached.gradients, *counts)
+
+
+def received(value: Any) -> Reached:
+    """The inverse of `to_send`. Gradients are floating-point tensors, a count is int64. None: no gradient is sent to
+    layers of which nothing is trained."""
+    if value is None:
+        return Reached([], None)
+    if isinstance(value, torch.Tensor):
+        return Reached([value], None)
+    if value and value[-1].dtype == torch.int64:
+        return Reached(list(value[:-1]), int(value[-1]))
+    return Reached(list(value), None)

@@ -1,0 +1,212 @@
+"""What launcher and template process say to each other, and how it lies in their socket: a length, then msgpack."""
+
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from elaswave.blocks.shapes import StateShapes
+from elaswave.channel.messages.worker import Message
+from elaswave.data.fingerprint import Finding
+from elaswave.job.plan import StartingPoint
+
+
+class SpawnWorkers(Message, frozen=True, kw_only=True):
+    """Fork these workers."""
+
+    workers: tuple[int, ...]
+    checkpoint: StartingPoint | None
+    """None: they begin from the seed."""
+
+
+class SpawnJoiner(Message, frozen=True, kw_only=True):
+    """Fork a worker that joins the job: it begins without state."""
+
+    worker: int
+
+
+class SpawnCoordinator(Message, frozen=True, kw_only=True):
+    """Fork a coordinator; see `elaswave.coordinator.setup.CoordinatorSetup`."""
+
+    num_samples: int
+    """Of a data pass."""
+    checkpoint: StartingPoint | None
+    started_s: float
+    coordinator_ends_s: tuple[float, ...]
+    home: int
+    """As of the setup; a script's job has one host."""
+
+
+class KillWorkers(Message, frozen=True, kw_only=True):
+    """Kill these workers, or the `elaswave.launcher.forkserver.machine.COORDINATOR`, as far as they live."""
+
+    workers: tuple[int, ...]
+
+
+class CommitShards(Message, frozen=True, kw_only=True):
+    """Commit a checkpoint, in a process of its own."""
+
+    number: int
+    request: bytes
+    """A `CommitRequest`."""
+
+
+class AbandonCommits(Message, frozen=True, kw_only=True):
+    """The coordinator that asked for commits has ended: break them off."""
+
+
+class TakeKeys(Message, frozen=True, kw_only=True):
+    """The job's key is changed: who is forked from now on goes by these; the answer is a `KeysHeld`."""
+
+    keys: tuple[bytes, ...]
+    """Of workers."""
+    job_keys: tuple[bytes, ...]
+    """Of coordinators; none where no coordinator is started."""
+    retired: tuple[bytes, ...]
+    """Job's keys that were changed."""
+
+
+class KeysHeld(Message, frozen=True, kw_only=True):
+    """Who is forked from now on goes by new keys."""
+
+    ring: bytes
+    """The `elaswave.transport.handshake.Secrets.name` of those of workers."""
+
+
+class Prepared(Message, frozen=True, kw_only=True):
+    """The template has loaded torch and built the model: workers can be forked."""
+
+    state: StateShapes
+    given: dict[str, str] = {}
+    """What else a script gives; see `elaswave.training.given`."""
+    findings: list[Finding] = []
+    """Of a script's data and loss; see `elaswave.launcher.forkserver.data_survey`."""
+    not_taken: list[str] = []
+    """What the script has set in modules, and a fresh interpreter cannot take over."""
+
+
+class Unprepared(Message, frozen=True, kw_only=True):
+    """It cannot: what has happened, in one line; the rest stands in its log."""
+
+    text: str
+    is_usage: bool = False
+    """Whether it is a `UsageError`, whose text says all."""
+
+
+class Spawned(Message, frozen=True, kw_only=True):
+    """A process has been forked."""
+
+    child: int
+    """A worker's id, or `COMMITTER` or `COORDINATOR` of `elaswave.launcher.forkserver.machine`."""
+    pid: int
+
+
+class LoaderSpawned(Message, frozen=True, kw_only=True):
+    """A loader of a worker has been forked."""
+
+    worker: int
+    number: int
+    pid: int
+
+
+class LoaderGone(Message, frozen=True, kw_only=True):
+    """A loader has ended, and is reaped."""
+
+    worker: int
+    number: int
+    status: int = 0
+    """As `os.waitpid` gives it."""
+
+
+class SpawnRefused(Message, frozen=True, kw_only=True):
+    """The system refuses a process."""
+
+    child: int
+    """As of `Spawned`; of a loader, its worker."""
+    text: str
+
+
+class ChildGone(Message, frozen=True, kw_only=True):
+    """A forked process has ended, and is reaped."""
+
+    child: int
+    """A worker's id, or `COORDINATOR`."""
+    status: int
+    """As `os.waitpid` gives it."""
+    at_s: float
+    """Monotonic time."""
+
+
+class CommitDone(Message, frozen=True, kw_only=True):
+    """What became of a commit."""
+
+    number: int
+    error: str | None
+    """None: the checkpoint is durable."""
+    again: bool = False
+    """Whether it is worth another try."""
+
+
+ToTemplate = SpawnWorkers | SpawnJoiner | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits | TakeKeys
+FromTemplate = (
+    Prepared | Unprepared | Spawned | LoaderSpawned | LoaderGone | SpawnRefused | ChildGone | CommitDone | KeysHeld
+)
+
+_T = TypeVar("_T")
+_LENGTH = struct.Struct("<Q")
+
+
+def pack(message: ToTemplate | FromTemplate) -> bytes:
+    """A message as it lies in the socket."""
+    return framed(msgspec.msgpack.encode(message))
+
+
+def framed(payload: bytes) -> bytes:
+    """Bytes as they lie in the socket."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def read_framed(link: socket.socket) -> bytearray:
+    """The first bytes that come; waits for them.
+
+    Raises:
+        EOFError: the other side has closed the socket.
+    """
+    (length,) = _LENGTH.unpack(_read(link, _LENGTH.size))
+    return _read(link, length)
+
+
+def _read(link: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    rest = memoryview(data)
+    while rest:
+        received = link.recv_into(rest)
+        if not received:
+            raise EOFError(f"the socket was closed, and {len(rest)} of {num_bytes} bytes have not come")
+        rest = rest[received:]
+    return data
+
+
+class Unpacker(Generic[_T]):
+    """Messages from the bytes of a socket, however they are cut.
+
+    Args:
+        receives: union of the messages' types.
+    """
+
+    def __init__(self, receives: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[_T] = msgspec.msgpack.Decoder(receives)
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[_T]:
+        """The messages that are whole with these bytes."""
+        self._data += data
+        while len(self._data) >= _LENGTH.size:
+            stop = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+            if len(self._data) < stop:
+                return
+            payload = bytes(self._data[_LENGTH.size : stop])
+            del self._data[:stop]
+            yield self._decoder.decode(payload)

@@ -1,0 +1,88 @@
+"""What an agent's job has outside its processes: its private folder, the addresses of its network, its store."""
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+from elaswave.config.schema import Config
+from elaswave.job.control_file import write_control_file
+from elaswave.job.key_files import JOB_KEY_FILE, JobKey
+from elaswave.job.network import JobNetwork, open_network
+from elaswave.job.role import Post
+from elaswave.store.opening import JobStore
+from elaswave.system.job_folder import JobFolder
+
+
+class JobPlace:
+    """Of one agent, from its making to `close`.
+
+    Args:
+        config: with its layout resolved.
+        run_dir: the run's folder.
+        post: how the agent takes part.
+        key: the job's.
+    Raises:
+        LaunchError: the system refuses a folder or a port, or the store cannot be used.
+        ConfigError: the network cannot be used.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, post: Post, key: JobKey) -> None:
+        self._run_dir, self._post, self._key = run_dir, post, key
+        self._job_folder = JobFolder()
+        self.folder = self._job_folder.path
+        self.store: JobStore | None = None
+        """None: this agent starts no coordinator."""
+        self._kept_port: socket.socket | None = post.kept_port
+        try:
+            self.network: JobNetwork
+            if post.network is not None:
+                self.network = post.network
+            else:
+                self.network, self._kept_port = open_network(config.net, self.folder, sum(config.widths))
+            if post.founds or post.is_candidate:
+                self.store = JobStore(
+                    config.control, run_dir, self.folder, key.secret, job=post.job, founds=post.founds
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def founded(self) -> int:
+        """Which founding of the job this agent takes part in, see `elaswave.protocol.leadership.heads.Head`."""
+        return self._post.founded or (0 if self.store is None else self.store.founded) or self._post.incarnation
+
+    @property
+    def holder(self) -> str:
+        """The name under which this agent's coordinators hold the job in a store that others may use; else empty."""
+        return self._post.name if self._post.is_candidate else ""
+
+    def write_control_file(self) -> str:
+        """Tells operators of this machine where the coordinator is; returns what is wrong if it cannot."""
+        try:
+            self._write_key()
+            write_control_file(self._run_dir, self.network, self.key_file, is_temporary=self._key.file is None)
+        except OSError as error:
+            return f"elaswave ctl cannot reach this run, its key cannot be written: {error}"
+        return ""
+
+    @property
+    def key_file(self) -> Path:
+        """Where operators of this machine read the key: no file of the run's folder holds it."""
+        return self.folder / JOB_KEY_FILE if self._key.file is None else self._key.file.resolve()
+
+    def _write_key(self) -> None:
+        """If it was given in no file, and while it is the first one: a later one stands there already."""
+        if self._key.file is not None:
+            return
+        with contextlib.suppress(FileExistsError):
+            fd = os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(fd, "wb") as file:
+                file.write(self._key.text)
+
+    def close(self) -> None:
+        """Gives folder and port up; the store stays as it is."""
+        if self._kept_port is not None:
+            self._kept_port.close()
+        self._job_folder.close()

@@ -1,0 +1,661 @@
+"""The agent's side of a job on this machine: what the launcher does while its job runs.
+
+It is told at once when a process ends: a worker's end it reports to the coordinator, a coordinator's end it answers
+with a new coordinator, the template's end is the job's. It passes signals on, shows what the coordinator has to say,
+and has checkpoints committed. This is the loop, and who is told what. The parts are `elaswave.launcher.job_processes`,
+`own_workers`, `own_coordinators`, `alone`, `shown`, and `job_place`: folder, network and store.
+"""
+
+import contextlib
+import os
+import re
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from elaswave.blocks.shapes import StateShapes
+from elaswave.channel.client import ControlClient
+from elaswave.channel.messages.agent import (
+    AgentHello,
+    AgentKeysTaken,
+    AgentLeaving,
+    AgentRefused,
+    Awaited,
+    BreakOffCommit,
+    CheckpointCommitted,
+    CommitCheckpoint,
+    Ended,
+    EndJoiner,
+    Exited,
+    FilesCut,
+    LogPart,
+    SendLogs,
+    ShowEvaluation,
+    ShowStep,
+    ShowText,
+    SpawnFirst,
+    SpawnJoiner,
+    StepLosses,
+    StopAsked,
+    StopJob,
+    TermTaken,
+    ToAgent,
+)
+from elaswave.channel.messages.worker import KeysNow
+from elaswave.channel.wire import agent_id
+from elaswave.config.schema import Config
+from elaswave.coordinator.job_spec import mark_of, write_marks
+from elaswave.coordinator.setup import CoordinatorSetup
+from elaswave.data.fingerprint import DatasetFingerprint, Finding, SampleHash
+from elaswave.data.sampler import Sampler
+from elaswave.engine.checks.probe import Probe
+from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
+from elaswave.faults.injection import Fault
+from elaswave.job.control_file import remove_control_file
+from elaswave.job.key_files import JobKey, Role
+from elaswave.job.plan import RunPlan, StartingPoint
+from elaswave.job.role import Post, own_post
+from elaswave.job.script import Script
+from elaswave.launcher.alone import Alone
+from elaswave.launcher.asked_stop import AskedStop
+from elaswave.launcher.candidacy import CANDIDATE, Candidacy
+from elaswave.launcher.forkserver.forking import how_it_ended
+from elaswave.launcher.forkserver.machine import COORDINATOR
+from elaswave.launcher.forkserver.messages import (
+    ChildGone,
+    CommitDone,
+    FromTemplate,
+    KeysHeld,
+    KillWorkers,
+    LoaderGone,
+    LoaderSpawned,
+    Prepared,
+    Spawned,
+    SpawnRefused,
+)
+from elaswave.launcher.forkserver.server import TemplateSetup
+from elaswave.launcher.job_place import JobPlace
+from elaswave.launcher.job_processes import (
+    COORDINATOR_EXIT,
+    TEMPLATE,
+    TEMPLATE_EXIT,
+    TICK_S,
+    JobProcesses,
+    await_prepared,
+)
+from elaswave.launcher.launcher_waits import LauncherWaits
+from elaswave.launcher.own_coordinators import CoordinatorStarts, OwnCoordinators
+from elaswave.launcher.own_keys import OwnKeys
+from elaswave.launcher.own_workers import LogSending, OwnWorkers, WorkerLooks
+from elaswave.launcher.shown import Shown, StepCalls
+from elaswave.launcher.template_link import template_log
+from elaswave.observability.mapped_files import MappedFiles
+from elaswave.observability.progress import Reporter
+from elaswave.observability.run_folder import prepare_spare
+from elaswave.protocol.events import CoordinatorEffect
+from elaswave.protocol.membership.agent import Agent, JobEnded, WorkerEnded
+from elaswave.store.claim import Stage
+from elaswave.store.seal import proof_of_term
+from elaswave.system.death_watch import DeathWatch
+from elaswave.system.stop_signals import stop_signals, undisturbed
+
+LAST_WORDS_S = 1.0
+"""After the template's end, how long the coordinator may take to say whether the job was over before."""
+CUT_SHORT = "a file was cut short while the job reads it"
+UNBEGUN_GRACE_S = 10.0
+"""How long the coordinator, if there is one, may take to end a job in which this agent has not started a worker."""
+EXIT_GRACE_S = 10.0
+"""After the end of the job, how long its processes may take to end."""
+FAILED_GRACE_S = 0.5
+"""The same after a failure: who is ending by itself may say so in its log; the others wait for what will not come."""
+HEARTBEAT_S = 0.5
+"""Between two heartbeats to the coordinator. They only let this side see that it is silent, and wake both processes."""
+
+
+class LocalJob:
+    """A job on this machine: its processes, its socket folder, its agent. `end` leaves none of them behind.
+
+    Args:
+        config: with its layout resolved.
+        run_dir: the run's folder.
+        profile: also write a trace.
+        reporter: shows progress.
+        probe: told of every point of every step in every worker.
+        faults: injected into workers and coordinator.
+        before_effect: called in the coordinator before each effect of the protocol's core.
+        started_s: monotonic time at which the command began.
+        script: what a script trains; None: what the configuration describes.
+        key: the job's.
+        post: how this agent takes part; None: it is the job's only one.
+    Raises:
+        LaunchError: the system refuses a process, a folder or a port.
+        UsageError: what the script trains cannot be sent to the job's processes, or its network cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        profile: bool,
+        reporter: Reporter,
+        probe: Probe | None,
+        faults: tuple[Fault, ...],
+        before_effect: Callable[[CoordinatorEffect], None],
+        started_s: float,
+        script: Script | None = None,
+        key: JobKey,
+        post: Post | None = None,
+    ) -> None:
+        self._post = post = post or own_post()
+        self._stop = AskedStop(post.leave_s)
+        self._prepared: Prepared | None = None
+        """What the template has said, once it is there."""
+        self._script = script
+        self.calls = StepCalls(script.on_step if script is not None else lambda step, loss, metrics: None)
+        """Of the script's callback."""
+        self._config = config
+        self._run_dir = run_dir
+        self._reporter = reporter
+        self._shown = Shown(reporter, self.calls, config, post, started_s)
+        self._profile = profile
+        self._faults = faults
+        self._before_effect = before_effect
+        self._started_s = started_s
+        self._refused: AgentRefused | None = None
+        self._agent = Agent()
+        self._client: ControlClient[ToAgent] | None = None
+        self._ended: Ended | None = None
+        self._is_over = False
+        self._waits = LauncherWaits()
+        self._logs = LogSending(run_dir)
+        starts_coordinators = post.founds or post.is_candidate
+        key.held(Role.JOB if starts_coordinators else Role.JOINING)
+        prepare_spare(run_dir, config, post.job)
+        self._place = place = JobPlace(config, run_dir, post, key)
+        self._keys = OwnKeys(key, place.key_file, starts_coordinators=starts_coordinators, told=post.keys)
+        self._alone = Alone(config.control, post.job, run_dir, key, place.founded)
+        self._deaths = DeathWatch()
+        setup = TemplateSetup(
+            config=config,
+            run_dir=run_dir,
+            control_dir=place.folder,
+            network=place.network,
+            keys=self._keys.ring.now,
+            job_keys=self._keys.job,
+            deaths=self._deaths,
+            commits=self._alone.commits,
+            faults=faults,
+            probe=probe,
+            profile=profile,
+            training=None if script is None else script.training,
+            read_files=() if script is None else script.read_files,
+            before_effect=before_effect,
+            founded=place.founded,
+            suffix=post.suffix,
+        )
+        try:
+            self._processes = JobProcesses(setup, None if script is None else script.environment)
+        except BaseException:
+            if place.store is not None and post.founds:
+                place.store.end(place.holder)
+            place.close()
+            raise
+        self.template_pid = self._processes.template_pid
+        self._selector = self._processes.selector
+        self._workers = OwnWorkers(self._agent, self._processes, self._logs, self._waits, run_dir)
+        self._looks = WorkerLooks(self._processes)
+        self._mapped = MappedFiles(time.monotonic())
+        self._ends: dict[int, str] = {}
+        """How the processes of workers have ended."""
+        self._cut = ""
+        """What was found out about files that were cut short."""
+        leads = post.founds and not post.is_candidate
+        self._candidacy = Candidacy(leads=leads, is_candidate=post.is_candidate, selector=self._selector)
+        if post.founds:
+            if post.job:
+                write_marks(run_dir, post.job)
+            self._write_control_file()
+
+    def _write_control_file(self) -> None:
+        trouble = self._place.write_control_file()
+        if trouble:
+            self._reporter.message(trouble)
+
+    def await_template(self) -> StateShapes:
+        """Waits until workers can be forked.
+
+        Returns:
+            The shapes of model and optimizer.
+        Raises:
+            LaunchError: torch or the model cannot be loaded.
+            UsageError: what is to be trained cannot be.
+        """
+        return self._await_prepared().state
+
+    def dataset_facts(self, num_samples: dict[str, int]) -> DatasetFingerprint:
+        """What is known of a script's datasets, and of what else it gives; waits for the template, as `await_template`.
+
+        Args:
+            num_samples: of each dataset, by name.
+        """
+        prepared = self._await_prepared()
+        found = ((each.sample, each.value) for each in prepared.findings)
+        hashes = [SampleHash(sample=sample, hash=value) for sample, value in found if sample is not None]
+        return DatasetFingerprint(num_samples=num_samples, hashes=hashes, script=prepared.given)
+
+    def not_taken(self) -> list[str]:
+        """What a fresh template could not take over of the script's modules; waits for it, as `await_template`."""
+        return self._await_prepared().not_taken
+
+    def findings(self) -> list[Finding]:
+        """What samples and loss of a script are like in the job's processes; waits for the template, as
+        `await_template`."""
+        return self._await_prepared().findings
+
+    def _await_prepared(self) -> Prepared:
+        if self._prepared is not None:
+            return self._prepared
+        self._prepared = await_prepared(self._processes, self._template_log, self._say_starting)
+        return self._prepared
+
+    # --------------------------------------------------------------------------------------------------------- running
+
+    def run(
+        self, plan: RunPlan, sampler: Sampler, checkpoint: StartingPoint | None, way_on: Callable[[], str]
+    ) -> Ended:
+        """Starts the coordinator, if it is this agent's to start, and workers as it asks for them; stays until the job
+        is over.
+
+        Args:
+            plan, sampler: of the run.
+            checkpoint: where workers begin; None: at the seed.
+            way_on: says how the run can go on after its end.
+        Raises:
+            RecoveryError: the job cannot go on, for a reason that the coordinator could not say.
+            LaunchError: the system refuses a process.
+            StoppedBySignalError: a second signal has come, or too much time has passed after the first.
+            RetryError: this agent's part is over, the job's is not.
+            UsageError: the agent may not take part, by a person's mistake.
+            NeedlessError: its node has another one.
+        """
+        self._way_on = way_on
+        self.calls.begin(0 if checkpoint is None else checkpoint.meta.step)
+        starts = CoordinatorStarts(
+            self._coordinator_setup(plan, sampler, checkpoint),
+            checkpoint,
+            self._post,
+            self._processes,
+            self._candidacy,
+            self._waits,
+            by_template=self._script is not None,
+        )
+        self._coordinators = OwnCoordinators(
+            starts,
+            self._place.store,
+            self._agent,
+            self._processes,
+            self._candidacy,
+            self._waits,
+            self._run_dir / "logs" / "coordinator.log",
+            way_on,
+        )
+        if self._post.founds or self._post.is_candidate:
+            self._coordinators.start()
+        self._client = ControlClient(
+            self._place.network.launcher_dials,
+            self._keys.ring,
+            agent_id(self._post.incarnation),
+            ToAgent,
+            self._on_message,
+            self._hello,
+            interval_s=HEARTBEAT_S,
+            tls=self._place.network.tls,
+            host=self._place.network.host,
+            others=self._place.network.others,
+            founded=self._place.founded,
+        )
+        self._selector.register(self._client.fileno(), selectors.EVENT_READ, "control")
+        with stop_signals(self._stop.on_signal) as wake_fd:
+            if wake_fd is not None:
+                self._selector.register(wake_fd, selectors.EVENT_READ, "signal")
+            try:
+                self._loop()
+            finally:
+                if wake_fd is not None:
+                    self._selector.unregister(wake_fd)
+        assert self._ended is not None
+        if self._ended.outcome == "failed":
+            self._check_template()  # its end may be the reason: then the workers have ended only after it
+        self._selector.unregister(self._client.fileno())
+        self._candidacy.close()
+        if self._post.is_candidate and not self._candidacy.leads:
+            self._processes.kill_coordinator()  # it waits for nothing any more
+        self._client.close(1.0)
+        self._client = None
+        self._processes.ask_template(
+            KillWorkers(workers=tuple(self._ended.lost))
+        )  # who is cut off does not hear that it may go
+        if self._ended.outcome == "failed":
+            self._hear_how_they_ended()
+            self._ended = msgspec.structs.replace(self._ended, reason=with_ends(self._ended.reason, self._ends))
+        self._processes.reap_all(FAILED_GRACE_S if self._ended.outcome == "failed" else EXIT_GRACE_S)
+        if self._cut and self._ended.outcome == "failed" and CUT_SHORT not in self._ended.reason:
+            # All workers may have read there before anybody could be told.
+            self._ended = msgspec.structs.replace(
+                self._ended, reason=f"{self._cut}; {self._ended.reason}", worker=None, traceback_text=""
+            )
+        return self._ended
+
+    def _loop(self) -> None:
+        assert self._client is not None
+        kill_at_s: float | None = None
+        wait_s = 0.0
+        while self._ended is None:
+            self._processes.show()
+            for key, _ in self._selector.select(max(0.0, min(TICK_S, wait_s))):
+                if key.data == "signal":
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(key.fd, 4096)
+                elif key.data == TEMPLATE_EXIT:
+                    self._check_template()
+                elif key.data == COORDINATOR_EXIT:
+                    at_s = time.monotonic()
+                    self._on_coordinator_exit(self._processes.reap_coordinator(), at_s)
+                elif key.data == TEMPLATE:
+                    self._hear_template()
+                elif key.data == CANDIDATE:
+                    self._hear_candidate()
+            wait_s = self._client.turn()
+            if self._refused is not None:
+                raise refusal(self._refused)
+            overdue = self._waits.overdue(self._processes.template_facts, time.monotonic())
+            if overdue is not None:
+                raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
+            for looked in self._looks.turn():
+                self._client.send(looked)
+            for part in self._logs.turn(time.monotonic()):
+                self._client.send(part)
+            if self._mapped.is_due(time.monotonic()):
+                self._mapped.look(self._processes.all_pids)
+            self._coordinators.turn(self._client.disconnected_s)
+            self._keep_vigil()
+            self._reporter.refresh()
+            self._say_starting()
+            if self._stop.signal is not None or self.calls.error is not None:
+                now_s = time.monotonic()
+                if kill_at_s is None:
+                    has_begun = self._workers.has_first or bool(self._processes.workers)
+                    kill_at_s = now_s + (self._stop.grace_s if has_begun else UNBEGUN_GRACE_S)
+                    self._ask_to_stop()
+                elif now_s > kill_at_s:
+                    self.calls.raise_error()
+                    assert self._stop.signal is not None
+                    raise StoppedBySignalError(self._stop.signal, "killed: it did not end in time after the signal")
+                if self._stop.is_leaving and not self._processes.workers:
+                    self._client.close(1.0)
+                    raise RetryError("this host's workers have left, as the notice asked for; the job goes on without")
+
+    def _hear_candidate(self) -> None:
+        """A candidate's process has the job, or can be dialled; or its end of the pipe is closed."""
+        assert self._client is not None
+        for stage, term in self._candidacy.hear():
+            if stage is Stage.HOLDS:
+                self._coordinators.has_job()
+                if term > 1:
+                    self._reporter.message(f"this host has the job's coordinator from now on, its number {term}")
+                    self._write_control_file()
+            else:
+                if self._client.connected:  # to one that was replaced, and may not know it: it may not reach the store
+                    proof = proof_of_term(self._keys.job.accepted[0], self._place.founded, term)
+                    self._client.send(TermTaken(term=term, proof=proof))
+                self._client.dial_first()
+
+    def _keep_vigil(self) -> None:
+        """Where another host has the coordinator: does what is due while it cannot be reached.
+
+        Raises:
+            RetryError: it could not be for too long, and this host's workers have not committed a step either.
+        """
+        assert self._client is not None
+        found = self._alone.look(has_coordinator=self._candidacy.leads or self._client.connected)
+        if found is not None:  # its workers wait for a coordinator, which does not come any more
+            self._ended = msgspec.structs.replace(found, lost=self._processes.workers)
+        elif self._alone.gives_up:
+            trouble = self._client.trouble or "nobody answers"
+            raise RetryError(
+                f"no coordinator for {self._alone.for_s:.0f} s at {self._place.network.launcher_dials} ({trouble}), "
+                f"and no step committed here; {self._way_on()}"
+            )
+
+    @property
+    def stop_signal(self) -> int | None:
+        """The first signal that has asked this agent to stop; None: there was none."""
+        return self._stop.signal
+
+    @property
+    def _template_log(self) -> Path:
+        return self._run_dir / "logs" / template_log(self._post.suffix)
+
+    def _say_starting(self) -> None:
+        self._shown.starting(has_workers=self._workers.has_first)
+
+    def _ask_to_stop(self) -> None:
+        """Passes a signal on; later coordinators are told with the hello."""
+        assert self._client is not None
+        name = self._stop.name
+        if self._stop.is_leaving:
+            assert self._post.leave_s is not None
+            self._reporter.message(f"{name}: this host's workers leave; a second signal ends them at once")
+            self._client.send(AgentLeaving(left_s=self._post.leave_s))
+            return
+        self._reporter.message(f"{name}: ending after this step, with a checkpoint; Ctrl-C ends at once")
+        self._client.send(StopJob())
+
+    # ----------------------------------------------------------------------------------------------------- coordinator
+
+    def _hello(self) -> AgentHello:
+        exited = [Exited(worker=end.worker, text=end.text) for end in self._agent.worker_ends]
+        post = self._post
+        self._logs.connected()
+        stop = (self._stop.signal is not None or self.calls.error is not None) and not self._stop.is_leaving
+        return AgentHello(
+            node=post.node,
+            incarnation=post.incarnation,
+            slots=post.slots,
+            exited=exited,
+            stop=stop,
+            called_step=self.calls.last_step,
+            folder=mark_of(self._run_dir) if post.job else "",
+            leaving_s=post.leave_s if self._stop.is_leaving else None,
+        )
+
+    def _on_message(self, message: ToAgent) -> None:
+        if isinstance(message, ShowStep | StepLosses | ShowEvaluation | ShowText):
+            self._shown.heard(message)
+            if isinstance(message, ShowStep):
+                self._mapped.has_begun()
+        elif isinstance(message, Awaited):
+            self._looks.asked(message)
+        elif isinstance(message, SendLogs):
+            self._logs.wanted()
+        elif isinstance(message, CommitCheckpoint | BreakOffCommit):
+            self._coordinators.commit(message)
+        elif isinstance(message, SpawnFirst | SpawnJoiner | EndJoiner):
+            self._workers.wanted(message)
+        elif isinstance(message, AgentRefused):
+            self._refused = message
+        elif isinstance(message, StopAsked):
+            self._stop.by_coordinator(message.cause)
+        elif isinstance(message, KeysNow):
+            self._take_keys(message)
+        elif isinstance(message, Ended):
+            self._ended = message
+            self._agent.handle(JobEnded())
+
+    def _take_keys(self, message: KeysNow) -> None:
+        """Coordinators and workers to come go by other keys; this is said once the template does (`KeysHeld`)."""
+        problem = self._keys.take(message.keys)
+        if problem:
+            self._tell([AgentKeysTaken(ring=b"", problem=problem)])
+            return
+        self._coordinators.take_keys(self._keys.job)
+        self._processes.ask_template(self._keys.for_template())
+
+    def _coordinator_setup(self, plan: RunPlan, sampler: Sampler, checkpoint: StartingPoint | None) -> CoordinatorSetup:
+        return CoordinatorSetup(
+            plan=plan,
+            sampler=sampler,
+            run_dir=self._run_dir,
+            control_dir=self._place.folder,
+            listen=self._place.network.listen,
+            keys=self._keys.job,
+            checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
+            started_s=self._started_s,
+            deaths=self._deaths,
+            faults=self._faults,
+            coordinator_ends_s=(),
+            before_effect=self._before_effect,
+            home=self._post.incarnation,
+            job=self._post.job,
+            founded=self._place.founded,
+            profile=self._profile,
+            tls=self._place.network.tls,
+        )
+
+    def _on_coordinator_exit(self, text: str, at_s: float) -> None:
+        assert self._client is not None
+        self._client.turn()  # its last words
+        self._coordinators.exited(text, at_s)
+
+    # -------------------------------------------------------------------------------------------------------- template
+
+    def _hear_template(self) -> None:
+        for message in self._processes.hear_template():
+            self._note_end(message)
+            if isinstance(message, ChildGone) and message.child == COORDINATOR:
+                self._on_coordinator_exit(how_it_ended(message.status), message.at_s)
+            elif isinstance(message, ChildGone):
+                end = WorkerEnded(message.child, how_it_ended(message.status), message.at_s)
+                self._tell(self._workers.ended(end))
+            elif isinstance(message, CommitDone):
+                told = self._coordinators.committed(message)
+                self._tell([] if told is None else [told])
+            elif isinstance(message, SpawnRefused):
+                self._tell(self._workers.refused(message))
+            elif isinstance(message, KeysHeld):
+                self._tell([AgentKeysTaken(ring=message.ring)])
+            else:
+                assert isinstance(message, Spawned | LoaderSpawned | LoaderGone), message
+                if isinstance(message, Spawned):
+                    self._waits.forked(message.child)
+
+    def _hear_how_they_ended(self) -> None:
+        """That workers have ended the coordinator hears before how they have."""
+        deadline_s = time.monotonic() + FAILED_GRACE_S
+        while self._processes.workers and time.monotonic() < deadline_s:
+            if any(key.data == TEMPLATE for key, _ in self._selector.select(TICK_S)):
+                for message in self._processes.hear_template():
+                    self._note_end(message)
+
+    def _note_end(self, message: FromTemplate) -> None:
+        """Keeps how a worker has ended, and names the files behind the end of which a process may have read, before
+        others do."""
+        if not isinstance(message, ChildGone | LoaderGone):
+            return
+        if isinstance(message, ChildGone):
+            self._ends[message.child] = how_it_ended(message.status)
+        if not os.WIFSIGNALED(message.status) or os.WTERMSIG(message.status) != signal.SIGBUS:
+            return
+        what = (
+            f"worker {message.child}"
+            if isinstance(message, ChildGone)
+            else f"loader {message.number} of worker {message.worker}"
+        )
+        files = self._mapped.cut_short(self._processes.all_pids)
+        if files:
+            found = "; ".join(files)
+            text = f"{what} was killed by SIGBUS: {CUT_SHORT}: {found}. Restore it"
+            self._cut = self._cut or text
+            self._tell([FilesCut(text=text)])
+
+    def _tell(self, messages: Sequence[LogPart | Exited | CheckpointCommitted | FilesCut | AgentKeysTaken]) -> None:
+        if self._client is not None:
+            for message in messages:
+                self._client.send(message)
+
+    def _check_template(self) -> None:
+        """Ends the job if the template has ended, and with it the workers, before the job was over.
+
+        Raises:
+            RecoveryError: it has.
+        """
+        text = self._processes.template_end()
+        if text is None:
+            return
+        assert self._client is not None
+        deadline_s = time.monotonic() + LAST_WORDS_S
+        while self._ended is None and time.monotonic() < deadline_s:
+            self._client.turn(TICK_S)
+        if self._ended is None or self._ended.outcome == "failed":  # a coordinator knows only that workers have ended
+            raise RecoveryError(
+                f"the template process, from which the workers are forked, {text}, and all workers have ended with it "
+                f"(see {self._template_log}); {self._way_on()}"
+            )
+
+    def end(self) -> None:
+        """Ends all processes and removes the temporary files. May be called twice."""
+        if self._is_over:
+            return
+        self._is_over = True
+        with undisturbed():
+            self._end()
+
+    def _end(self) -> None:
+        is_ours = self._candidacy.leads or (self._post.founds and not self._candidacy.had_it)
+        if is_ours:
+            remove_control_file(self._run_dir)
+        self._candidacy.close()
+        self._processes.end()
+        if self._client is not None:
+            self._client.close(0.0)
+        self._place.close()
+        # Of a job that may go on others need what is in the store.
+        may_go_on = bool(self._post.job) and self._ended is None and self._candidacy.had_it
+        if self._place.store is None or not is_ours or may_go_on:
+            return
+        outcome = msgspec.json.encode(self._ended) if self._post.job and self._ended is not None else None
+        # Who was told to stop, or has waited for the store in vain, does not wait for it now.
+        is_patient = outcome is not None and self._stop.signal is None and not (self._ended and self._ended.again)
+        trouble = self._place.store.end(
+            self._place.holder,
+            outcome,
+            self._place.founded if self._post.job else 0,
+            is_patient=is_patient,
+            say=self._reporter.message,
+        )
+        if trouble:
+            self._reporter.message(trouble)
+
+
+def with_ends(reason: str, ends: Mapping[int, str]) -> str:
+    """A coordinator's reason with how processes have ended, where it has only heard that they have.
+
+    Args:
+        reason: such as "worker 0 has ended".
+        ends: of workers, such as "ended with status 3".
+    """
+    pattern = r"\bworker (\d+) has ended(?=[;,]|$)"
+    return re.sub(pattern, lambda found: f"worker {found[1]} {ends.get(int(found[1]), 'has ended')}", reason)
+
+
+def refusal(refused: AgentRefused) -> ElaswaveError:
+    """What ends an agent that may not take part: a person's mistake (`UsageError`), another agent of its node
+    (`NeedlessError`), or what a later one may not meet (`RetryError`)."""
+    if refused.verdict == "needless":
+        return NeedlessError(refused.reason)
+    return RetryError(refused.reason) if refused.verdict == "again" else UsageError(refused.reason)

@@ -1,0 +1,235 @@
+"""An agent's coordinators, one after the other: each end is answered with the next one, and one that does not answer is
+ended. A checkpoint that is being committed for one of them comes to its end before the next one looks.
+
+A coordinator is a fork of the agent, which may be a candidate that waits, or, where a script's process must not fork,
+of the template."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elaswave.channel.messages.agent import BreakOffCommit, CheckpointCommitted, CommitCheckpoint
+from elaswave.coordinator.process import DISPLACED, PORT_TAKEN, STORE_GONE, SUPERSEDED, run_candidate, run_coordinator
+from elaswave.coordinator.setup import CoordinatorSetup
+from elaswave.errors import RecoveryError, RetryError
+from elaswave.job.plan import StartingPoint
+from elaswave.job.role import Post
+from elaswave.launcher.candidacy import Candidacy
+from elaswave.launcher.forkserver.machine import COORDINATOR
+from elaswave.launcher.forkserver.messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
+from elaswave.launcher.job_processes import JobProcesses
+from elaswave.launcher.launcher_waits import LauncherWaits
+from elaswave.protocol.membership.agent import Agent, CoordinatorEnded, ReportEnd, StartCoordinator, StartJoiner
+from elaswave.store.claim import Progress
+from elaswave.store.opening import JobStore
+from elaswave.transport.handshake import Secrets
+
+COORDINATOR_HUNG_S = 6.0
+"""One that has not accepted its agent for this long is killed, and followed by another as if it had died."""
+
+
+class CoordinatorStarts:
+    """Of one agent.
+
+    Args:
+        setup: what its first coordinator is started with.
+        checkpoint: where workers begin; None: at the seed.
+        post: how the agent takes part.
+        processes, candidacy, waits: of the agent.
+        by_template: whether the template forks coordinators.
+    """
+
+    def __init__(
+        self,
+        setup: CoordinatorSetup,
+        checkpoint: StartingPoint | None,
+        post: Post,
+        processes: JobProcesses,
+        candidacy: Candidacy,
+        waits: LauncherWaits,
+        *,
+        by_template: bool,
+    ) -> None:
+        self._setup, self._checkpoint, self._post = setup, checkpoint, post
+        self.keys = setup.keys
+        """The job's, of those that are started from now on; the template has its own."""
+        self._processes, self._candidacy, self._waits = processes, candidacy, waits
+        self._by_template = by_template
+
+    def start(self, ends_s: tuple[float, ...]) -> None:
+        """Starts the next one.
+
+        Args:
+            ends_s: monotonic times at which earlier ones have ended.
+        Raises:
+            LaunchError: the system refuses its process.
+        """
+        number, setup = 1 + len(ends_s), self._setup
+        if self._by_template:
+            message = SpawnCoordinator(
+                num_samples=setup.sampler.num_samples,
+                checkpoint=self._checkpoint,
+                started_s=setup.started_s,
+                coordinator_ends_s=ends_s,
+                home=setup.home,
+            )
+            self._processes.ask_for_coordinator(number, message)
+            self._waits.for_forks((COORDINATOR,), time.monotonic())
+            return
+        setup = setup._replace(keys=self.keys, coordinator_ends_s=ends_s, lost_s=self._candidacy.missed_since_s)
+        if not self._post.is_candidate:
+            self._processes.start_coordinator(number, lambda: run_coordinator(setup))
+            return
+        writes = self._candidacy.open()
+
+        def stand_by() -> int:
+            name, founds = self._post.name, self._post.founds
+            return run_candidate(setup, name, founds, lambda progress: _tell(writes, progress))
+
+        try:
+            self._processes.start_coordinator(number, stand_by, waits=True)
+        finally:
+            os.close(writes)
+
+
+class OwnCoordinators:
+    """Of one agent.
+
+    Args:
+        starts: starts one.
+        store: of the job; None: this agent starts none.
+        agent: the machine that knows whether a coordinator is to be followed.
+        processes, candidacy, waits: of the agent.
+        log: what they print.
+        way_on: says how the run can go on after its end.
+    """
+
+    def __init__(
+        self,
+        starts: CoordinatorStarts,
+        store: JobStore | None,
+        agent: Agent,
+        processes: JobProcesses,
+        candidacy: Candidacy,
+        waits: LauncherWaits,
+        log: Path,
+        way_on: Callable[[], str],
+    ) -> None:
+        self._starts, self._store, self._agent = starts, store, agent
+        self._processes, self._candidacy, self._waits = processes, candidacy, waits
+        self._log, self._way_on = log, way_on
+        self._since_s = 0.0
+        self._patience_s = COORDINATOR_HUNG_S
+        """With one that does not accept the agent."""
+        self._committing: int | None = None
+        """Number of the commit that the template has been asked for and has not answered."""
+
+    def start(self) -> None:
+        """Starts the next one.
+
+        Raises:
+            RecoveryError: the journal of the one before is gone, and with it what the job has decided.
+            LaunchError: the system refuses its process.
+        """
+        assert self._store is not None
+        try:
+            self._store.check()
+        except RecoveryError as error:
+            raise RecoveryError(f"{error}; {self._way_on()}") from None
+        self._since_s = time.monotonic()
+        self._starts.start(tuple(self._agent.coordinator_ends_s))
+
+    def take_keys(self, keys: Secrets) -> None:
+        """The job's key is changed: those that are started from now on go by others."""
+        self._starts.keys = keys
+
+    def turn(self, disconnected_s: float) -> None:
+        """Starts the next candidate when it is due, and has a coordinator killed that does not accept this agent.
+
+        Args:
+            disconnected_s: how long the agent has had no connection.
+        """
+        if self._candidacy.is_due(time.monotonic()):
+            self.start()
+        if not self._candidacy.leads:
+            return
+        assert self._store is not None
+        age_s = time.monotonic() - self._since_s
+        if min(age_s, disconnected_s) > self._patience_s + self._store.patience_s:
+            self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
+            self._processes.kill_coordinator()
+            self._waits.for_killed_coordinator(time.monotonic())
+
+    def has_job(self) -> None:
+        """The candidate's process has the job now."""
+        self._candidacy.has_it()
+        self._since_s = time.monotonic()
+        self._processes.has_taken_over()
+
+    def exited(self, text: str, at_s: float) -> None:
+        """One has ended; its last words were heard.
+
+        Args:
+            text: how.
+            at_s: when, monotonic.
+        Raises:
+            RetryError, RecoveryError: there can be no other one, here or at all.
+            LaunchError: the system refuses the next one's process.
+        """
+        self._waits.coordinator_ended()
+        # One that cannot be dialled leaves the job to other candidates, as one that was replaced.
+        was_replaced, was_displaced = _has(text, SUPERSEDED, PORT_TAKEN), _has(text, DISPLACED)
+        if self._candidacy.ended(at_s, was_replaced=was_replaced, was_displaced=was_displaced):
+            return
+        if _has(text, PORT_TAKEN):
+            raise RetryError(f"another program has the coordinator's port on this host; see {self._log}")
+        if _has(text, STORE_GONE):
+            raise RetryError(f"the coordinator was lost, and the store does not answer the next one; see {self._log}")
+        self._candidacy.missed_since_s = at_s
+        for effect in self._agent.handle(CoordinatorEnded(text, _gave_up(text), at_s)):
+            if not isinstance(effect, StartCoordinator):
+                assert not isinstance(effect, ReportEnd | StartJoiner)
+                raise RecoveryError(f"{effect.reason}; see {self._log}")
+            if self._committing is None:
+                self.start()
+            else:
+                # The next one may go back behind that checkpoint: it must not appear when it has looked.
+                self._waits.for_commit(at_s)
+                self._processes.ask_template(AbandonCommits())
+
+    def commit(self, message: CommitCheckpoint | BreakOffCommit) -> None:
+        """The coordinator wants a checkpoint committed, or that broken off."""
+        if isinstance(message, CommitCheckpoint):
+            self._committing = message.number
+            self._processes.ask_template(CommitShards(number=message.number, request=message.request))
+        elif message.number == self._committing:
+            self._processes.ask_template(AbandonCommits())
+
+    def committed(self, message: CommitDone) -> CheckpointCommitted | None:
+        """A commit has ended; returns what the coordinator is to be told, if there is one."""
+        if message.number == self._committing:
+            self._committing = None
+        if not self._waits.is_for_commit:
+            return CheckpointCommitted(number=message.number, error=message.error, again=message.again)
+        if self._committing is None:
+            self._waits.commit_ended()
+            self.start()
+        return None
+
+
+def _gave_up(text: str) -> bool:
+    """Whether a coordinator has ended by an error that another one would meet too."""
+    return _has(text, 1, SUPERSEDED)
+
+
+def _has(text: str, *statuses: int) -> bool:
+    """Whether a process has ended with one of these."""
+    return text.endswith(tuple(f"with status {status}" for status in statuses))
+
+
+def _tell(writes: int, progress: Progress) -> None:
+    """In a candidate's process: a report to its agent, which may have ended, and with it this process."""
+    with contextlib.suppress(OSError):
+        os.write(writes, progress.line())

@@ -1,0 +1,223 @@
+"""The operator graph of a network: what each operator is, where it stands in the code, and what it costs."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from elaswave.models.splitting.cut import Flow
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorNode:
+    """One operator.
+
+    Args:
+        number: its place in the order in which they run.
+        operator: its name, such as "aten.conv2d.default".
+        source: file, line and text of the network's code that it comes from.
+        module: path of the module that it belongs to; empty: the network itself.
+        inputs: numbers of the operators that it is given something of: that have made it, or have written in place what
+            it is given or a view of it, the last one of each memory.
+        shapes: of what it makes.
+        dtypes: of what it makes.
+        parameters: names of parameters and buffers that it is given.
+        forward_s, backward_s: measured seconds.
+        bytes_out: of what it makes; a view makes nothing.
+        bytes_in: of tensors that it is given.
+        flops: of its forward, as `torch.utils.flop_counter` has formulas; 0 for operators without one.
+    """
+
+    number: int
+    operator: str
+    source: str
+    module: str
+    inputs: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    parameters: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    bytes_out: int
+    bytes_in: int
+    flops: int
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class OperatorGraph:
+    """The operators of a network in the order in which they run; `elaswave.split` cuts between them.
+
+    ``print(graph)`` shows a table, ``graph.to_json()`` and ``graph.to_dot()`` give it to other programs.
+
+    Args:
+        nodes: the operators.
+        cuts: numbers of the operators that begin a new part.
+    """
+
+    nodes: tuple[OperatorNode, ...]
+    cuts: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[OperatorNode]:
+        return iter(self.nodes)
+
+    def __getitem__(self, number: int) -> OperatorNode:
+        return self.nodes[number]
+
+    @property
+    def seconds(self) -> float:
+        """Of all operators, forward and backward."""
+        return sum(node.seconds for node in self.nodes)
+
+    def parts(self) -> list[tuple[OperatorNode, ...]]:
+        """The operators of each part."""
+        ends = [0, *self.cuts, len(self.nodes)]
+        return [self.nodes[start:stop] for start, stop in zip(ends, ends[1:])]
+
+    def __str__(self) -> str:
+        rows = [("", "operator", "makes", "forward us", "backward us", "KiB out", "parameters", "source")]
+        lines: dict[int, str] = {}
+        for number in self.cuts:
+            lines[number] = f"--- part {self.cuts.index(number) + 1} ---"
+        for node in self.nodes:
+            made = " ".join(f"{dtype}{list(shape)}" for dtype, shape in zip(node.dtypes, node.shapes))
+            rows.append((
+                str(node.number), node.operator.removesuffix(".default"), made, f"{node.forward_s * 1e6:.0f}",
+                f"{node.backward_s * 1e6:.0f}", f"{node.bytes_out / 1024:.0f}", " ".join(node.parameters),
+                _short(node.source),
+            ))  # fmt: skip
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+        found = []
+        for number, row in enumerate(rows, start=-1):
+            if number in lines:
+                found.append(lines[number])
+            cells = [
+                text.rjust(width) if column in (0, 3, 4, 5) else text.ljust(width)
+                for column, (text, width) in enumerate(zip(row, widths))
+            ]
+            found.append("  ".join([*cells, row[-1]]).rstrip())
+        total = f"{len(self.nodes)} operators, {self.seconds * 1e3:.1f} ms forward and backward"
+        if self.cuts:
+            shares = [sum(node.seconds for node in part) * 1e3 for part in self.parts()]
+            total += f"; parts of {', '.join(f'{share:.1f}' for share in shares)} ms"
+        return "\n".join([*found, total])
+
+    def to_measure(self, count: int) -> tuple[int, ...]:
+        """Numbers of so many operators that tell much of another device: see `estimate`."""
+        from elaswave.models.splitting.estimates import to_measure
+
+        return to_measure(self, count)
+
+    def estimate(self, measured: Mapping[int, float]) -> "Estimate":
+        """Estimates what all operators take on another device.
+
+        Args:
+            measured: seconds there, forward and backward together, by number of operator; of a few.
+        """
+        from elaswave.models.splitting.estimates import estimate
+
+        return estimate(self, measured)
+
+    def to_json(self) -> str:
+        """The graph as a JSON object of ``nodes`` and ``cuts``."""
+        return json.dumps({"nodes": [asdict(node) for node in self.nodes], "cuts": list(self.cuts)}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "OperatorGraph":
+        """The inverse of `to_json`."""
+        found = json.loads(text)
+        nodes = []
+        for fields in found["nodes"]:
+            lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+            lists["shapes"] = tuple(tuple(shape) for shape in fields["shapes"])
+            nodes.append(OperatorNode(**fields | lists))
+        return OperatorGraph(tuple(nodes), tuple(found["cuts"]))
+
+    def to_dot(self) -> str:
+        """The graph for graphviz, one box for each part."""
+        lines = ["digraph operators {", "  node [shape=box, fontsize=10];"]
+        for index, part in enumerate(self.parts()):
+            lines.append(f'  subgraph cluster_{index} {{ label="part {index}";')
+            for node in part:
+                label = f"{node.number} {node.operator}\\n{node.seconds * 1e6:.0f} us"
+                lines.append(f'    n{node.number} [label="{label}", tooltip="{_escaped(node.source)}"];')
+            lines.append("  }")
+        lines += [f"  n{source} -> n{node.number};" for node in self.nodes for source in node.inputs]
+        return "\n".join([*lines, "}"])
+
+
+def _short(source: str) -> str:
+    place, _, rest = source.partition(" (")
+    path, _, line = place.rpartition(":")
+    return f"{Path(path).name}:{line} {rest.removesuffix(')')}" if path else source
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def graph_of(flow: Flow, cuts: Sequence[int] = ()) -> OperatorGraph:
+    """The public graph of a network.
+
+    Args:
+        flow: of its operators.
+        cuts: places where it is cut.
+    """
+    traced, facts = flow.traced, flow.facts
+    maker: dict[int, int] = {}
+    writers: dict[int, int] = {}  # by memory, which views share
+    nodes = []
+    for place, op in enumerate(traced.ops):
+        values = [facts.values[value] for value in flow.made_by(place)]
+        given = dict.fromkeys(op.values)
+        memory = {facts.values[value].storage for value in given if value in facts.values}
+        before = {maker[value] for value in given if value in maker} | {
+            writers[each] for each in memory & writers.keys()
+        }
+        names = [traced.state[value].name for value in given if value in traced.state]
+        nodes.append(OperatorNode(
+            number=place, operator=op.target, source=op.source, module=traced.modules[place],
+            inputs=tuple(sorted(before)),
+            shapes=tuple(each.shape for each in values),
+            dtypes=tuple(str(each.dtype).removeprefix("torch.") for each in values),
+            parameters=tuple(names), forward_s=facts.seconds[place][0], backward_s=facts.seconds[place][1],
+            bytes_out=sum(each.num_bytes for each in values if each.parent is None),
+            bytes_in=sum(facts.values[value].num_bytes for value in given if value in facts.values),
+            flops=facts.flops[place],
+        ))  # fmt: skip
+        maker[op.out] = place
+        for value in op.writes:
+            maker[value] = writers[facts.values[value].storage] = place
+    return OperatorGraph(tuple(nodes), tuple(cuts))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimated seconds of all operators on another device.
+
+    Args:
+        graph: the operators with those seconds; those that were measured have the measured ones.
+        terms: coefficients of the fit, by what they multiply; left out where they are 0.
+        fitted: (number, measured seconds, seconds by the fit) of the operators that were measured.
+        error: the median relative error of a measured operator where the fit is of the others alone.
+    """
+
+    graph: OperatorGraph
+    terms: Mapping[str, float]
+    fitted: tuple[tuple[int, float, float], ...]
+    error: float
+
+    def __str__(self) -> str:
+        fit = " + ".join(f"{value:.3g} {term}" for term, value in self.terms.items())
+        lines = [f"fit: {fit}; median error of an operator left out: {self.error:.0%}"]
+        for number, measured_s, fitted_s in self.fitted:
+            node = self.graph[number]
+            lines.append(f"{number:>5}  {node.operator:<32} measured {measured_s:.3g} s, fit {fitted_s:.3g} s")
+        return "\n".join([*lines, f"all {len(self.graph)} operators: {self.graph.seconds:.3g} s"])

@@ -1,0 +1,1 @@
+"""Programs of workers: from a plan to actions, their validation, and how long they take."""

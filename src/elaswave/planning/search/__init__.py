@@ -1,0 +1,1 @@
+"""The search for a plan: shapes, cuts, pipelines, teams, within the memory of each worker."""

@@ -1,0 +1,547 @@
+"""ElasWave's own planner: dataflow, graph, frequency and randomness together, after any event. Pure.
+
+Candidates are shapes of the job, from leaving everything as it is (the lost workers' micro-batches go to the others of
+their stage) over moving layers and workers to sharing layers between neighbours, each under each schedule that may be
+chosen, of all workers or of all but some (`elaswave.planning.search.teams`); the same in some stages fewer or more than
+before; in small jobs every layout of whole layers (`elaswave.planning.search.exhaustive`); pipelines of several depths
+and speeds (`elaswave.planning.search.pipelines`); and the baselines' plans. All are scored in closed form, the best are
+built and timed exactly where that is quick, a local search makes those of small jobs better
+(`elaswave.planning.search.local_search`), and the one is taken that gets most done until the next event is to be
+expected, the time to move state included. Since leaving everything as it is and the baselines are among those timed, a
+plan is never slower than they are.
+
+Source: ElasWave (arXiv 2510.00606). Differs: workers change stage, neighbours share layers, cuts are spread over
+several layers, pipelines of several depths run side by side, workers may be left out, schedules and baselines are
+candidates, migration is weighed against a horizon.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.machines import Cluster, ClusterEvent, worker_speeds
+from elaswave.planning.costs.schedules import IN_FLIGHT, Schedule, splits_backwards
+from elaswave.planning.costs.step_time.bound import StageTable
+from elaswave.planning.frequency import choose_levels
+from elaswave.planning.plan import Allocation, Plan, Planner, at_levels
+from elaswave.planning.programs.prediction import EXACT_WORKERS, estimate, time_within_memory
+from elaswave.planning.programs.shared_layers import Cut
+from elaswave.planning.search.apportionment import apportion
+from elaswave.planning.search.candidates import SLACK, Candidate, Judge
+from elaswave.planning.search.exhaustive import WORKERS_MAX, all_shapes
+from elaswave.planning.search.explanation import contributions_of, reason_of
+from elaswave.planning.search.local_search import LocalSearch
+from elaswave.planning.search.memory_limits import MemoryBudget
+from elaswave.planning.search.neighbours import Neighbourhood
+from elaswave.planning.search.options import Options
+from elaswave.planning.search.partition import choose_widths
+from elaswave.planning.search.pipelines import LONGER, SHORTER, Crew, mixed_pipelines, ranges_of
+from elaswave.planning.search.shapes import (
+    Shape,
+    balanced_widths,
+    build,
+    move_workers,
+    score,
+    shared_layers,
+    whole_layers,
+)
+from elaswave.planning.search.survivors import start_levels, survivors_of
+from elaswave.planning.search.teams import Team, smaller_teams
+from elaswave.planning.state_moves.transfers import shared_links
+
+FINALISTS = 8
+"""Candidates that are built worker by worker and timed, beside leaving everything as it is and the baselines'."""
+FINALISTS_OF_SMALLER = 3
+"""The same of workers without those that are left out."""
+FINALISTS_OF_OTHER_DEPTHS = 6
+"""The same of all workers in another number of stages than before."""
+FINALISTS_AT_SCALE = 2
+"""The same where candidates are judged by the closed form alone."""
+MIXES = 2
+"""Mixes of pipelines of several depths, which are chosen apart."""
+WHOLE = 16
+"""Layouts of whole layers of a small job, chosen apart, under the schedule that holds most in flight; a quarter as many
+under others."""
+WHOLE_ALIKE = 4
+"""The same where all workers are alike: there the closed form is nearer to exact times."""
+HOLDING_LESS: Mapping[Schedule, tuple[Schedule, ...]] = {
+    "zero-bubble-h2": ("zero-bubble", "1f1b"),
+    "zero-bubble": ("1f1b",),
+}
+"""Schedules that hold less: where memory is short, cuts that leave room for what they hold are worth having."""
+
+
+def plan(
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    event: ClusterEvent,
+    *,
+    options: Options | None = None,
+    baselines: Sequence[Planner] = (),
+) -> Plan:
+    """Plans what to do after an event.
+
+    Args:
+        cluster: after the event.
+        costs: of the model's layers.
+        allocation: before the event.
+        event: what happened.
+        options: what may be done; None means everything.
+        baselines: planners whose allocations are candidates too, if they keep the batch.
+    Raises:
+        InfeasiblePlan: names the violated limit and by how much.
+        ValueError: options that cannot be.
+    """
+    return _Planning(cluster, costs, allocation, event, options or Options(), baselines).run()
+
+
+class _Planning:
+    """One plan in the making."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        costs: Costs,
+        allocation: Allocation,
+        event: ClusterEvent,
+        options: Options,
+        baselines: Sequence[Planner],
+    ) -> None:
+        self._cluster = cluster
+        self._costs = costs
+        self._before = allocation
+        self._event = event
+        self._options = options
+        self._baselines = baselines
+        self._num_microbatches = allocation.num_microbatches
+        if cluster.num_workers == 0:
+            raise InfeasiblePlan("workers: none is left, at least 1 is needed; start from the last durable checkpoint")
+        self._exact = options.exact_actions if cluster.num_workers <= EXACT_WORKERS else 0
+        self._left = left = survivors_of(cluster, allocation, event)
+        self._levels = start_levels(cluster, left.levels, may_change="frequency" in options.axes)
+        self._judge = Judge(cluster, costs, allocation, left, self._levels, options, self._exact)
+        self._teams = self._find_teams()
+        self._schedules = options.schedules or tuple(dict.fromkeys((allocation.schedule, "zero-bubble-h2")))
+
+    # ------------------------------------------------------------------------------------------------ what there is
+
+    def _find_teams(self) -> list[Team]:
+        """All workers, and what is left without some, if that may be."""
+        whole = Team(self._left.stages, self._left.free)
+        if "graph" not in self._options.axes or not self._options.leave_out:
+            return [whole]
+        return [whole, *smaller_teams(whole, self._cluster.speed, one_by_one=bool(self._exact))]
+
+    # -------------------------------------------------------------------------------------------------- candidates
+
+    def run(self) -> Plan:
+        """The plan."""
+        stay = self._stay(self._teams[0])
+        staying = self._pipelines_stay() if len(self._before.chains) > 1 else None
+        candidates = [] if staying is None else [staying]
+        is_free = staying is None or "graph" in self._options.axes
+        one_chain = self._judge.of_shape(stay, self._before.schedule) if stay is not None and is_free else None
+        if one_chain is not None:
+            candidates.append(one_chain)
+            staying = staying or one_chain
+        # Mixed pipelines are often the best. Once they are known, others that cannot be faster are not timed.
+        mixed = self._mixed()
+        for team in self._teams:
+            own = stay if not team.num_left_out else self._stay(team)
+            candidates += self._finalists(self._shapes(team, own), self._most(team))
+        candidates += self._finalists(self._of_other_depths(), FINALISTS_OF_OTHER_DEPTHS)
+        candidates += self._whole_shapes(stay) + mixed + self._from_baselines()
+        candidates += self._improved(candidates)
+        if not candidates:
+            assert self._judge.failure is not None
+            raise self._judge.failure
+        best = max(candidates, key=lambda each: (round(each.done_until(self._judge.horizon_s), 9), each is staying))
+        best = self._with_less_in_flight(best)
+        tuned = self._tune(best)
+        return self._plan(tuned, best, staying, stay)
+
+    def _with_less_in_flight(self, best: Candidate) -> Candidate:
+        """The same with half the activations, if that is no slower."""
+        if best.allocation.schedule != "zero-bubble-h2" or self._options.schedules:
+            return best
+        allocation = replace(best.allocation, schedule="zero-bubble")
+        within_s = best.step_s * (1 + SLACK)
+        step_s, found = self._judge.timed(allocation, best.where, within_s=within_s, known=best.found)
+        if step_s > best.step_s * (1 + 1e-9):
+            return best
+        return replace(best, allocation=allocation, step_s=step_s, found=found)
+
+    def _pipelines_stay(self) -> Candidate | None:
+        """Every chain goes on by itself; None if one cannot: it has lost a stage, or does not fit."""
+        chains = []
+        for chain in self._before.chains:
+            shares = []
+            for share in chain.stages:
+                left = share.workers[np.isin(share.workers, self._cluster.ids)]
+                left = left[~np.isin(left, self._left.gone)]
+                if not len(left):
+                    return None
+                where = self._cluster.index_of(left)
+                speeds = worker_speeds(self._cluster, where, self._levels[where])
+                by_speed = "dataflow" in self._options.axes
+                counts = apportion(chain.num_microbatches, 1.0 / speeds if by_speed else np.ones(len(left)))
+                shares.append(replace(share, workers=left, num_microbatches=counts, levels=self._levels[where]))
+            chains.append(replace(chain, stages=tuple(shares)))
+        try:
+            return self._judge.of_allocation(replace(self._before, chains=tuple(chains)), "rerouting")
+        except InfeasiblePlan as failure:
+            self._judge.failure = failure
+            return None
+
+    def _stay(self, team: Team) -> Shape | None:
+        """All workers stay where they are, in one chain, without stages that have lost all theirs; None if
+        impossible."""
+        kept = tuple(own for own in team.stages if len(own)) or (team.free,)
+        chains = self._before.chains
+        if len(kept) == len(team.stages) and len(chains) == 1:
+            origin = "rerouting" + team.shown
+            return Shape(members=kept, cuts=chains[0].cuts, num_microbatches=self._num_microbatches, origin=origin)
+        try:
+            cuts = self._whole(kept, self._budget(kept, self._before.schedule, at_most=1))
+        except InfeasiblePlan as failure:
+            self._judge.failure = failure
+            return None
+        number = f"{len(kept)} stage{'s' * (len(kept) > 1)}"
+        origin = f"{number} instead of {len(team.stages)}" if len(chains) == 1 else "one chain of stages"
+        return Shape(members=kept, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin + team.shown)
+
+    def _most(self, team: Team) -> int:
+        """Candidates of a team."""
+        if self._exact:
+            return FINALISTS_OF_SMALLER if team.num_left_out else FINALISTS
+        return 1 if team.num_left_out else FINALISTS_AT_SCALE
+
+    def _finalists(self, ranked: Iterable[tuple[Shape, Schedule]], most: int) -> list[Candidate]:
+        """The first shapes that can be, as candidates."""
+        found: list[Candidate] = []
+        for shape, schedule in ranked:
+            if len(found) >= most:
+                break
+            if candidate := self._judge.of_shape(shape, schedule):
+                found.append(candidate)
+        return found
+
+    def _shapes(self, team: Team, stay: Shape | None) -> list[tuple[Shape, Schedule]]:
+        """What the graph axis offers, and other schedules, the most promising first."""
+        groups: list[tuple[tuple[np.ndarray, ...], str]] = []
+        may_move = bool(self._exact) or not team.num_left_out  # planning for many workers has to be quick
+        if "graph" in self._options.axes:
+            if stay is not None:
+                groups.append((stay.members, ""))
+            if self._options.move_workers and may_move:
+                groups += self._with_moves(team)
+        return self._ranked(team, stay, groups, may_move=may_move)
+
+    def _ranked(
+        self, team: Team, stay: Shape | None, groups: Sequence[tuple[tuple[np.ndarray, ...], str]], *, may_move: bool
+    ) -> list[tuple[Shape, Schedule]]:
+        """Shapes with these stages, and that in which all stay, under the schedules that may be chosen."""
+        ranked: list[tuple[float, int, Shape, Schedule]] = []
+        # Where memory permits, split backwards with much in flight are never slower than anything else.
+        schedules = sorted(self._schedules, key=lambda schedule: -IN_FLIGHT.get(schedule, 0))
+        if "zero-bubble-h2" in schedules:  # which is tried with less in flight, too, where memory is short
+            schedules = [schedule for schedule in schedules if schedule != "zero-bubble"]
+        for schedule in schedules:
+            is_first = not team.num_left_out and schedule == self._before.schedule
+            offers = [] if stay is None or is_first else [stay]
+            offers += self._only_workers(stay, team) if may_move else []
+            permitted = True
+            for members, moves in groups:
+                budget = self._budget(members, schedule)
+                offers += self._cut_anew(members, moves, budget, team)
+                if budget.was_short:
+                    permitted = False
+                    known = [shape.cuts for shape in offers if shape.members is members]
+                    for each in self._budgets_of_less(members, schedule):
+                        more = self._cut_anew(members, moves, each, team)
+                        offers += [shape for shape in more if shape.cuts not in known]
+                        known += [shape.cuts for shape in more]
+            for shape in offers:
+                seconds = score(self._cluster, self._costs, shape, schedule)
+                # Regular pipelines do better than the closed form says next to shared layers: they are always timed.
+                is_kept = not team.num_left_out and stay is not None and shape.cuts is stay.cuts
+                first = 0.0 if self._exact and is_kept else seconds
+                ranked.append((first, len(ranked), shape, schedule))
+            if splits_backwards(schedule) and permitted and groups:
+                break
+        return [(shape, schedule) for _, _, shape, schedule in sorted(ranked, key=lambda entry: entry[:2])]
+
+    def _whole_shapes(self, stay: Shape | None) -> list[Candidate]:
+        """The best layouts of whole layers of a small job."""
+        options, team = self._options, self._teams[0]
+        if "graph" not in options.axes or team.num_workers > WORKERS_MAX:
+            return []
+        stages = None if options.move_workers else stay.members if stay is not None else tuple(team.stages)
+        held = self._left.held
+        everybody = np.concatenate([*team.stages, team.free] if stages is None else stages)
+        found = []
+        schedules = sorted(self._schedules, key=lambda schedule: -IN_FLIGHT.get(schedule, 0))
+        alike = bool(np.ptp(self._cluster.speed) == 0 and np.ptp(self._cluster.memory_bytes) == 0)
+        number = WHOLE_ALIKE if alike else WHOLE
+        for most, schedule in zip((number, *(number // 4,) * len(schedules)), schedules):
+            ranked = all_shapes(
+                self._cluster, self._costs, everybody, held, self._num_microbatches, schedule,
+                followers=options.followers, most=most, stages=stages,
+            )  # fmt: skip
+            found += [self._judge.of_shape(each.shape, schedule) for each in ranked]
+        return [each for each in found if each is not None]
+
+    def _improved(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """What a local search makes of the best candidates of a small job: each better than the one before."""
+        cluster, options, judge = self._cluster, self._options, self._judge
+        may_be = self._exact and options.local_search and {"dataflow", "graph"} <= options.axes
+        if not may_be or self._teams[0].num_workers > WORKERS_MAX:
+            return []
+        where = np.arange(cluster.num_workers)
+        where = where[~np.isin(cluster.ids, self._left.gone)]
+        workers = cluster.ids[where].tolist()
+        steps = Neighbourhood(
+            costs=self._costs,
+            speeds=dict(zip(workers, worker_speeds(cluster, where, self._levels[where]).tolist(), strict=True)),
+            levels=dict(zip(workers, self._levels[where].tolist(), strict=True)),
+            move_workers=options.move_workers,
+            share_layers=options.share_layers,
+        )
+        search = LocalSearch(cluster, self._costs, steps, followers=options.followers)
+        ranked = sorted(
+            candidates, key=lambda each: (-each.done_until(judge.horizon_s), search.least_s(each.allocation))
+        )
+        found: list[Candidate] = []
+        for place in search.starts([each.allocation for each in ranked]):
+            start = ranked[place]
+            step_s = start.step_s
+            if step_s == float("inf"):  # it was given up
+                step_s, _ = judge.timed(start.allocation, start.where)
+            allocation, improved_s = search.improved(start.allocation, step_s)
+            if improved_s < min(each.step_s for each in (ranked[0], *found)):
+                try:
+                    found.append(judge.of_allocation(allocation, f"{start.origin}, improved step by step"))
+                except InfeasiblePlan as failure:
+                    judge.failure = judge.failure or failure
+        return found
+
+    def _only_workers(self, stay: Shape | None, team: Team) -> list[Shape]:
+        """Shapes in which only workers move: where a worker is missed least, and evenly."""
+        if stay is None or len(stay.members) < len(team.stages) or "graph" not in self._options.axes:
+            return []
+        if not self._options.move_workers:
+            return []
+        table = StageTable.of(stay.held(self._costs.num_layers), stay.cuts, self._num_microbatches, self._costs)
+        shapes: list[Shape] = []
+        for seconds in (table.work, np.ones(len(team.stages))):
+            widths = choose_widths(seconds, team.num_workers, self._num_microbatches, stay.widths.tolist())
+            if widths is None or np.array_equal(widths, stay.widths):
+                continue
+            moved = int(np.maximum(0, widths - stay.widths).sum())
+            members = move_workers(self._cluster, team.stages, team.free, widths)
+            origin = f"moving {moved} worker{'s' * (moved > 1)} into other stages{team.shown}"
+            shapes.append(replace(stay, members=members, origin=origin))
+        return shapes
+
+    def _with_moves(self, team: Team) -> list[tuple[tuple[np.ndarray, ...], str]]:
+        """Stages with other workers in them, and what was moved."""
+        found = []
+        stages, total = team.stages, team.num_workers
+        if total < len(stages):
+            return []
+        for widths in balanced_widths(self._cluster, self._costs, stages, total, self._num_microbatches):
+            members = move_workers(self._cluster, stages, team.free, widths)
+            # A stage either gives workers or gets some.
+            moved = sum(max(0, len(now) - len(was)) for now, was in zip(members, stages, strict=True))
+            if moved:
+                found.append((members, f"{moved} worker{'s' * (moved > 1)} into other stages"))
+        return found
+
+    def _of_other_depths(self) -> list[tuple[Shape, Schedule]]:
+        """All workers in some stages fewer or more, in the order of the layers that they have held, where candidates
+        are timed exactly; the most promising first."""
+        if not (self._exact and "graph" in self._options.axes and self._options.move_workers):
+            return []
+        team, held = self._teams[0], self._left.held
+        usual, total = len(team.stages), team.num_workers
+        everybody = np.concatenate([*team.stages, team.free])
+        order = everybody[np.argsort(held[everybody].sum(axis=1), kind="stable")]
+        groups = []
+        for depth in range(max(1, usual - SHORTER), min(usual + LONGER, self._costs.num_layers, total) + 1):
+            if depth == usual:
+                continue
+            even = np.array_split(order, depth)
+            for widths in balanced_widths(self._cluster, self._costs, even, total, self._num_microbatches):
+                members = tuple(map(np.sort, np.split(order, np.cumsum(widths)[:-1])))
+                groups.append((members, f"workers into {depth} stage{'s' * (depth > 1)}"))
+        return self._ranked(team, None, groups, may_move=True)
+
+    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str, budget: MemoryBudget, team: Team) -> list[Shape]:
+        """Shapes with these stages: whole layers, shared layers, shared layers spread over several."""
+        cuts: list[tuple[tuple[Cut, ...], str]] = []
+        try:
+            cuts.append((self._whole(members, budget), "layers"))
+        except InfeasiblePlan as failure:
+            self._judge.failure = failure
+            if len(members) > self._costs.num_layers:
+                return []
+        if self._options.share_layers:
+            for widen in (False, True):
+                shared = shared_layers(self._cluster, self._costs, members, self._num_microbatches, budget, widen=widen)
+                if shared is not None and shared not in [known for known, _ in cuts]:
+                    cuts.append((shared, "layers, boundary layers shared"))
+        return [
+            Shape(
+                members=members,
+                cuts=own,
+                num_microbatches=self._num_microbatches,
+                origin="moving " + " and ".join(filter(None, [moves, what])) + team.shown,
+            )
+            for own, what in cuts
+        ]
+
+    def _budgets_of_less(self, members: Sequence[np.ndarray], schedule: Schedule) -> list[MemoryBudget]:
+        """Budgets for less than is wanted in flight: what else makes full use of equal stages, and one micro-batch."""
+        less = [self._budget(members, each) for each in HOLDING_LESS.get(schedule, ())]
+        return [*less, self._budget(members, schedule, at_most=1)]
+
+    def _budget(self, members: Sequence[np.ndarray], schedule: Schedule, *, at_most: int | None = None) -> MemoryBudget:
+        return MemoryBudget(
+            self._cluster,
+            self._costs,
+            members,
+            self._num_microbatches,
+            schedule,
+            self._options.followers,
+            at_most=at_most,
+        )
+
+    def _whole(self, members: Sequence[np.ndarray], budget: MemoryBudget) -> tuple[Cut, ...]:
+        return whole_layers(self._cluster, self._costs, members, self._num_microbatches, budget)
+
+    def _mixed(self) -> list[Candidate]:
+        """Pipelines of several depths, where candidates are timed exactly."""
+        options = self._options
+        if not (self._exact and "graph" in options.axes and options.move_workers and options.mix_depths):
+            return []
+        found = []
+        crew = Crew(
+            usual=ranges_of(max(self._before.chains, key=lambda chain: len(chain.stages))),
+            members=self._left.stages,
+            free=self._left.free,
+            held=self._left.held,
+            levels=self._levels,
+        )
+        for allocation, origin in mixed_pipelines(
+            self._cluster,
+            self._costs,
+            crew,
+            self._num_microbatches,
+            max(self._schedules, key=lambda schedule: IN_FLIGHT.get(schedule, 0)),
+            followers=options.followers,
+            most=MIXES,
+            leave_out=options.leave_out,
+        ):
+            try:
+                found.append(self._judge.of_allocation(allocation, origin))
+            except InfeasiblePlan as failure:
+                self._judge.failure = self._judge.failure or failure
+        return found
+
+    def _from_baselines(self) -> list[Candidate]:
+        """The baselines' allocations, judged like our own."""
+        found = []
+        for baseline in self._baselines:
+            try:
+                theirs = baseline(self._cluster, self._costs, self._before, self._event)
+                if theirs.allocation.num_microbatches == self._num_microbatches:
+                    found.append(self._judge.of_allocation(theirs.allocation, f"as {theirs.policy} does"))
+            except InfeasiblePlan as failure:
+                self._judge.failure = self._judge.failure or failure
+        return found
+
+    # --------------------------------------------------------------------------------------------------- frequency
+
+    def _tune(self, best: Candidate) -> Candidate:
+        """The candidate at other frequency levels, if that helps."""
+        cluster, options = self._cluster, self._options
+        if "frequency" not in options.axes or all(len(device.levels) == 1 for device in cluster.devices):
+            return best
+        where = best.where
+        levels = np.concatenate([share.levels for chain in best.allocation.chains for share in chain.stages])
+        level_speed = worker_speeds(cluster, where, levels) / cluster.speed[where]
+        loads = best.found.busy_s * level_speed
+        limit = cluster.power_limit_w
+        tuned = []
+        floors: tuple[float, ...] = (0.0,)
+        if options.goal == "fastest":  # slack below the base level saves power, but seldom leaves the step as it is
+            floors = (1.0, 0.0) if self._exact else (1.0,)
+        for floor in floors:
+            pace = None if options.goal == "fastest" else best.found.pace_s
+            chosen = choose_levels(
+                loads, cluster.device[where], cluster.devices, power_limit_w=limit, pace_s=pace, least_speed=floor
+            )
+            if np.array_equal(chosen, levels):
+                continue
+            allocation = at_levels(best.allocation, chosen)
+            step_s, found = self._judge.timed(allocation, where)
+            tuned.append(replace(best, allocation=allocation, found=found, step_s=step_s))
+        bound = best.step_s * (1 + 1e-9)
+        helping = [each for each in tuned if each.step_s <= bound]
+        if options.goal == "fastest":
+            return min([best, *helping], key=lambda each: (round(each.step_s / bound, 9), each.found.power_w))
+        return min([best, *helping], key=lambda each: each.found.energy_j)
+
+    # ------------------------------------------------------------------------------------------------------- the plan
+
+    def _plan(self, tuned: Candidate, best: Candidate, staying: Candidate | None, stay: Shape | None) -> Plan:
+        order = np.argsort(tuned.found.workers, kind="stable")
+        # A layer that nobody has computed with has to be fetched before training goes on.
+        has_all = bool(np.all(self._judge.sources.holders > 0))
+        interim_s = self._interim_s(staying) if tuned.transfers and has_all and staying is not None else None
+        fetch_s = tuned.transfer_s if tuned.transfers and interim_s is None else 0.0
+        return Plan(
+            policy="elaswave",
+            allocation=tuned.allocation,
+            predicted_step_s=tuned.step_s,
+            predicted_pause_s=self._options.pause_of(self._event.kind, moves=bool(tuned.transfers)) + fetch_s,
+            # The step in hand is done again: half of one on average.
+            lost_work_s=0.5 * tuned.step_s if self._event.kind == "lost" else 0.0,
+            transfers=tuned.transfers,
+            copy_s=0.0 if interim_s is None else tuned.transfer_s / self._options.copy_share,
+            interim_step_s=interim_s,
+            memory_bytes=tuned.found.memory_bytes[order],
+            power_w=tuned.found.power_w,
+            contributions=contributions_of(
+                self._options.axes, tuned, best, staying, None if staying is None else self._even_s(staying, stay)
+            ),
+            reason=reason_of(tuned, staying),
+        )
+
+    def _even_s(self, staying: Candidate, stay: Shape | None) -> float:
+        """Seconds of a step of the workers where they are if micro-batches were not dealt by speed."""
+        speeds = self._cluster.speed
+        if "dataflow" not in self._options.axes or stay is None or len(self._before.chains) > 1:
+            return staying.found.step_s
+        if float(speeds.min()) == float(speeds.max()):
+            return staying.found.step_s
+        even = build(self._cluster, self._costs, stay, self._before.schedule, self._levels, by_speed=False)
+        return estimate(self._cluster, self._costs, even, where=np.concatenate(stay.members)).step_s
+
+    def _interim_s(self, staying: Candidate) -> float:
+        """Seconds of a step of the workers where they are while state is copied in the background."""
+        cluster, costs = shared_links(self._cluster, self._costs, self._options.copy_share)
+        timed = time_within_memory(
+            cluster,
+            costs,
+            staying.allocation,
+            followers=self._options.followers,
+            exact_actions=self._exact,
+            where=staying.where,
+            known=staying.found,
+        )
+        return timed.step_s

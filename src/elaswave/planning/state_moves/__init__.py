@@ -1,0 +1,1 @@
+"""Which blocks move between two layouts, and what that takes."""

@@ -1,0 +1,377 @@
+"""Where the blocks should be under a layout, reached from where they are with few copies. Pure.
+
+`place_blocks` deals all blocks anew. A running job has them somewhere already: here whoever holds a block keeps it,
+unless balance or the rules of `place_blocks` want it elsewhere. Three rules say when they do, and a placement that
+keeps all of them is its own target:
+
+1. The owner of a block is a worker that runs its unit; it owns at most one block (the largest of those that the same
+   workers run) more than any other of those workers.
+2. One follower is in another domain than the owner, if there is one, and runs the unit, if it can; further ones are in
+   domains without a copy and do not run the unit, while there are any (`elaswave.blocks.domains`).
+3. One follower is a partner of the owner (`elaswave.blocks.replica_peers`), and its partners share its blocks evenly.
+   Each further one is the same worker for all blocks of an owner that have the same followers so far.
+
+Who is whose partner follows from where the blocks are, so that few must move.
+
+Deliberately absent: when and from whom copies are made.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from heapq import heapify, heappop, heappush
+
+from elaswave.blocks.domains import domains_of, realms_of
+from elaswave.blocks.placement import (
+    Block,
+    FollowerChooser,
+    Placement,
+    holders_of_layers,
+    partners_under,
+)
+from elaswave.types import Layout
+
+_TRIES_MAX = 32
+"""Placements that are tried for one that stays; two or three are usual."""
+
+
+def target_placement(
+    layout: Layout,
+    blocks: Sequence[Block],
+    placement: Placement,
+    *,
+    num_followers: int,
+    scatter_width: int,
+    excluded: Collection[int] = (),
+) -> Placement:
+    """The placement to move to under a layout: balanced as by `place_blocks`, with few copies that are not there yet.
+
+    An owner stays if it runs the unit and is not above the others. Otherwise a holder that runs the unit is promoted
+    where balance allows it, and the former owner follows where the rules allow it.
+
+    Args:
+        layout: who runs which layer; only the workers of its stages hold anything.
+        blocks: of the whole model, as `make_blocks` returns them.
+        placement: who holds them now, also workers that are in no stage.
+        num_followers: copies beside the owner; clamped to the number of workers that may hold any (where copies stay
+            inside, at the owner's site), minus one.
+        scatter_width: over how many partners the first followers of an owner's blocks are spread.
+        excluded: workers that shall hold nothing, though they may be in a stage.
+    Returns:
+        A placement with one entry per block. Followers that stay keep their order, new ones come after them.
+    Raises:
+        ValueError: num_followers < 0, a placement of other blocks, a block of a unit that the layout lacks, or that
+            only excluded workers run.
+    """
+    if num_followers < 0:
+        raise ValueError(f"num_followers is {num_followers}: it cannot be negative (0 means no copies)")
+    if not len(placement.owner) == len(placement.followers) == len(blocks):
+        raise ValueError(
+            f"the placement has {len(placement.owner)} owners and {len(placement.followers)} entries of followers for "
+            f"{len(blocks)} blocks: take both from the same model"
+        )
+    found = [_nearest(layout, blocks, placement, num_followers, scatter_width, excluded)]
+    while num_followers and len(found) < _TRIES_MAX:
+        after = _nearest(layout, blocks, found[-1], num_followers, scatter_width, excluded)
+        if after in found:
+            cycle = found[found.index(after) :]
+            return min(cycle, key=lambda each: (each.owner, each.followers))
+        found.append(after)
+    return found[-1]
+
+
+def _nearest(
+    layout: Layout,
+    blocks: Sequence[Block],
+    placement: Placement,
+    num_followers: int,
+    scatter_width: int,
+    excluded: Collection[int],
+) -> Placement:
+    """A placement that keeps the rules. Arguments as of `target_placement`.
+
+    What it returns does not show all that it was chosen by: partners that follow nothing, and which of several
+    followers is the partner. So it may want another placement than the one that it has returned before.
+    """
+    out = frozenset(excluded)
+    workers = tuple(worker for worker in layout.active if worker not in out)
+    known = frozenset(workers)
+    groups = _groups(layout, blocks, workers, min(num_followers, len(workers) - 1))
+    owners = _deal_owners(groups, placement)
+    if num_followers == 0 or len(workers) == 1:
+        return Placement(tuple(owners), ((),) * len(blocks))
+    options = [
+        tuple(worker for worker in (*followers, former) if worker in known and worker != owner)
+        for followers, former, owner in zip(placement.followers, placement.owner, owners, strict=True)
+    ]
+    num_owned = Counter((group, owners[block.id]) for group in groups for block in group.blocks)
+    partners = partners_under(
+        layout,
+        scatter_width,
+        excluded=out,
+        copies=zip(owners, options, strict=True),
+        # A partner that follows nothing is forgotten: to break pairs then would go on and on.
+        firm=any(num_owned[group, worker] < scatter_width for group in groups for worker in group.members),
+    )
+    chooser = FollowerChooser(workers, partners, scatter_width, domains_of(layout, out), realms=realms_of(layout))
+    followers = _Followers(chooser, owners, options)
+    for group in groups:
+        followers.note_owners(group)
+    for num_chosen in range(min(num_followers, len(workers) - 1)):
+        for group in groups:
+            followers.keep(group, num_chosen)
+        for group in groups:
+            followers.complete(group, num_chosen)
+    return Placement(tuple(owners), followers.in_order())
+
+
+class _Group:
+    """The blocks that the same workers run.
+
+    Args:
+        members: those workers, ascending.
+        num_workers: that may hold anything.
+        num_followers: of each block.
+    """
+
+    def __init__(self, members: tuple[int, ...], num_workers: int, num_followers: int) -> None:
+        self.members = members
+        self.inside = frozenset(members)
+        self.blocks: list[Block] = []
+        self.largest = 0
+        outside = max(0, min(num_workers - len(members), num_followers - (len(members) > 1)))
+        self.followers_inside = num_followers - outside
+
+
+def _groups(layout: Layout, blocks: Sequence[Block], workers: Sequence[int], num_followers: int) -> list[_Group]:
+    """The blocks by the workers that run them, in the order of their first blocks."""
+    members_of_unit = holders_of_layers(layout)
+    allowed = frozenset(workers)
+    groups: dict[tuple[int, ...], _Group] = {}
+    of_unit: dict[int, _Group] = {}
+    for block in blocks:
+        group = of_unit.get(block.layer)
+        if group is None:
+            if not 0 <= block.layer < len(members_of_unit):
+                raise ValueError(
+                    f"block {block.id} is of layer {block.layer}, but the layout has {len(members_of_unit)} layers: "
+                    "make layout and blocks from the same model"
+                )
+            members = tuple(worker for worker in members_of_unit[block.layer] if worker in allowed)
+            if not members:
+                those = ", ".join(map(str, members_of_unit[block.layer]))
+                raise ValueError(
+                    f"all workers that run layer {block.layer} are excluded ({those}): plan a layout without them first"
+                )
+            if members not in groups:
+                groups[members] = _Group(members, len(workers), num_followers)
+            group = of_unit[block.layer] = groups[members]
+        group.blocks.append(block)
+        group.largest = max(group.largest, block.num_elements)
+    return list(groups.values())
+
+
+def _deal_owners(groups: Sequence[_Group], placement: Placement) -> list[int]:
+    """The owner of each block by rule 1. A block that is held by none of the right workers goes to the least loaded."""
+    owners = list(placement.owner)
+    load = {worker: 0 for group in groups for worker in group.members}
+    for group in groups:
+        for block in group.blocks:
+            if owners[block.id] in group.inside:
+                load[owners[block.id]] += block.num_elements
+    for group in groups:
+        for block in group.blocks:
+            if owners[block.id] not in group.inside:
+                holders = [worker for worker in placement.followers[block.id] if worker in group.inside]
+                owner = min(sorted(holders) or group.members, key=load.__getitem__)  # the lowest id of several
+                owners[block.id] = owner
+                load[owner] += block.num_elements
+    # Workers may run blocks of several groups (of a shared layer): levelling one group can unbalance another. Each
+    # move makes the loads more equal, so this ends.
+    while any(_level(group, placement, owners, load) for group in groups):
+        pass
+    return owners
+
+
+def _level(group: _Group, placement: Placement, owners: list[int], load: dict[int, int]) -> bool:
+    """Moves blocks of a group from the most to the least loaded of its workers until they differ by one block at most.
+
+    Returns:
+        Whether any block was moved.
+    """
+    loads = [load[worker] for worker in group.members]
+    if max(loads) - min(loads) <= group.largest:
+        return False
+    surplus = _Surplus(group, placement, owners)
+    low = [(load[worker], worker) for worker in group.members]
+    high = [(-load[worker], worker) for worker in group.members]
+    heapify(low)
+    heapify(high)
+    anything = False
+    while high:
+        while low[0][0] != load[low[0][1]]:
+            heappop(low)
+        most, giver = high[0]
+        if -most != load[giver] or not surplus.owns_any(giver):
+            heappop(high)
+            continue
+        taker = low[0][1]
+        if load[giver] - load[taker] <= group.largest:
+            break
+        block = surplus.move(giver, taker)
+        load[giver] -= block.num_elements
+        load[taker] += block.num_elements
+        for worker in (giver, taker):
+            heappush(low, (load[worker], worker))
+            heappush(high, (-load[worker], worker))
+        anything = True
+    return anything
+
+
+class _Surplus:
+    """Which blocks of a group each of its workers can give away, cheapest last.
+
+    Blocks without a new copy come first: those that the taker holds, then those that lack a copy inside anyway; of
+    those the largest, spread over all that the worker owns, so that their layers' copies have different sources.
+    """
+
+    def __init__(self, group: _Group, placement: Placement, owners: list[int]) -> None:
+        self._group, self._placement, self._owners = group, placement, owners
+        self._owned: dict[int, list[tuple[bool, int, int, Block]]] = defaultdict(list)
+        self._held: dict[tuple[int, int], list[Block]] = defaultdict(list)
+        position: Counter[int] = Counter()
+        for block in group.blocks:
+            owner = owners[block.id]
+            holders = [worker for worker in placement.holders(block.id) if worker in group.inside]
+            lacks = len(holders) <= group.followers_inside
+            self._owned[owner].append((lacks, block.num_elements, -_reversed_bits(position[owner]), block))
+            position[owner] += 1
+        for entries in self._owned.values():
+            entries.sort()
+            for *_, block in entries:
+                self._note_holders(block)
+
+    def _note_holders(self, block: Block) -> None:
+        owner = self._owners[block.id]
+        for worker in self._placement.holders(block.id):
+            if worker != owner and worker in self._group.inside:
+                self._held[owner, worker].append(block)
+
+    def owns_any(self, worker: int) -> bool:
+        """Whether a worker owns a block of the group; drops the entries of those that it no longer owns."""
+        entries = self._owned[worker]
+        while entries and self._owners[entries[-1][-1].id] != worker:
+            entries.pop()
+        return bool(entries)
+
+    def move(self, giver: int, taker: int) -> Block:
+        """Makes the taker the owner of one of the giver's blocks."""
+        held = self._held[giver, taker]
+        while held and self._owners[held[-1].id] != giver:
+            held.pop()
+        block = held.pop() if held else self._owned[giver].pop()[-1]
+        self._owners[block.id] = taker
+        # To be given away again only where workers of several groups have to be levelled.
+        self._owned[taker].append((False, block.num_elements, 0, block))
+        self._note_holders(block)
+        return block
+
+
+def _reversed_bits(number: int) -> int:
+    """Any first few of 0, 1, 2, ... in the order of this are spread over all of them."""
+    return int(f"{number:032b}"[::-1], 2)
+
+
+class _Followers:
+    """The followers of each block by rules 2 and 3, one kind after the other: holders that may stay, then new ones.
+
+    Args:
+        chooser: has counted nothing yet.
+        owners: of each block.
+        options: the workers that hold each block already, most welcome first.
+    """
+
+    def __init__(self, chooser: FollowerChooser, owners: Sequence[int], options: Sequence[tuple[int, ...]]) -> None:
+        self._chooser, self._owners, self._options = chooser, owners, options
+        self._chosen: list[tuple[int, ...]] = [()] * len(owners)
+        self._followed: dict[tuple[_Group, int], Counter[int]] = defaultdict(Counter)
+
+    def note_owners(self, group: _Group) -> None:
+        """Takes note of what the owners hold."""
+        for block in group.blocks:
+            self._chooser.count(group.members, (self._owners[block.id],), block.num_elements)
+
+    def in_order(self) -> tuple[tuple[int, ...], ...]:
+        """The followers of each block: those that stay in their order, then the others."""
+        return tuple(
+            (
+                *(worker for worker in options if worker in chosen),
+                *(worker for worker in chosen if worker not in options),
+            )
+            for options, chosen in zip(self._options, self._chosen, strict=True)
+        )
+
+    def keep(self, group: _Group, num_chosen: int) -> None:
+        """Gives the blocks of a group one more follower where one that fits holds them.
+
+        Args:
+            group: of blocks.
+            num_chosen: followers that each of its blocks has by now.
+        """
+        if num_chosen:
+            self._keep_further(group)
+        else:
+            self._keep_partners(group)
+
+    def _keep_partners(self, group: _Group) -> None:
+        of_owner: dict[int, list[tuple[list[int], Block]]] = defaultdict(list)
+        for block in group.blocks:
+            owner = self._owners[block.id]
+            fitting = self._chooser.candidates(group.members, owner, ())
+            if not fitting:  # it is alone at its site, which copies do not leave
+                continue
+            of_owner[owner].append(([worker for worker in self._options[block.id] if worker in fitting], block))
+        for owner, entries in of_owner.items():
+            for options, block in sorted(entries, key=lambda entry: len(entry[0])):  # who has a choice, chooses last
+                full = self._full(group, owner, len(entries))
+                staying = next((worker for worker in options if worker not in full), None)
+                if staying is not None:
+                    self._take(group, block, staying)
+
+    def _full(self, group: _Group, owner: int, num_blocks: int) -> frozenset[int]:
+        """The partners that follow their share of an owner's blocks of a group."""
+        share = -(-num_blocks // len(self._chooser.candidates(group.members, owner, ())))
+        return frozenset(worker for worker, count in self._followed[group, owner].items() if count >= share)
+
+    def _keep_further(self, group: _Group) -> None:
+        alike: dict[tuple[int, tuple[int, ...]], list[Block]] = defaultdict(list)
+        for block in group.blocks:
+            alike[self._owners[block.id], tuple(sorted(self._chosen[block.id]))].append(block)
+        for (owner, chosen), those in alike.items():
+            fitting = self._chooser.candidates(group.members, owner, chosen)
+            votes = Counter(worker for block in those for worker in self._options[block.id] if worker in fitting)
+            fixed = self._chooser.fixed(group.members, owner, chosen)
+            if fixed in fitting or votes:
+                staying = fixed if fixed in fitting else votes.most_common(1)[0][0]  # of equals that of the first block
+                self._chooser.fix(group.members, owner, chosen, staying)
+                for block in those:
+                    if staying in self._options[block.id]:
+                        self._take(group, block, staying)
+
+    def complete(self, group: _Group, num_chosen: int) -> None:
+        """Chooses a new follower for each block of a group that has no more than `num_chosen`."""
+        num_blocks = Counter(self._owners[block.id] for block in group.blocks)
+        for block in group.blocks:
+            chosen, owner = self._chosen[block.id], self._owners[block.id]
+            if len(chosen) > num_chosen or not self._chooser.candidates(group.members, owner, chosen):
+                continue
+            full = frozenset() if chosen else self._full(group, owner, num_blocks[owner])
+            follower = self._chooser.choose(group.members, owner, chosen, block.num_elements, full)
+            assert follower is not None
+            self._followed[group, owner][follower] += 1
+            self._chosen[block.id] += (follower,)
+
+    def _take(self, group: _Group, block: Block, follower: int) -> None:
+        owner = self._owners[block.id]
+        self._chooser.note(owner, follower, block.num_elements, num_firsts=not self._chosen[block.id])
+        self._followed[group, owner][follower] += 1
+        self._chosen[block.id] += (follower,)

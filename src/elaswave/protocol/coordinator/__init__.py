@@ -1,0 +1,1 @@
+"""The coordinator's machine: decisions about members and layouts, and their durable history."""

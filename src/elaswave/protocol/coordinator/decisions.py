@@ -1,0 +1,313 @@
+"""What the members of an epoch do next, as pure functions of their reports. The coordinator's machine calls them.
+
+From the reports follow the committed step, who holds a valid copy of which block, and which blocks are lost; from a
+plan, the decision.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from elaswave.blocks.domains import label_members
+from elaswave.blocks.placement import Block, Placement, place_blocks
+from elaswave.planning.search.recovery import promote, survivor_layout
+from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
+from elaswave.protocol.messages import Decision, Evidence, Progress, Report
+from elaswave.protocol.step.salvage import Salvage, salvage
+from elaswave.types import ExecutionParameters, Layout
+
+
+def newest_evidence(found: Sequence[Evidence | None]) -> Evidence | None:
+    """The newest of several votes."""
+    known = [evidence for evidence in found if evidence is not None]
+    return max(known, key=lambda evidence: evidence.order, default=None)
+
+
+def base_step(decided: int, evidence: Evidence | None) -> int:
+    """The newest step that is committed.
+
+    Args:
+        decided: the step that the newest decision, or the job itself, goes on after.
+        evidence: the newest vote.
+    """
+    return decided if evidence is None else max(decided, evidence.committed_step)
+
+
+def can_reach(version: int, report: Report, evidence: Evidence | None, base: int) -> bool:
+    """Whether a copy at a version is, or can at once be brought, to the committed step.
+
+    One step behind is enough where the worker holds that step's complete gradients: every voter does.
+    """
+    if version == base:
+        return True
+    return (
+        version == base - 1
+        and evidence is not None
+        and evidence.commits
+        and evidence.step == base
+        and (
+            (report.evidence is not None and report.evidence.order == evidence.order) or _is_prepared(report, evidence)
+        )
+    )
+
+
+def _is_prepared(report: Report, evidence: Evidence) -> bool:
+    return report.prepared and (report.step, report.attempt) == evidence.order
+
+
+def valid_copies(reports: Sequence[Report], evidence: Evidence | None, base: int) -> dict[int, frozenset[int]]:
+    """Worker -> blocks of which it holds a copy that is, or can at once be brought, to the committed step, and that
+    nobody knows to be wrong."""
+    wrong: dict[int, set[int]] = {}
+    for report in reports:
+        for block, worker in report.wrong:
+            wrong.setdefault(worker, set()).add(block)
+    return {
+        report.worker: _valid_in(report, evidence, base).difference(wrong.get(report.worker, ())) for report in reports
+    }
+
+
+def _valid_in(report: Report, evidence: Evidence | None, base: int) -> frozenset[int]:
+    copies = report.copies
+    versions = set(copies.versions)
+    reaching = {version for version in versions if can_reach(version, report, evidence, base)}
+    if reaching == versions:  # almost always: blocks of one worker are at one version
+        return frozenset(copies.blocks)
+    return frozenset(
+        block for block, version in zip(copies.blocks, copies.versions, strict=True) if version in reaching
+    )
+
+
+def lost_blocks(num_blocks: int, valid: Mapping[int, frozenset[int]]) -> tuple[int, ...]:
+    """Blocks of which no valid copy is left, ascending."""
+    kept = frozenset().union(*valid.values())
+    if len(kept) == num_blocks:
+        return ()
+    return tuple(block for block in range(num_blocks) if block not in kept)
+
+
+def merged_placement(placement: Placement, reports: Sequence[Report]) -> Placement:
+    """A placement with the followers that have been added since, as the members report them.
+
+    Args:
+        placement: of the newest decision, or of the change that has come into force since.
+        reports: of all members, in their order.
+    """
+    owner = placement.owner
+    followers: list[tuple[int, ...]] = [()] * len(owner)
+    for report in reports:
+        worker = report.worker
+        for block in report.copies.blocks:
+            if owner[block] != worker:
+                followers[block] += (worker,)
+    return Placement(owner, tuple(followers))
+
+
+def next_attempt(reports: Sequence[Report], evidence: Evidence | None, step: int) -> int:
+    """The number of the next attempt of a step: larger than every earlier one."""
+    attempt = 1 + max((report.attempt for report in reports if report.step == step), default=0)
+    if evidence is not None and not evidence.commits:
+        attempt = max(attempt, evidence.attempt + 1)
+    return attempt
+
+
+def deliveries(layout: Layout, reports: Sequence[Report], base: int) -> tuple[tuple[int, int], ...]:
+    """(worker, unit) of all parameters that are not where they are needed, or not of the committed step; of all, where
+    some are wrong."""
+    by_worker = {report.worker: report for report in reports}
+    is_sound = all(report.proven is None for report in reports)
+    found = []
+    for stage in layout.stages:
+        for worker in stage.workers:
+            report = by_worker[worker]
+            has = range(*report.layers) if is_sound and report.parameters_step == base else range(0)
+            wanted, had = range(stage.start, stage.stop), layout.shared_units(has)
+            found += [(worker, layer) for layer in wanted if layer not in has]
+            found += [(worker, unit) for unit in layout.shared_units(wanted) if unit not in had]
+    return tuple(found)
+
+
+def salvaged(
+    question: PlanRecovery, layout: Layout, pending: PendingWork, reports: Sequence[Report], *, doubts_step: bool
+) -> Salvage:
+    """What of the step that was being tried is kept (S5): nothing after a return to a checkpoint, or where an
+    evaluation must be made before the step, which computes losses of its own; and nothing where what a lost worker has
+    handed on may be wrong, since survivors have computed with it.
+
+    Args:
+        question: what was planned.
+        layout: to go on with.
+        pending: what of the base step is still to be done.
+        reports: of all members.
+        doubts_step: whether that is so.
+    """
+    if question.rollback or pending.evaluate:
+        return Salvage((), 0)
+    partials = [report.partial for report in reports if report.partial is not None]
+    return salvage(
+        [msgspec.structs.replace(partial, can_be_kept=partial.can_be_kept and not doubts_step) for partial in partials],
+        {report.worker: range(*report.layers) for report in reports},
+        layout,
+        question.base + 1,
+        None if question.evidence is None else question.evidence.order,
+        question.layout,
+    )
+
+
+def what_is_lost(orphans: Sequence[int], num_blocks: int, lost: Sequence[int]) -> str:
+    """Which blocks have no copy left, for people."""
+    named = ", ".join(map(str, orphans[:8])) + (" ..." if len(orphans) > 8 else "")
+    if not lost:
+        return f"of {len(orphans)} of {num_blocks} blocks ({named}) no copy is known to be right"
+    return f"all copies of {len(orphans)} of {num_blocks} blocks ({named}) were lost with workers {list(lost)}"
+
+
+def what_helps(placement: Placement, num_lost: int) -> str:
+    """What a person can set so that a loss of so many workers is survived."""
+    now = max(map(len, placement.followers), default=0)
+    together = max(now + 1, num_lost)
+    survived = f"any {now} at one instant, and any number with some steps between them" if now else "no loss"
+    return (
+        f"elastic.num_followers = {now} survives {survived}; {together} would survive any {together} at one "
+        "instant. With run.checkpoint_every or run.checkpoint_every_s the job goes back to its newest checkpoint "
+        "by itself, and --resume continues from it later"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- planning
+
+
+def plan_with(
+    question: PlanRecovery,
+    layout: Layout,
+    blocks: Sequence[Block],
+    num_followers: int,
+    scatter_width: int,
+    *,
+    execution: ExecutionParameters | None = None,
+    reason: str = "",
+    predicted_step_s: float | None = None,
+) -> RecoveryPlan:
+    """A plan under a layout: valid copies are promoted, or, for a return to a checkpoint, blocks are placed afresh.
+
+    Args:
+        question: what is to be planned.
+        layout: of the members.
+        blocks: of the model.
+        num_followers: copies wanted beside each owner, for blocks that are placed afresh.
+        scatter_width: over how many partners these are spread.
+        execution, reason, predicted_step_s: as of `RecoveryPlan`.
+    Raises:
+        ValueError: the layout is of other workers than the members, or shares other units than the model.
+    """
+    if layout.workers != question.members:
+        raise ValueError(f"the layout is of workers {layout.workers}, but the members are {question.members}")
+    labels = question.layout.domain_of
+    if any(labels.get(worker) != label for worker, label in layout.domains):
+        raise ValueError(f"the layout has its workers at {layout.domains}, but they are at {question.layout.domains}")
+    if layout.shared != question.layout.shared:
+        raise ValueError(f"the layout shares units as {layout.shared}, but the model does as {question.layout.shared}")
+    if question.rollback:
+        placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=scatter_width)
+        promoted = 0
+    else:
+        valid = question.valid.get
+        found = promote(question.placement, blocks, layout, lambda block, worker: block in valid(worker, ()))
+        placement, promoted = found.placement, len(found.promoted)
+    return RecoveryPlan(layout, placement, promoted, execution, reason, predicted_step_s)
+
+
+def plan_survivors(
+    question: PlanRecovery,
+    blocks: Sequence[Block],
+    num_followers: int,
+    scatter_width: int,
+    *,
+    reason: str = "",
+) -> RecoveryPlan:
+    """The plan that needs no planner: survivors keep their stages and micro-batches. Arguments as of `plan_with`."""
+    layout = survivor_layout(question.layout, question.lost) if question.lost else question.layout
+    return plan_with(question, layout, blocks, num_followers, scatter_width, reason=reason)
+
+
+def make_decision(
+    question: PlanRecovery,
+    plan: RecoveryPlan,
+    pending: PendingWork,
+    reports: Sequence[Report],
+    *,
+    term: int,
+    lost: tuple[int, ...],
+    reason: str,
+    joined: tuple[int, ...] = (),
+    left: tuple[int, ...] = (),
+    newcomers: Sequence[int] = (),
+    doubts_step: bool = False,
+) -> Decision:
+    """The decision that follows from a plan.
+
+    Args:
+        question: what was planned.
+        plan: the answer.
+        pending: what of the base step is still to be done.
+        reports: of all members.
+        term: of the coordinator.
+        lost: workers lost since the last decision.
+        reason: of the loss, or of what else has changed the membership.
+        joined, left: as of `Decision`.
+        newcomers: members without state.
+        doubts_step: as of `salvaged`.
+    """
+    assert plan.layout.workers == question.members, (
+        f"a plan for workers {plan.layout.workers}, but the members are {question.members}"
+    )
+    base, rollback = question.base, question.rollback
+    kept = salvaged(question, plan.layout, pending, reports, doubts_step=doubts_step)
+    return Decision(
+        term=term,
+        epoch=question.epoch,
+        members=question.members,
+        lost=lost,
+        evidence=question.evidence,
+        resume_step=base + 1,
+        resume_attempt=1 if rollback else next_attempt(reports, question.evidence, base + 1),
+        layout=plan.layout,
+        placement=plan.placement,
+        deliver=() if rollback else deliveries(plan.layout, reports, base),
+        rollback=base if rollback else None,
+        evaluate=pending.evaluate and not rollback,
+        checkpoint=pending.checkpoint and not rollback,
+        published=base if rollback else pending.published,
+        promoted=plan.promoted,
+        reason=reason,
+        change=question.change,
+        execution=question.execution if plan.execution is None else plan.execution,
+        plan=plan.reason,
+        kept=kept.kept,
+        num_microbatches_recomputed=kept.num_recomputed,
+        joined=joined,
+        left=left,
+        progress=newest_progress(reports) if newcomers and not rollback else None,
+    )
+
+
+def newest_progress(reports: Sequence[Report]) -> Progress | None:
+    """Where training stands, as the member says that has learned the newest vote."""
+    told = [report for report in reports if report.progress is not None]
+    newest = max(told, key=lambda report: (0, 0) if report.evidence is None else report.evidence.order, default=None)
+    return None if newest is None else newest.progress
+
+
+def with_members(layout: Layout, members: Sequence[int], domains: Mapping[int, str]) -> Layout:
+    """The layout with the members that it lacks as idle ones; lost workers stay in it.
+
+    Args:
+        layout: in force.
+        members: of the epoch.
+        domains: where they run, of those of whom that is known.
+    """
+    new = set(members) - set(layout.workers)
+    if not new:
+        return layout
+    layout = msgspec.structs.replace(layout, idle=tuple(sorted({*layout.idle, *new})))
+    return msgspec.structs.replace(layout, domains=label_members(layout, domains))

@@ -1,0 +1,263 @@
+"""Where a job stands, as a coordinator knows it: folded from the records of all coordinators. No IO.
+
+A coordinator that is started again reads the records in their order and stands where the last one stood. What members,
+joiners and the agent say again by themselves is not here (`elaswave.protocol.membership.admissions`,
+`elaswave.protocol.coordinator.inquiry`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elaswave.blocks.placement import Block, Placement
+from elaswave.protocol.coordinator.decisions import base_step
+from elaswave.protocol.coordinator.transitions import TRANSITIONS, State
+from elaswave.protocol.events import (
+    LeavingRecord,
+    NewEpoch,
+    NewEpochRecord,
+    Record,
+    StartRecord,
+    Suspected,
+)
+from elaswave.protocol.membership.admissions import Admissions
+from elaswave.protocol.messages import (
+    FIRST_EPOCH,
+    Decision,
+    Evidence,
+    Fenced,
+    LayoutChange,
+    Prepare,
+    Released,
+    Report,
+)
+from elaswave.types import ExecutionParameters, Layout
+
+
+class InForce(NamedTuple):
+    """By what the members train."""
+
+    layout: Layout
+    placement: Placement
+    """Owners; followers that were missing may have been added since."""
+    execution: ExecutionParameters
+    change: int
+    """The number of the planned change that all this is of; 0 for none."""
+
+
+class JobHistory:
+    """Members, the newest decision, planned changes, losses, joins and leaves.
+
+    Args:
+        layout, placement: of the start.
+        blocks: of the model.
+        num_followers: copies wanted of each block beside its owner.
+        scatter_width: over how many partners an owner's blocks are spread.
+        restarts: whether the policy is to go back to the newest checkpoint after every loss.
+        first_step: the step that training begins with.
+        records: what earlier coordinators of the job have persisted, in order.
+        execution: of the start.
+    """
+
+    admissions_class = Admissions
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        placement: Placement,
+        blocks: Sequence[Block],
+        num_followers: int,
+        scatter_width: int,
+        restarts: bool,
+        first_step: int,
+        records: Sequence[Record],
+        execution: ExecutionParameters | None,
+    ) -> None:
+        self.state = TRANSITIONS.first
+        self.epoch = FIRST_EPOCH
+        self.term = 1 + max((record.term for record in records), default=0)
+        self.members = layout.workers
+        self.layout = layout
+        self.placement = placement
+        self.execution = execution or ExecutionParameters()
+        """Of the newest decision."""
+        self.decision: Decision | None = None
+        """The newest decision."""
+        self.blocks = blocks
+        self.num_followers = num_followers
+        self.scatter_width = scatter_width
+        self.restarts = restarts
+        self.first_step = first_step
+        self.founders = frozenset(layout.workers)
+
+        self.admissions = self.admissions_class()
+        self.evidence: Evidence | None = None
+        """The newest vote that is known here."""
+        self.rollback_epoch = 0
+        """The epoch of the newest decision that went back to a checkpoint."""
+        self.lost: tuple[int, ...] = ()
+        """Lost since the newest decision."""
+        self.domains: dict[int, str] = dict(layout.domains)
+        """Where members run, and those that were members."""
+        self.joined: tuple[int, ...] = ()
+        """Members since the newest decision."""
+        self.left: tuple[int, ...] = ()
+        """Have left on request since the newest decision."""
+        self.reason = ""
+        """Why the newest epoch has begun."""
+        self._gone_as_asked: set[int] = set()
+        """Have ever left on request."""
+        self._fresh: set[int] = set()
+        """Joiners that are not known to have installed a decision."""
+        self._losses_at_s: list[float] = []
+        self._failures: dict[str, int] = {}
+        """Signature of an error -> the worker that ended with it."""
+        self._errors: dict[int, str] = {}
+        """Workers that have ended with an error of their own since the newest decision -> what it was."""
+        self.doubts_step = False
+        """Whether a worker that was lost since the newest decision may have computed its step wrongly."""
+        self._changes: dict[int, LayoutChange] = {}
+        """Planned changes since the newest decision, by number; each may have come into force, or may yet."""
+        self._num_changes = 0
+        """The largest number that was ever given to one."""
+        for record in records:
+            self._replay(record)
+
+    def _replay(self, record: Record) -> None:
+        if isinstance(record, StartRecord):
+            self.state = State.TRAINING
+        elif isinstance(record, NewEpochRecord):
+            gone = set(self.members) - set(record.members)
+            self._losses_at_s += [record.at_s] * len(gone - set(record.left))
+            self.epoch, self.members = record.epoch, record.members
+            self.admissions.leaving -= gone
+            self._fresh |= set(record.joined)
+            self.domains.update(record.domains)
+            self.joined = tuple(worker for worker in (*self.joined, *record.joined) if worker in record.members)
+            self.left = (*self.left, *record.left)
+            self._gone_as_asked.update(record.left)
+            self.lost, self.reason = record.lost, record.reason
+            if record.failure is not None:
+                self._failures[record.failure.signature] = record.failure.worker
+                self._errors[record.failure.worker] = record.failure.summary
+                self.doubts_step = self.doubts_step or record.failure.is_wrong
+            self.state = State.COLLECTING
+        elif isinstance(record, LeavingRecord):
+            self.admissions.leaving.add(record.worker)
+        elif isinstance(record, LayoutChange):
+            self._take_change(record)
+        elif isinstance(record, Decision):
+            self._take_over(record)
+            self.state = State.TRAINING
+
+    def _take_over(self, decision: Decision) -> None:
+        self.decision = decision
+        self.epoch, self.members = decision.epoch, decision.members
+        self.layout, self.placement = decision.layout, decision.placement
+        self.execution = decision.execution
+        self._changes.clear()
+        self.lost = self.joined = self.left = ()
+        self._errors.clear()
+        self.doubts_step = False
+        if decision.rollback is not None:
+            self.evidence = None
+            self.rollback_epoch = decision.epoch
+        elif decision.evidence is not None:
+            self.evidence = decision.evidence
+
+    def _take_change(self, change: LayoutChange) -> None:
+        self._changes[change.number] = change
+        self._num_changes = change.number
+
+    # ------------------------------------------------------------------------------------------------ what is in force
+
+    def in_force(self) -> InForce:
+        """What is in force by the newest vote that is known here."""
+        return self.in_force_by(self.evidence)
+
+    def in_force_by(self, evidence: Evidence | None) -> InForce:
+        """What is in force if this is the newest vote."""
+        number = 0 if self.decision is None else self.decision.change
+        if evidence is not None:
+            number = max(number, evidence.change)
+        change = self._changes.get(number)
+        found = self if change is None else change
+        return InForce(found.layout, found.placement, found.execution, number)
+
+    @property
+    def has_planned(self) -> bool:
+        """Whether a change has been planned since the newest decision, perhaps by an earlier coordinator."""
+        return bool(self._changes)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a planned change is not known to be in force yet (M1)."""
+        return bool(self._changes) and self._num_changes > self.in_force().change
+
+    @property
+    def newest_change(self) -> LayoutChange | None:
+        """The newest change that was planned since the newest decision, in force or not."""
+        return self._changes.get(self._num_changes)
+
+    def change_in_force(self, number: int) -> LayoutChange | None:
+        """The planned change of this number, if it belongs to the present epoch."""
+        return self._changes.get(number)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Workers of the newest epoch, ascending."""
+        return self._members
+
+    @members.setter
+    def members(self, members: tuple[int, ...]) -> None:
+        self._members = members
+        self.member_set = frozenset(members)
+        """The same, for those of whom there are thousands."""
+
+    # ----------------------------------------------------------------------------------------------- what is to be said
+
+    def believes(self, worker: int, peer: int, epoch: int) -> bool:
+        """Whether it counts what a worker says: that its link to a peer has ended.
+
+        Args:
+            epoch: in which it says so. Links are closed and made again with every new epoch, so what was seen in an
+                older one says nothing about the present.
+        """
+        return worker in self.member_set and peer in self.member_set and epoch == self.epoch
+
+    @property
+    def undecided(self) -> NewEpoch:
+        """The epoch that waits for a decision, as far as its record tells: how the losses were noticed it does not."""
+        return NewEpoch(self.epoch, tuple(Suspected(worker, "exit", self.reason) for worker in self.lost))
+
+    def is_new(self, report: Report) -> bool:
+        """Whether it is of a member that has no state yet."""
+        return report.decided == 0 and report.worker not in self.founders
+
+    def base_step(self, evidence: Evidence | None) -> int:
+        """The newest committed step, if this is the newest vote."""
+        decided = self.first_step - 1 if self.decision is None else self.decision.resume_step - 1
+        return base_step(decided, evidence)
+
+    def dismissal(self, worker: int) -> Fenced | Released:
+        """What a worker is told that is no member any more."""
+        if worker in self._gone_as_asked:
+            return self._released()
+        return self._fenced(f"worker {worker} is no member of epoch {self.epoch}")
+
+    def _released(self) -> Released:
+        return Released(term=self.term, epoch=self.epoch, reason="it has left, as it was asked to")
+
+    def _fenced(self, reason: str) -> Fenced:
+        return Fenced(term=self.term, epoch=self.epoch, reason=reason)
+
+    def _prepare(self) -> Prepare:
+        lost = self.lost if self.decision is None or self.decision.epoch < self.epoch else self.decision.lost
+        return Prepare(
+            term=self.term,
+            epoch=self.epoch,
+            members=self.members,
+            lost=lost,
+            reason=self.reason,
+            with_progress=not self._fresh.isdisjoint(self.members),
+        )

@@ -1,0 +1,584 @@
+"""The coordinator as a machine: who is a member, what is committed, who goes on with what. No IO.
+
+`Coordinator.handle(event, now_s)` returns effects, to be carried out in their order. The order is part of the
+contract: a `Persist` stands before every `Send` that depends on it, so that no worker can act on a decision that a new
+coordinator would not know.
+
+Its states and what leads from one to another are `coordinator_table.TRANSITIONS`: the machine finds out what has
+happened, and looks up the next state and its responses.
+
+One new epoch is two records: `NewEpochRecord` (who is left behind; from then on the old epoch can commit nothing that
+survivors have not already learned) and `Decision`. A coordinator that dies between them is replaced by one that reads
+the first, asks again, and gets the same answers, because answers are promises.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
+
+from elaswave.blocks.placement import Block, Placement
+from elaswave.protocol.coordinator.decisions import (
+    newest_evidence,
+)
+from elaswave.protocol.coordinator.history import JobHistory
+from elaswave.protocol.coordinator.inquiry import Inquiry
+from elaswave.protocol.coordinator.transitions import TRANSITIONS, Cause, Response, State
+from elaswave.protocol.events import (
+    ChangePlanned,
+    CheckpointFound,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Decided,
+    End,
+    EvidenceSeen,
+    FindCheckpoint,
+    JoinerCame,
+    JoinerGone,
+    LeaveWanted,
+    LeavingRecord,
+    NewEpoch,
+    NewEpochRecord,
+    Note,
+    Persist,
+    PlanningFailed,
+    Record,
+    RecoveryPlanned,
+    Resumed,
+    Send,
+    StartRecord,
+    Suspected,
+    TellAddresses,
+    TermRecord,
+    WorkerFailed,
+    WorkerFailure,
+)
+from elaswave.protocol.messages import (
+    FIRST_EPOCH,
+    AskPause,
+    Dial,
+    GoOn,
+    Installed,
+    LayoutChange,
+    Linked,
+    Paused,
+    Registered,
+    Report,
+    Unsound,
+)
+from elaswave.types import ExecutionParameters, Layout
+
+
+class Bounds(NamedTuple):
+    """When to give up."""
+
+    min_workers: int = 1
+    max_failures_per_hour: int = 100
+
+
+DEFAULT_BOUNDS = Bounds()
+
+
+class Coordinator(JobHistory):
+    """The coordinator's machine.
+
+    Args:
+        layout, placement: of the start.
+        blocks: of the model.
+        num_followers: copies wanted of each block beside its owner.
+        scatter_width: over how many partners an owner's blocks are spread.
+        bounds: when to give up.
+        restarts: whether the policy is to go back to the newest checkpoint after every loss.
+        first_step: the step that training begins with.
+        records: what earlier coordinators of the job have persisted, in order.
+        execution: of the start.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        placement: Placement,
+        blocks: Sequence[Block],
+        num_followers: int,
+        scatter_width: int,
+        bounds: Bounds = DEFAULT_BOUNDS,
+        restarts: bool = False,
+        first_step: int = 1,
+        records: Sequence[Record] = (),
+        execution: ExecutionParameters | None = None,
+    ) -> None:
+        super().__init__(
+            layout=layout,
+            placement=placement,
+            blocks=blocks,
+            num_followers=num_followers,
+            scatter_width=scatter_width,
+            restarts=restarts,
+            first_step=first_step,
+            records=records,
+            execution=execution,
+        )
+        self.inquiry = Inquiry(self)
+        self._bounds = bounds
+        self._has_called = self.term > 1
+        """Whether members may have been told of joiners, perhaps by an earlier coordinator."""
+        self._leaver = -1
+        """The worker of the newest request to leave."""
+
+        self._addresses: dict[int, str] = {}
+        self._addresses_told = False
+        self._speaker = -1
+        """The worker whose message is being dealt with."""
+        self._new_epoch: NewEpochRecord | None = None
+        self._suspicions: tuple[Suspected, ...] = ()
+        """Those that the newest epoch has begun with."""
+        self._unsound: tuple[int, ...] = ()
+        """Who has said that copies are wrong, if that is what the newest epoch has begun with."""
+        self._predicted_step_s: float | None = None
+        self._installed: dict[int, Installed] = {}
+        self._resumed = True
+        self._end = End("")
+        self._responses: Mapping[Response, Callable[[], list[CoordinatorEffect]]] = {
+            Response.PERSIST_TERM: lambda: [Persist(TermRecord(term=self.term))],
+            Response.DISMISS: lambda: [Send(self._speaker, self.dismissal(self._speaker))],
+            Response.PERSIST_START: lambda: [Persist(StartRecord(term=self.term))],
+            Response.TELL_ADDRESSES: self._tell_addresses,
+            Response.TELL_UNTOLD_ADDRESSES: lambda: [] if self._addresses_told else self._tell_addresses(),
+            Response.ASK_AGAIN: lambda: [Send(self._speaker, self._prepare())],
+            Response.SEND_DECISION_AGAIN: self._send_decision_again,
+            Response.SEND_CHANGE_AGAIN: self._send_change_again,
+            Response.PERSIST_CHANGE: lambda: [Persist(self._changes[self._num_changes])],
+            Response.SEND_CHANGE: lambda: [Send(worker, self._changes[self._num_changes]) for worker in self.members],
+            Response.PERSIST_LEAVE: lambda: [Persist(LeavingRecord(term=self.term, worker=self._leaver))],
+            Response.CALL: self._call,
+            Response.CALL_AGAIN: self._call_again,
+            Response.ASK_PAUSE: self._ask_pause,
+            Response.ASK_PAUSE_AGAIN: lambda: [Send(self._speaker, AskPause(term=self.term, epoch=self.epoch))],
+            Response.LET_GO_ON: self._let_go_on,
+            Response.RELEASE: self._release,
+            Response.PERSIST_EPOCH: self._persist_epoch,
+            Response.ASK: self._ask,
+            Response.FENCE_LOST: self._fence_lost,
+            Response.SHOW_EPOCH: self._show_epoch,
+            Response.FIND_CHECKPOINT: lambda: [self.inquiry.ask_for_checkpoint()],
+            Response.PLAN: lambda: [self.inquiry.ask_for_plan()],
+            Response.PERSIST_DECISION: self._persist_decision,
+            Response.SEND_DECISION: self._send_decision,
+            Response.SHOW_DECISION: self._show_decision,
+            Response.SHOW_RESUMED: lambda: [
+                Resumed(self.epoch, tuple(self._installed[worker] for worker in self.members))
+            ],
+            Response.END: lambda: [self._end],
+        }
+
+    def awaits(self, question: FindCheckpoint) -> bool:
+        """Whether an answer to a question still counts; another loss makes it void."""
+        return self._awaits(question.sequence, State.ROLLING_BACK)
+
+    # ----------------------------------------------------------------------------------------------------------- events
+
+    def begin(self) -> list[CoordinatorEffect]:
+        """The effects of starting: a new term; an epoch that waits for a decision is taken up again (P6)."""
+        return self._go(Cause.BEGUN)
+
+    def handle(self, event: CoordinatorEvent, now_s: float) -> list[CoordinatorEffect]:
+        """Takes one event.
+
+        Args:
+            now_s: monotonic time, for the failure rate only.
+        Returns:
+            Effects, to be carried out in this order.
+        """
+        if self.state is State.ENDED:
+            return [Note(f"{type(event).__name__} after the end is ignored")]
+        if isinstance(event, Registered):
+            return self._on_registered(event)
+        if isinstance(event, Report):
+            return self._on_report(event)
+        if isinstance(event, Installed):
+            return self._on_installed(event, now_s)
+        if isinstance(event, Suspected):
+            return self.suspect([event], now_s)
+        if isinstance(event, WorkerFailed):
+            return self._on_failed(event, now_s)
+        if isinstance(event, Unsound):
+            return self._on_unsound(event, now_s)
+        if isinstance(event, EvidenceSeen):
+            return self._on_evidence(event) or self._advance(now_s)
+        if isinstance(event, ChangePlanned):
+            return self._on_change_planned(event)
+        if isinstance(event, CheckpointFound):
+            return self._on_checkpoint(event)
+        if isinstance(event, RecoveryPlanned | PlanningFailed):
+            return self._on_planned(event)
+        return self._on_membership(event, now_s)
+
+    def _go(self, cause: Cause) -> list[CoordinatorEffect]:
+        """Does what the table says about a cause."""
+        self.state, responses = TRANSITIONS.next(self.state, cause)
+        return [effect for response in responses for effect in self._responses[response]()]
+
+    # ----------------------------------------------------------------------------------------------------- registration
+
+    def _on_registered(self, event: Registered) -> list[CoordinatorEffect]:
+        worker = self._speaker = event.worker
+        if worker not in self.member_set:
+            return self._go(Cause.NO_MEMBER)
+        self._addresses[worker] = event.address
+        if self.state is State.STARTING:
+            if event.epoch != FIRST_EPOCH:
+                return [Note(f"worker {worker} registers in epoch {event.epoch} at the start")]
+            return [] if len(self._addresses) < len(self.members) else self._go(Cause.REGISTERED)
+        # Its start may have been lost with a connection, or with the coordinator that was about to send it.
+        effects = self._go(Cause.START_IN_DOUBT)
+        has_decision = event.epoch >= self.epoch and event.report is None
+        if self.state is State.COLLECTING:
+            report = event.report if event.epoch == self.epoch else None
+            effects += self._go(Cause.NOT_ASKED) if report is None else self._on_report(report)
+        elif self.state is State.TRAINING and self.decision is not None and not has_decision:
+            effects += self._go(Cause.DECISION_MISSED)
+        elif event.epoch > self.epoch:
+            effects.append(Note(f"worker {worker} registers in epoch {event.epoch}, the newest is {self.epoch}"))
+        if self.state is State.TRAINING and self._changes:
+            # It may have been lost with a connection; one that is in force already, or held, is ignored.
+            effects += self._go(Cause.CHANGE_IN_DOUBT)
+        if self.state is State.TRAINING:
+            effects += self._go(Cause.CALL_IN_DOUBT)
+        if self.state is State.TRAINING and self.admissions.is_asked:
+            effects += self._go(Cause.PAUSE_IN_DOUBT)
+        return effects
+
+    def _tell_addresses(self) -> list[CoordinatorEffect]:
+        """Once all are known: also while an epoch waits for reports, because a worker that does not know its peers
+        cannot leave an epoch. After a decision every member knows them."""
+        if self.decision is not None or not self._addresses.keys() >= self.member_set:
+            return []
+        self._addresses_told = True
+        return [TellAddresses(dict(self._addresses))]
+
+    def _send_decision_again(self) -> list[CoordinatorEffect]:
+        """Perhaps an earlier coordinator made it; in its name a worker that has heard of us would not take it."""
+        assert self.decision is not None
+        return [Send(self._speaker, msgspec.structs.replace(self.decision, term=self.term))]
+
+    def _send_change_again(self) -> list[CoordinatorEffect]:
+        return [Send(self._speaker, msgspec.structs.replace(self._changes[self._num_changes], term=self.term))]
+
+    # -------------------------------------------------------------------------------------------------- losing a worker
+
+    def suspect(
+        self, suspicions: Sequence[Suspected], now_s: float, failure: WorkerFailure | None = None
+    ) -> list[CoordinatorEffect]:
+        """Takes suspicions that came together: one new epoch for all of them, also while a recovery is planned (P1).
+
+        Args:
+            now_s: as of `handle`.
+            failure: the error with which the only one of them has ended itself.
+        """
+        fresh = tuple(suspicion for suspicion in suspicions if suspicion.worker in self.members)
+        if not fresh or self.state is State.ENDED:
+            return [Note(f"the suspicion of worker {suspicion.worker} does not count") for suspicion in suspicions]
+        leaving = sorted({suspicion.worker for suspicion in fresh})
+        members = tuple(worker for worker in self.members if worker not in leaving)
+        self._losses_at_s = [at for at in self._losses_at_s if now_s - at < 3600.0] + [now_s] * len(leaving)
+        if len(self._losses_at_s) > self._bounds.max_failures_per_hour:
+            return self._give_up(
+                Cause.TOO_MANY_LOSSES,
+                f"{len(self._losses_at_s)} workers were lost within an hour, elastic.max_failures_per_hour allows "
+                f"{self._bounds.max_failures_per_hour}",
+            )
+        if len(members) < max(1, self._bounds.min_workers):
+            lost = sorted({*self.lost, *leaving})
+            return self._give_up(
+                Cause.TOO_FEW_LEFT,
+                f"{len(members)} workers are left after the loss of workers {lost}, elastic.min_workers asks for "
+                f"{self._bounds.min_workers}",
+            )
+        self.lost = (*self.lost, *leaving)
+        self.joined = tuple(worker for worker in self.joined if worker not in leaving)
+        self._suspicions = fresh
+        self.doubts_step = self.doubts_step or (failure is not None and failure.is_wrong)
+        reason = "; ".join(suspicion.reason for suspicion in fresh)
+        self._begin_epoch(members, reason, now_s, failure=failure)
+        return self._go(Cause.SUSPECTED)
+
+    def _on_unsound(self, event: Unsound, now_s: float) -> list[CoordinatorEffect]:
+        """Copies are wrong: all members report what they have, and a right copy of each block is promoted. One that is
+        under way already asks for the same."""
+        if event.worker not in self.member_set or event.epoch != self.epoch or self.state is not State.TRAINING:
+            return [Note(f"what worker {event.worker} says of copies in epoch {event.epoch} is not awaited")]
+        self._begin_epoch(self.members, event.reason, now_s)
+        self._suspicions, self._unsound = (), (event.worker,)
+        return self._go(Cause.UNSOUND)
+
+    def _begin_epoch(
+        self,
+        members: tuple[int, ...],
+        reason: str,
+        now_s: float,
+        *,
+        joined: tuple[int, ...] = (),
+        domains: Mapping[int, str] = MappingProxyType({}),
+        left: tuple[int, ...] = (),
+        failure: WorkerFailure | None = None,
+    ) -> None:
+        self.epoch += 1
+        self.members, self.reason = members, reason
+        self._unsound = ()
+        self.admissions.new_epoch()
+        self.admissions.leaving &= set(members)
+        self.inquiry.new_epoch()
+        self._new_epoch = NewEpochRecord(
+            term=self.term,
+            epoch=self.epoch,
+            members=members,
+            lost=self.lost,
+            reason=reason,
+            at_s=now_s,
+            failure=failure,
+            joined=joined,
+            domains=dict(domains),
+            left=left,
+        )
+
+    def _show_epoch(self) -> list[CoordinatorEffect]:
+        assert self._new_epoch is not None
+        record = self._new_epoch
+        suspicions = () if record.joined or record.left else self._suspicions
+        return [NewEpoch(self.epoch, suspicions, record.joined, record.left, self._unsound)]
+
+    def _persist_epoch(self) -> list[CoordinatorEffect]:
+        assert self._new_epoch is not None
+        return [Persist(self._new_epoch)]
+
+    def _fence_lost(self) -> list[CoordinatorEffect]:
+        leaving = sorted({suspicion.worker for suspicion in self._suspicions})
+        return [Send(worker, self._fenced(self.reason)) for worker in leaving]
+
+    def _on_failed(self, event: WorkerFailed, now_s: float) -> list[CoordinatorEffect]:
+        """An error of a worker's own: what fails twice at the same place will fail everywhere, and so will what a vote
+        has shown. Who has not ended with that yet must not be asked to go on without those that have."""
+        if event.is_common:
+            return self._give_up(Cause.ERROR_COMMON, event.summary, event.worker)
+        before = self._failures.get(event.signature)
+        if before is not None and before != event.worker:
+            reason = f"{event.summary}; the same error has ended worker {before}"
+            return self._give_up(Cause.ERROR_REPEATED, reason, event.worker)
+        self._failures[event.signature] = event.worker
+        self._errors[event.worker] = event.summary
+        if event.worker in self.members and len(self.members) <= max(1, self._bounds.min_workers):
+            return self._give_up(Cause.LAST_FAILED, event.summary, event.worker)
+        failure = WorkerFailure(
+            worker=event.worker, signature=event.signature, summary=event.summary, is_wrong=event.is_wrong
+        )
+        return self.suspect([Suspected(event.worker, "exit", event.summary)], now_s, failure)
+
+    def _give_up(
+        self, cause: Cause, reason: str, worker: int | None = None, orphans: tuple[int, ...] = ()
+    ) -> list[CoordinatorEffect]:
+        if worker is None and self._errors:
+            # An error that strikes all replicas at once, each at another micro-batch, is the reason of all the rest.
+            worker, summary = next(iter(self._errors.items()))
+            reason = f"{summary}; {reason}"
+        self._end = End(reason, worker, orphans)
+        return self._go(cause)
+
+    # ------------------------------------------------------------------------------------------------ joins and leaves
+
+    def _on_membership(
+        self, event: JoinerCame | JoinerGone | LeaveWanted | Linked | Paused, now_s: float
+    ) -> list[CoordinatorEffect]:
+        """What is told of joiners, and of members that are to leave."""
+        worker, admissions = event.worker, self.admissions
+        effects: list[CoordinatorEffect] = []
+        if isinstance(event, JoinerCame):
+            if worker in self.members:
+                return [Note(f"worker {worker} is a member already")]
+            admissions.came(worker, event.address, event.domain)
+            if self.state is State.TRAINING:
+                effects = self._go(Cause.CALLED)
+        elif isinstance(event, JoinerGone):
+            if admissions.gone(worker) and self.state is State.TRAINING:
+                effects = self._go(Cause.CALLED)
+        elif isinstance(event, LeaveWanted):
+            if worker not in self.member_set or worker in admissions.leaving:
+                return [Note(f"worker {worker} is no member, or is leaving already")]
+            admissions.leaving.add(worker)
+            self._leaver = worker
+            effects = self._go(Cause.LEAVE_WANTED)
+        elif isinstance(event, Linked):
+            admissions.linked(worker, event.peers)
+        elif worker not in self.member_set or event.epoch != self.epoch:
+            return [Note(f"what worker {worker} says is of epoch {event.epoch}, the newest is {self.epoch}")]
+        elif event.is_over or event.step <= admissions.go_on_after or not admissions.is_asked:
+            return self._pause_is_over(event)
+        else:
+            admissions.paused[worker] = event.step
+        return effects + self._advance(now_s)
+
+    def _advance(self, now_s: float) -> list[CoordinatorEffect]:
+        """Does what is next on the way to another membership. It waits for a change that is under way: a new epoch
+        would make that void."""
+        admissions = self.admissions
+        if self.state is not State.TRAINING or not self._resumed or self.is_changing:
+            return []
+        in_force = self.in_force()
+        joined = admissions.ready(self.members)
+        left = admissions.released(self.members, in_force.layout, in_force.placement)
+        if not joined and not left:
+            return self._go(Cause.PAUSED_IN_VAIN) if admissions.is_asked else []
+        if not admissions.is_asked:
+            return self._go(Cause.MEMBERSHIP_READY)
+        if not admissions.paused.keys() >= self.member_set:
+            return []
+        members = tuple(sorted({*self.members, *joined} - set(left)))
+        what = [f"worker {worker} joins" for worker in joined] + [f"worker {worker} leaves" for worker in left]
+        self.joined, self.left = (*self.joined, *joined), (*self.left, *left)
+        self._fresh.update(joined)
+        self._gone_as_asked.update(left)
+        domains = {worker: domain for worker in joined if (domain := admissions.domains[worker])}
+        self.domains.update(domains)
+        for worker in joined:
+            self._addresses[worker] = admissions.joiners[worker]
+            admissions.gone(worker)
+        self._begin_epoch(members, "; ".join(what), now_s, joined=joined, domains=domains, left=left)
+        return self._go(Cause.ALL_PAUSED)
+
+    def _call(self) -> list[CoordinatorEffect]:
+        return [Send(worker, call) for worker, call in self._calls()]
+
+    def _call_again(self) -> list[CoordinatorEffect]:
+        """A member may not have heard of the joiners, or that some are gone that an earlier coordinator has told it of;
+        joiners may not know where it listens."""
+        told = {self._speaker, *self.admissions.joiners}
+        return [Send(worker, call) for worker, call in self._calls() if worker in told]
+
+    def _calls(self) -> list[tuple[int, Dial]]:
+        """Also when there are no joiners any more: then nobody is wanted."""
+        self._has_called = self._has_called or bool(self.admissions.joiners)
+        if not self._has_called:
+            return []
+        addresses = {worker: self._addresses[worker] for worker in self.members if worker in self._addresses}
+        return self.admissions.calls(addresses, self.members, self.term, self.epoch)
+
+    def _ask_pause(self) -> list[CoordinatorEffect]:
+        self.admissions.is_asked = True
+        ask = AskPause(term=self.term, epoch=self.epoch)
+        return [Send(worker, ask) for worker in self.members]
+
+    def _pause_is_over(self, event: Paused) -> list[CoordinatorEffect]:
+        """This coordinator has thought better of it, or an earlier one has: all that wait after that step go on. Who
+        has paused asks for no other pause, unless it is told to once more."""
+        waiting = self.admissions.go_on(event.step)
+        if not event.is_over:
+            waiting.append(event.worker)
+        if self.state is not State.TRAINING:
+            return []
+        messages: list[GoOn | AskPause] = [GoOn(term=self.term, epoch=self.epoch)]
+        if self.admissions.is_asked:
+            messages.append(AskPause(term=self.term, epoch=self.epoch))
+        return [Send(worker, message) for worker in waiting for message in messages]
+
+    def _let_go_on(self) -> list[CoordinatorEffect]:
+        admissions = self.admissions
+        admissions.go_on_after = max(admissions.go_on_after, *admissions.paused.values(), 0)
+        admissions.is_asked = False
+        admissions.paused.clear()
+        return [Send(worker, GoOn(term=self.term, epoch=self.epoch)) for worker in self.members]
+
+    def _release(self) -> list[CoordinatorEffect]:
+        assert self._new_epoch is not None
+        return [Send(worker, self._released()) for worker in self._new_epoch.left]
+
+    # -------------------------------------------------------------------------------------------------- planned changes
+
+    def _on_change_planned(self, event: ChangePlanned) -> list[CoordinatorEffect]:
+        if self.state is not State.TRAINING or event.epoch != self.epoch:
+            return [Note(f"a plan for epoch {event.epoch} comes in epoch {self.epoch}, {self.state.value}")]
+        if event.layout.workers != self.members:
+            return [Note(f"a plan for workers {event.layout.workers}, but the members are {self.members}")]
+        if self.is_changing:
+            return [Note(f"a plan comes while change {self._num_changes} is under way")]
+        if self.admissions.is_asked:
+            return [Note("a plan comes while the membership is about to change")]
+        change = LayoutChange(
+            term=self.term,
+            epoch=self.epoch,
+            number=self._num_changes + 1,
+            layout=event.layout,
+            placement=event.placement,
+            execution=event.execution,
+            reason=event.reason,
+            predicted_step_s=event.predicted_step_s,
+        )
+        self._take_change(change)
+        return self._go(Cause.CHANGE_PLANNED)
+
+    # ------------------------------------------------------------------------------------- from reports to the decision
+
+    def _on_evidence(self, event: EvidenceSeen) -> list[CoordinatorEffect]:
+        decided = FIRST_EPOCH if self.decision is None else self.decision.epoch
+        if event.epoch < decided:
+            return [Note(f"a vote of epoch {event.epoch} comes after the decision of epoch {decided}")]
+        self.evidence = newest_evidence([self.evidence, event.evidence])
+        if self.state is State.PLANNING and self.inquiry.is_outdated:  # P2
+            return self._go(self.inquiry.assess(Cause.NEWER_EVIDENCE))
+        return []
+
+    def _on_report(self, report: Report) -> list[CoordinatorEffect]:
+        self._speaker = report.worker
+        if report.worker not in self.member_set:
+            return self._go(Cause.NO_MEMBER)
+        if report.epoch != self.epoch or self.state is not State.COLLECTING:
+            return [Note(f"a report of worker {report.worker} for epoch {report.epoch} is not awaited")]
+        return self._go(self.inquiry.assess(Cause.REPORTED)) if self.inquiry.add(report) else []
+
+    def _on_checkpoint(self, event: CheckpointFound) -> list[CoordinatorEffect]:
+        if not self._awaits(event.sequence, State.ROLLING_BACK):
+            return [Note(f"the checkpoint that answers question {event.sequence} is not waited for")]
+        problem = self.inquiry.take_checkpoint(event)
+        if problem:
+            return self._give_up(Cause.NO_CHECKPOINT, problem, orphans=self.inquiry.orphans)
+        return self._go(Cause.FOUND)
+
+    def _on_planned(self, event: RecoveryPlanned | PlanningFailed) -> list[CoordinatorEffect]:
+        if self.inquiry.question is None or not self._awaits(event.sequence, State.PLANNING):
+            return [Note(f"answer {event.sequence} of the planner is not awaited any more")]
+        decision, self._predicted_step_s = self.inquiry.decide(event)
+        self._take_over(decision)
+        self._installed.clear()
+        self._resumed = False
+        return self._go(Cause.PLANNED if isinstance(event, RecoveryPlanned) else Cause.PLANNER_FAILED)
+
+    def _awaits(self, sequence: int, state: State) -> bool:
+        """Whether an answer is to the newest question, asked in this state; another loss, or a newer vote, makes the
+        one before void (P3)."""
+        return self.state is state and sequence == self.inquiry.sequence
+
+    def _ask(self) -> list[CoordinatorEffect]:
+        prepare = self._prepare()
+        return [Send(worker, prepare) for worker in self.members]
+
+    def _persist_decision(self) -> list[CoordinatorEffect]:
+        assert self.decision is not None
+        return [Persist(self.decision)]
+
+    def _send_decision(self) -> list[CoordinatorEffect]:
+        assert self.decision is not None
+        return [Send(worker, self.decision) for worker in self.members]
+
+    def _show_decision(self) -> list[CoordinatorEffect]:
+        assert self.decision is not None
+        return [Decided(self.decision, self._predicted_step_s)]
+
+    def _on_installed(self, event: Installed, now_s: float) -> list[CoordinatorEffect]:
+        if event.epoch != self.epoch or event.worker not in self.member_set or self._resumed:
+            return []
+        self._installed[event.worker] = event
+        self._fresh.discard(event.worker)
+        if len(self._installed) < len(self.members):
+            return []
+        self._resumed = True
+        return self._go(Cause.INSTALLED) + self._advance(now_s)

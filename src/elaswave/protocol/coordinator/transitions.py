@@ -1,0 +1,147 @@
+"""States of the coordinator's machine, what can happen to it, and what it does about it: the table that drives it."""
+
+from enum import Enum
+
+from elaswave.protocol.coordinator.table import Transition, TransitionTable
+
+
+class State(Enum):
+    """What the coordinator is waiting for."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    COLLECTING = "collecting"
+    PLANNING = "planning"
+    ROLLING_BACK = "rolling back"
+    ENDED = "ended"
+
+
+class Cause(Enum):
+    """What has happened."""
+
+    BEGUN = "this coordinator begins"
+    NO_MEMBER = "a worker that is no member registers or reports"
+    REGISTERED = "every worker has registered"
+    START_IN_DOUBT = "a member registers, and the start may not have reached it"
+    NOT_ASKED = "a member registers that has not reported"
+    DECISION_MISSED = "a member registers that lacks the decision"
+    CHANGE_IN_DOUBT = "a member registers, and a planned change may not have reached it"
+    CHANGE_PLANNED = "a better layout is planned"
+    SUSPECTED = "a member is suspected"
+    UNSOUND = "a member says that copies of the state are wrong"
+    LEAVE_WANTED = "a member is asked to leave"
+    CALLED = "there are other joiners than before"
+    CALL_IN_DOUBT = "a member registers, and may not have heard which joiners there are"
+    PAUSE_IN_DOUBT = "a member registers, and may not have heard that it is to ask for a pause"
+    MEMBERSHIP_READY = "a joiner's links stand, or a member that is to leave holds nothing"
+    ALL_PAUSED = "every member waits at the boundary"
+    PAUSED_IN_VAIN = "members wait, or were asked to, and the membership stays as it is"
+    ROLLBACK_MISSED = "every member has reported, and one has missed an earlier return to a checkpoint"
+    NO_COPY_LEFT = "every member has reported, and a block has no copy left"
+    RESTART_POLICY = "every member has reported, and the policy is to restart"
+    REPORTED = "every member has reported"
+    NEWER_EVIDENCE = "a newer vote is reported"
+    FOUND = "a checkpoint is found"
+    PLANNED = "the recovery is planned"
+    PLANNER_FAILED = "the planner fails or exceeds its bound"
+    INSTALLED = "every member has installed the decision"
+    TOO_MANY_LOSSES = "more workers are lost within an hour than the job allows"
+    TOO_FEW_LEFT = "fewer workers are left than the job needs"
+    ERROR_REPEATED = "the same error of its own ends a second worker"
+    ERROR_COMMON = "a worker ends with an error that a vote has shown to all"
+    LAST_FAILED = "an error of its own ends a worker that cannot be spared"
+    NO_CHECKPOINT = "no checkpoint is found"
+
+
+class Response(Enum):
+    """What the coordinator does about it."""
+
+    PERSIST_TERM = "persist the term"
+    DISMISS = "fence it, or let it go once more if it was asked to leave"
+    PERSIST_START = "persist the start"
+    TELL_ADDRESSES = "tell the addresses"
+    TELL_UNTOLD_ADDRESSES = "tell the addresses if they are still to be told"
+    ASK_AGAIN = "ask it again"
+    SEND_DECISION_AGAIN = "send it the decision again"
+    SEND_CHANGE_AGAIN = "send it the change again"
+    PERSIST_CHANGE = "persist the change"
+    SEND_CHANGE = "send the change"
+    PERSIST_LEAVE = "persist the request"
+    CALL = "tell members and joiners each other's addresses"
+    CALL_AGAIN = "tell it and the joiners each other's addresses"
+    ASK_PAUSE = "have the members ask for a pause"
+    ASK_PAUSE_AGAIN = "have it ask for a pause"
+    LET_GO_ON = "let the members go on"
+    RELEASE = "let those go that leave"
+    PERSIST_EPOCH = "persist the new epoch"
+    ASK = "ask the members"
+    FENCE_LOST = "fence the others"
+    SHOW_EPOCH = "show the losses"
+    FIND_CHECKPOINT = "look for a checkpoint"
+    PLAN = "plan the recovery"
+    PERSIST_DECISION = "persist the decision"
+    SEND_DECISION = "send the decision"
+    SHOW_DECISION = "show the decision"
+    SHOW_RESUMED = "show that training goes on"
+    END = "end the job with the reason"
+
+
+_ALIVE = (State.STARTING, State.TRAINING, State.COLLECTING, State.PLANNING, State.ROLLING_BACK)
+_BEGUN = (State.TRAINING, State.COLLECTING, State.PLANNING, State.ROLLING_BACK)
+_REPORTED = (State.COLLECTING, State.PLANNING)
+_DECIDE = (Response.PERSIST_DECISION, Response.SEND_DECISION, Response.SHOW_DECISION)
+_NEW_EPOCH = (
+    Response.PERSIST_EPOCH,
+    Response.TELL_UNTOLD_ADDRESSES,
+    Response.ASK,
+    Response.FENCE_LOST,
+    Response.SHOW_EPOCH,
+)
+TRANSITIONS: TransitionTable[State, Cause, Response] = TransitionTable(
+    State.STARTING,
+    Transition((State.STARTING, State.TRAINING), Cause.BEGUN, None, (Response.PERSIST_TERM,)),
+    Transition((State.COLLECTING,), Cause.BEGUN, None, (Response.PERSIST_TERM, Response.ASK)),
+    Transition((State.STARTING,), Cause.REGISTERED, State.TRAINING, (Response.PERSIST_START, Response.TELL_ADDRESSES)),
+    Transition(_BEGUN, Cause.START_IN_DOUBT, None, (Response.TELL_ADDRESSES,)),
+    Transition((State.COLLECTING,), Cause.NOT_ASKED, None, (Response.ASK_AGAIN,)),
+    Transition((State.TRAINING,), Cause.DECISION_MISSED, None, (Response.ASK_AGAIN, Response.SEND_DECISION_AGAIN)),
+    Transition((State.TRAINING,), Cause.CHANGE_IN_DOUBT, None, (Response.SEND_CHANGE_AGAIN,)),
+    Transition(_ALIVE, Cause.NO_MEMBER, None, (Response.DISMISS,)),
+    Transition((State.TRAINING,), Cause.CHANGE_PLANNED, None, (Response.PERSIST_CHANGE, Response.SEND_CHANGE)),
+    Transition(_ALIVE, Cause.SUSPECTED, State.COLLECTING, _NEW_EPOCH),
+    Transition(
+        (State.TRAINING,),
+        Cause.UNSOUND,
+        State.COLLECTING,
+        (Response.PERSIST_EPOCH, Response.ASK, Response.SHOW_EPOCH),
+    ),
+    Transition(_ALIVE, Cause.LEAVE_WANTED, None, (Response.PERSIST_LEAVE,)),
+    Transition((State.TRAINING,), Cause.CALLED, None, (Response.CALL,)),
+    Transition((State.TRAINING,), Cause.CALL_IN_DOUBT, None, (Response.CALL_AGAIN,)),
+    Transition((State.TRAINING,), Cause.PAUSE_IN_DOUBT, None, (Response.ASK_PAUSE_AGAIN,)),
+    Transition((State.TRAINING,), Cause.MEMBERSHIP_READY, None, (Response.ASK_PAUSE,)),
+    Transition(
+        (State.TRAINING,),
+        Cause.ALL_PAUSED,
+        State.COLLECTING,
+        (Response.PERSIST_EPOCH, Response.ASK, Response.RELEASE, Response.SHOW_EPOCH),
+    ),
+    Transition((State.TRAINING,), Cause.PAUSED_IN_VAIN, None, (Response.LET_GO_ON,)),
+    Transition((State.COLLECTING,), Cause.REPORTED, State.PLANNING, (Response.PLAN,)),
+    Transition((State.COLLECTING,), Cause.ROLLBACK_MISSED, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,)),
+    Transition(_REPORTED, Cause.NO_COPY_LEFT, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,)),
+    Transition((State.COLLECTING,), Cause.RESTART_POLICY, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,)),
+    Transition((State.ROLLING_BACK,), Cause.FOUND, State.PLANNING, (Response.PLAN,)),
+    Transition((State.PLANNING,), Cause.NEWER_EVIDENCE, State.PLANNING, (Response.PLAN,)),
+    Transition((State.PLANNING,), Cause.PLANNED, State.TRAINING, _DECIDE),
+    Transition((State.PLANNING,), Cause.PLANNER_FAILED, State.TRAINING, _DECIDE),
+    Transition((State.TRAINING,), Cause.INSTALLED, None, (Response.CALL, Response.SHOW_RESUMED)),
+    Transition(_ALIVE, Cause.TOO_MANY_LOSSES, State.ENDED, (Response.END,)),
+    Transition(_ALIVE, Cause.TOO_FEW_LEFT, State.ENDED, (Response.END,)),
+    Transition(_ALIVE, Cause.ERROR_REPEATED, State.ENDED, (Response.END,)),
+    Transition(_ALIVE, Cause.ERROR_COMMON, State.ENDED, (Response.END,)),
+    Transition(_ALIVE, Cause.LAST_FAILED, State.ENDED, (Response.END,)),
+    Transition((State.ROLLING_BACK,), Cause.NO_CHECKPOINT, State.ENDED, (Response.END,)),
+)
+"""All that the machine can do. A coordinator that is started again begins in the state that its newest record tells:
+TRAINING after a start or a decision, COLLECTING after a new epoch. After the end every event is ignored."""

@@ -1,0 +1,1 @@
+"""Which worker or host is lost: heartbeats, silence, starvation, suspicion."""

@@ -1,0 +1,104 @@
+"""When a candidate claims the job (H4): it watches the holder's beat. No IO, no clocks.
+
+The coordinator renews the job's beat while it lives. A candidate reads it, and judges by its own clock alone. Timing
+has a part only in *when* somebody takes over: that nobody writes who was replaced, the claim sees to
+(`elaswave.protocol.coordinator.store_writes`).
+"""
+
+from typing import NamedTuple
+
+from elaswave.protocol.coordinator.store_writes import NOBODY, Holder
+
+BEAT_S = 0.5
+"""Between two beats of a coordinator."""
+POLL_S = 0.25
+"""Between two looks of a candidate."""
+STILL_S = 2.0
+"""A coordinator is followed once its beat has stood still for so long."""
+GAP_S = 1.0
+"""A candidate that has not looked for so long (it was stopped, or the store did not answer) begins to watch anew: the
+holder may have been kept from its beat by the same."""
+BACKOFF_S = 0.2
+"""After a claim that failed: between that and the next one at least, doubled with each."""
+BACKOFF_S_MAX = 1.0
+
+
+class Seen(NamedTuple):
+    """What one look has found."""
+
+    holder: Holder
+    beat: int
+    """Number of the holder's newest beat; 0: there was none yet."""
+
+
+class Watch:
+    """One candidate's watch.
+
+    Args:
+        own: by which name its agent's coordinators hold the job. An agent starts one after the other, so the term of
+            an earlier one is free at once.
+        founds: whether its agent has founded the job: a job that nobody has claimed yet is its.
+    """
+
+    def __init__(self, own: str, *, founds: bool = False) -> None:
+        self._own = own
+        self.founds = founds
+        """Whether its agent has founded the job."""
+        self._seen = Seen(NOBODY, 0)
+        self._since_s: float | None = None
+        """When the beat was seen first; None: the watch begins."""
+        self._looked_s = 0.0
+        self._not_before_s = 0.0
+        self._num_failed = 0
+
+    @property
+    def holder(self) -> Holder:
+        """Whom a claim would follow."""
+        return self._seen.holder
+
+    @property
+    def since_s(self) -> float | None:
+        """Time since which the holder is missed, if it is."""
+        return self._since_s
+
+    def looked(self, seen: Seen, asked_s: float, now_s: float) -> None:
+        """A linearizable read was answered.
+
+        Args:
+            seen: what it has found.
+            asked_s: when it was asked.
+            now_s: when it was answered.
+        """
+        before, self._seen = self._seen, self._newest(seen)
+        lives = self._seen.holder.term > before.holder.term or self._seen.beat > before.beat
+        if self._since_s is None or lives or asked_s - self._looked_s > GAP_S:
+            self._since_s = now_s
+        self._looked_s = asked_s
+
+    def _newest(self, seen: Seen) -> Seen:
+        """What is known now. A claim that was removed, forged or replaced by an older one is followed as it was known,
+        and beats of earlier days do not count (H14)."""
+        known = self._seen
+        if seen.holder.term > known.holder.term:
+            return seen
+        if seen.holder.term < known.holder.term:
+            return Seen(known.holder._replace(revision=seen.holder.revision, value=b""), known.beat)
+        return Seen(seen.holder, max(known.beat, seen.beat))
+
+    def missed(self) -> None:
+        """A read was not answered: without reads nobody is elected (H8)."""
+        self._since_s = None
+
+    def failed(self, now_s: float) -> None:
+        """A claim has failed: another candidate was quicker."""
+        self._not_before_s = now_s + min(BACKOFF_S_MAX, BACKOFF_S * 2.0 ** min(self._num_failed, 10))
+        self._num_failed += 1
+        self._since_s = None
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether to claim the job now."""
+        if self._since_s is None or now_s < self._not_before_s:
+            return False
+        holder = self._seen.holder
+        is_free = holder.name == self._own or (self.founds and not holder.term)
+        return is_free or self._looked_s - self._since_s >= STILL_S

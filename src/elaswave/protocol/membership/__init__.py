@@ -1,0 +1,1 @@
+"""Who takes part: admission of joiners, hosts, respawned places."""

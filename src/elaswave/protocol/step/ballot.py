@@ -1,0 +1,518 @@
+"""The vote: one small all-reduce whose result says whether a step commits, the same for all workers.
+
+Every worker fills a `Ballot`. The vectors of all ballots are merged: 64-bit integers that are added (wrapping) in the
+first part and maximised in the second, both free of order. The merged vector is the *commit certificate*, and `judge`
+reads the verdict off it. A worker fills its ballot only when it is prepared (its owned blocks have their complete
+gradients, its followed blocks the same ones), so learning that the vote passed implies that every worker can apply.
+The parts:
+
+- coverage: `coverage_key` of every (layer, micro-batch) that was added, and `loss_key` of every loss, against the known
+  total;
+- residency: a key for every held block, its role, holder and version, against what the placement says;
+- next residency: the same of the placement that a planned change leads to, as far as its copies are held already: once
+  it comes to what that placement says, the change comes into force;
+- agreement: owners add (number of followers x hash) of each gradient, of each master and, for a rotating sample of
+  blocks, of the optimizer's states; followers subtract theirs. Owners add (number of those that run the layer x hash)
+  of the parameters that they serve, those that run it subtract that of what they compute with. Zero unless a copy
+  differs;
+- memory: how much of what RUN reads, and of the masters, is not as it was written, by the own seals of each worker;
+- partial sums: workers add the sum of all words that they have added to their partial sums, and the coverage that they
+  have sent beside them; owners subtract those of the totals, and the coverage that has come: zero unless a word of a
+  partial sum has changed in an accumulator, on the way, or in being added up;
+- layout and grids: max(h) and max(-h) of the hash h of layout, placement, grids and number of updates; all workers
+  agree exactly if they add to 0;
+- canaries: the same of what processes compute with, and of what each layer makes of made-up numbers; of those that a
+  worker knows and of its own ones;
+- change: the same of the planned change of layout that each worker holds; it is adopted if all hold the same one;
+- duration: how long the slowest worker has taken for the attempt, by which all of them know what copies may travel;
+- the gradient norm in exact limbs, the scores (one slot per micro-batch for the losses, their counts, exact sums of
+  metrics), the largest gradient per tensor, and the requests (stop, checkpoint) that must take effect at the same step
+  everywhere;
+- buffers: whether any micro-batch has written one, and whether all have left the same in one of whole numbers.
+
+No IO here.
+"""
+
+import functools
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from itertools import repeat
+from typing import NamedTuple
+
+from elaswave.blocks.grids import (
+    FEWEST_BITS,
+    NORM_LIMBS,
+    WIDE_BITS,
+    could_overflow,
+    is_too_coarse,
+    next_exponent,
+    norm_from_limbs,
+    norm_limbs,
+)
+from elaswave.blocks.placement import Placement, Role
+from elaswave.hashing import MASK64, key64, mix64
+from elaswave.protocol import environment
+from elaswave.protocol.environment import ENVIRONMENT, Canaries
+from elaswave.protocol.step.scores import Means, Scores, bits_float, float_bits, means_of, num_score_words, score_words
+
+_ROW_BITS = 20
+_NUM_CHECKS = 7
+"""Sums before those of the norm."""
+_NUM_FLAGS = 7
+"""Maxima before those of the tensors."""
+_SIGN = 1 << 63
+_NO_HASH = -_SIGN
+"""Less than any hash of 62 bits, and than its negative."""
+LOSS = -1
+"""Stands for the loss where micro-batches are counted by unit."""
+UNKNOWN_MICROBATCH = (1 << _ROW_BITS) - 1
+"""Micro-batch of a non-finite value that was found only in the sum (scaled mode)."""
+
+
+class NonFinite(NamedTuple):
+    """The first loss or gradient of a micro-batch that was not finite."""
+
+    microbatch: int
+    layer: int
+    """Layer whose gradient it was; the number of layers for the loss itself."""
+
+
+NOTHING_COUNTED = NonFinite(UNKNOWN_MICROBATCH, (1 << _ROW_BITS) - 1)
+"""The counts that came with the losses add up to 0: there is nothing that the loss could be a mean of."""
+
+
+class Request(Enum):
+    """What a worker asks of all in its ballot; the largest one takes effect after the step that the vote commits."""
+
+    NONE = 0
+    PAUSE = 1
+    """Wait, before the next step, for what the coordinator says: the membership is about to change."""
+    CHECKPOINT = 2
+    """Write a durable checkpoint of the step, and go on."""
+    STOP = 3
+    """Write a durable checkpoint of the step, and end the job."""
+
+
+class VoteOutcome(Enum):
+    """What a vote decides."""
+
+    COMMIT = "commit"
+    SKIP = "skip"
+    """Commit the step without an update (``run.skip_nonfinite``)."""
+    RETRY = "retry"
+    """No worker applies; the step is tried again on the verdict's grids."""
+    NON_FINITE = "non-finite"
+    REJECT = "reject"
+    """The certificate does not hold."""
+    UNEQUAL = "unequal"
+    """Micro-batches have left different whole numbers in a buffer."""
+
+
+class BufferTensor(NamedTuple):
+    """A tensor of the model that is no parameter, but a buffer which a forward may write.
+
+    Its "gradient" of a micro-batch is what the forward has left in it. Two maxima of the vote tell of it. Of a buffer
+    of floating-point numbers the first is 1 if a micro-batch has changed it, and the second 0. Of one of whole numbers
+    they are max(h) and max(-h), with h a hash of what a micro-batch has left: all agree exactly if they add to 0.
+    """
+
+    tensor: int
+    """Its index."""
+    is_whole: bool
+    """Whether it holds whole numbers."""
+
+    @property
+    def nothing(self) -> tuple[int, int]:
+        """What a worker without a micro-batch of its layer brings."""
+        return (_NO_HASH, _NO_HASH) if self.is_whole else (0, 0)
+
+
+class Ballot(NamedTuple):
+    """What one worker brings to a vote."""
+
+    coverage: int
+    residency: int
+    agreement: int
+    partial_sums: int
+    next_state: int
+    """62-bit hash of the layout, of the placement that this vote brings into force, of grids and number of updates."""
+    scores: Scores
+    square_sums: Sequence[float]
+    """Of the mean gradient of each owned block, finite."""
+    maxima: Mapping[int, float]
+    """Largest absolute gradient by tensor index, finite."""
+    nonfinite: NonFinite | None
+    request: Request
+    change: int = 0
+    """62-bit hash of the planned change that this worker holds and that is not adopted yet, 0 for none."""
+    next_residency: int = 0
+    """Of the copies that this worker has under the placement that a change leads to."""
+    duration_us: int = 0
+    """That the attempt has taken here so far."""
+    canaries: Mapping[int, environment.Pair] = {}
+    """By place."""
+    num_changed: int = 0
+    """Places in this worker's memory that are not as they were written."""
+    writes: Mapping[int, tuple[int, int]] = {}
+    """The two maxima of each buffer of which this worker has run a micro-batch, by tensor index."""
+
+
+class Expected(NamedTuple):
+    """What the sums must come to, known to every worker beforehand."""
+
+    num_workers: int
+    coverage: int
+    residency: int
+    next_state: int
+    num_microbatches: int
+    """Of the step: a policy may let the batch shrink, then the first ones are run."""
+
+
+class Verdict(NamedTuple):
+    """What a vote says."""
+
+    outcome: VoteOutcome
+    reason: str
+    norm: float
+    """Of the loss's gradient before clipping."""
+    means: Means
+    """Losses and metrics."""
+    grids: tuple[int, ...]
+    """Exponent per tensor for the next step or attempt."""
+    request: Request
+    failed: tuple[str, ...] = ()
+    """Parts of the certificate that failed."""
+    nonfinite: NonFinite | None = None
+    change: int = 0
+    """Hash of the planned change that all workers hold, if the step commits; else 0."""
+    next_residency: int = 0
+    """The merged sum, modulo 2**64."""
+    duration_us: int = 0
+    """Of the slowest worker."""
+    canaries: Canaries = Canaries({}, ())
+    written: tuple[int, ...] = ()
+    """Tensors that are buffers and that a micro-batch may have changed."""
+    unequal: tuple[int, ...] = ()
+    """Tensors that are buffers of whole numbers, and in which micro-batches do not agree."""
+
+    @property
+    def commits(self) -> bool:
+        """Whether it commits the step."""
+        return self.outcome in (VoteOutcome.COMMIT, VoteOutcome.SKIP)
+
+    @property
+    def asks_checkpoint(self) -> bool:
+        """Whether it commits a step of which a worker wants a durable checkpoint."""
+        return self.commits and self.request in (Request.CHECKPOINT, Request.STOP)
+
+    @property
+    def loss(self) -> float:
+        """Of the step; nan where a loss or gradient is not finite."""
+        return math.nan if self.nonfinite is not None else self.means.loss
+
+
+class VoteShape:
+    """Where things lie in the vector of a vote.
+
+    Args:
+        num_microbatches: of the global batch.
+        num_tensors: of the model.
+        num_metrics: of the job.
+        num_canaries: places for them.
+        uses: tensor -> how often each micro-batch adds to it, where that is not once.
+        buffers: tensors that are buffers.
+        accumulator_bits: width of a sum of gradients.
+    """
+
+    REQUEST = 3
+    """Place of the requests among the maxima."""
+
+    SCORES = _NUM_CHECKS + NORM_LIMBS
+    """Place of the first score."""
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        num_tensors: int,
+        num_metrics: int = 0,
+        num_canaries: int = 0,
+        *,
+        uses: Mapping[int, int] = {},
+        buffers: Sequence[BufferTensor] = (),
+        accumulator_bits: int = WIDE_BITS,
+    ) -> None:
+        self.accumulator_bits = accumulator_bits
+        self.num_microbatches = num_microbatches
+        self.num_tensors = num_tensors
+        self.num_metrics = num_metrics
+        self.num_canaries = num_canaries
+        self.buffers = buffers
+        self.num_terms = [num_microbatches * uses.get(tensor, 1) for tensor in range(num_tensors)]
+        """Of the sum of each tensor."""
+        self.num_sums = self.SCORES + num_score_words(num_microbatches, num_metrics)
+        self.first_tensor = self.num_sums + _NUM_FLAGS + 2 * num_canaries
+        """Place of the first tensor's maximum."""
+        self.first_write = self.first_tensor + num_tensors
+        """Place of what is told of the first buffer."""
+        self.num_maxima = _NUM_FLAGS + 2 * num_canaries + num_tensors + 2 * len(buffers)
+        self.size = self.num_sums + self.num_maxima
+
+    def vector_of(self, ballot: Ballot) -> list[int]:
+        """The vector of one worker's ballot: signed 64-bit integers, [size]."""
+        checks = (
+            1,
+            ballot.coverage,
+            ballot.residency,
+            ballot.next_residency,
+            ballot.num_changed,
+            ballot.agreement,
+            ballot.partial_sums,
+        )
+        vector = [(value + _SIGN & MASK64) - _SIGN for value in checks]  # keys of 64 bits; all others fit as they are
+        vector += norm_limbs(ballot.square_sums)
+        vector += score_words(ballot.scores, self.num_microbatches, self.num_metrics)
+        vector += (
+            ballot.next_state,
+            -ballot.next_state,
+            _nonfinite_code(ballot.nonfinite),
+            ballot.request.value,
+            ballot.change,
+            -ballot.change,
+            ballot.duration_us,
+            *environment.flat(ballot.canaries, self.num_canaries),
+        )
+        maxima = ballot.maxima
+        vector += [float_bits(maxima[index]) if index in maxima else 0 for index in range(self.num_tensors)]
+        for buffer in self.buffers:
+            vector += ballot.writes.get(buffer.tensor, buffer.nothing)
+        return vector
+
+    def merge(self, ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
+        """Both vectors as one: sums wrap, maxima are maximised."""
+        num_sums = self.num_sums
+        merged = add_words(ours[:num_sums], theirs[:num_sums])
+        merged += map(max, ours[num_sums:], theirs[num_sums:])
+        return merged
+
+    def means(self, vector: Sequence[int], num_microbatches: int) -> Means:
+        """Losses and metrics in a merged vector.
+
+        Args:
+            num_microbatches: of the step, the first ones.
+        """
+        return means_of(vector[self.SCORES : self.num_sums], self.num_microbatches, num_microbatches)
+
+
+def add_words(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
+    """Element by element the sums of signed 64-bit integers, wrapping."""
+    return [(a + b + _SIGN & MASK64) - _SIGN for a, b in zip(ours, theirs, strict=True)]
+
+
+def encode_certificate(vector: Sequence[int]) -> bytes:
+    """A merged vector as evidence carries it: little-endian, 8 bytes for each integer."""
+    return struct.pack(f"<{len(vector)}q", *vector)
+
+
+def decode_certificate(certificate: bytes) -> tuple[int, ...]:
+    """The inverse of `encode_certificate`."""
+    return struct.unpack(f"<{len(certificate) // 8}q", certificate)
+
+
+class GridState(NamedTuple):
+    """The grids of a step and what is known of them."""
+
+    exponents: tuple[int, ...]
+    calibrated: bool
+    """False until a first attempt has measured the gradients."""
+    exact: bool
+    """False in scaled mode, where grids are not used."""
+
+
+def judge(
+    vector: Sequence[int], shape: VoteShape, expected: Expected, grids: GridState, *, skip_nonfinite: bool
+) -> Verdict:
+    """Reads the verdict off the merged vector; a pure function, so all workers come to the same one.
+
+    Args:
+        vector: merged over all workers, [shape.size].
+        shape: its layout.
+        expected: what the sums must be.
+        grids: the grids of this attempt.
+        skip_nonfinite: commit a step whose loss or gradient is not finite without an update.
+    """
+    sums = tuple(value & MASK64 for value in vector[:_NUM_CHECKS])
+    num_voters, coverage, residency, next_residency, num_changed, agreement, partial_sums = sums
+    limbs = vector[_NUM_CHECKS : shape.SCORES]
+    means = shape.means(vector, expected.num_microbatches)
+    flags = vector[shape.num_sums : shape.num_sums + _NUM_FLAGS]
+    layout_max, layout_min, nonfinite_code, request, change_max, change_min, duration_us = flags
+    canaries = environment.read(vector[shape.num_sums + _NUM_FLAGS : shape.first_tensor])
+    maxima = [bits_float(value) for value in vector[shape.first_tensor : shape.first_write]]
+    written, unequal = _read_writes(shape, vector[shape.first_write :])
+    checks = {
+        "voters": num_voters == expected.num_workers,
+        "coverage": coverage == expected.coverage,
+        "residency": residency == expected.residency,
+        "memory": num_changed == 0,
+        "agreement": agreement == 0,
+        "partial sums": partial_sums == 0,
+        "layout and grids": layout_max == -layout_min == expected.next_state,
+        "loss counts": means.num_counted in (0, expected.num_microbatches),
+        "environment": ENVIRONMENT not in canaries.differing,
+        "layers": all(place == ENVIRONMENT for place in canaries.differing),
+    }
+    failed = tuple(name for name, passed in checks.items() if not passed)
+    nonfinite = _nonfinite_from(nonfinite_code) or (NOTHING_COUNTED if means.count <= 0 else None)
+
+    def verdict(outcome: VoteOutcome, reason: str, grids_after: tuple[int, ...]) -> Verdict:
+        norm = means.scale * norm_from_limbs(limbs) if nonfinite is None else math.nan
+        commits = outcome in (VoteOutcome.COMMIT, VoteOutcome.SKIP)
+        change = change_max if commits and change_max == -change_min else 0
+        return Verdict(
+            outcome,
+            reason,
+            norm,
+            means,
+            grids_after,
+            Request(request),
+            failed,
+            nonfinite,
+            change,
+            next_residency,
+            duration_us,
+            canaries,
+            written,
+            unequal,
+        )
+
+    if failed:
+        return verdict(VoteOutcome.REJECT, "the certificate does not hold: " + ", ".join(failed), grids.exponents)
+    if nonfinite is not None:
+        outcome = VoteOutcome.SKIP if skip_nonfinite else VoteOutcome.NON_FINITE
+        what = "the loss counts nothing" if nonfinite == NOTHING_COUNTED else "a loss or gradient is not finite"
+        return verdict(outcome, what, grids.exponents)
+    if unequal:
+        return verdict(VoteOutcome.UNEQUAL, "micro-batches have left different whole numbers", grids.exponents)
+    if not grids.exact:
+        return verdict(VoteOutcome.COMMIT, "the certificate holds", grids.exponents)
+    width = shape.accumulator_bits
+    after = tuple(
+        next_exponent(maximum, exponent, num_terms, width)
+        for maximum, exponent, num_terms in zip(maxima, grids.exponents, shape.num_terms, strict=True)
+    )
+    if not grids.calibrated:
+        return verdict(VoteOutcome.RETRY, "the first gradients have been measured", after)
+    tensors = list(zip(maxima, grids.exponents, after, strict=True))
+    overflows = sum(map(could_overflow, maxima, grids.exponents, shape.num_terms, repeat(width)))
+    # Once per step: the same gradients have all the bits that there are on the grids which they ask for.
+    coarse = sum(is_too_coarse(maximum, grid) and finer > grid for maximum, grid, finer in tensors)
+    reasons = [f"sums of {overflows} tensors could overflow"] if overflows else []
+    reasons += [f"gradients of {coarse} tensors have fewer than {FEWEST_BITS} bits on their grids"] if coarse else []
+    if reasons:
+        return verdict(VoteOutcome.RETRY, "; ".join(reasons), after)
+    return verdict(VoteOutcome.COMMIT, "the certificate holds", after)
+
+
+def _read_writes(shape: VoteShape, values: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Buffers that may have been changed, and those in which micro-batches do not agree."""
+    pairs = list(zip(shape.buffers, values[::2], values[1::2], strict=True))
+    written = tuple(buffer.tensor for buffer, first, _ in pairs if buffer.is_whole or first > 0)
+    unequal = tuple(buffer.tensor for buffer, first, second in pairs if buffer.is_whole and first != -second)
+    return written, unequal
+
+
+def residency_key(block: int, role: int, worker: int, version: int) -> int:
+    """What holding a block contributes to the residency sums."""
+    return mix64(_copy_key(block, role, worker) + version)
+
+
+@functools.lru_cache(maxsize=1 << 20)
+def _copy_key(block: int, role: int, worker: int) -> int:
+    return key64("residency", block, role, worker)
+
+
+def agreement_key(kind: str, block: int, step: int, attempt: int, *hashes: int) -> int:
+    """What a copy of a block contributes to the agreement sum, before it is multiplied by the number of partners.
+
+    Args:
+        kind: "copy", of gradient and state, or "parameters".
+        hashes: of what is compared.
+    """
+    return key64(kind, block, step, attempt, *hashes)
+
+
+def residency_of(copies: Iterable[tuple[int, int, int]], worker: int) -> int:
+    """What a worker brings to a residency sum.
+
+    Args:
+        copies: (block, role, version) that count.
+        worker: its id.
+    """
+    return sum(residency_key(block, role, worker, version) for block, role, version in copies) & MASK64
+
+
+@functools.lru_cache(maxsize=1024)
+def expected_residency(placement: Placement, step: int) -> int:
+    """What the residency sums must come to in the vote on a step.
+
+    Args:
+        placement: the one under which the vote is held.
+        step: all copies must be of the step before.
+    """
+    total = 0
+    for block, owner in enumerate(placement.owner):
+        total += residency_key(block, Role.OWNER, owner, step - 1)
+        for follower in placement.followers[block]:
+            total += residency_key(block, Role.FOLLOWER, follower, step - 1)
+    return total & MASK64
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def coverage_key(unit: int, microbatch: int, use: int = 0) -> int:
+    """What adding a micro-batch to a unit adds to the coverage.
+
+    Args:
+        unit: a layer, or what layers share.
+        microbatch: whose backward has run.
+        use: which of the uses of a shared unit it is.
+    """
+    return key64("coverage", unit, microbatch, use) if use else key64("coverage", unit, microbatch)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def loss_key(microbatch: int) -> int:
+    """What a micro-batch's loss adds to the coverage: it must count once, like a gradient (S1)."""
+    return key64("coverage", "loss", microbatch)
+
+
+@functools.lru_cache(maxsize=64)
+def expected_coverage(num_layers: int, num_microbatches: int, shared: tuple[tuple[int, ...], ...] = ()) -> int:
+    """The coverage of a step in which everything ran exactly once.
+
+    Args:
+        num_layers, num_microbatches: of the step.
+        shared: as of `Layout.shared`.
+    """
+    uses = [1] * num_layers + [len(users) for users in shared]
+    added = sum(
+        coverage_key(unit, microbatch, use)
+        for unit, num_uses in enumerate(uses)
+        for microbatch in range(num_microbatches)
+        for use in range(num_uses)
+    )
+    return (added + sum(map(loss_key, range(num_microbatches)))) & MASK64
+
+
+def _nonfinite_code(nonfinite: NonFinite | None) -> int:
+    """0 for none; else larger for earlier micro-batches, then for later layers (backward meets those first)."""
+    if nonfinite is None:
+        return 0
+    return ((UNKNOWN_MICROBATCH - nonfinite.microbatch) << _ROW_BITS | nonfinite.layer) + 1
+
+
+def _nonfinite_from(code: int) -> NonFinite | None:
+    if code == 0:
+        return None
+    return NonFinite(UNKNOWN_MICROBATCH - ((code - 1) >> _ROW_BITS), (code - 1) & ((1 << _ROW_BITS) - 1))

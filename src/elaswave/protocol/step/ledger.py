@@ -1,0 +1,212 @@
+"""What one worker knows about commits, and what it must do about a decision. No IO.
+
+The worker's numerics (sums, optimizer) are elsewhere; this is the order in which things may happen, as methods that
+refuse any other order. It enforces rules W1, W2 and W5 of ``docs/protocol.md``: after `promise` nothing more is learned
+until a decision; parameters are written only after the own vote; evidence is the whole vote; blocks carry versions, so
+a commit applies exactly what is still old.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import NamedTuple
+
+from elaswave.protocol.messages import Copies, Decision, Evidence, Progress, Report
+from elaswave.protocol.step.salvage import Partial
+
+
+class LedgerError(Exception):
+    """Something happened in an order that the protocol forbids: a bug of ours, or a decision that cannot be right."""
+
+
+class Held(NamedTuple):
+    """One held copy, as the ledger sees it."""
+
+    owned: bool
+    version: int
+
+
+class CatchUp(Enum):
+    """What a worker must do to its state before it goes on after a decision."""
+
+    NOTHING = "nothing"
+    APPLY = "apply"
+    """Apply the evidence's step to every block that is still at the version before it."""
+    ADOPT_GRIDS = "adopt grids"
+    """The evidence asked for another attempt: take over its grids."""
+    JOIN = "join"
+    """It has had no state: take over where training stands."""
+    ROLL_BACK = "roll back"
+    """Forget the state and load the decision's checkpoint."""
+
+
+class Ledger:
+    """The commit state of one worker.
+
+    Args:
+        worker: its id.
+        base_step: the step that all its state has behind it.
+        is_fresh: whether it has no state yet: it joins a job that runs.
+    """
+
+    def __init__(self, worker: int, base_step: int, *, is_fresh: bool = False) -> None:
+        self.worker = worker
+        self.is_fresh = is_fresh
+        """Whether it has yet to take a first decision."""
+        self._joined_at: tuple[int, int] | None = None
+        """The vote, held without this worker, that its first decision went on from."""
+        self.step = base_step
+        """The step in flight; the base step itself between steps."""
+        self.attempt = 0
+        self.prepared = False
+        self.evidence: Evidence | None = None
+        self.parameters_step = base_step
+        self.promised_epoch: int | None = None
+        self.decided_epoch = 0
+        self.change = 0
+        """Number of the planned change of layout that is in force here."""
+        self.checkpoint = 0
+        """The newest committed step whose vote asked for a durable checkpoint; 0 for none since the start."""
+
+    def begin(self, step: int, attempt: int) -> None:
+        """A new attempt starts."""
+        self._refuse_if_promised("begin an attempt")
+        if (step, attempt) <= (self.step, self.attempt):
+            raise LedgerError(f"attempt {attempt} of step {step} after attempt {self.attempt} of step {self.step}")
+        self.step, self.attempt, self.prepared = step, attempt, False
+
+    def prepare(self) -> None:
+        """Every gradient of the step in flight is here: the worker may vote."""
+        self._refuse_if_promised("prepare")
+        self.prepared = True
+
+    def learn(
+        self, vector: bytes, *, commits: bool, change: int | None = None, asks_checkpoint: bool = False
+    ) -> Evidence:
+        """The own vote is complete.
+
+        Args:
+            vector: the whole merged vote.
+            commits: whether it commits the step.
+            change: number of the planned change that all workers held in it, and that is in force from now on.
+            asks_checkpoint: whether it commits the step and a ballot asked in it for a durable checkpoint.
+        """
+        self._refuse_if_promised("learn a vote")
+        if not self.prepared:
+            raise LedgerError(f"a vote on step {self.step} was learned by a worker that was not prepared")
+        if change is not None:
+            if not commits or change <= self.change:
+                raise LedgerError(
+                    f"change {change} of the layout after change {self.change}, by a vote on step {self.step} that "
+                    f"{'commits' if commits else 'does not commit'}"
+                )
+            self.change = change
+        if asks_checkpoint:
+            if not commits:
+                raise LedgerError(f"a checkpoint of step {self.step} is asked for by a vote that does not commit it")
+            self.checkpoint = self.step
+        self.evidence = Evidence(
+            step=self.step,
+            attempt=self.attempt,
+            commits=commits,
+            vector=vector,
+            change=self.change,
+            checkpoint=self.checkpoint,
+        )
+        return self.evidence
+
+    def may_write_parameters(self, step: int) -> bool:
+        """Whether new parameters of a step may be written: only after the own vote (or a decision) has passed."""
+        return self.evidence is not None and self.evidence.commits and self.evidence.step == step
+
+    def gathered(self, step: int) -> None:
+        """All parameters of the worker's layers are those of a step."""
+        self.parameters_step = step
+
+    def promise(
+        self,
+        epoch: int,
+        held: Mapping[int, Held],
+        layers: tuple[int, int],
+        partial: Partial | None = None,
+        progress: Progress | None = None,
+    ) -> Report:
+        """Makes the report of an epoch. From now on nothing is learned or begun until `accept`.
+
+        Args:
+            epoch: that is asked for.
+            held: its copies, by block.
+            layers: as of `Report`.
+            partial, progress: as of `Report`; of progress one that has no state yet says nothing.
+        """
+        if self.promised_epoch is not None and epoch <= self.promised_epoch:
+            raise LedgerError(f"asked to promise epoch {epoch} after {self.promised_epoch}")
+        self.promised_epoch = epoch
+        blocks = sorted(held)
+        return Report(
+            worker=self.worker,
+            epoch=epoch,
+            evidence=self.evidence,
+            step=self.step,
+            attempt=self.attempt,
+            prepared=self.prepared,
+            parameters_step=self.parameters_step,
+            layers=layers,
+            copies=Copies(
+                blocks=blocks,
+                owned=[held[block].owned for block in blocks],
+                versions=[held[block].version for block in blocks],
+            ),
+            decided=self.decided_epoch,
+            partial=partial,
+            progress=None if self.is_fresh else progress,
+        )
+
+    def accept(self, decision: Decision) -> CatchUp:
+        """Takes a decision; the caller must do what is returned, and then go on with the decision's step.
+
+        Raises:
+            LedgerError: the decision is not the answer to the promise, or asks for what this worker cannot do.
+        """
+        if self.promised_epoch != decision.epoch:
+            raise LedgerError(f"a decision of epoch {decision.epoch} after a promise of {self.promised_epoch}")
+        self.promised_epoch = None
+        catch_up = self._catch_up(decision)
+        self.decided_epoch = decision.epoch
+        self.change = decision.change
+        base = decision.resume_step - 1
+        self.step, self.attempt, self.prepared = base, 0, False
+        if decision.resume_attempt > 1:
+            self.step, self.attempt = decision.resume_step, decision.resume_attempt - 1
+        self.is_fresh = False
+        if decision.rollback is not None:
+            self.evidence, self.checkpoint, self._joined_at = None, 0, None
+        elif decision.evidence is not None:
+            self.evidence, self.checkpoint = decision.evidence, decision.evidence.checkpoint
+        return catch_up
+
+    def _catch_up(self, decision: Decision) -> CatchUp:
+        if decision.rollback is not None:
+            return CatchUp.ROLL_BACK
+        theirs, ours = decision.evidence, self.evidence
+        if self.is_fresh:
+            self._joined_at = None if theirs is None else theirs.order
+            return CatchUp.JOIN
+        if ours is not None and ours.order == self._joined_at and (theirs is None or theirs.order == self._joined_at):
+            return CatchUp.NOTHING  # it has nothing that could be behind that vote
+        if theirs is None or (ours is not None and ours.order >= theirs.order):
+            if ours is not None and (theirs is None or ours.order > theirs.order):
+                raise LedgerError(f"the decision of epoch {decision.epoch} is older than the vote that we know")
+            # The vote was known, but what it asks for may have been interrupted: doing it again does no harm.
+            if ours is None:
+                return CatchUp.NOTHING
+            return CatchUp.APPLY if ours.commits else CatchUp.ADOPT_GRIDS
+        if (self.step, self.attempt, self.prepared) != (theirs.step, theirs.attempt, True):
+            raise LedgerError(
+                f"the decision commits attempt {theirs.attempt} of step {theirs.step}, but this worker was in attempt "
+                f"{self.attempt} of step {self.step}, {'prepared' if self.prepared else 'not prepared'}"
+            )
+        return CatchUp.APPLY if theirs.commits else CatchUp.ADOPT_GRIDS
+
+    def _refuse_if_promised(self, what: str) -> None:
+        if self.promised_epoch is not None:
+            raise LedgerError(f"cannot {what}: epoch {self.promised_epoch} is promised and not decided")

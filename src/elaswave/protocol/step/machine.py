@@ -1,0 +1,651 @@
+"""The worker machine: a worker's whole life among the others and the coordinator. No torch, IO, clocks or threads.
+
+It gets ready, runs its steps with what is to be done between them, leaves an epoch when it is asked to, installs
+decisions, and ends when all have ended. The order of one step is `protocol.step`'s. The product's worker and the
+simulated one drive this class; they differ only in the engine, the links, and the way to the coordinator.
+
+A driver calls `resume` until that returns what must be waited for, waits, and so on; an exception that comes out of
+`resume`, or of the waiting, it answers with `abandon`. Messages of the coordinator go to `on_message`, never during
+`resume`. The numbers W1, W2, ... are those of ``docs/protocol.md``.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from elaswave.blocks.placement import Placement, Role, roles_of
+from elaswave.errors import StateError
+from elaswave.protocol.messages import (
+    FIRST_EPOCH,
+    CoreToWorker,
+    Decision,
+    Fenced,
+    LayoutChange,
+    Linked,
+    Paused,
+    Progress,
+    Registered,
+    Report,
+    Unsound,
+)
+from elaswave.protocol.step.ballot import GridState, Request, decode_certificate
+from elaswave.protocol.step.duties import due_after
+from elaswave.protocol.step.engine import (
+    C,
+    Committed,
+    Disk,
+    Engine,
+    FrameKind,
+    JobTerms,
+    Links,
+    Outbox,
+    Pause,
+    StepObserver,
+    TrainingProgress,
+    Wait,
+)
+from elaswave.protocol.step.execution import Life
+from elaswave.protocol.step.facts import Facts
+from elaswave.protocol.step.ledger import CatchUp, Held, Ledger
+from elaswave.protocol.step.loop import StepLoop
+from elaswave.protocol.step.member import (
+    AskForPause,
+    Call,
+    GoOnTraining,
+    Hold,
+    Install,
+    Leave,
+    Member,
+    MemberState,
+    MoveAndReport,
+    ReportAgain,
+)
+from elaswave.protocol.step.moves import CopyBudget, followed_by
+from elaswave.protocol.step.position import PAUSED, UNSOUND, WRITE
+from elaswave.protocol.step.traffic import deliveries_of
+from elaswave.types import ExecutionParameters, Layout
+
+KEPT_REPORTS = 1024
+"""Reports of steps kept for the case that the worker that should have sent them is lost."""
+
+Duty = tuple[Literal["evaluate", "checkpoint"], int]
+"""What is to be done between two steps, and the committed step that it is of."""
+_TOLD = {"evaluate": "an evaluation", "checkpoint": "a checkpoint"}
+"""What each duty tells of the state."""
+
+
+class WorkerMachine(StepLoop[C]):
+    """One worker.
+
+    Args:
+        worker: its id.
+        terms: what is known of the job.
+        engine, links, outbox, disk: what it stands on.
+        observer: is told what happens.
+        facts: what is said again on every new connection to a coordinator; the driver may share it with its threads.
+        step: the newest committed step.
+        layout, execution, placement, copies, progress: of the beginning.
+        joins: whether it joins a job that runs: it has no state, is idle in the layout, and waits to become a member.
+    """
+
+    member_class = Member
+    ledger_class = Ledger
+
+    def __init__(
+        self,
+        worker: int,
+        terms: JobTerms,
+        engine: Engine[C],
+        links: Links,
+        outbox: Outbox,
+        disk: Disk,
+        observer: StepObserver,
+        facts: Facts,
+        *,
+        step: int = 0,
+        layout: Layout,
+        execution: ExecutionParameters,
+        placement: Placement,
+        copies: Mapping[int, C],
+        progress: TrainingProgress,
+        joins: bool = False,
+    ) -> None:
+        super().__init__(
+            worker,
+            terms,
+            engine,
+            links,
+            observer,
+            self.ledger_class(worker, step, is_fresh=joins),
+            layout=layout,
+            execution=execution,
+            placement=placement,
+            copies=copies,
+            progress=progress,
+            request=self._request,
+        )
+        self.outbox = outbox
+        self.disk = disk
+        self.facts = facts
+        self.member = self.member_class(worker, FIRST_EPOCH)
+        self.members = layout.workers
+        self.report: Report | None = None
+        """The last report, until the decision that answers it is carried out."""
+        self.is_started = joins
+        """Whether it has been told where its peers are; until then it can do nothing else. A joiner waits for calls."""
+        self.is_done = False
+        """Whether it has made all its steps and said so; it stays, since others may need what it holds."""
+        self.fenced: str | None = None
+        """Why it must end itself."""
+        self.is_released = False
+        """Whether it must because it was asked to leave."""
+        self._early: list[CoreToWorker] = []
+        """Messages that came before the start."""
+        self.num_lives = 0
+        """How often it has begun to do something, or left it; tells a driver that what it waited for is void."""
+        self._life: Life[None] | None = None
+        self._is_ready = joins
+        self._wanted: frozenset[int] = frozenset()
+        """Peers to which links are made in the background."""
+        self._linked: tuple[int, ...] | None = None
+        """Those of them to which links stand, as it was told last."""
+        self._asks_pause = False
+        """Whether it asks for a pause in its ballots."""
+        self.is_paused = False
+        """Whether it waits, between two steps, for what becomes of the membership."""
+        self.is_unsound = False
+        """Whether it waits for a new epoch, since copies are wrong."""
+        self._step, self._attempt = step + 1, 1
+        """The next step, and the number of its next attempt."""
+        self._duties: list[Duty] = []
+        self._offered: LayoutChange | None = None
+        """The newest planned change that has come since it looked."""
+        self._reports: deque[tuple[int, Any]] = deque(maxlen=KEPT_REPORTS)
+        """(step, message), steps ascending."""
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that this worker has behind it."""
+        return self._step - 1
+
+    # ----------------------------------------------------------------------------------------------- for the driver
+
+    def start(self) -> None:
+        """The links can be made: it begins. A start that is said again is ignored."""
+        if self.is_started:
+            return
+        self.is_started = True
+        self._live(self.train())
+        early, self._early = self._early, []
+        for message in early:
+            self.on_message(message)
+
+    def resume(self) -> Wait | None:
+        """Goes on to the next point at which it has to wait.
+
+        Returns:
+            What it waits for; None if it is a message of the coordinator.
+        """
+        if self._life is None:
+            return None
+        try:
+            return next(self._life)
+        except StopIteration:
+            self._life = None
+            return None
+        except BaseException:
+            self._life = None
+            raise
+
+    def abandon(self, lost_peer: int | None = None, detail: str = "") -> None:
+        """Leaves what it is doing (W4): it goes on as the coordinator's decision says.
+
+        Args:
+            lost_peer: the peer whose link has ended, if that is why.
+            detail: what was seen.
+        """
+        self._stop()
+        if lost_peer is not None and self.member.state is MemberState.TRAINING:
+            self._tell_of_link(lost_peer, detail)
+
+    def look_at_sent(self) -> None:
+        """While it waits between steps or after the last one: tells of a link that has ended (W11), once in an epoch.
+        A peer may still wait for what was sent over it, and no frame that this worker waits for would show that."""
+        waits = self.is_done or self.is_paused or self.is_unsound
+        if waits and not self.facts.has_broken_links and self.links.broken is not None:
+            self._tell_of_link(*self.links.broken)
+
+    def _tell_of_link(self, peer: int, detail: str) -> None:
+        accusation = self.outbox.link_lost(peer, detail)
+        self.facts.link_lost(peer, accusation)
+        self.outbox.send(accusation)
+
+    def _live(self, life: Life[None]) -> None:
+        self._stop()
+        self._life = life
+
+    def _stop(self) -> None:
+        self.num_lives += 1
+        if self._life is not None:
+            self._life.close()
+            self._life = None
+
+    def on_message(self, message: CoreToWorker) -> None:
+        """Takes a message of the coordinator's machine."""
+        if not self.is_started and not isinstance(message, Fenced):
+            self._early.append(message)
+            return
+        if isinstance(message, LayoutChange):
+            self.offer(message)
+            return
+        action = self.member.handle(message)
+        if isinstance(action, MoveAndReport):
+            self.move(action.epoch, action.members, with_progress=action.with_progress)
+        elif isinstance(action, ReportAgain):
+            if self.report is not None:
+                self.outbox.send(self.report)
+        elif isinstance(action, Install):
+            self._live(self.install(action.decision))
+        elif isinstance(action, Call):
+            self._wanted = frozenset(action.addresses)
+            self.links.want(action.addresses)
+            self.look_at_links()
+        elif isinstance(action, AskForPause):
+            self._asks_pause = not self.is_paused
+        elif isinstance(action, GoOnTraining):
+            self.go_on()
+        elif isinstance(action, Leave):
+            self._stop()
+            self.fenced, self.is_released = action.reason, action.as_asked
+
+    def registration(self, address: str) -> Registered:
+        """The first words on a new control connection. Until the decision that it answers is carried out, the report is
+        among them: the coordinator may have to send that decision again.
+
+        Args:
+            address: where the data plane listens.
+        """
+        return Registered(worker=self.worker, address=address, epoch=self.member.epoch, report=self.report)
+
+    def wrote(self, step: int, epoch: int, message: Any) -> None:
+        """The part of a checkpoint is written, or could not be. Any thread may call it, if facts and outbox bear that.
+
+        Args:
+            step: of the checkpoint.
+            epoch: in which writing began.
+            message: tells of it.
+        """
+        self.facts.part(step, epoch, message)
+        self.outbox.send(message)
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def train(self) -> Life[None]:
+        """Gets ready, makes all steps with the duties between them, and finishes (W10)."""
+        if not self._is_ready:
+            self.links.connect(self.layout, self.placement)
+            self._is_ready = True
+            ready = self.outbox.ready()
+            self.facts.ready(ready)
+            self.outbox.send(ready)
+        stopped = pauses = False
+        while True:
+            if not (yield from self.do_duties()):
+                return
+            if self._step > self.terms.num_steps or stopped:
+                break
+            if pauses:
+                if self.worker in self.layout.idle:  # perhaps it is let go, and with it what it has not written
+                    yield Pause.DISK
+                self.pause()
+                return
+            yield Pause.MOMENT
+            self.look_for_change()
+            self.look_at_links()
+            committed = yield from self.run_step(self._step, self._attempt)
+            if isinstance(committed, str):
+                self.wait_for_copies(committed)
+                return
+            self.note_committed(committed)
+            pauses = committed.request is Request.PAUSE
+            stopped = committed.request is Request.STOP and self._step < self.terms.num_steps
+            self._step, self._attempt = self._step + 1, 1
+            self.note_duties(committed.step, committed.request)
+        yield from self.finish(stopped)
+
+    def wait_for_copies(self, reason: str) -> None:
+        """Says that copies are wrong, and waits for the new epoch that makes them good (K3)."""
+        self.is_unsound = True
+        message = Unsound(worker=self.worker, epoch=self.member.epoch, step=self.step, reason=reason)
+        self.facts.unsound(message)
+        self.outbox.send(message)
+        self.observer.doing(UNSOUND, computing=False)
+
+    def offer(self, change: LayoutChange) -> None:
+        """A planned change has come; it is looked at between two steps. By then a coordinator may have followed, and
+        have said the same change again: in the name of the one before, the change would count no more."""
+        known = self._offered
+        if known is None or (change.number, change.term) > (known.number, known.term):
+            self._offered = change
+
+    def look_for_change(self) -> None:
+        """Holds the newest planned change that has come, once its links are there (W8). Between two steps: within one,
+        nothing may be held that the own ballot did not tell of."""
+        change, self._offered = self._offered, None
+        if change is None or change.number <= self.ledger.change:
+            return
+        action = self.member.handle(change)
+        if isinstance(action, Hold):
+            self.links.connect(self.layout, followed_by(self.placement, change.placement))  # while copies travel
+            self.links.connect(change.layout, change.placement)
+            self.hold(change)
+
+    def pause(self) -> None:
+        """Says that it waits before the next step, as a vote has asked for, and waits for the coordinator (J4)."""
+        self._asks_pause, self.is_paused = False, True
+        message = Paused(worker=self.worker, epoch=self.member.epoch, step=self.last_step)
+        self.facts.paused(message)
+        self.outbox.send(message)
+        self.observer.doing(PAUSED, computing=False)
+
+    def go_on(self) -> None:
+        """The membership stays as it is."""
+        self._asks_pause = False
+        if self.is_paused:
+            self.is_paused = False
+            # Others may still wait, for a coordinator that is gone: the next one learns here that they are to go on.
+            over = Paused(worker=self.worker, epoch=self.member.epoch, step=self.last_step, is_over=True)
+            self.facts.paused(over)
+            self._live(self.train())
+
+    @property
+    def wants_links(self) -> bool:
+        """Whether links are made in the background, so that `look_at_links` is to be called now and then."""
+        return bool(self._wanted)
+
+    def look_at_links(self) -> None:
+        """Says to which of the wanted peers there are links, when that has changed (J3)."""
+        here = tuple(sorted(peer for peer in self._wanted if self.links.has(peer)))
+        if here != self._linked and (here or self._linked is not None):
+            self._linked = here
+            message = Linked(worker=self.worker, peers=here)
+            self.facts.linked(message)
+            self.outbox.send(message)
+
+    def _request(self) -> Request:
+        """What this worker asks for in its ballot.
+
+        Checkpoints by time are asked for by the clock of the member with the lowest id; the vote makes that the
+        decision of all members. All clocks begin anew at the same vote, so the next member goes on asking when that one
+        is lost.
+        """
+        asked = self.outbox.request()
+        if asked is Request.NONE and self.worker == self.members[0] and self.disk.is_due() and not self.disk.is_busy:
+            asked = Request.CHECKPOINT
+        return Request.PAUSE if asked is Request.NONE and self._asks_pause else asked
+
+    # --------------------------------------------------------------------------------------------------------- duties
+
+    def note_duties(self, step: int, request: Request) -> None:
+        """What a committed step leaves to be done before the next one."""
+        due = due_after(step, self.terms.num_steps, self.terms, asked=request.value >= Request.CHECKPOINT.value)
+        if due.evaluation:
+            self._duties.append(("evaluate", step))
+        if due.checkpoint:
+            self._note_checkpoint(step)
+
+    def _note_checkpoint(self, step: int) -> None:
+        self._duties.append(("checkpoint", step))
+        self.disk.restart_clock()
+
+    def do_duties(self) -> Life[bool]:
+        """Evaluations and checkpoints of committed steps, in order; one that is interrupted is still to be done.
+
+        Returns:
+            Whether they are done; else copies are wrong, and it waits (K4).
+        """
+        if self._duties:
+            kind, step = self._duties[0]
+            if wrong := (yield from self.compare_at_rest(step)):
+                self.wait_for_copies(f"{_TOLD[kind]} after step {step} was refused: {wrong}")
+                return False
+        while self._duties:
+            kind, step = self._duties[0]
+            if kind == "evaluate":
+                means = yield from self.evaluate(step)
+                if means is None:
+                    self._wait_alone(_TOLD[kind])
+                    return False
+                if self.worker == self.members[0]:
+                    report = self.outbox.evaluated(step, means.loss, means.by_name(self.terms.metrics))
+                    self.outbox.send(report, durable=True)
+            else:
+                if self.disk.is_busy:
+                    self.observer.doing(WRITE, computing=False)
+                yield Pause.DISK
+                self.observer.doing("checkpoint", computing=True)
+                if not self.is_sound():
+                    self._wait_alone(_TOLD[kind])
+                    return False
+                self.disk.write(step)
+            self._duties.pop(0)
+        return True
+
+    def _wait_alone(self, what: str) -> None:
+        self.wait_for_copies(f"{what} after step {self.last_step} was refused: {self.describe_changes()}")
+
+    def note_committed(self, committed: Committed) -> None:
+        """Keeps the report of a committed step; the member with the lowest id sends it (W9)."""
+        report = self.outbox.committed(committed)
+        self.keep_report(committed.step, report)
+        if self.worker == self.members[0]:
+            self.outbox.send(report, durable=True)
+
+    def keep_report(self, step: int, report: Any) -> None:
+        """Keeps the report of a committed step, for the case that the worker that should have sent it is lost."""
+        if not self._reports or self._reports[-1][0] < step:
+            self._reports.append((step, report))
+
+    def finish(self, stopped: bool) -> Life[None]:
+        """Says that it has made all steps; from now on it waits until the coordinator ends the job (W10)."""
+        self.observer.doing("end", computing=False)
+        yield Pause.DISK
+        if not self.is_sound():
+            self._wait_alone("the end of the job")
+            return
+        finished = self.outbox.finished(stopped)
+        self.facts.ended(finished)
+        self.outbox.send(finished)
+        self.is_done = True
+
+    # ------------------------------------------------------------------------------------------------------- recovery
+
+    def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
+        """Leaves the old epoch's data plane, and only then promises and reports (W1)."""
+        self._stop()
+        self.is_done = self.is_paused = self.is_unsound = self._asks_pause = False
+        self.hold(None)  # what was planned for the old epoch is void
+        self.facts.moved()
+        self.links.edit(epoch, members)
+        progress = self.progress_for_joiners() if with_progress else None
+        report = self.ledger.promise(epoch, self.held(), self.layers_here(), self.partial(), progress)
+        self.report = msgspec.structs.replace(report, wrong=tuple(sorted(self.wrong)), proven=self.proven)
+        self.observer.moved()
+        self.outbox.send(self.report)
+
+    def layers_here(self) -> tuple[int, int]:
+        """First layer of those that are here, and one past the last; shared units follow from it. (0, 0) for none."""
+        layers = sorted(unit for unit in self.engine.layers if unit < self.terms.num_layers)
+        return (layers[0], layers[-1] + 1) if layers else (0, 0)
+
+    def progress_for_joiners(self) -> Progress:
+        """Where training stands, for a member without state (J5)."""
+        grids = self.progress.grids
+        return Progress(
+            num_updates=self.progress.num_updates,
+            exponents=grids.exponents,
+            calibrated=grids.calibrated,
+            exact=grids.exact,
+            canaries=dict(self.canaries),
+            engine=self.engine.carried(),
+        )
+
+    def _begin_with(self, progress: Progress | None, step: int) -> None:
+        """Takes over where training stands, as a member without state."""
+        if progress is None:
+            raise StateError(f"worker {self.worker} joins, and is not told where training stands")
+        grids = GridState(progress.exponents, calibrated=progress.calibrated, exact=progress.exact)
+        self.progress = TrainingProgress(progress.num_updates, grids)
+        self.canaries = dict(progress.canaries)
+        self.engine.carry_on(progress.engine, step)
+
+    def held(self) -> dict[int, Held]:
+        """The copies at the last committed step, for a report (W6)."""
+        return {block: Held(copy.role is Role.OWNER, copy.version) for block, copy in self.copies.items()}
+
+    def install(self, decision: Decision) -> Life[None]:
+        """Carries out a decision, and goes on."""
+        self.members = decision.members
+        self.links.connect(decision.layout, decision.placement)
+        if decision.rollback is not None:
+            yield Pause.MOMENT
+        # From here on its reports say that it has the decision. A worker that goes back must then have loaded:
+        # nothing may interrupt it in between (W4), or it would go on with the grids of steps that count no more.
+        todo = self.ledger.accept(decision)
+        self.wrong, self.proven = frozenset(), None
+        if todo is CatchUp.JOIN:
+            self._begin_with(decision.progress, decision.resume_step - 1)
+        self._step, self._attempt = self.kept_for = decision.resume_step, decision.resume_attempt
+        self.kept_next = decision.kept
+        self._duties = []
+        if todo is CatchUp.ROLL_BACK:
+            received = self.roll_back(decision)
+        else:
+            yield from self.catch_up(todo, decision)
+            received = yield from self.take_roles(decision)
+        self.budget = CopyBudget(self.terms.move_elements)  # not all members have taken over the same votes
+        self.send_reports_again(decision)
+        if decision.evaluate:
+            self._duties.append(("evaluate", decision.resume_step - 1))
+        if decision.checkpoint:
+            self._note_checkpoint(decision.resume_step - 1)
+        self.report = None
+        self.observer.installed(decision)
+        self.outbox.send(self.outbox.installed(received), durable=True)
+        yield from self.train()
+
+    def catch_up(self, todo: CatchUp, decision: Decision) -> Life[None]:
+        """Takes over the decision's vote, and applies its step to what is still at the version before (W5).
+
+        Args:
+            todo: what the ledger says about it.
+            decision: with the vote.
+        Raises:
+            StateError: this worker reads the vote in another way than those that completed it.
+        """
+        evidence = decision.evidence
+        if evidence is None or todo in (CatchUp.NOTHING, CatchUp.JOIN):
+            return
+        known = self.known_vote
+        if known is not None and known[:2] == evidence.order:
+            verdict = known[2]
+        else:
+            verdict = self.judge(decode_certificate(evidence.vector), evidence.step)
+            if verdict.commits is not evidence.commits:
+                raise StateError(
+                    f"those that completed the vote on step {evidence.step} read that it "
+                    f"{'commits' if evidence.commits else 'does not commit'}; worker {self.worker} reads "
+                    f"{verdict.outcome.value} ({', '.join(verdict.failed) or 'nothing failed'})"
+                )
+            self.take(verdict)
+            self.known_vote = (*evidence.order, verdict)
+        if todo is not CatchUp.APPLY:
+            return
+        yield from self.apply(evidence.step, verdict)
+        self.step = evidence.step
+        committed = self.committed(*evidence.order, verdict, (), was_run=False)
+        self.keep_report(evidence.step, self.outbox.committed(committed))
+
+    def take_roles(self, decision: Decision) -> Life[int]:
+        """Takes over layout and placement, and makes missing parameters complete.
+
+        Returns:
+            Bytes of layers that are new here and came from others.
+        """
+        placement, base = decision.placement, decision.resume_step - 1
+        roles = roles_of(self.worker, placement, self.terms.blocks)
+        if missing := sorted(roles.keys() - self.copies.keys()):
+            raise StateError(
+                f"epoch {decision.epoch} counts on blocks {missing} of worker {self.worker}, not held here"
+            )
+        for block, role in roles.items():
+            copy = self.copies[block]
+            copy.role = role
+            if copy.version != base:
+                raise StateError(f"block {block} of worker {self.worker} is of step {copy.version}, not {base}")
+        self.copies = {block: self.copies[block] for block in roles}
+        self.placement = placement
+        self.note_missing_parameters(decision)
+        new = self._use_layout(decision.layout, decision.execution)
+        self._use_placement(placement)
+        self.step, self.attempt = base, decision.resume_attempt
+        received = yield from self.deliver(decision, new)
+        self.ledger.gathered(base)
+        return received
+
+    def note_missing_parameters(self, decision: Decision) -> None:
+        """Until the deliveries are here, this worker must not say that it has the parameters of its layers."""
+        if any(worker == self.worker for worker, _ in decision.deliver):
+            self.ledger.parameters_step = -1
+
+    def deliver(self, decision: Decision, new: frozenset[int]) -> Life[int]:
+        """Sends and receives the parameters that a decision asks for (W5); arguments and result as of `take_roles`."""
+        if not decision.deliver:
+            return 0
+        incoming = []
+        for owner, shipment in deliveries_of(self.terms.blocks, decision.placement, decision.deliver):
+            if owner == self.worker:
+                payload = self.engine.parameters_of([self.copies[block] for block in shipment.blocks])
+                self.links.send(self.key(FrameKind.DELIVERY, shipment.layer, 0, shipment.peer), payload)
+            elif shipment.peer == self.worker:
+                incoming.append(shipment._replace(peer=owner))
+        posted = self._post_parameters(FrameKind.DELIVERY, incoming)
+        # Of what is sent here only: elsewhere a change of memory must stay to be found, with sums that were kept.
+        units = {unit for worker, unit in decision.deliver if worker == self.worker}
+        self.engine.publish(copy for copy in self.copies.values() if copy.block.layer in units)
+        yield from self._receive_parameters(posted)
+        yield Pause.SENT
+        return self.engine.parameter_bytes(
+            block for shipment in incoming if shipment.layer in new for block in shipment.blocks
+        )
+
+    def roll_back(self, decision: Decision) -> int:
+        """Starts over from the decision's checkpoint, under its layout.
+
+        Returns:
+            Bytes that were loaded.
+        """
+        assert decision.rollback is not None
+        self.facts.rolled_back(decision.rollback)
+        self.ledger.parameters_step, self.sums = -1, None
+        while self._reports and self._reports[-1][0] > decision.rollback:
+            self._reports.pop()
+        self.known_vote = None
+        self.loaded_step = decision.rollback
+        loaded = self.engine.load(decision.rollback, decision.layout, decision.placement)
+        self.copies, self.arriving, self.progress = dict(sorted(loaded.copies.items())), {}, loaded.progress
+        self.placement = decision.placement
+        self._use_layout(decision.layout, decision.execution)
+        self._use_placement(decision.placement)
+        self.ledger.gathered(decision.rollback)
+        return loaded.num_bytes
+
+    def send_reports_again(self, decision: Decision) -> None:
+        """The member with the lowest id sends the reports of steps that the coordinator has not published (W9)."""
+        if self.worker != self.members[0]:
+            return
+        for step, report in self._reports:
+            if decision.published < step < decision.resume_step:
+                self.outbox.send(report, durable=True)

@@ -1,0 +1,1 @@
+"""Where a job's durable records and its lease are: a file, or etcd."""

@@ -1,0 +1,203 @@
+"""A candidate's process: it waits beside its agent, claims the job when its coordinator is gone, and is the coordinator
+from then on. All that it needs is imported before it is forked, so a take-over costs no start of a process.
+
+It reads, and its coordinator's beat is written, by requests of a second at most, on connections of their own: a large
+record that is under way delays neither. When to claim is `elaswave.protocol.leadership.election`'s.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from elaswave.errors import StoreError
+from elaswave.protocol.coordinator.store_writes import (
+    BEAT,
+    SPEC,
+    TERM,
+    Claim,
+    Holder,
+    KeyValue,
+    Transaction,
+    beat_of,
+    beat_value,
+    holder_of,
+    is_there,
+)
+from elaswave.protocol.leadership.election import BEAT_S, POLL_S, Seen, Watch
+from elaswave.store.etcd_client import REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S_MAX, EtcdClient, NoAnswerError
+from elaswave.store.etcd_store import RETRY_S, Patience, fenced, new_nonce, term_before
+
+ENTRIES_S = 60.0
+"""How long a candidate asks for what was written before it, where no claim stands there."""
+_log = logging.getLogger("elaswave.store")
+
+
+class Stage(Enum):
+    """How far a candidate's process is."""
+
+    HOLDS = "holds"
+    """It has the job: it reads what was decided."""
+    SERVES = "serves"
+    """It can be dialled."""
+
+
+class Progress(NamedTuple):
+    """What a candidate's process reports to its agent, one line each."""
+
+    stage: Stage
+    term: int
+
+    def line(self) -> bytes:
+        """For a pipe."""
+        return f"{self.stage.value} {self.term}\n".encode()
+
+
+def progress_of(lines: bytes) -> list[Progress]:
+    """What was reported. Each line was written at once, so none is torn."""
+    words = [line.split() for line in lines.decode().splitlines()]
+    return [Progress(Stage(stage), int(term)) for stage, term in words]
+
+
+class Won(NamedTuple):
+    """A claim that has succeeded."""
+
+    term: Holder
+    missed_s: float | None
+    """Monotonic time since which the coordinator before was missed; None: there was none."""
+
+
+def stand_by(
+    client: EtcdClient,
+    watch: Watch,
+    name: str,
+    *,
+    ended_s: float | None = None,
+    now_s: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+) -> Won:
+    """Waits until this candidate has the job.
+
+    Args:
+        client: of its own, of the founding in which this candidate's agent takes part: nobody else's is claimed.
+        watch: of the holder.
+        name: under which the job is claimed.
+        ended_s: monotonic time at which the last coordinator of this name has ended; None: there was none.
+        now_s: monotonic time.
+        wait: for so many seconds.
+    Raises:
+        StoreError: the job's keys are gone, or it was founded again, or they were not written with its key, or etcd
+            refuses.
+    """
+    client.timeout_s_max = REQUEST_TIMEOUT_S
+    looking = Transaction(reads=(SPEC, TERM, BEAT))
+    while True:
+        asked_s = now_s()
+        try:
+            spec, term, beat = client.carry_out(looking).found
+        except NoAnswerError as error:
+            _log.info("the store does not answer this candidate: %s", error)
+            watch.missed()
+            wait(RETRY_S)
+            continue
+        holder = holder_of(term)
+        if not is_there(spec, term, client.founded, founds=watch.founds):
+            _term_before(client, spec, term, wait, founds=watch.founds)  # or there is no job to claim
+        watch.looked(Seen(holder, beat_of(beat, holder)), asked_s, now_s())
+        if not watch.is_due(now_s()):
+            wait(POLL_S)
+            continue
+        before = watch.holder
+        above = before.term or _term_before(client, spec, term, wait, founds=watch.founds)
+        missed_s = ended_s if before.name == name and ended_s is not None else watch.since_s
+        won = _claim(client, Claim(name, new_nonce(), before, spec, client.founded, above=above), wait)
+        if won is not None:
+            client.timeout_s_max = REQUEST_TIMEOUT_S_MAX
+            return Won(won, missed_s if before.term else None)
+        _log.info("another candidate was quicker than this one")
+        watch.failed(now_s())
+
+
+def _term_before(
+    client: EtcdClient, spec: KeyValue | None, term: KeyValue | None, wait: Callable[[float], None], *, founds: bool
+) -> int:
+    client.timeout_s_max = REQUEST_TIMEOUT_S_MAX  # entries may be large
+    try:
+        return term_before(
+            client, Patience(client.name, ENTRIES_S, lambda *_: wait(RETRY_S)), spec, term, founds=founds
+        )
+    finally:
+        client.timeout_s_max = REQUEST_TIMEOUT_S
+
+
+def _claim(client: EtcdClient, claim: Claim, wait: Callable[[float], None]) -> Holder | None:
+    """Says it until there is an answer: it may have been carried out."""
+    while True:
+        try:
+            return claim.judge(client.carry_out(claim.transaction()))
+        except NoAnswerError as error:
+            _log.info("the store does not answer a claim: %s", error)
+            wait(RETRY_S)
+
+
+class Beats:
+    """Renews the beat of a coordinator, in a thread, as long as its process lives and may write.
+
+    Args:
+        client: of its own.
+        term: the coordinator's.
+    """
+
+    def __init__(self, client: EtcdClient, term: Holder) -> None:
+        self._client = client
+        self._client.timeout_s_max = REQUEST_TIMEOUT_S
+        self._term = term
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._error: StoreError | None = None
+        self._tell: Callable[[StoreError], None] | None = None
+        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+        self._thread.start()
+
+    def tell(self, call: Callable[[StoreError], None]) -> None:
+        """Has a call made, in the thread, once it turns out that this coordinator may not write: another one has taken
+        over, or the store has gone back."""
+        with self._lock:
+            self._tell = call
+            error = self._error
+        if error is not None:
+            call(error)
+
+    def stop(self) -> None:
+        """Ends it; a request that is under way has its bound."""
+        self._end.set()
+        self._thread.join(2 * REQUEST_TIMEOUT_S)
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            while not self._end.wait(BEAT_S if number else 0.0):
+                number += 1
+                error = self._beat(number)
+                if error is not None:
+                    with self._lock:
+                        self._error = error
+                        call = self._tell
+                    if call is not None:
+                        call(error)
+                    return
+        finally:
+            self._client.close()
+
+    def _beat(self, number: int) -> StoreError | None:
+        beat = self._term.still_writes()._replace(puts=((BEAT, beat_value(self._term.term, number)),))
+        try:
+            outcome = self._client.carry_out(beat)
+        except NoAnswerError:
+            return None  # the next one follows; one that is late does no harm
+        except StoreError as refusal:
+            _log.warning("the store takes no beat: %s", refusal)
+            return None
+        return None if outcome.succeeded else fenced(self._client.name, outcome, self._term)

@@ -1,0 +1,164 @@
+"""The agents of a job as its coordinator sees them: what follows for workers whose hosts are gone."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.integration.jobs import small_config
+
+from elaswave.channel.messages.agent import AgentHello, AgentRefused, AskJob, JobSpec
+from elaswave.channel.wire import agent_id
+from elaswave.coordinator.agents import Agents
+from elaswave.errors import NeedlessError, RetryError, UsageError
+from elaswave.job.key_files import JobKey
+from elaswave.job.role import Post
+from elaswave.launcher.job import JobOptions, run_job
+from elaswave.launcher.local_job import refusal
+from elaswave.protocol.events import Suspected
+from elaswave.protocol.membership.hosts import GONE_S, Hosts
+
+
+class World:
+    """Four workers that have begun on hosts a and b, and what their coordinator is told of ends."""
+
+    def __init__(self, spec: JobSpec | None = None) -> None:
+        self.hosts = Hosts((0, 1, 0, 1), ("a", "b"), home=11)
+        self.sent: list[tuple[int, object]] = []
+        self.keys: tuple[bytes, ...] = ()
+        self.ended: list[int] = []
+        self.hung_up: list[int] = []
+        self.heard_s = 0.0
+        self.agents = Agents(
+            self.hosts,
+            spec=spec,
+            checkpoint=None,
+            records=(),
+            persist=lambda record: None,
+            send=self._send,
+            heard_s=lambda peer: self.heard_s,
+            hang_up=self.hung_up.append,
+            say=lambda text: None,
+            keys=lambda: self.keys,
+            founded=lambda: None,
+            ended=self._end,
+            room=lambda slots: None,
+            now_s=0.0,
+        )
+        self.come("a", 11)
+        self.come("b", 22)
+
+    def _send(self, peer: int, message: object) -> bool:
+        self.sent.append((peer, message))
+        return True
+
+    def _end(self, worker: int) -> None:
+        self.ended.append(worker)
+        self.hosts.ended(worker)
+
+    def come(self, node: str, incarnation: int) -> None:
+        hello = AgentHello(node=node, incarnation=incarnation, slots=3, exited=[], stop=False)
+        assert self.agents.came(agent_id(incarnation), hello)
+
+    def start_joiner_on(self, incarnation: int, worker: int) -> None:
+        host = self.hosts.find(incarnation)
+        assert host is not None
+        self.hosts.placed(worker, host.number)
+
+
+def test_joiners_of_a_host_whose_node_has_another_agent_have_ended() -> None:
+    world = World()
+    world.start_joiner_on(22, 4)
+    world.agents.went(agent_id(22), 1.0)
+    world.come("b", 23)  # sooner than the old one is given up
+    world.agents.tick((0, 1, 2, 3), 1.5)
+    assert world.ended == [4], "of members it is known by their silence, of a joiner by nobody"
+    world.agents.tick((0, 1, 2, 3), 20.0)
+    assert world.ended == [4]
+
+
+def test_all_agents_are_waited_for_that_are_not_given_up_also_while_they_are_away() -> None:
+    world = World()
+    assert world.agents.present == [agent_id(11), agent_id(22)]
+    world.agents.went(agent_id(22), 1.0)
+    assert world.agents.present == [agent_id(11), agent_id(22)]
+    world.agents.tick((0, 1, 2), 1.1 + GONE_S)
+    assert world.agents.present == [agent_id(11)]
+
+
+def test_an_agent_that_asks_what_is_trained_is_told_by_which_keys() -> None:
+    spec = JobSpec(
+        job="j",
+        config={},
+        config_digest="",
+        host="a",
+        run_dir="",
+        mark="",
+        data={},
+        faults=[],
+        profile=False,
+        checkpoint=None,
+        founded=1,
+    )
+    world, ask = World(spec), AskJob(job="j", node="c", incarnation=33, config_digest="")
+    world.sent.clear()
+    world.agents.asked(agent_id(33), ask)
+    world.keys = (b"of those who take part", b"another one of theirs")
+    world.agents.asked(agent_id(33), ask)
+    assert world.sent == [(agent_id(33), spec), (agent_id(33), msgspec.structs.replace(spec, keys=world.keys))]
+
+
+def test_workers_that_have_not_registered_end_with_their_host() -> None:
+    world = World()
+    world.agents.went(agent_id(22), 1.0)
+    world.agents.tick((0, 1, 2), 1.0 + GONE_S)
+    assert world.ended == []
+    world.agents.tick((0, 1, 2), 1.1 + GONE_S)
+    assert world.ended == [3], "worker 1 has registered: it is heard, or not"
+
+
+def test_connections_of_other_hosts_are_looked_at_and_never_those_of_the_coordinators_own() -> None:
+    world = World()
+    world.start_joiner_on(22, 4)
+    assert world.agents.peers_beside([1]) == [agent_id(22), 1, 3, 4]
+    assert world.agents.peers_beside([0, 1, 2, 3]) == [agent_id(22), 1, 3, 4]
+    assert world.agents.peers_beside([0, 7]) == []
+    world.hosts.give_up(world.hosts.numbered(1))
+    assert world.agents.peers_beside([1]) == []
+
+
+def test_a_local_job_goes_on_however_long_its_own_agent_is_away() -> None:
+    world = World()
+    world.agents.went(agent_id(11), 1.0)
+    world.agents.tick((), 1.1 + 10 * GONE_S)
+    assert world.ended == [], "workers of the coordinator's own host have not ended with it"
+    world.come("a", 11)
+    world.heard_s = 60.0
+    late = [Suspected(0, "exit", "worker 0 has ended")]
+    assert world.agents.with_their_hosts(late, range(4)) == late
+    other = world.agents.with_their_hosts([Suspected(1, "exit", "worker 1 has ended")], range(4))
+    assert [suspicion.worker for suspicion in other] == [1, 3]
+
+
+def test_the_agent_of_a_lost_host_is_hung_up_on_and_that_of_a_lost_worker_is_not() -> None:
+    world = World()
+    alone = world.agents.with_their_hosts([Suspected(1, "exit", "worker 1 has ended")], range(4))
+    world.agents.hang_up_on_lost(alone)
+    assert [each.worker for each in alone] == [1] and world.hung_up == []
+    world.heard_s = 5.0
+    together = world.agents.with_their_hosts([Suspected(1, "heartbeat", "worker 1 is silent")], range(4))
+    world.agents.hang_up_on_lost(together)
+    assert [each.worker for each in together] == [1, 3] and world.hung_up == [agent_id(22)]
+
+
+def test_what_ends_an_agent_that_may_not_take_part() -> None:
+    assert isinstance(refusal(AgentRefused(reason="another job", verdict="misused")), UsageError)
+    assert isinstance(refusal(AgentRefused(reason="too late", verdict="again")), RetryError)
+    assert isinstance(refusal(AgentRefused(reason="there is one", verdict="needless")), NeedlessError)
+
+
+def test_hosts_with_agents_are_not_killed_by_the_workers_of_one(tmp_path: Path) -> None:
+    config = small_config({"control.hosts": 2})
+    options = JobOptions(run_dir=tmp_path / "run", fault_specs=("kill-host:host-0@2",))
+    with pytest.raises(UsageError, match="kill the agent of a host instead"):
+        run_job(config, options, key=JobKey(b"k" * 32, None), post=Post("a", 1, job="test"))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,189 @@
+"""When the coordinator plans again because workers have become slower or faster, and what it says of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from elaswave.config.load import build_config
+from elaswave.coordinator.planning.replanning import Replanned
+from elaswave.coordinator.planning.run_planner import RunPlanner
+from elaswave.coordinator.planning.stragglers import Shift
+from elaswave.engine.blueprint import Blueprint
+from elaswave.job.plan import RunPlan
+from elaswave.planning.search.recovery import set_idle
+from elaswave.protocol.coordinator.history import InForce
+from elaswave.protocol.events import PlanRecovery
+
+
+def plan(**elastic: Any) -> RunPlan:
+    config = build_config(
+        {
+            "model": {"num_layers": 12, "hidden_size": 16, "num_heads": 2, "context_length": 8},
+            "batch": {"num_microbatches": 32, "microbatch_size": 1},
+            "layout": {"widths": [2, 2]},
+            "elastic": elastic,
+            "device": {"kind": "emulated", "model": "gpt2-small", "name": "a100"},
+        }
+    )
+    return RunPlan(config, Blueprint(config).state)
+
+
+def shifted(run: RunPlanner, worker: int, speed: float) -> None:
+    run.measurements.stragglers.plan_with({worker: speed})
+    run.measurements.shift = Shift((worker,), f"worker {worker} computes at {speed:.2f} of its speed, not 1.00")
+
+
+def test_costs_are_worked_out_only_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a millisecond, and it is asked with every report of times, and after every step."""
+    given = plan()
+    run = RunPlanner(given)
+    shifted(run, 1, 0.5)
+    decision: Any = SimpleNamespace(epoch=2, layout=given.layout, execution=given.execution, lost=(3,))
+    assert run.search(decision, given.layout) is not None and run.measurements.shift is None
+    monkeypatch.setattr(run.measurements, "costs", lambda: pytest.fail("nothing is to be planned"))
+    assert run.search(decision, given.layout) is None
+    assert run.rebalance(given.layout, given.execution) is None
+
+
+def test_a_shift_is_planned_for_once_and_both_are_said():
+    given = plan()
+    run = RunPlanner(given)
+    assert run.rebalance(given.layout, given.execution) is None
+    shifted(run, 1, 0.5)
+    search = run.rebalance(given.layout, given.execution)
+    assert search is not None and run.rebalance(given.layout, given.execution) is None
+    found = search()
+    assert found.better is not None and found.better.predicted_step_s < found.predicted_step_s
+    assert found.better.reason.startswith("elaswave: ")
+    assert found.better.reason.endswith("; worker 1 computes at 0.50 of its speed, not 1.00")
+    assert found.news.startswith("worker 1 computes at 0.50 of its speed, not 1.00: the layout changes (")
+
+
+@pytest.mark.parametrize(
+    "elastic, leaving, drained",
+    [
+        ({}, (), 1),
+        ({"rebalance": False}, (), None),
+        ({"min_workers": 4}, (), None),
+        ({"num_followers": 3}, (), None),
+        ({"num_followers": 2}, (), 1),
+        ({"num_followers": 2}, (3,), None),
+        ({}, (1,), None),
+        ({"policy": "recycle_rerouting"}, (), None),
+    ],
+)
+def test_a_hopeless_worker_leaves_where_the_others_suffice(
+    elastic: dict[str, Any], leaving: tuple[int, ...], drained: int | None
+) -> None:
+    given = plan(**elastic)
+    run = RunPlanner(given)
+    layout = given.layout
+    spare = msgspec.structs.replace(
+        layout,
+        routes=tuple(
+            tuple(msgspec.structs.replace(hop, worker=0) if hop.worker == 1 else hop for hop in route)
+            for route in layout.routes
+        ),
+    )
+    assert run.costs_more_than_it_gives(spare, leaving) is None
+    stragglers, others = run.measurements.stragglers, dict.fromkeys((0, 2, 3), 1.0)
+    while not stragglers.hopeless:
+        if stragglers.speeds:
+            stragglers.observe(others, (0, 1, 2, 3))
+        else:
+            stragglers.observe({**others, 1: 0.05}, (0, 1, 2, 3))
+    assert run.costs_more_than_it_gives(spare, leaving) == drained
+    assert run.costs_more_than_it_gives(layout, leaving) is None, "it has work"
+
+
+def test_where_no_layout_is_better_that_is_said_and_a_successor_knows_the_speed():
+    given = plan()
+    run = RunPlanner(given)
+    layout, execution = given.layout, given.execution
+    found = None
+    for _ in range(6):  # each layout is better than the one before
+        shifted(run, 1, 0.5)
+        search = run.rebalance(layout, execution)
+        assert search is not None
+        found = search()
+        if found.better is None:
+            break
+        layout, execution = found.better.layout, found.better.execution
+    assert found is not None and found.better is None
+    assert "no layout is better than the present one (" in found.news
+    successor = RunPlanner(given)
+    successor.take_over(execution)
+    assert successor.measurements.speeds() == {1: pytest.approx(0.5)}
+
+
+@pytest.mark.parametrize("elastic", [{"rebalance": False}, {"policy": "recycle_rerouting"}])
+def test_a_run_that_does_not_rebalance_or_has_another_policy_stays_as_it_is(elastic):
+    given = plan(**elastic)
+    run = RunPlanner(given)
+    shifted(run, 1, 0.5)
+    assert run.rebalance(given.layout, given.execution) is None
+
+
+@pytest.mark.parametrize("elastic", [{}, {"rebalance": False}])
+def test_an_idle_worker_that_is_to_leave_is_relieved_of_what_a_loss_has_left_with_it(elastic):
+    given = plan(**elastic)
+    run = RunPlanner(given)
+    before = InForce(set_idle(given.layout, [1]), given.placement, given.execution, 0)
+    assert before.placement.holds(1)
+    search = run.for_members(before, {1})
+    assert search is not None
+    found = search()
+    assert found.better is not None and found.better.layout == before.layout
+    change = run.change(found.better, 1, before)
+    assert change is not None and not change.placement.holds(1)
+    assert run.for_members(before._replace(placement=change.placement), {1}) is None
+
+
+def test_others_that_are_asked_to_leave_during_a_search_do_not_disturb_it():
+    given = plan()
+    leaving = {1}
+    search = RunPlanner(given).for_members(InForce(given.layout, given.placement, given.execution, 0), leaving)
+    assert search is not None
+    leaving.update(given.layout.workers)
+    found = search()
+    assert found.better is not None and found.better.layout.idle == (1,)
+
+
+def far_plan() -> RunPlan:
+    config = build_config(
+        {
+            "model": {
+                "num_layers": 12, "hidden_size": 64, "num_heads": 2, "context_length": 64,
+                "fences": ["block.1:adatopk50", "block.8:adatopk50"],
+            },
+            "batch": {"num_microbatches": 8, "microbatch_size": 1},
+            "layout": {"widths": [1, 2, 1], "layers": [3, 7, 4]},
+            "device": {"kind": "emulated", "model": "gpt2-small", "name": "a100", "time_scale": 1.0},
+            "sites": {
+                "network": "examples/far_apart/four_regions_small.toml", "rate": 0.001,
+                "of_workers": ["oregon", "virginia", "virginia", "tokyo"],
+            },
+        }
+    )  # fmt: skip
+    return RunPlan(config, Blueprint(config).state)
+
+
+def test_a_decision_keeps_the_ratios_in_force_and_a_planned_change_brings_those_of_its_layout() -> None:
+    """So a step that is tried again is coded as before, and other ratios come with a vote."""
+    given = far_plan()
+    run = RunPlanner(given)
+    in_force = msgspec.structs.replace(given.execution, ratios={2: 33, 9: 44})
+    blocks = {
+        worker: frozenset(block.id for block in given.blocks if worker in given.placement.holders(block.id))
+        for worker in (0, 2, 3)
+    }
+    question = PlanRecovery(1, 2, (0, 2, 3), (1,), given.layout, in_force, 0, given.placement, blocks, 4)
+    assert run._survivors(question).execution.ratios == {2: 33, 9: 44}
+    assert given.ratios_of(given.layout) == given.execution.ratios != {2: 33, 9: 44}
+    replanned = Replanned(given.layout, in_force, "because", 1.0)
+    before = InForce(given.layout, given.placement, in_force, 0)
+    change = run.change(replanned, 2, before)
+    assert change is not None and change.execution.ratios == given.execution.ratios
+    assert run.change(replanned, 2, before._replace(execution=change.execution)) is None
