@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from tests.hugging_face import CONFIGS, config_of, original, save, save_tokenizer
-from tests.unit.state.test_export import GPT_CONFIG, LLAMA_CONFIG, LLAMA_SIZES, SIZES, build, weights_of
-from tests.unit.state.test_export import save as save_checkpoint
+from tests.unit.api.test_export import GPT_CONFIG, LLAMA_CONFIG, LLAMA_SIZES, SIZES, build, weights_of
+from tests.unit.api.test_export import save as save_checkpoint
 
 import elaswave
 from elaswave.api.export import ExportSummary, Weights, initial_weights

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.unit.control.test_joiners import Job
+from tests.unit.coordinator.test_joiners import Job
 
 from elaswave.coordinator.joiners import Answer, Joiners
 from elaswave.coordinator.membership import JOIN_TIMEOUT_S, JOINER_SILENT_S, JOINER_STILL_S, Membership

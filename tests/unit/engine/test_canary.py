@@ -4,7 +4,7 @@ import collections
 
 import pytest
 import torch
-from tests.unit.worker.test_layer_calls import (
+from tests.unit.engine.test_layer_calls import (
     CASES,
     SIZE,
     Block,
@@ -17,7 +17,7 @@ from tests.unit.worker.test_layer_calls import (
     targets_of,
     train,
 )
-from tests.unit.worker.test_layer_calls import model_of as plain_model_of
+from tests.unit.engine.test_layer_calls import model_of as plain_model_of
 from torch import nn
 
 from elaswave.engine.checks import canary

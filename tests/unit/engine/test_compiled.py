@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.unit.worker.test_canary import model_of
-from tests.unit.worker.test_layer_calls import (
+from tests.unit.engine.test_canary import model_of
+from tests.unit.engine.test_layer_calls import (
     SIZE,
     Block,
     Head,
@@ -15,7 +15,7 @@ from tests.unit.worker.test_layer_calls import (
     targets_of,
     train,
 )
-from tests.unit.worker.test_spot_checks import checked
+from tests.unit.engine.test_spot_checks import checked
 from torch import nn
 
 from elaswave.engine import compiled

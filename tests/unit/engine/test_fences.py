@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.unit.worker.test_compute import GPT, batch, make_compute, mean_square, model_of, run, run_split, sums
+from tests.unit.engine.test_compute import GPT, batch, make_compute, mean_square, model_of, run, run_split, sums
 from torch import nn
 
 from elaswave.engine.boundaries import fences as fences_module

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.unit.worker.test_layer_calls import (
+from tests.unit.engine.test_layer_calls import (
     SIZE,
     Block,
     Head,

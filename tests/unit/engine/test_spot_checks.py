@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from tests.unit.held import make_held
-from tests.unit.worker.test_layer_calls import (
+from tests.unit.engine.test_layer_calls import (
     CASES,
     SEED,
     STEP,
@@ -21,6 +20,7 @@ from tests.unit.worker.test_layer_calls import (
     targets_of,
     train,
 )
+from tests.unit.held import make_held
 from torch import nn
 
 from elaswave.engine.checks.canary import changed_operator, environment

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tests.unit.worker.test_canary import model_of
-from tests.unit.worker.test_layer_calls import (
+from tests.unit.engine.test_canary import model_of
+from tests.unit.engine.test_layer_calls import (
     Block,
     Head,
     Remembers,
@@ -17,7 +17,7 @@ from tests.unit.worker.test_layer_calls import (
     targets_of,
     train,
 )
-from tests.unit.worker.test_layer_calls import model_of as plain_model_of
+from tests.unit.engine.test_layer_calls import model_of as plain_model_of
 from torch import nn
 
 from elaswave.devices.host import HOST

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "src" / "elaswave"
-COMPUTES = ("foreign", "models", "splitting", "state", "training", "worker")
+COMPUTES = ("checkpoints", "engine", "models", "state", "training", "worker")
 """Packages in which tensors of a device may come by."""
 
 READS = ("cpu", "item", "tolist")

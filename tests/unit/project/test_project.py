@@ -42,7 +42,7 @@ def test_scripts_can_be_called(script: str) -> None:
 
 def test_there_is_one_file_per_verb() -> None:
     for verb, place in COMMANDS.items():
-        assert place.startswith(f"elaswave.cli.{verb}:")
+        assert place.startswith((f"elaswave.cli.{verb}:", f"elaswave.cli.whatif.{verb}:"))
 
 
 def test_an_installation_brings_the_data_files_along(tmp_path: Path) -> None:

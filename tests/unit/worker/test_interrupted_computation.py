@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.unit.worker.test_compute import STEP, batch, make_compute, model_of, sums
+from tests.unit.engine.test_compute import STEP, batch, make_compute, model_of, sums
 from torch import nn
 
 from elaswave.engine.compute import Compute

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.integration.crew import train
 from tests.integration.jobs import small_config
-from tests.unit.worker.test_materialise import blueprint_of as plain_blueprint_of
+from tests.unit.engine.test_materialise import blueprint_of as plain_blueprint_of
 from torch import nn
 
 from elaswave.channel.messages.worker import Exit
