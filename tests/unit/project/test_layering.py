@@ -147,9 +147,22 @@ def test_pure_modules_load_nothing_impure():
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
 
 
-SLIM = ("launcher.launcher", "launcher.local_job", "launcher.job_processes", "launcher.forkserver.server", "coordinator.process",
-        "coordinator.records.recorder", "coordinator.records.checkpoints", "channel.client", "channel.server", "checkpoints.checkpoint",
-        "channel.messages.worker", "job.plan", "data.sources", "faults.injection")  # fmt: skip
+SLIM = (
+    "launcher.launcher",
+    "launcher.local_job",
+    "launcher.job_processes",
+    "launcher.forkserver.server",
+    "coordinator.process",
+    "coordinator.records.recorder",
+    "coordinator.records.checkpoints",
+    "channel.client",
+    "channel.server",
+    "checkpoints.checkpoint",
+    "channel.messages.worker",
+    "job.plan",
+    "data.sources",
+    "faults.injection",
+)
 """What launcher and coordinator import: the template process loads torch, for those who compute."""
 
 
