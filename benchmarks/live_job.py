@@ -94,14 +94,14 @@ class Watch:
             self._open = open(self._folder / f"watch-{machine.worker}.jsonl", "w", buffering=1)
             self._forked_s = _forked_s()
         blocks = machine.terms.blocks
-        elements = sum(blocks[block].num_elements for block, _ in machine.traffic.copies_out)
+        elements = sum(blocks[block].num_elements for block, _ in machine.blocks.traffic.copies_out)
         vote = Vote(
             machine.worker,
             machine.step,
             machine.member.epoch,
-            machine.moving is not None,
+            machine.planned.moving is not None,
             elements * self._element_bytes,
-            machine.budget.elements * self._element_bytes,
+            machine.planned.budget.elements * self._element_bytes,
             self._has_run,
             self._forked_s,
             time.monotonic(),

@@ -33,9 +33,8 @@ from elaswave.channel.wire import FIRST_AGENT, Kind, Session, agent_id, encode
 from elaswave.coordinator.agents import Agents
 from elaswave.launcher.forkserver.worker_life import HEARTBEAT_S as WORKER_HEARTBEAT_S
 from elaswave.launcher.local_job import HEARTBEAT_S as AGENT_HEARTBEAT_S
-from elaswave.protocol.coordinator.decisions import plan_survivors
+from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors
 from elaswave.protocol.coordinator.driver import CoordinatorDriver
-from elaswave.protocol.coordinator.ending import MemberEnd
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.detection.awake import TICK_S
 from elaswave.protocol.detection.detector import Detector

@@ -24,8 +24,10 @@ from elaswave.channel.messages.operator import AskMigrate
 from elaswave.config.schema import Config
 from elaswave.protocol.messages import LayoutChange
 from elaswave.protocol.step.ballot import add_words
+from elaswave.protocol.step.blocks import WorkerBlocks
 from elaswave.protocol.step.engine import FrameKind, Key
-from elaswave.protocol.step.execution import Life
+from elaswave.protocol.step.execution import Execution, Life
+from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.state.store import HeldBlock
 
@@ -48,44 +50,72 @@ UNBOUNDED = 1 << 50
 NEEDED_CUT, NEEDED_SLOWDOWN = 0.90, 0.10
 
 
-class Timed(WorkerMachine[HeldBlock]):
-    """A worker that notes for how long it does nothing but move layers."""
-
+class _TimedExecution(Execution[HeldBlock]):
     held_s = 0.0
 
-    def replicate(self) -> None:
-        """Chooses and begins copies, and builds layers."""
+    def receive(self, keys: Sequence[Key]) -> Life[list[Any]]:
         begin_s = time.monotonic()
-        super().replicate()
-        self.held_s += time.monotonic() - begin_s
-
-    def switch(self, change: LayoutChange) -> None:
-        """Takes over the next layout."""
-        begin_s = time.monotonic()
-        super().switch(change)
-        self.held_s += time.monotonic() - begin_s
-
-    def _receive(self, keys: Sequence[Key]) -> Life[list[Any]]:
-        begin_s = time.monotonic()
-        found = yield from super()._receive(keys)
+        found = yield from super().receive(keys)
         if keys and keys[0].kind is FrameKind.BASE_COPY:
             self.held_s += time.monotonic() - begin_s
         return found
+
+
+class _TimedSteps(StepLoop[HeldBlock]):
+    execution_class = _TimedExecution
+    execution: _TimedExecution
+
+    def replicate(self) -> None:
+        begin_s = time.monotonic()
+        super().replicate()  # chooses and begins copies, and builds layers
+        self.execution.held_s += time.monotonic() - begin_s
+
+    def switch(self, change: LayoutChange) -> None:
+        begin_s = time.monotonic()
+        super().switch(change)
+        self.execution.held_s += time.monotonic() - begin_s
+
+
+class Timed(WorkerMachine[HeldBlock]):
+    """A worker that notes for how long it does nothing but move layers."""
+
+    steps_class = _TimedSteps
+    execution: _TimedExecution
+
+    @property
+    def held_s(self) -> float:
+        """So far."""
+        return self.execution.held_s
+
+
+class _StopAndCopyExecution(_TimedExecution):
+    blocks: WorkerBlocks[HeldBlock]
+
+    def run(self, on_layer_done: Callable[[int], None]) -> Life[None]:
+        traffic = self.blocks.traffic
+        if traffic.changed:
+            begin_s = time.monotonic()
+            if keys := tuple(self.key(FrameKind.BASE_COPY, block, 0, owner) for block, owner in traffic.copies_in):
+                yield keys
+            yield from self.all_reduce(FrameKind.VOTE, [0], add_words, part=1)  # the vote itself is part 0
+            self.held_s += time.monotonic() - begin_s
+        yield from super().run(on_layer_done)
+
+
+class _StopAndCopySteps(_TimedSteps):
+    execution_class = _StopAndCopyExecution
+    execution: _StopAndCopyExecution
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.execution.blocks = self.blocks
 
 
 class StopAndCopy(Timed):
     """A worker that stops to copy: in an attempt in which base copies travel, all of which must (`UNBOUNDED`), no
     worker computes before every worker has all of its own."""
 
-    def run(self, on_layer_done: Callable[[int], None]) -> Life[None]:
-        """RUN, after the copies."""
-        if self.traffic.changed:
-            begin_s = time.monotonic()
-            if keys := tuple(self.key(FrameKind.BASE_COPY, block, 0, owner) for block, owner in self.traffic.copies_in):
-                yield keys
-            yield from self.all_reduce(FrameKind.VOTE, [0], add_words, part=1)  # the vote itself is part 0
-            self.held_s += time.monotonic() - begin_s
-        yield from super().run(on_layer_done)
+    steps_class = _StopAndCopySteps
 
 
 class Move(NamedTuple):

@@ -2,11 +2,12 @@
 
     python benchmarks/reduce_gather.py [--workers 4] [--sizes default 10m] [--rounds 15] [--listen tcp] [--json]
 
-Ours is the product's own code: the order of `elaswave.protocol.step.loop`, the sums of `elaswave.engine.torch_engine`
-and the links of `elaswave.worker.links`, one stage of W workers. Every worker sends its exact int64 partial sums to the
-owners of the blocks, an owner makes the float32 mean and sends it to the block's follower, and then the parameters to
-those that neither own nor follow the block. Theirs is what ZeRO does with the same tensors: gloo's reduce-scatter of
-float32 gradients and all-gather of parameters. Beside it stands gloo's all-reduce, which moves gradients only.
+Ours is the product's own code: the blocks of `elaswave.protocol.step.blocks`, the sums of
+`elaswave.engine.torch_engine` and the links of `elaswave.worker.links`, one stage of W workers. Every worker sends its
+exact int64 partial sums to the owners of the blocks, an owner makes the float32 mean and sends it to the block's
+follower, and then the parameters to those that neither own nor follow the block. Theirs is what ZeRO does with the same
+tensors: gloo's reduce-scatter of float32 gradients and all-gather of parameters. Beside it stands gloo's all-reduce,
+which moves gradients only.
 
 Every worker process holds both and runs them in turns, one thread each. A time is that of the slowest worker; printed
 are medians over all rounds, and bytes that a worker has received in a round, counted by our transport and by the kernel
@@ -44,8 +45,9 @@ from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.materialise import materialise
 from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
-from elaswave.protocol.step.engine import Pause, StepObserver, Wait
-from elaswave.protocol.step.loop import StepLoop
+from elaswave.protocol.step.blocks import WorkerBlocks
+from elaswave.protocol.step.engine import Pause, Ports, StepObserver, Wait
+from elaswave.protocol.step.execution import Execution
 from elaswave.transport.stream import StreamTransport
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.process import terms_of
@@ -57,17 +59,6 @@ GRID_EXPONENT = 40
 OURS, ZERO, ALL_REDUCE = "elaswave", "gloo reduce-scatter + all-gather", "gloo all-reduce"
 _TCP_BYTES_RECEIVED = 128
 """Where a connection's count stands in the kernel's ``struct tcp_info``."""
-
-
-class _NoVote:
-    """Stands where the ledger does: without votes there is no order of commits to be kept."""
-
-    def may_write_parameters(self, step: int) -> bool:
-        """Yes, though no vote has passed: nothing is trained here."""
-        return True
-
-    def gathered(self, step: int) -> None:
-        """Nothing is to be kept."""
 
 
 class Ours:
@@ -95,20 +86,11 @@ class Ours:
         self._transport = transport
         self._engine = TorchEngine(context, layers)
         self._links = TransportLinks(worker, blueprint.blocks, transport, Activity(), transport.poll)
-        self._loop = StepLoop(
-            worker,
-            terms_of(blueprint),
-            self._engine,
-            self._links,
-            StepObserver(),
-            _NoVote(),  # type: ignore[arg-type]
-            layout=layout,
-            execution=blueprint.execution,
-            placement=placement,
-            copies=store.held,
-            progress=progress,
-        )
-        self._loop.replicate()  # no follower is missing
+        nothing: Any = None  # neither a coordinator nor a disk has a part in it
+        ports = Ports(worker, terms_of(blueprint), self._engine, self._links, StepObserver(), nothing, nothing)
+        self._execution = Execution(ports, layout, blueprint.execution, store.held.values())
+        self._blocks = WorkerBlocks(self._execution, placement, store.held)
+        self._blocks.replicate(None, 0, progress.num_updates)  # no follower is missing
 
     @property
     def num_parameters(self) -> int:
@@ -126,24 +108,24 @@ class Ours:
 
     def begin(self, step: int) -> None:
         """What comes before: sums that hold one micro-batch of this worker, and memory for what will arrive."""
-        self._loop.step, self._loop.attempt = step, 1
+        self._execution.step, self._execution.attempt = step, 1
         self._engine.begin(step, [GRID_EXPONENT] * len(self._engine.context.blueprint.tensors))
-        generator = torch.Generator().manual_seed(self._loop.worker)
+        generator = torch.Generator().manual_seed(self._execution.worker)
         for accumulator in self._engine.reduction.accumulators.values():
             gradients = [torch.randn(slot.shape, generator=generator) for slot in accumulator.shape.tensors]
             assert accumulator.add(gradients)
-        self._loop.post_receives()
+        self._blocks.post_receives()
 
     def run(self) -> None:
         """REDUCE and GATHER."""
         for layer in sorted(self._engine.layers, reverse=True):
-            self._loop.send_partials(layer)
-        self._drive(self._loop.reduce())
-        self._drive(self._loop.gather())
+            self._blocks.send_partials(layer)
+        self._drive(self._blocks.reduce())
+        self._drive(self._blocks.gather())
 
     def check(self, num_workers: int) -> None:
         """Compares a mean gradient with the one that float64 gives."""
-        copy = next(iter(self._loop.copies.values()))
+        copy = next(iter(self._blocks.copies.values()))
         shape = self._shapes[copy.block.layer]
         total = torch.zeros(shape.size, dtype=torch.float64)
         for worker in range(num_workers):
@@ -153,7 +135,7 @@ class Ours:
                     values = torch.randn(slot.shape, generator=generator)
                     if index == copy.block.layer:
                         total[slot.offset : slot.stop] += values.flatten().double()
-        expected = (total[copy.block.start : copy.block.stop] / self._loop.layout.num_microbatches).float()
+        expected = (total[copy.block.start : copy.block.stop] / self._execution.layout.num_microbatches).float()
         assert copy.gradient is not None
         torch.testing.assert_close(copy.gradient, expected, rtol=1e-4, atol=1e-6)
 

@@ -90,6 +90,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict
         """How often each micro-batch adds to a unit: once, or once for each use of a shared one."""
         return 1 if unit < self.num_layers else len(self.shared[unit - self.num_layers])
 
+    def layer_of(self, unit: int) -> int:
+        """The layer that a unit is, or the first of those that share it."""
+        return unit if unit < self.num_layers else self.shared[unit - self.num_layers][0]
+
     @cached_property
     def workers(self) -> tuple[int, ...]:
         """All members, ascending: those of stages and the idle ones."""

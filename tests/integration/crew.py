@@ -1,10 +1,11 @@
-"""Step loops of one job as threads over the in-process transport: for layouts that no configuration can ask for."""
+"""Workers of one job as threads over the in-process transport: for layouts that no configuration can ask for."""
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,10 +21,12 @@ from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
 from elaswave.observability.trace import ACTION, TraceRecorder
 from elaswave.planning.programs.layout import validate_layout
+from elaswave.protocol.messages import InForce
+from elaswave.protocol.step.ballot import Request
+from elaswave.protocol.step.engine import Ports
 from elaswave.protocol.step.execution import Life, T
-from elaswave.protocol.step.ledger import Ledger
-from elaswave.protocol.step.loop import StepLoop
-from elaswave.protocol.step.member import Member
+from elaswave.protocol.step.facts import Facts
+from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.state.store import BlockStore, HeldBlock
 from elaswave.training.definition import Training as Definition
 from elaswave.types import Layout, Program
@@ -32,7 +35,7 @@ from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.process import terms_of
 from elaswave.worker.watch import StepWatch
 
-Loop = StepLoop[HeldBlock]
+Machine = WorkerMachine[HeldBlock]
 
 _random = threading.RLock()
 """Layers draw from torch's one default generator."""
@@ -56,7 +59,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     *,
     steps: int = 3,
-    change: Callable[[Loop], None] = lambda loop: None,
+    change: Callable[[Machine], None] = lambda machine: None,
     model: Definition | None = None,
 ) -> Training:
     """Trains the small model under a layout.
@@ -66,7 +69,7 @@ def train(
         folder: for the text.
         settings: changes to `tests.integration.jobs.SMALL`.
         steps: to train.
-        change: called with each worker's loop before its first step.
+        change: called with each worker's machine before its first step.
         model: what is trained; None: what the configuration describes.
     """
     validate_layout(layout)
@@ -83,7 +86,7 @@ def train(
     source = blueprint.open_samples(folder)
     sampler = blueprint.sampler(source)
 
-    def work(worker: int) -> tuple[Loop, list[float], TraceRecorder]:
+    def work(worker: int) -> tuple[Machine, list[float], TraceRecorder]:
         layers, store, progress = locked(materialise)(blueprint, worker, layout, placement, None)
         transport = transports[worker]
         transport.connect({peer: address for peer, address in addresses.items() if peer != worker}, 10.0)
@@ -103,23 +106,18 @@ def train(
         watch = StepWatch(NoProbe(), mailbox, trace)
         engine = TorchEngine(context, layers)
         one_at_a_time(engine)
-        loop = StepLoop(
-            worker,
-            terms_of(blueprint),
-            engine,
-            links,
-            watch,
-            Ledger(worker, 0),
-            layout=layout,
-            execution=blueprint.execution,
-            placement=placement,
-            copies=store.held,
-            progress=progress,
+        disk: Any = SimpleNamespace(is_busy=False, is_due=lambda: False)
+        outbox: Any = SimpleNamespace(request=lambda: Request.NONE)
+        machine: Machine = WorkerMachine(
+            Ports(worker, terms_of(blueprint), engine, links, watch, outbox, disk),
+            Facts(),
+            InForce(layout, placement, blueprint.execution),
+            store.held,
+            progress,
         )
-        loop.member = Member(worker, 1)  # type: ignore[attr-defined]  # whose epoch the heartbeats tell
-        watch.machine = loop  # type: ignore[assignment]
-        change(loop)
-        return loop, [complete(loop.run_step(step), links).loss for step in range(1, steps + 1)], trace
+        watch.machine = machine
+        change(machine)
+        return machine, [complete(machine.steps.run_step(step), links).loss for step in range(1, steps + 1)], trace
 
     try:
         with ThreadPoolExecutor(len(layout.workers)) as pool:
@@ -130,15 +128,15 @@ def train(
     losses = crew[0][1]
     assert all(each[1] == losses for each in crew), "workers disagree on the losses"
     digests: dict[Role, Counter[str]] = {role: Counter() for role in Role}
-    for loop, _, _ in crew:
+    for machine, _, _ in crew:
         for role, total in digests.items():
-            for name, part in BlockStore(loop.copies).digest_parts(role).items():
+            for name, part in BlockStore(machine.copies).digest_parts(role).items():
                 total[name] = (total[name] + part) % 2**64
     return Training(
         losses,
         dict(digests[Role.OWNER]),
         dict(digests[Role.FOLLOWER]),
-        {loop.worker: loop.program for loop, _, _ in crew},
+        {machine.worker: machine.execution.program for machine, _, _ in crew},
         {
             trace.worker: [
                 span[0] for span in trace._spans if span[1] == ACTION and (span[4] or {}).get("step") == steps

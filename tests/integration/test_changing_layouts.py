@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.crew import Loop, train
+from tests.integration.crew import Machine, train
 from tests.integration.test_any_layout import MODELS, pipelines_of_unequal_depth, regular, shared_boundary
 
 from elaswave.blocks.placement import Role
@@ -46,25 +46,25 @@ class Changing:
 
     def __init__(self, changes: Mapping[int, tuple[Layout, str]]) -> None:
         self._changes = changes
-        self.loops: list[Loop] = []
+        self.machines: list[Machine] = []
 
-    def __call__(self, loop: Loop) -> None:
-        run = loop.run_step
-        self.loops.append(loop)
+    def __call__(self, machine: Machine) -> None:
+        run = machine.steps.run_step
+        self.machines.append(machine)
 
         def run_step(step: int, attempt: int = 1) -> Life[Committed]:
             if step in self._changes:
                 layout, schedule = self._changes[step]
                 execution = ExecutionParameters(schedule=schedule)
-                terms = loop.terms
+                terms = machine.terms
                 placement = target_placement(
                     layout,
                     terms.blocks,
-                    loop.placement,
+                    machine.placement,
                     num_followers=terms.num_followers,
                     scatter_width=terms.scatter_width,
                 )
-                loop.hold(
+                machine.planned.hold(
                     LayoutChange(
                         term=1,
                         epoch=1,
@@ -78,10 +78,10 @@ class Changing:
                 )
             result = yield from run(step, attempt)
             if step - 2 in self._changes:
-                assert loop.layout == self._changes[step - 2][0]
+                assert machine.layout == self._changes[step - 2][0]
             return result
 
-        loop.run_step = run_step  # type: ignore[method-assign]
+        machine.steps.run_step = run_step  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -100,19 +100,19 @@ def test_changes_do_not_show(tmp_path: Path, model: str, num_followers: int) -> 
     assert found.losses == alone.losses
     assert found.digests == alone.digests
     assert found.followers_digests == alone.followers_digests
-    for loop in changing.loops:
-        stage = loop.layout.stages[loop.layout.stage_of(loop.worker)]
-        assert sorted(loop.engine.layers) == list(range(stage.start, stage.stop))
-        assert loop.placement == target_placement(
+    for machine in changing.machines:
+        stage = machine.layout.stages[machine.layout.stage_of(machine.worker)]
+        assert sorted(machine.engine.layers) == list(range(stage.start, stage.stop))
+        assert machine.placement == target_placement(
             START,
-            loop.terms.blocks,
-            loop.placement,
+            machine.terms.blocks,
+            machine.placement,
             num_followers=num_followers,
-            scatter_width=loop.terms.scatter_width,
+            scatter_width=machine.terms.scatter_width,
         )
-        for block, copy in loop.copies.items():
-            assert loop.worker in loop.placement.holders(block)
-            assert (loop.placement.owner[block] == loop.worker) == (copy.role is Role.OWNER)
+        for block, copy in machine.copies.items():
+            assert machine.worker in machine.placement.holders(block)
+            assert (machine.placement.owner[block] == machine.worker) == (copy.role is Role.OWNER)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -120,9 +120,9 @@ def test_a_layer_that_has_gone_leaves_nothing_behind(tmp_path: Path, model: str)
     """A float32 layer's masters lie in its own storage: the whole of it must not stay for the sake of some blocks."""
     changing = Changing({2: (exchanged(), "")})
     train(START, tmp_path, MODELS[model], steps=4, change=changing)
-    for loop in changing.loops:
-        assert isinstance(loop.engine, TorchEngine)
-        storages = {layer.flat.untyped_storage().data_ptr() for layer in loop.engine.layers.values()}
-        for held in loop.copies.values():
+    for machine in changing.machines:
+        assert isinstance(machine.engine, TorchEngine)
+        storages = {layer.flat.untyped_storage().data_ptr() for layer in machine.engine.layers.values()}
+        for held in machine.copies.values():
             storage = held.slots["master"].untyped_storage()
             assert storage.data_ptr() in storages or storage.nbytes() <= 2 * held.slots["master"].nbytes

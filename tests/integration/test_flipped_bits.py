@@ -19,7 +19,7 @@ from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Draw, Source
 from elaswave.errors import StateError, VoteError
 from elaswave.models.layers import Layer, ModelSpec
-from elaswave.protocol.step.loop import MAX_CHANGES, STATE_SAMPLE_PERIOD
+from elaswave.protocol.step.soundness import MAX_CHANGES, STATE_SAMPLE_PERIOD
 from elaswave.state.seals import is_working
 from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.crew import Loop, train
+from tests.integration.crew import Machine, train
 from tests.integration.jobs import small_config
 
 from elaswave.engine.layer_runs import Reached
@@ -34,8 +34,8 @@ class Kept:
     def __init__(self) -> None:
         self.most_bytes: dict[int, int] = {}
 
-    def __call__(self, loop: Loop) -> None:
-        engine: Any = loop.engine
+    def __call__(self, machine: Machine) -> None:
+        engine: Any = machine.engine
         run = engine.run
 
         def look_and_run(*arguments: Any, **options: Any) -> Any:
@@ -46,7 +46,7 @@ class Kept:
                 for front in fronts
                 for tensor in tensors_of(front.value)
             }
-            self.most_bytes[loop.worker] = max(self.most_bytes.get(loop.worker, 0), sum(storages.values()))
+            self.most_bytes[machine.worker] = max(self.most_bytes.get(machine.worker, 0), sum(storages.values()))
             return run(*arguments, **options)
 
         engine.run = look_and_run

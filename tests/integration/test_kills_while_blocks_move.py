@@ -36,22 +36,22 @@ BETTER = make_layout(widths=[2, 2], layers_per_stage=[1, 3], num_microbatches=5)
 LEAVER, JOINER = 1, 4
 
 Condition = Callable[[Any], bool]
-"""Whether the moment has come, asked of a worker's `elaswave.protocol.step.loop.StepLoop`."""
+"""Whether the moment has come, asked of a worker's `elaswave.protocol.step.machine.WorkerMachine`."""
 
 
 def sends(machine: Any) -> bool:
     """The worker sends base copies in this step."""
-    return bool(machine.traffic.copies_out)
+    return bool(machine.blocks.traffic.copies_out)
 
 
 def receives(machine: Any) -> bool:
     """The worker receives base copies in this step, and has followed their blocks in no step before."""
-    return bool(machine.traffic.copies_in)
+    return bool(machine.blocks.traffic.copies_in)
 
 
 def leaves(machine: Any) -> bool:
     """The leaver's blocks move: it sends base copies, or others begin to own what it has owned."""
-    return machine.worker == LEAVER and bool(machine.traffic.copies_out or machine.moving)
+    return machine.worker == LEAVER and bool(machine.blocks.traffic.copies_out or machine.planned.moving)
 
 
 def first_to_send(machine: Any) -> bool:
@@ -210,7 +210,9 @@ CHANGES = [
     pytest.param(Case("reduce", receives), id="target"),
     pytest.param(Case("vote", receives), id="target, before a vote"),
     pytest.param(Case("gather", receives), id="target, after a vote"),
-    pytest.param(Case("apply", lambda machine: machine.coming is not None), id="anyone, as it comes into force"),
+    pytest.param(
+        Case("apply", lambda machine: machine.planned.coming is not None), id="anyone, as it comes into force"
+    ),
     pytest.param(Case("reduce", sends, of_coordinator=True, over="changed to"), id="coordinator"),
 ]
 

@@ -318,15 +318,15 @@ def test_buffers_become_the_mean_over_microbatches_once_per_step(tmp_path: Path)
     sampler = blueprint.sampler(source)
     found: dict[str, torch.Tensor] = {}
 
-    def note(loop: Any) -> None:
+    def note(machine: Any) -> None:
         def run_step(step: int, attempt: int = 1) -> Any:
             committed = yield from original(step, attempt)
-            loop.engine.compute.refresh()
-            loop.engine.layers[0].buffers.restore()
-            found.update({name: buffer.clone() for name, buffer in loop.engine.layers[0].module.named_buffers()})
+            machine.engine.compute.refresh()
+            machine.engine.layers[0].buffers.restore()
+            found.update({name: buffer.clone() for name, buffer in machine.engine.layers[0].module.named_buffers()})
             return committed
 
-        original, loop.run_step = loop.run_step, run_step
+        original, machine.steps.run_step = machine.steps.run_step, run_step
 
     layout = make_layout(widths=(1,), layers_per_stage=(3,), num_microbatches=5)
     train(layout, tmp_path, settings(training), steps=1, model=training, change=note)
@@ -376,13 +376,13 @@ def test_buffers_are_no_part_of_the_norm(tmp_path: Path) -> None:
     sampler = blueprint.sampler(source)
     norms = []
 
-    def note(loop: Any) -> None:
+    def note(machine: Any) -> None:
         def run_step(step: int, attempt: int = 1) -> Any:
             committed = yield from original(step, attempt)
             norms.append(committed.norm)
             return committed
 
-        original, loop.run_step = loop.run_step, run_step
+        original, machine.steps.run_step = machine.steps.run_step, run_step
 
     layout = make_layout(widths=(1,), layers_per_stage=(3,), num_microbatches=5)
     train(layout, tmp_path, settings(training), steps=1, model=training, change=note)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.crew import Loop, Training, train
+from tests.integration.crew import Machine, Training, train
 
 from elaswave.engine.reduction import Reduction
 from elaswave.engine.torch_engine import TorchEngine
@@ -48,12 +48,12 @@ Spoil = Callable[[Reduction, pytest.MonkeyPatch], None]
 
 def spoilt_training(spoil: Spoil, monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> Any:
     """A training in which one worker's REDUCE is spoilt once: what comes of it, and why steps were tried again."""
-    reduce, retries, loops = Reduction.reduce, {}, {}
+    reduce, retries, machines = Reduction.reduce, {}, {}
     first_layer = LAYOUT.num_layers - 1 if spoil is flip_total else 0
 
     def spoilt(reduction: Reduction, layer: int, *arguments: Any) -> None:
-        loop = loops.get(id(reduction))
-        here = None if loop is None else (loop.worker, loop.step, loop.attempt, layer)
+        machine = machines.get(id(reduction))
+        here = None if machine is None else (machine.worker, machine.step, machine.attempt, layer)
         if here != (0, STEP, 1, first_layer):
             reduce(reduction, layer, *arguments)
             return
@@ -61,17 +61,17 @@ def spoilt_training(spoil: Spoil, monkeypatch: pytest.MonkeyPatch, folder: Path,
             spoil(reduction, patch)
             reduce(reduction, layer, *arguments)
 
-    def note(loop: Loop) -> None:
-        assert isinstance(loop.engine, TorchEngine)
-        loops[id(loop.engine.reduction)] = loop
-        run_step = loop.run_step
+    def note(machine: Machine) -> None:
+        assert isinstance(machine.engine, TorchEngine)
+        machines[id(machine.engine.reduction)] = machine
+        run_step = machine.steps.run_step
 
         def noted(step: int) -> Life[Committed]:
             committed = yield from run_step(step)
-            retries[loop.worker, step] = committed.retries
+            retries[machine.worker, step] = committed.retries
             return committed
 
-        loop.run_step = noted  # type: ignore[method-assign, assignment]
+        machine.steps.run_step = noted  # type: ignore[method-assign, assignment]
 
     monkeypatch.setattr(Reduction, "reduce", spoilt)
     training = train(LAYOUT, folder, settings, change=note)

@@ -15,7 +15,7 @@ from tests.integration.jobs import Job, QuietReporter, flip_bit, run_job
 
 from elaswave.blocks.placement import Role
 from elaswave.errors import WorkerError
-from elaswave.protocol.step.loop import STATE_SAMPLE_PERIOD
+from elaswave.protocol.step.soundness import STATE_SAMPLE_PERIOD
 from elaswave.state.store import HeldBlock
 from elaswave.types import Action
 
@@ -90,10 +90,10 @@ class PlantedProgram:
 
     def reached(self, phase: str, index: int, machine: Machine) -> None:
         if (machine.step, phase, index) == (STEP - 1, "apply", 0):
-            self.right = machine.program
-            machine.program = self.change(machine.program)
+            self.right = machine.execution.program
+            machine.execution.program = self.change(machine.execution.program)
         elif (machine.step, phase) == (STEP, "vote") and not self.always:
-            machine.program = self.right
+            machine.execution.program = self.right
 
 
 class CorruptedBaseCopy:
@@ -106,10 +106,10 @@ class CorruptedBaseCopy:
     def reached(self, phase: str, index: int, machine: Machine) -> None:
         if (machine.worker, phase) != (3, "vote") or self.has_struck:
             return
-        new = set(machine.voting_copies) - set(machine.copies)
+        new = set(machine.blocks.voting_copies) - set(machine.copies)
         for block in sorted(new):
             if (block + machine.step) % STATE_SAMPLE_PERIOD:
-                flip_bit(machine.voting_copies[block].slots["master"], 0, 5)
+                flip_bit(machine.blocks.voting_copies[block].slots["master"], 0, 5)
                 self.has_struck = True
                 return
 
@@ -144,12 +144,12 @@ def own_it_too(machine: Machine) -> None:
 
 
 def another_next_layout(machine: Machine) -> None:
-    machine.agreement_hash += 1
+    machine.blocks.agreement_hash += 1
 
 
 def other_grids(machine: Machine) -> None:
     grids = machine.progress.grids
-    machine.progress = machine.progress._replace(grids=grids._replace(exponents=(0, *grids.exponents[1:])))
+    machine.steps.progress = machine.progress._replace(grids=grids._replace(exponents=(0, *grids.exponents[1:])))
 
 
 def flip_master(machine: Machine) -> None:
@@ -178,7 +178,7 @@ class FlippedSum:
             return
         if self.always or machine.attempt == 1:
             layer = max(machine.engine.layers)  # whose sum is complete first
-            owners = machine.voting.owner
+            owners = machine.blocks.voting.owner
             block = next(each for each in machine.terms.blocks if (each.layer, owners[each.id]) == (layer, self.owner))
             machine.engine.compute.accumulators[layer].sum[block.start] ^= 1 << 40
 

@@ -37,15 +37,15 @@ from elaswave.engine.checks.probe import NoProbe, Probe
 from elaswave.errors import FencedError
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol import events
-from elaswave.protocol.coordinator.decisions import plan_survivors
+from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors
 from elaswave.protocol.coordinator.driver import CoordinatorDriver
-from elaswave.protocol.coordinator.ending import MemberEnd
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.messages import (
     FIRST_EPOCH,
     CoreToWorker,
     Decision,
     Evidence,
+    InForce,
     Installed,
     LayoutChange,
     Registered,
@@ -129,12 +129,10 @@ class ThreadJob(CoordinatorDriver):
         self._dead: set[int] = set()
         self._errors: list[BaseException] = []
         self.core = Coordinator(
-            layout=self.blueprint.layout,
-            placement=self.blueprint.placement,
+            InForce(self.blueprint.layout, self.blueprint.placement, self.blueprint.execution),
             blocks=self.blueprint.blocks,
             num_followers=self.config.elastic.num_followers,
             scatter_width=self.blueprint.scatter_width,
-            execution=self.blueprint.execution,
         )
         network = MemoryNetwork()
         self._transports = {

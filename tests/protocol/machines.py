@@ -26,7 +26,7 @@ from elaswave.protocol.events import (
     Suspected,
     TellAddresses,
 )
-from elaswave.protocol.messages import Copies, Decision, Evidence, Fenced, Prepare, Registered, Report
+from elaswave.protocol.messages import Copies, Decision, Evidence, Fenced, InForce, Prepare, Registered, Report
 from verify.simulator.job import Job, Model, model_of
 
 FIVE = Job(widths=(3, 2), num_microbatches=3)
@@ -74,8 +74,7 @@ def coordinator(
     """A coordinator of a small job."""
     model = model_of(job)
     return kind(
-        layout=model.layout,
-        placement=model.placement,
+        InForce(model.layout, model.placement),
         blocks=model.blocks,
         num_followers=job.num_followers,
         scatter_width=job.scatter_width,

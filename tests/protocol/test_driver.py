@@ -3,9 +3,8 @@
 from tests.protocol.machines import FIVE, registered, report, started, suspicion, vote
 
 from elaswave.blocks.replica_peers import EVERYBODY
-from elaswave.protocol.coordinator.decisions import plan_survivors
+from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors
 from elaswave.protocol.coordinator.driver import CoordinatorDriver
-from elaswave.protocol.coordinator.ending import MemberEnd
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.events import PendingWork, PlanRecovery

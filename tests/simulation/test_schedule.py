@@ -3,7 +3,8 @@
 import pytest
 
 from elaswave.protocol.coordinator.machine import StartRecord, TermRecord
-from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.loop import StepLoop
+from verify.planted_bugs.mutant import with_part
 from verify.simulator.job import Job
 from verify.simulator.run import Build, run_schedule
 from verify.simulator.schedule import (
@@ -82,11 +83,11 @@ def test_the_store_takes_records_of_the_newest_term_only():
 
 
 def test_whatever_the_simulated_code_raises_is_a_violation():
-    class Forgetful(WorkerMachine):
+    class Forgetful(StepLoop):
         def ballot(self):
             return super().ballot()._replace(coverage=0)
 
-    outcome = run_schedule(Schedule(), Build(machine=Forgetful))
+    outcome = run_schedule(Schedule(), Build(machine=with_part(Forgetful)))
     assert outcome.violation is not None
     assert outcome.violation.startswith("RejectedVote: worker ")
     assert outcome.violation.endswith("the vote on step 1 fails in coverage")

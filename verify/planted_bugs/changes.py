@@ -4,30 +4,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from elaswave.blocks.placement import Block, Placement
 from elaswave.protocol.messages import FIRST_EPOCH, Decision, LayoutChange
-from elaswave.protocol.step.ballot import Verdict, expected_residency
-from elaswave.protocol.step.execution import Life
+from elaswave.protocol.step.ballot import Verdict
+from elaswave.protocol.step.blocks import WorkerBlocks
+from elaswave.protocol.step.execution import Execution, Life
+from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.moves import PlannedChange
 from elaswave.protocol.step.traffic import Shipment, Traffic, traffic_of
 from elaswave.types import ExecutionParameters, Layout
-from verify.planted_bugs.mutant import Mutant
+from verify.planted_bugs.mutant import Mutant, with_part
 from verify.simulator.engine import ToyCopy
 from verify.simulator.run import Build
 
 _Machine = WorkerMachine[ToyCopy]
+_Steps = StepLoop[ToyCopy]
 
 
-class ForgetsRatios(_Machine):
+class ForgetsRatios(Execution[ToyCopy]):
     """After a decision, the workers of odd ids code with the ratios of the start."""
 
-    def _use_layout(self, layout: Layout, execution: ExecutionParameters) -> frozenset[int]:
-        is_decided = "member" in vars(self) and self.member.epoch > FIRST_EPOCH and self.worker % 2
-        return super()._use_layout(layout, msgspec.structs.replace(execution, ratios={}) if is_decided else execution)
+    def use_layout(self, layout: Layout, parameters: ExecutionParameters, copies: Iterable[ToyCopy]) -> frozenset[int]:
+        links: Any = self.links
+        if links.epoch > FIRST_EPOCH and self.worker % 2:
+            parameters = msgspec.structs.replace(parameters, ratios={})
+        return super().use_layout(layout, parameters, copies)
 
 
 class KeepsTheFirstOffer(_Machine):
@@ -38,86 +45,83 @@ class KeepsTheFirstOffer(_Machine):
             self._offered = change
 
 
-class AdoptsAlone(_Machine):
+class AdoptsAlone(PlannedChange):
     """A planned change is adopted where it is held, whatever the others hold."""
 
     def adopts(self, verdict: Verdict) -> bool:
-        return verdict.commits and self.held_change is not None
+        return verdict.commits and self.held is not None
 
 
-class MovesWhenHeld(_Machine):
+class MovesWhenHeld(_Steps):
     """Copies travel towards a change that is held, but not adopted yet."""
 
     def replicate(self) -> None:
-        adopted, self.moving = self.moving, self.moving or self.held_change
+        adopted, self.planned.moving = self.planned.moving, self.planned.moving or self.planned.held
         super().replicate()
-        self.moving = adopted
+        self.planned.moving = adopted
 
 
-class SwitchesUnproven(_Machine):
+class SwitchesUnproven(PlannedChange):
     """An adopted change comes into force though not all of its copies are in their places."""
 
-    def arrives(self, verdict: Verdict) -> bool:
+    def arrives(self, verdict: Verdict, step: int, *, copied: bool) -> bool:
         return self.moving is not None and verdict.commits
 
 
-class BudgetsAlone(_Machine):
+class BudgetsAlone(_Steps):
     """What may travel follows from what a worker has measured itself, and not from the vote."""
 
     def take(self, verdict: Verdict) -> None:
         super().take(verdict._replace(duration_us=self.engine.measured().duration_us))
 
 
-class KeepsOldRoles(_Machine):
+class KeepsOldRoles(WorkerBlocks[ToyCopy]):
     """A change is in force, and a worker goes on with the roles that it had."""
 
     def _take_roles(self) -> None:
         pass
 
 
-class DropsUnproven(_Machine):
+class DropsUnproven(WorkerBlocks[ToyCopy]):
     """Copies that the next placement does not need are dropped as soon as the change is adopted."""
 
-    def replicate(self) -> None:
-        if self.moving is not None:
-            placement, worker = self.moving.placement, self.worker
-            self.copies = {block: copy for block, copy in self.copies.items() if worker in placement.holders(block)}
-        super().replicate()
+    def replicate(self, moving: LayoutChange | None, num_elements: int, num_updates: int) -> None:
+        if moving is not None:
+            holders, worker = moving.placement.holders, self.worker
+            self.copies = {block: copy for block, copy in self.copies.items() if worker in holders(block)}
+        super().replicate(moving, num_elements, num_updates)
 
 
-class SwitchesWhileCopying(_Machine):
+class SwitchesWhileCopying(PlannedChange):
     """A change comes into force with the vote with which its last copies count (the core once had it)."""
 
-    def arrives(self, verdict: Verdict) -> bool:
-        if self.moving is None or not verdict.commits:
-            return False
-        return verdict.next_residency == expected_residency(self.moving.placement, self.step)
+    def arrives(self, verdict: Verdict, step: int, *, copied: bool) -> bool:
+        return super().arrives(verdict, step, copied=False)
 
 
-class KeepsOldChanges(_Machine):
+class KeepsOldChanges(PlannedChange):
     """A planned change outlives its epoch."""
 
-    def hold(self, change: LayoutChange | None) -> None:
-        if change is not None:
-            super().hold(change)
+    def forget(self) -> None:
+        pass
 
 
-class GathersUnderTheOldLayout(_Machine):
+class GathersUnderTheOldLayout(_Steps):
     """A change is in force, but GATHER still goes to those that needed parameters before."""
 
     def switch(self, change: LayoutChange) -> None:
-        before = self.traffic
+        before = self.blocks.traffic
         super().switch(change)
-        self.traffic = before
+        self.blocks.traffic = before
 
 
-class SwitchesAgain(_Machine):
+class SwitchesAgain(_Steps):
     """A change that has come into force is adopted once more."""
 
     def learn(self, vector: Sequence[int], verdict: Verdict) -> None:
         super().learn(vector, verdict)
-        if self.coming is not None:
-            self.moving = self.coming
+        if self.planned.coming is not None:
+            self.planned.moving = self.planned.coming
 
 
 def _traffic_within_stages(
@@ -133,7 +137,7 @@ def _traffic_within_stages(
     return right._replace(partials_out=out, partials_in=tuple(filter(stays, right.partials_in)))
 
 
-class SumsWithinStages(_Machine):
+class SumsWithinStages(WorkerBlocks[ToyCopy]):
     """The sum of a shared unit lacks the uses in other stages than its owner's."""
 
     traffic_of = staticmethod(_traffic_within_stages)
@@ -151,7 +155,7 @@ CHANGE_MUTANTS = (
     Mutant(
         "ratios-forgotten",
         "after a loss some workers code with the ratios of the start",
-        Build(machine=ForgetsRatios),
+        Build(machine=with_part(ForgetsRatios)),
         "steps=6 change_step=1 kill:0@0",
     ),
     Mutant(
@@ -164,68 +168,68 @@ CHANGE_MUTANTS = (
     Mutant(
         "change-alone",
         "a planned change is adopted though a worker does not hold it",
-        Build(machine=AdoptsAlone),
+        Build(machine=with_part(AdoptsAlone)),
         "change_step=1 seed=242090808",
     ),
     Mutant(
         "move-when-held",
         "copies travel towards a change that is held, but not adopted",
-        Build(machine=MovesWhenHeld),
+        Build(machine=with_part(MovesWhenHeld)),
         "steps=6 change_step=1 slow_worker=0 slow_by=40",
     ),
     Mutant(
         "switch-unproven",
         "a change comes into force though not all of its copies are in their places",
-        Build(machine=SwitchesUnproven),
+        Build(machine=with_part(SwitchesUnproven)),
         "steps=6 change_step=1",
     ),
     Mutant(
         "budget-alone",
         "what may travel follows from what a worker has measured itself",
-        Build(machine=BudgetsAlone),
+        Build(machine=with_part(BudgetsAlone)),
         "widths=1,1 num_microbatches=1",
     ),
     Mutant(
         "switch-old-roles",
         "a change is in force, and a worker goes on with the roles that it had",
-        Build(machine=KeepsOldRoles),
+        Build(machine=with_part(KeepsOldRoles)),
         "widths=1,1 num_microbatches=1 steps=6 change_step=1",
     ),
     Mutant(
         "drop-unproven",
         "copies that the next placement does not need are dropped before it is in force",
-        Build(machine=DropsUnproven),
+        Build(machine=with_part(DropsUnproven)),
         "steps=6 change_step=1",
     ),
     Mutant(
         "switch-while-copying",
         "a change comes into force, and copies are dropped, with the vote that the last of its copies came with",
-        Build(machine=SwitchesWhileCopying),
+        Build(machine=with_part(SwitchesWhileCopying)),
         "steps=8 leave_step=1 leaver=1 link_delay=6 slow_worker=1 slow_by=40 suspect:0@170",
         real=True,
     ),
     Mutant(
         "old-change",
         "a planned change of the layout outlives its epoch",
-        Build(machine=KeepsOldChanges),
+        Build(machine=with_part(KeepsOldChanges)),
         "widths=1,1,1 num_microbatches=1 steps=6 change_step=1 kill:1@86",
     ),
     Mutant(
         "switch-old-gather",
         "a changed layout is in force, and GATHER still follows the old one",
-        Build(machine=GathersUnderTheOldLayout),
+        Build(machine=with_part(GathersUnderTheOldLayout)),
         "widths=2,2 steps=6 change_step=1",
     ),
     Mutant(
         "switch-again",
         "a change that has come into force is still held",
-        Build(machine=SwitchesAgain),
+        Build(machine=with_part(SwitchesAgain)),
         "widths=1,1 num_microbatches=1 steps=4 change_step=1",
     ),
     Mutant(
         "tie-one-stage",
         "the sum of a shared unit lacks the uses in other stages than its owner's",
-        Build(machine=SumsWithinStages),
+        Build(machine=with_part(SumsWithinStages)),
         "widths=1,1 num_microbatches=1 tied=1",
     ),
     Mutant(

@@ -13,22 +13,22 @@ from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, JoinerCame, PlanRecovery, RecoveryPlan
 from elaswave.protocol.leadership.vigil import Due
 from elaswave.protocol.membership.hosts import Came, Host, Hosts
-from elaswave.protocol.step.machine import WorkerMachine
-from verify.planted_bugs.mutant import Mutant
+from elaswave.protocol.step.loop import StepLoop
+from verify.planted_bugs.mutant import Mutant, with_part
 from verify.simulator.agents import HostDesk, Placed, SimAgent
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.engine import ToyCopy
 from verify.simulator.run import Build
 
 
-class RefillsAnywhere(WorkerMachine[ToyCopy]):
+class RefillsAnywhere(StepLoop[ToyCopy]):
     """Missing followers are chosen as if all workers were on one host."""
 
     def replicate(self) -> None:
-        layout = self.layout
-        self.layout = msgspec.structs.replace(layout, domains=())
+        layout = self.execution.layout
+        self.execution.layout = msgspec.structs.replace(layout, domains=())
         super().replicate()
-        self.layout = layout
+        self.execution.layout = layout
 
 
 class _ForgetsLabels(Coordinator):
@@ -121,7 +121,7 @@ HOST_MUTANTS = (
     Mutant(
         "refill-anywhere",
         "missing followers are chosen as if all workers were on one host",
-        Build(machine=RefillsAnywhere),
+        Build(machine=with_part(RefillsAnywhere)),
         "widths=2,2 blocks_per_round=8 num_hosts=2 kill:1@0",
     ),
     Mutant(

@@ -27,9 +27,9 @@ class JoinsWithOldGrids(_Machine):
     """A joiner begins with the grids of the beginning."""
 
     def _begin_with(self, progress: Progress | None, step: int) -> None:
-        before = self.progress
+        before = self.steps.progress
         super()._begin_with(progress, step)
-        self.progress = before
+        self.steps.progress = before
 
 
 class PausesIfAsked(_Machine):

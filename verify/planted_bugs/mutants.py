@@ -26,12 +26,15 @@ from elaswave.protocol.events import (
     Send,
 )
 from elaswave.protocol.leadership.fence import TermFence
-from elaswave.protocol.messages import CoreToWorker, Decision, Registered, Report
+from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Registered, Report
 from elaswave.protocol.step.ballot import Request, Verdict
+from elaswave.protocol.step.blocks import WorkerBlocks
+from elaswave.protocol.step.duties import WorkBetweenSteps
 from elaswave.protocol.step.engine import FrameKind
 from elaswave.protocol.step.execution import Life
 from elaswave.protocol.step.facts import Facts
 from elaswave.protocol.step.ledger import CatchUp, Held, Ledger
+from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.member import Member
 from elaswave.protocol.step.traffic import Traffic, traffic_of
@@ -39,7 +42,7 @@ from elaswave.types import Layout
 from verify.planted_bugs.changes import CHANGE_MUTANTS
 from verify.planted_bugs.hosts import HOST_MUTANTS
 from verify.planted_bugs.membership import MEMBERSHIP_MUTANTS
-from verify.planted_bugs.mutant import Mutant
+from verify.planted_bugs.mutant import Mutant, with_part
 from verify.planted_bugs.salvage import SALVAGE_MUTANTS
 from verify.planted_bugs.soundness import SOUNDNESS_MUTANTS
 from verify.planted_bugs.store import STORE_MUTANTS
@@ -50,6 +53,8 @@ from verify.simulator.run import Build
 from verify.simulator.store import SimStore
 
 _Machine = WorkerMachine[ToyCopy]
+_Steps = StepLoop[ToyCopy]
+_Blocks = WorkerBlocks[ToyCopy]
 
 
 # ------------------------------------------------------------------------------------------- W1: an answer is a promise
@@ -68,7 +73,7 @@ class LearnsAfterAnswering(_Machine):
     ledger_class = _TalkativeLedger
 
     def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
-        self.report = self.ledger.promise(epoch, self.held(), self.layers_here())
+        self.report = self.ledger.promise(epoch, self.blocks.held(), self.layers_here())
         self.outbox.send(self.report)
         self._pending = (epoch, members)
 
@@ -80,12 +85,12 @@ class LearnsAfterAnswering(_Machine):
 # ------------------------------------------------------------------------------------ W2: GATHER waits for the own vote
 
 
-class WritesParametersEarly(_Machine):
+class WritesParametersEarly(_Blocks):
     """The memory of parameters is named before the own vote, so frames land in it as they arrive."""
 
     def post_receives(self) -> None:
         super().post_receives()
-        self._post_parameters(FrameKind.PARAMETERS, self.traffic.parameters_in)
+        self.post_parameters(FrameKind.PARAMETERS, self.traffic.parameters_in)
 
 
 # --------------------------------------------------------------------------- the coordinator: evidence, persisted first
@@ -149,29 +154,29 @@ class IgnoresVotesWhilePlanning(SimCoordinator):
 # ---------------------------------------------------------------------------------- W5: versions of copies, catching up
 
 
-class AppliesTwice(_Machine):
+class AppliesTwice(_Steps):
     """An APPLY that was interrupted is done again from the first block."""
 
     def apply(self, step: int, verdict: Verdict) -> Life[None]:
-        for copy in self.copies.values():
+        for copy in self.blocks.copies.values():
             copy.version = step - 1
         yield from super().apply(step, verdict)
 
 
-class ForgetsToFinish(_Machine):
+class ForgetsToFinish(_Steps):
     """An APPLY that was interrupted is not finished."""
 
     def apply(self, step: int, verdict: Verdict) -> Life[None]:
-        if all(copy.version < step for copy in self.copies.values()):
+        if all(copy.version < step for copy in self.blocks.copies.values()):
             yield from super().apply(step, verdict)
 
 
-class MarksOneOfMany(_Machine):
+class MarksOneOfMany(_Steps):
     """Of copies that are updated together only the first one's version is moved at once."""
 
     def apply(self, step: int, verdict: Verdict) -> Life[None]:
         yield from super().apply(step, verdict)
-        for copy in self.copies.values():
+        for copy in self.blocks.copies.values():
             copy.version = step
 
     def apply_batch(self, batch: Sequence[ToyCopy], step: int, verdict: Verdict) -> None:
@@ -188,7 +193,7 @@ class KeepsOldGrids(_Machine):
             yield from super().catch_up(todo, decision)
 
 
-class DeliversOneLayer(_Machine):
+class DeliversOneLayer(_Blocks):
     """Of several deliveries of a decision only the first is made."""
 
     def deliver(self, decision: Decision, new: frozenset[int]) -> Life[int]:
@@ -213,7 +218,7 @@ class JudgesAgain(_Machine):
     """A worker forgets the vote that it has taken over, and reads it again from the decision."""
 
     def catch_up(self, todo: CatchUp, decision: Decision) -> Life[None]:
-        self.known_vote = None
+        self.steps.known_vote = None
         yield from super().catch_up(todo, decision)
 
 
@@ -230,32 +235,32 @@ class SaysItWentBack(_Machine):
 # --------------------------------------------------------------------------------------------------- W6: re-replication
 
 
-class CountsCopiesUnderWay(_Machine):
+class CountsCopiesUnderWay(_Blocks):
     """A base copy is reported from the moment at which it is promised."""
 
     def held(self) -> dict[int, Held]:
         return {
-            block: Held(copy.role is Role.OWNER, self.step - 1) for block, copy in self.arriving.items()
+            block: Held(copy.role is Role.OWNER, self.execution.step - 1) for block, copy in self.arriving.items()
         } | super().held()
 
 
-class ChoosesByItself(_Machine):
+class ChoosesByItself(_Blocks):
     """A worker with an even number lets more copies travel in a step than the others do."""
 
-    def replicate(self) -> None:
+    def replicate(self, moving: LayoutChange | None, num_elements: int, num_updates: int) -> None:
         terms = self.terms
         if self.worker % 2 == 0:
             self.terms = terms._replace(copy_elements=8 * terms.copy_elements)
-        super().replicate()
+        super().replicate(moving, num_elements, num_updates)
         self.terms = terms
 
 
-class CopiesOnce(_Machine):
+class CopiesOnce(_Blocks):
     """Base copies are not sent again in another attempt."""
 
-    def replicate(self) -> None:
+    def replicate(self, moving: LayoutChange | None, num_elements: int, num_updates: int) -> None:
         if self.voting is self.placement:
-            super().replicate()
+            super().replicate(moving, num_elements, num_updates)
 
 
 def _traffic_without_gradients(
@@ -270,7 +275,7 @@ def _traffic_without_gradients(
     return after._replace(reduced_out=before.reduced_out, reduced_in=before.reduced_in)
 
 
-class LeavesOutNewFollowers(_Machine):
+class LeavesOutNewFollowers(_Blocks):
     """A new follower gets the base copy, but not the gradient of the step that it travels in."""
 
     traffic_of = staticmethod(_traffic_without_gradients)
@@ -316,11 +321,11 @@ class _EndFirst(Facts):
         return super().standing()[::-1]
 
 
-class ForgetsRequests(_Machine):
+class ForgetsRequests(WorkBetweenSteps[ToyCopy]):
     """A checkpoint that a vote asked for is no duty of the step."""
 
-    def note_duties(self, step: int, request: Request) -> None:
-        super().note_duties(step, Request.NONE)
+    def note(self, step: int, request: Request) -> None:
+        super().note(step, Request.NONE)
 
 
 class _CountsOldWords(Shards[int, BlockState]):
@@ -439,7 +444,7 @@ MUTANTS = {
         Mutant(
             "early-gather",
             "a parameter frame is written before the receiver's own vote",
-            Build(machine=WritesParametersEarly),
+            Build(machine=with_part(WritesParametersEarly)),
             "widths=4 num_microbatches=4 scatter_width=9 seed=301007 slow_worker=3 slow_by=15 suspect:0@23",
         ),
         Mutant(
@@ -475,19 +480,19 @@ MUTANTS = {
         Mutant(
             "apply-twice",
             "APPLY is interrupted, and done again from the first block",
-            Build(machine=AppliesTwice),
+            Build(machine=with_part(AppliesTwice)),
             "widths=1,1,1 num_microbatches=1 kill:2@21",
         ),
         Mutant(
             "apply-unfinished",
             "APPLY is interrupted, and not finished",
-            Build(machine=ForgetsToFinish),
+            Build(machine=with_part(ForgetsToFinish)),
             "widths=1,1 num_microbatches=1 seed=696831126 kill:0@12",
         ),
         Mutant(
             "apply-marks-one",
             "of copies that APPLY updates together only the first one's version is moved at once",
-            Build(machine=MarksOneOfMany),
+            Build(machine=with_part(MarksOneOfMany)),
             "num_followers=2 blocks_at_once=2 tied=1 seed=712692386 kill:2@33",
         ),
         Mutant(
@@ -499,7 +504,7 @@ MUTANTS = {
         Mutant(
             "deliver-less",
             "of several deliveries of a decision only the first is made",
-            Build(machine=DeliversOneLayer),
+            Build(machine=with_part(DeliversOneLayer)),
             "widths=1,2 kill:0@0",
         ),
         Mutant(
@@ -532,25 +537,25 @@ MUTANTS = {
         Mutant(
             "count-under-way",
             "a base copy counts before a vote has passed with it",
-            Build(machine=CountsCopiesUnderWay),
+            Build(machine=with_part(CountsCopiesUnderWay)),
             "seed=6285242 heartbeat_bound=25 cut:1-2@1 hang:1@25+40",
         ),
         Mutant(
             "replicate-alone",
             "a worker chooses other new followers than its peers",
-            Build(machine=ChoosesByItself),
+            Build(machine=with_part(ChoosesByItself)),
             "kill:0@0",
         ),
         Mutant(
             "replicate-once",
             "base copies are not sent again in another attempt",
-            Build(machine=CopiesOnce),
+            Build(machine=with_part(CopiesOnce)),
             "retry_step=3 kill:1@22",
         ),
         Mutant(
             "replicate-without-gradient",
             "a new follower gets the base copy, but not the gradient of that step",
-            Build(machine=LeavesOutNewFollowers),
+            Build(machine=with_part(LeavesOutNewFollowers)),
             "kill:1@0",
         ),
         *CHANGE_MUTANTS,
@@ -592,7 +597,7 @@ MUTANTS = {
         Mutant(
             "forget-request",
             "a checkpoint that a vote asked for is not written",
-            Build(machine=ForgetsRequests),
+            Build(machine=with_part(ForgetsRequests)),
             "widths=1,1 num_microbatches=1 ask_step=1",
         ),
         Mutant(

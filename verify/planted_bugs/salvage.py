@@ -8,17 +8,18 @@ import msgspec
 
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, WorkerFailed
+from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.salvage import Keep, Partial
-from verify.planted_bugs.mutant import Mutant
+from verify.planted_bugs.mutant import Mutant, with_part
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.engine import ToyCopy
 from verify.simulator.run import Build
 
-_Machine = WorkerMachine[ToyCopy]
+_Steps = StepLoop[ToyCopy]
 
 
-class KeepsCoverageOnly(_Machine):
+class KeepsCoverageOnly(_Steps):
     """What was covered stays covered, but the sums are emptied (S1)."""
 
     def begin_sums(self) -> None:
@@ -27,28 +28,33 @@ class KeepsCoverageOnly(_Machine):
         engine.sums.words = dict.fromkeys(engine.sums.words, 0)
 
 
-class AddsTheDeadsPart(_Machine):
-    """Partial sums that a lost worker had sent are added all the same (S4)."""
-
-    _from_the_dead: tuple[tuple[int, list[int]], ...] = ()
-
-    def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
-        engine: Any = self.engine
-        self._from_the_dead = tuple(
-            (layer, sums) for (layer, peer), (_, sums) in engine.received.items() if peer not in members
-        )
-        super().move(epoch, members, with_progress=with_progress)
+class _AddsTheDeadsPart(_Steps):
+    from_the_dead: tuple[tuple[int, list[int]], ...] = ()
 
     def begin_sums(self) -> None:
         super().begin_sums()
         engine: Any = self.engine
-        for layer, sums in self._from_the_dead if self.kept else ():
-            for block, part in zip(self.traffic.owned.get(layer, ()), sums, strict=False):
+        for layer, sums in self.from_the_dead if self.execution.kept else ():
+            for block, part in zip(self.blocks.traffic.owned.get(layer, ()), sums, strict=False):
                 engine.sums.words[block] = engine.sums.words.get(block, 0) + part
-        self._from_the_dead = ()
+        self.from_the_dead = ()
 
 
-class CountsLossesTwice(_Machine):
+class AddsTheDeadsPart(WorkerMachine[ToyCopy]):
+    """Partial sums that a lost worker had sent are added all the same (S4)."""
+
+    steps_class = _AddsTheDeadsPart
+    steps: _AddsTheDeadsPart
+
+    def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
+        engine: Any = self.engine
+        self.steps.from_the_dead = tuple(
+            (layer, sums) for (layer, peer), (_, sums) in engine.received.items() if peer not in members
+        )
+        super().move(epoch, members, with_progress=with_progress)
+
+
+class CountsLossesTwice(_Steps):
     """A loss that a survivor has kept counts again where its micro-batch runs again (S1)."""
 
     def keep(self) -> Keep | None:
@@ -56,7 +62,7 @@ class CountsLossesTwice(_Machine):
         return keep and keep._replace(covered=(*keep.covered[:-1], 0))
 
 
-class AddsCoveredLayers(_Machine):
+class AddsCoveredLayers(_Steps):
     """A layer that is covered is added again where a gradient passes it (S3)."""
 
     def keep(self) -> Keep | None:
@@ -64,7 +70,7 @@ class AddsCoveredLayers(_Machine):
         return keep and keep._replace(covered=(*(0 for _ in keep.covered[1:]), keep.covered[-1]))
 
 
-class KeepsOldSums(_Machine):
+class KeepsOldSums(_Steps):
     """A worker says of sums on the grids of an earlier attempt that they are of the last one (S5)."""
 
     def partial(self) -> Partial | None:
@@ -72,12 +78,13 @@ class KeepsOldSums(_Machine):
         return partial and msgspec.structs.replace(partial, root=1 << 20)
 
 
-class KeepsTooLong(_Machine):
+class KeepsTooLong(_Steps):
     """Takes what is kept into every attempt of the step, not only into the one that the decision is about (S5)."""
 
     def begin_sums(self) -> None:
-        if self.step == self.kept_for[0]:
-            self.kept_for = (self.step, self.attempt)
+        step, attempt = self.execution.step, self.execution.attempt
+        if step == self.kept_for[0]:
+            self.kept_for = (step, attempt)
         super().begin_sums()
 
 
@@ -96,7 +103,7 @@ SALVAGE_MUTANTS = (
     Mutant(
         "keep-coverage-only",
         "what was added before a loss counts as covered, but the sums are emptied",
-        Build(machine=KeepsCoverageOnly),
+        Build(machine=with_part(KeepsCoverageOnly)),
         "widths=4 num_microbatches=4 kill:3@54",
     ),
     Mutant(
@@ -108,19 +115,19 @@ SALVAGE_MUTANTS = (
     Mutant(
         "keep-loss-twice",
         "a loss that a survivor has kept counts again where its micro-batch runs again",
-        Build(machine=CountsLossesTwice),
+        Build(machine=with_part(CountsLossesTwice)),
         "replans=1 hang:0@9+75",
     ),
     Mutant(
         "keep-and-add",
         "a layer that is covered is added again where it passes a gradient on",
-        Build(machine=AddsCoveredLayers),
+        Build(machine=with_part(AddsCoveredLayers)),
         "widths=1,2 retry_step=2 kill:0@70",
     ),
     Mutant(
         "keep-old-grids",
         "sums on grids that a vote has changed since are kept",
-        Build(machine=KeepsOldSums),
+        Build(machine=with_part(KeepsOldSums)),
         "widths=3,2 num_microbatches=3 num_followers=2 checkpoint_every=1 retry_step=3 keeps_in_flight=0 "
         "disconnect:0@96 kill:4@190",
     ),
@@ -133,7 +140,7 @@ SALVAGE_MUTANTS = (
     Mutant(
         "keep-too-long",
         "what was kept for one attempt is kept for the next one too, on other grids",
-        Build(machine=KeepsTooLong),
+        Build(machine=with_part(KeepsTooLong)),
         "retry_step=3 tied=1 kill:0@78",
     ),
 )

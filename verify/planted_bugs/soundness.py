@@ -4,27 +4,28 @@
 
 from typing import Any
 
-from elaswave.protocol.step.ballot import Ballot
+from elaswave.protocol.step.ballot import Ballot, Verdict
 from elaswave.protocol.step.engine import Change, Pause
 from elaswave.protocol.step.execution import Life
 from elaswave.protocol.step.facts import Facts
-from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.protocol.step.soundness import Soundness
-from verify.planted_bugs.mutant import Mutant
+from elaswave.protocol.step.loop import StepLoop
+from elaswave.protocol.step.soundness import CopyChecks, Soundness
+from verify.planted_bugs.mutant import Mutant, with_part
 from verify.simulator.engine import ToyCopy
 from verify.simulator.run import Build
 
-_Machine = WorkerMachine[ToyCopy]
+_Steps = StepLoop[ToyCopy]
+_Checks = CopyChecks[ToyCopy]
 
 
-class VotesUnsound(_Machine):
+class VotesUnsound(_Steps):
     """Votes as if nothing had changed in its memory (K1)."""
 
     def ballot(self) -> Ballot:
         return super().ballot()._replace(num_changed=0)
 
 
-class ClaimsWrongCopies(_Machine):
+class ClaimsWrongCopies(_Checks):
     """Reports copies as valid that it knows to be wrong (K2)."""
 
     def _note_wrong(self, found: Soundness) -> None:
@@ -32,7 +33,7 @@ class ClaimsWrongCopies(_Machine):
         self.wrong = frozenset()
 
 
-class ClaimsWrongParameters(_Machine):
+class ClaimsWrongParameters(_Checks):
     """Does not say that parameters are to be sent again (K2)."""
 
     def _note_wrong(self, found: Soundness) -> None:
@@ -48,14 +49,14 @@ class UnsoundOnce(Facts):
         pass
 
 
-class TellsUnseen(_Machine):
+class TellsUnseen(_Checks):
     """Writes checkpoints, and ends, without a look at its memory (K4)."""
 
     def is_sound(self) -> bool:
         return True
 
 
-class TellsUncompared(_Machine):
+class TellsUncompared(_Checks):
     """Writes checkpoints, and ends, without a look at the copies of others (K4)."""
 
     def compare_at_rest(self, step: int) -> Life[str]:
@@ -63,42 +64,44 @@ class TellsUncompared(_Machine):
         return ""
 
 
-class CountsTwice(_Machine):
+class CountsTwice(_Steps):
     """Has copies sent again that a refused vote has made count: the gradients of the next attempt go to those (K7)."""
 
-    def _count_arriving(self) -> None:
-        before, evidence = self.placement, self.ledger.evidence
-        super()._count_arriving()
-        if evidence is None or not evidence.commits:
-            self.placement = before
+    def vote(self) -> Life[Verdict]:
+        before = self.blocks.placement
+        verdict = yield from super().vote()
+        if not verdict.commits:
+            self.blocks.placement = before
+        return verdict
 
 
-class ForgetsConstants(_Machine):
+class ForgetsConstants(_Steps):
     """Goes on with constants that have changed (K1)."""
 
     def ballot(self) -> Ballot:
         ballot = super().ballot()
-        constants: list[Change] = [change for change in self.changes if change.memory.name in ("CONSTANT", "MENDED")]
-        return ballot._replace(num_changed=len(self.changes) - len(constants))
+        changes = self.checks.changes
+        constants: list[Change] = [change for change in changes if change.memory.name in ("CONSTANT", "MENDED")]
+        return ballot._replace(num_changed=len(changes) - len(constants))
 
 
 SOUNDNESS_MUTANTS = (
     Mutant(
         "vote-unsound",
         "a worker votes though its memory has changed since it was written",
-        Build(machine=VotesUnsound),
+        Build(machine=with_part(VotesUnsound)),
         "flip:0@20+2",
     ),
     Mutant(
         "claim-wrong-copy",
         "a copy that is known to be wrong is reported as held",
-        Build(machine=ClaimsWrongCopies),
+        Build(machine=with_part(ClaimsWrongCopies)),
         "flip:2@29+3",
     ),
     Mutant(
         "claim-wrong-parameters",
         "parameters that are known to be wrong are not sent again",
-        Build(machine=ClaimsWrongParameters),
+        Build(machine=with_part(ClaimsWrongParameters)),
         "flip:1@40+1",
     ),
     Mutant(
@@ -110,26 +113,26 @@ SOUNDNESS_MUTANTS = (
     Mutant(
         "end-unseen",
         "a worker ends without a look at what has changed in its memory since its last vote",
-        Build(machine=TellsUnseen),
+        Build(machine=with_part(TellsUnseen)),
         "flip:2@74+3",
     ),
     Mutant(
         "end-uncompared",
         "what an update has written wrongly is told before it is compared with the other copies",
-        Build(machine=TellsUncompared),
+        Build(machine=with_part(TellsUncompared)),
         "slip:0@60+1",
     ),
     Mutant(
         "count-twice",
         "a copy that a refused vote has made count is sent again, and keeps the gradient of before",
-        Build(machine=CountsTwice),
+        Build(machine=with_part(CountsTwice)),
         "widths=3,2 num_microbatches=3 num_hosts=2 seed=131741710 kill:2@8 flip:3@21 suspect:1@88",
         real=True,
     ),
     Mutant(
         "constants-unseen",
         "what no step writes is not looked at in the vote",
-        Build(machine=ForgetsConstants),
+        Build(machine=with_part(ForgetsConstants)),
         "flip:0@20+2",
     ),
 )

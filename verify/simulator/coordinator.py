@@ -10,9 +10,8 @@ import msgspec
 from elaswave.blocks.placement import Block, Placement
 from elaswave.planning.search.recovery import put_to_work, set_idle
 from elaswave.planning.state_moves.target_placement import target_placement
-from elaswave.protocol.coordinator.decisions import plan_survivors, plan_with
+from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors, plan_with
 from elaswave.protocol.coordinator.driver import CoordinatorDriver
-from elaswave.protocol.coordinator.ending import MemberEnd
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.shards import Complete, GivenUp, Shards
 from elaswave.protocol.events import (
@@ -40,6 +39,7 @@ from elaswave.protocol.leadership.heads import Head, Heard, judge
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
+    InForce,
     Installed,
     Linked,
     Paused,
@@ -81,8 +81,7 @@ class SimCoordinator(CoordinatorDriver):
         self.dead = False
         model = model_of(world.job)
         self.core = self.core_class(
-            layout=model.layout,
-            placement=model.placement,
+            InForce(model.layout, model.placement),
             blocks=model.blocks,
             num_followers=world.job.num_followers,
             scatter_width=world.job.scatter_width,

@@ -18,16 +18,16 @@ from elaswave.protocol.messages import (
     Decision,
     Evidence,
     Fenced,
+    InForce,
     Installed,
     LayoutChange,
     Prepare,
     Registered,
 )
 from elaswave.protocol.step.ballot import Request, VoteOutcome
-from elaswave.protocol.step.engine import Committed, Key, Pause, Phase, StepObserver
+from elaswave.protocol.step.engine import Committed, Key, Pause, Phase, Ports, StepObserver
 from elaswave.protocol.step.facts import Facts
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.types import ExecutionParameters
 from verify.simulator.engine import ToyCopy, ToyEngine
 from verify.simulator.job import Job, initial_state, model_of, parameter
 from verify.simulator.links import SimLinks, closed
@@ -105,19 +105,11 @@ class SimWorker:
         }
         engine = ToyEngine(self)
         self.machine: SimMachine = machine_class(
-            worker,
-            model.terms,
-            engine,
-            self.links,
-            _SimOutbox(self),
-            self._disk,
-            self._watch,
+            Ports(worker, model.terms, engine, self.links, self._watch, _SimOutbox(self), self._disk),
             self.facts,
-            layout=layout,
-            execution=ExecutionParameters(),
-            placement=model.placement,
-            copies=copies,
-            progress=model.progress,
+            InForce(layout, model.placement),
+            copies,
+            model.progress,
             joins=joins,
         )
         self.engine = engine
@@ -424,7 +416,7 @@ class _Watch(StepObserver):
         worker, epoch = self._host.id, self._host.links.epoch
         self._tell_new_copies()
         self._see.began(worker, epoch, machine.step, machine.attempt, machine.placement)
-        changes = (machine.held_change, machine.moving, machine.coming)
+        changes = (machine.planned.held, machine.planned.moving, machine.planned.coming)
         newest = max([machine.ledger.change, *(change.number for change in changes if change is not None)])
         self._see.holds(worker, epoch, machine.step, newest, machine.member.term)
 
@@ -440,8 +432,8 @@ class _Watch(StepObserver):
 
     def learned(self, evidence: Evidence) -> None:
         host, machine = self._host, self._host.machine
-        assert machine.known_vote is not None
-        verdict = machine.known_vote[2]
+        assert machine.steps.known_vote is not None
+        verdict = machine.steps.known_vote[2]
         if verdict.outcome is VoteOutcome.REJECT and not host.world.has_flipped:
             raise RejectedVote(
                 f"worker {host.id}: the vote on step {machine.step} fails in {', '.join(verdict.failed)}"
@@ -455,7 +447,7 @@ class _Watch(StepObserver):
             evidence.vector,
             machine.progress.grids.exponents,
         )
-        if machine.moving is not None:
+        if machine.planned.moving is not None:
             self._see.adopted(host.id)
         if evidence.commits:
             self._tell_new_copies()

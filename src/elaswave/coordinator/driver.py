@@ -58,8 +58,8 @@ from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE
 from elaswave.observability.run_folder import data_facts, differences_on_resume
 from elaswave.protocol import events
+from elaswave.protocol.coordinator.decisions import MemberEnd
 from elaswave.protocol.coordinator.driver import CoordinatorDriver
-from elaswave.protocol.coordinator.ending import MemberEnd
 from elaswave.protocol.coordinator.machine import Bounds, Coordinator
 from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.detection.awake import TICK_S, AwakeTime
@@ -68,6 +68,7 @@ from elaswave.protocol.membership.hosts import Hosts
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
+    InForce,
 )
 from elaswave.store.interface import Owner
 from elaswave.store.journal import ClockRead, JournalRecord, by_own_clock, core_records
@@ -144,8 +145,7 @@ class JobDriver(CoordinatorDriver):
         elastic = plan.config.elastic
         self._planner = RunPlanner(plan)
         self.core = Coordinator(
-            layout=plan.layout,
-            placement=plan.placement,
+            InForce(plan.layout, plan.placement, plan.execution),
             blocks=plan.blocks,
             num_followers=elastic.num_followers,
             scatter_width=plan.scatter_width,
@@ -153,7 +153,6 @@ class JobDriver(CoordinatorDriver):
             restarts=self._planner.restarts,
             first_step=self._state.first_step,
             records=core_records(records),
-            execution=plan.execution,
         )
         self._membership = Membership(
             self.core,

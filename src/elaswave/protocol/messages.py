@@ -4,6 +4,8 @@ Every message carries an epoch; a receiver of one of an unexpected epoch drops i
 Coordinators carry a term, which grows with every start of one.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from elaswave.blocks.placement import Placement
@@ -14,6 +16,17 @@ PROTOCOL_VERSION = 10
 """Both ends of a control connection must have the same."""
 FIRST_EPOCH = 1
 """In which a job begins."""
+
+
+class InForce(NamedTuple):
+    """By what the members train."""
+
+    layout: Layout
+    placement: Placement
+    """Owners; followers that were missing may have been added since."""
+    execution: ExecutionParameters = ExecutionParameters()
+    change: int = 0
+    """The number of the planned change that all this is of; 0 for none."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):

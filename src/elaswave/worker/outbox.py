@@ -151,7 +151,7 @@ class ControlOutbox:
             change=committed.evidence.change,
             checkpoint=committed.evidence.checkpoint,
             retries=list(committed.retries),
-            skipped=None if skipped is None else self.machine.describe_nonfinite(skipped),
+            skipped=None if skipped is None else self.machine.steps.describe_nonfinite(skipped),
             skipped_microbatch=None if skipped is None else skipped.microbatch,
             skipped_layer=None if skipped is None else layer_name(skipped.layer),
             metrics=dict(committed.metrics),

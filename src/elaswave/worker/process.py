@@ -32,9 +32,9 @@ from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, Wa
 from elaswave.models.foreign.connection import close_all
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.programs.execution import programs_of
-from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker
+from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker, InForce
 from elaswave.protocol.step.ballot import BufferTensor
-from elaswave.protocol.step.engine import JobTerms, Pause, Wait
+from elaswave.protocol.step.engine import JobTerms, Pause, Ports, Wait
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.position import FOREIGN, START
 from elaswave.state.store import HeldBlock
@@ -151,21 +151,14 @@ class Worker:
         self._disk = ShardDisk(
             ShardWriter(setup.worker, setup.run_dir, self._wrote), self._outbox, config.run.checkpoint_every_s
         )
+        engine = TorchEngine(context, layers, updater_after(blueprint, setup.checkpoint), store)
         self.machine = self._make_machine(
-            setup.worker,
-            terms_of(blueprint),
-            TorchEngine(context, layers, updater_after(blueprint, setup.checkpoint), store),
-            self._links,
-            self._outbox,
-            self._disk,
-            self._watch,
+            Ports(setup.worker, terms_of(blueprint), engine, self._links, self._watch, self._outbox, self._disk),
             mailbox.facts,
+            InForce(layout, placement, blueprint.execution),
+            store.held,
+            progress,
             step=0 if setup.checkpoint is None else setup.checkpoint[1].step,
-            layout=layout,
-            execution=blueprint.execution,
-            placement=placement,
-            copies=store.held,
-            progress=progress,
             joins=setup.joins,
         )
         self._watch.machine = self._outbox.machine = self.machine

@@ -11,7 +11,7 @@ from elaswave.coordinator.membership import JOIN_TIMEOUT_S, JOINER_SILENT_S, JOI
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.detection.awake import AwakeTime
 from elaswave.protocol.events import JoinerCame, JoinerGone, LeaveWanted, LeavingRecord, Record, StartRecord
-from elaswave.protocol.messages import Joining
+from elaswave.protocol.messages import InForce, Joining
 
 
 class FakeJoiners:
@@ -305,8 +305,7 @@ def test_a_successor_stops_the_job_if_the_last_was_asked_to_leave_before_it_came
 
     def cause_after(num_records: int) -> str | None:
         core = Coordinator(
-            layout=job.plan.layout,
-            placement=job.plan.placement,
+            InForce(job.plan.layout, job.plan.placement),
             blocks=job.plan.blocks,
             num_followers=1,
             scatter_width=1,

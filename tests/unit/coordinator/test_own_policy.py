@@ -18,8 +18,8 @@ from elaswave.engine.blueprint import Blueprint
 from elaswave.job.plan import RunPlan
 from elaswave.planning.programs.layout import validate_layout
 from elaswave.planning.search.recovery import set_idle, survivor_layout
-from elaswave.protocol.coordinator.history import InForce
 from elaswave.protocol.events import PlanRecovery
+from elaswave.protocol.messages import InForce
 from elaswave.types import Layout
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "policies"

@@ -26,7 +26,7 @@ from elaswave.planning.programs.validation import validate_programs
 from elaswave.planning.search.recovery import survivor_layout
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import Record
-from elaswave.protocol.messages import Decision
+from elaswave.protocol.messages import Decision, InForce
 from elaswave.types import ExecutionParameters, Hop, Layout, Stage, struct_hash
 
 
@@ -211,13 +211,11 @@ def test_a_coordinator_begins_with_the_execution_parameters_of_the_start_and_tak
 
     def coordinator(*records: Record) -> Coordinator:
         return Coordinator(
-            layout=blueprint.layout,
-            placement=blueprint.placement,
+            InForce(blueprint.layout, blueprint.placement, blueprint.execution),
             blocks=blueprint.blocks,
             num_followers=1,
             scatter_width=blueprint.scatter_width,
             records=records,
-            execution=blueprint.execution,
         )
 
     assert blueprint.execution.layer_s

@@ -13,8 +13,8 @@ from elaswave.coordinator.planning.stragglers import Shift
 from elaswave.engine.blueprint import Blueprint
 from elaswave.job.plan import RunPlan
 from elaswave.planning.search.recovery import set_idle
-from elaswave.protocol.coordinator.history import InForce
 from elaswave.protocol.events import PlanRecovery
+from elaswave.protocol.messages import InForce
 
 
 def plan(**elastic: Any) -> RunPlan:

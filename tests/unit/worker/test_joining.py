@@ -88,9 +88,9 @@ class Scaled(nn.Linear):
 @pytest.mark.parametrize("settings", [{}, {"model.family": "llama"}, {"model.dtype": "bfloat16", "model.dropout": 0.1}])
 def test_a_joiner_says_what_the_first_vote_of_the_others_has_found(setup, settings, tmp_path):
     layout = make_layout(widths=[1, 1], layers_per_stage=[2, 2], num_microbatches=4)
-    loops = []
-    train(layout, tmp_path, settings, steps=1, change=loops.append)
-    known = loops[0].canaries
+    machines = []
+    train(layout, tmp_path, settings, steps=1, change=machines.append)
+    known = machines[0].steps.canaries
     said = first_words(setup._replace(config=small_config(settings)), "unix:/7").canaries
     assert said.keys() == {ENVIRONMENT, 1, 2, 4}, "embedding, blocks, head"
     assert said.items() <= known.items()
@@ -204,7 +204,7 @@ def test_a_joiner_holds_nothing(setup):
         mailbox = Mailbox(7, transport)
         worker = Worker(setup, Client(mailbox), mailbox, transport)
         machine = worker.machine
-        assert (machine.copies, machine.engine.layers, machine.program) == ({}, {}, ())
+        assert (machine.copies, machine.engine.layers, machine.execution.program) == ({}, {}, ())
         assert machine.layers_here() == (0, 0) and 7 in machine.layout.idle
         worker.close()
     finally:

@@ -12,6 +12,7 @@ from elaswave.errors import FencedError, InterruptedWaitError, WaitTimeoutError
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.messages import Fenced, Prepare
 from elaswave.protocol.step.ballot import Request
+from elaswave.protocol.step.duties import WorkBetweenSteps
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.worker import process as worker_module
 from elaswave.worker import shard_writer
@@ -235,8 +236,9 @@ def test_checkpoints_by_time_are_asked_for_by_the_lowest_member_and_then_by_the_
     machine: WorkerMachine = WorkerMachine.__new__(WorkerMachine)
     machine.outbox = SimpleNamespace(request=lambda: box.request)  # type: ignore[assignment]
     machine.disk = ShardDisk(writer, None, 30.0)  # type: ignore[arg-type]
-    machine.terms = SimpleNamespace(eval_every=0, num_steps=50, checkpoint_every=0)  # type: ignore[assignment]
-    machine._duties = []
+    machine.between = between = WorkBetweenSteps.__new__(WorkBetweenSteps)
+    between.terms = SimpleNamespace(eval_every=0, num_steps=50, checkpoint_every=0)  # type: ignore[assignment]
+    between.disk, between._duties = machine.disk, []
     machine.worker, machine.members, machine._asks_pause = 1, (0, 1, 2), False
     now_s = 131.0
     assert machine._request() is Request.NONE
@@ -246,8 +248,8 @@ def test_checkpoints_by_time_are_asked_for_by_the_lowest_member_and_then_by_the_
     assert machine._request() is Request.NONE
     writer.is_busy = False
     for request, step in ((Request.CHECKPOINT, 7), (Request.NONE, 8), (Request.STOP, 9)):
-        machine.note_duties(step, request)
-    assert machine._duties == [("checkpoint", 7), ("checkpoint", 9)]
+        between.note(step, request)
+    assert between._duties == [("checkpoint", 7), ("checkpoint", 9)]
     assert machine._request() is Request.NONE  # the clock has begun anew
     box.receive(Stop())
     assert machine._request() is Request.STOP

@@ -10,10 +10,10 @@ from elaswave.coordinator.background import Background, in_thread
 from elaswave.coordinator.planning.run_planner import LayoutSearch, RunPlanner
 from elaswave.coordinator.records.recorder import RunRecorder
 from elaswave.coordinator.records.terminal import Terminal
-from elaswave.protocol.coordinator.history import InForce
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.events import ChangePlanned, PlanRecovery, RecoveryPlan
+from elaswave.protocol.messages import InForce
 
 PLAN_TIMEOUT_S = 10.0
 """Within this time a recovery must be planned; else survivors keep their stages (P4)."""

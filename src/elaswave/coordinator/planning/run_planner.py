@@ -17,9 +17,8 @@ from elaswave.planning.search.asked_stages import asked_stages
 from elaswave.planning.search.recovery import survivor_layout
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol.coordinator.decisions import plan_with
-from elaswave.protocol.coordinator.history import InForce
 from elaswave.protocol.events import ChangePlanned, PlanRecovery, RecoveryPlan
-from elaswave.protocol.messages import Decision
+from elaswave.protocol.messages import Decision, InForce
 from elaswave.protocol.step.moves import refilled
 from elaswave.types import ExecutionParameters, Layout
 

@@ -25,7 +25,7 @@ from elaswave.observability.events import (
     StepTimePredicted,
 )
 from elaswave.observability.result import EpochRecord, Recovery, from_json_float
-from elaswave.protocol.coordinator.ending import MemberEnd, all_have_ended
+from elaswave.protocol.coordinator.decisions import MemberEnd, all_have_ended
 from elaswave.protocol.messages import FIRST_EPOCH, Decision
 from elaswave.store.journal import CheckpointGivenUp, Entered, Published, RecorderRecord
 from elaswave.types import Layout

@@ -14,7 +14,7 @@ class Probe(Protocol):
         Args:
             phase: where the step is.
             index: counts the phase's actions in this attempt.
-            machine: the `elaswave.protocol.step.loop.StepLoop`; has the worker's id, the step and the attempt.
+            machine: the `elaswave.protocol.step.machine.WorkerMachine`; has the worker's id, the step and the attempt.
         """
         ...
 

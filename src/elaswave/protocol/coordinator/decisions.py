@@ -4,7 +4,8 @@ From the reports follow the committed step, who holds a valid copy of which bloc
 plan, the decision.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -311,3 +312,27 @@ def with_members(layout: Layout, members: Sequence[int], domains: Mapping[int, s
         return layout
     layout = msgspec.structs.replace(layout, idle=tuple(sorted({*layout.idle, *new})))
     return msgspec.structs.replace(layout, domains=label_members(layout, domains))
+
+
+# ------------------------------------------------------------------------------------------------------------ the end
+
+
+class MemberEnd(NamedTuple):
+    """A worker has said that it has made its last step."""
+
+    epoch: int
+    """In which it said so."""
+    step: int
+    """The last one."""
+
+
+def all_have_ended(members: Iterable[int], epoch: int, ends: Mapping[int, MemberEnd], published: int) -> bool:
+    """Whether no worker is needed any more: the coordinator's part of W10.
+
+    Args:
+        members: of the present epoch.
+        epoch: the present one. Only in it does a member know its roles, so an end of an older one does not count.
+        ends: worker -> its end.
+        published: the newest step whose loss is known: until its last one is, another member may have to tell of it.
+    """
+    return all(worker in ends and ends[worker].epoch == epoch and ends[worker].step <= published for worker in members)

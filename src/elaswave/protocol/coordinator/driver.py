@@ -7,7 +7,7 @@ planned or shown, not in what follows what.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from elaswave.protocol.coordinator.ending import MemberEnd, all_have_ended
+from elaswave.protocol.coordinator.decisions import MemberEnd, all_have_ended
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.events import (

@@ -6,9 +6,8 @@ joiners and the agent say again by themselves is not here (`elaswave.protocol.me
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from elaswave.blocks.placement import Block, Placement
+from elaswave.blocks.placement import Block
 from elaswave.protocol.coordinator.decisions import base_step
 from elaswave.protocol.coordinator.transitions import TRANSITIONS, State
 from elaswave.protocol.events import (
@@ -25,61 +24,47 @@ from elaswave.protocol.messages import (
     Decision,
     Evidence,
     Fenced,
+    InForce,
     LayoutChange,
     Prepare,
     Released,
     Report,
 )
-from elaswave.types import ExecutionParameters, Layout
-
-
-class InForce(NamedTuple):
-    """By what the members train."""
-
-    layout: Layout
-    placement: Placement
-    """Owners; followers that were missing may have been added since."""
-    execution: ExecutionParameters
-    change: int
-    """The number of the planned change that all this is of; 0 for none."""
 
 
 class JobHistory:
     """Members, the newest decision, planned changes, losses, joins and leaves.
 
     Args:
-        layout, placement: of the start.
+        start: layout, placement and execution parameters of the start.
         blocks: of the model.
         num_followers: copies wanted of each block beside its owner.
         scatter_width: over how many partners an owner's blocks are spread.
         restarts: whether the policy is to go back to the newest checkpoint after every loss.
         first_step: the step that training begins with.
         records: what earlier coordinators of the job have persisted, in order.
-        execution: of the start.
     """
 
     admissions_class = Admissions
 
     def __init__(
         self,
+        start: InForce,
         *,
-        layout: Layout,
-        placement: Placement,
         blocks: Sequence[Block],
         num_followers: int,
         scatter_width: int,
         restarts: bool,
         first_step: int,
         records: Sequence[Record],
-        execution: ExecutionParameters | None,
     ) -> None:
         self.state = TRANSITIONS.first
         self.epoch = FIRST_EPOCH
         self.term = 1 + max((record.term for record in records), default=0)
-        self.members = layout.workers
-        self.layout = layout
-        self.placement = placement
-        self.execution = execution or ExecutionParameters()
+        self.members = start.layout.workers
+        self.layout = start.layout
+        self.placement = start.placement
+        self.execution = start.execution
         """Of the newest decision."""
         self.decision: Decision | None = None
         """The newest decision."""
@@ -88,7 +73,7 @@ class JobHistory:
         self.scatter_width = scatter_width
         self.restarts = restarts
         self.first_step = first_step
-        self.founders = frozenset(layout.workers)
+        self.founders = frozenset(start.layout.workers)
 
         self.admissions = self.admissions_class()
         self.evidence: Evidence | None = None
@@ -97,7 +82,7 @@ class JobHistory:
         """The epoch of the newest decision that went back to a checkpoint."""
         self.lost: tuple[int, ...] = ()
         """Lost since the newest decision."""
-        self.domains: dict[int, str] = dict(layout.domains)
+        self.domains: dict[int, str] = dict(start.layout.domains)
         """Where members run, and those that were members."""
         self.joined: tuple[int, ...] = ()
         """Members since the newest decision."""

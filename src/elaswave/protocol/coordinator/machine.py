@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave.blocks.placement import Block, Placement
+from elaswave.blocks.placement import Block
 from elaswave.protocol.coordinator.decisions import (
     newest_evidence,
 )
@@ -59,6 +59,7 @@ from elaswave.protocol.messages import (
     AskPause,
     Dial,
     GoOn,
+    InForce,
     Installed,
     LayoutChange,
     Linked,
@@ -67,7 +68,6 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
-from elaswave.types import ExecutionParameters, Layout
 
 
 class Bounds(NamedTuple):
@@ -84,7 +84,7 @@ class Coordinator(JobHistory):
     """The coordinator's machine.
 
     Args:
-        layout, placement: of the start.
+        start: layout, placement and execution parameters of the start.
         blocks: of the model.
         num_followers: copies wanted of each block beside its owner.
         scatter_width: over how many partners an owner's blocks are spread.
@@ -92,14 +92,12 @@ class Coordinator(JobHistory):
         restarts: whether the policy is to go back to the newest checkpoint after every loss.
         first_step: the step that training begins with.
         records: what earlier coordinators of the job have persisted, in order.
-        execution: of the start.
     """
 
     def __init__(
         self,
+        start: InForce,
         *,
-        layout: Layout,
-        placement: Placement,
         blocks: Sequence[Block],
         num_followers: int,
         scatter_width: int,
@@ -107,18 +105,15 @@ class Coordinator(JobHistory):
         restarts: bool = False,
         first_step: int = 1,
         records: Sequence[Record] = (),
-        execution: ExecutionParameters | None = None,
     ) -> None:
         super().__init__(
-            layout=layout,
-            placement=placement,
+            start,
             blocks=blocks,
             num_followers=num_followers,
             scatter_width=scatter_width,
             restarts=restarts,
             first_step=first_step,
             records=records,
-            execution=execution,
         )
         self.inquiry = Inquiry(self)
         self._bounds = bounds

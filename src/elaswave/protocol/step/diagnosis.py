@@ -5,46 +5,29 @@ counts per item, so every worker comes to the same sentence, and to the same cop
 here.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from elaswave.blocks.placement import Placement, Role
+from elaswave.blocks.placement import Role
 from elaswave.hashing import signed64
 from elaswave.protocol.environment import ENVIRONMENT, TEXT_WORDS, text_words, words_text
 from elaswave.protocol.step.ballot import LOSS, add_words
-from elaswave.protocol.step.engine import Change, Copy, Engine, FrameKind, JobTerms, Memory, Wait
-from elaswave.protocol.step.soundness import (
-    WHAT,
-    Difference,
-    Soundness,
-    changes_in,
-    describe,
-    judge_copies,
-    words_of,
-)
-from elaswave.types import Layout
+from elaswave.protocol.step.blocks import WorkerBlocks
+from elaswave.protocol.step.engine import FrameKind
+from elaswave.protocol.step.execution import Execution, Life
+from elaswave.protocol.step.soundness import CopyChecks, Soundness, describe, judge_copies
 
-_Finding = Generator[Wait, None, list[str]]
+_Finding = Life[list[str]]
 
 _MAX_NAMED = 4
-_MAX_COMPARED = 1024
-"""Blocks whose copies are compared one by one; others that differ are found again in the next vote."""
 
 
 class Voter(Protocol):
     """A worker in the state in which it voted: an `elaswave.protocol.step.loop.StepLoop`."""
 
-    worker: int
-    terms: JobTerms
-    step: int
-    layout: Layout
-    engine: Engine[Any]
-
-    placement: Placement
-    voting: Placement
-    agreement_hash: int
-    changes: Sequence[Change]
-    """Of its memory, as it has found them for its ballot."""
+    execution: Execution[Any]
+    blocks: WorkerBlocks[Any]
+    checks: CopyChecks[Any]
     canaries: dict[int, int]
     """What layers made of made-up numbers where they ran before, by place."""
 
@@ -52,27 +35,8 @@ class Voter(Protocol):
     def progress_hash(self) -> int:
         """Of grids and number of updates."""
 
-    @property
-    def voting_copies(self) -> Mapping[int, Copy]:
-        """The copies that have voted, by block."""
 
-    def compared(self, *, at_rest: bool = False) -> Mapping[int, tuple[int, int, int]]:
-        """By block, hashes of what this worker compares with others: in the order of `WHAT`, 0 for nothing."""
-
-    def agreement_terms(self, compared: Mapping[int, tuple[int, int, int]]) -> Iterable[tuple[int, int, int]]:
-        """(block, weight, hash) of each copy, as in the ballot."""
-
-    def all_reduce(
-        self,
-        kind: FrameKind,
-        values: Sequence[int],
-        merge: Callable[[Sequence[int], Sequence[int]], list[int]],
-        part: int,
-    ) -> Generator[Wait, None, Sequence[int]]:
-        """Merges lists of numbers over all workers."""
-
-
-def diagnose(voter: Voter, failed: Sequence[str]) -> Generator[Wait, None, tuple[str, Soundness]]:
+def diagnose(voter: Voter, failed: Sequence[str]) -> Life[tuple[str, Soundness]]:
     """Names what made a certificate fail. All workers must do it after the same vote.
 
     Args:
@@ -82,14 +46,15 @@ def diagnose(voter: Voter, failed: Sequence[str]) -> Generator[Wait, None, tuple
         A clause such as "block 17 differs between its owner, worker 0, and its followers, workers [1]", and which
         copies are wrong.
     """
-    changes = (yield from _changes(voter)) if "memory" in failed else []
-    differences = (yield from differing(voter)) if "agreement" in failed else []
-    findings = describe(voter.voting, changes, differences, lambda change: _layer_of(voter, change))
+    checks, blocks = voter.checks, voter.blocks
+    changes = (yield from checks.changes_of_all()) if "memory" in failed else []
+    differences = (yield from checks.differing()) if "agreement" in failed else []
+    findings = describe(blocks.voting, changes, differences, checks.layer_of_change)
     text = yield from _name(voter, failed, findings)
-    return text, judge_copies(voter.placement, changes, differences)
+    return text, judge_copies(blocks.placement, changes, differences)
 
 
-def _name(voter: Voter, failed: Sequence[str], findings: list[str]) -> Generator[Wait, None, str]:
+def _name(voter: Voter, failed: Sequence[str], findings: list[str]) -> Life[str]:
     for what, find in _FINDERS.items():
         if what in failed:
             findings += yield from find(voter)
@@ -101,15 +66,15 @@ def _name(voter: Voter, failed: Sequence[str], findings: list[str]) -> Generator
     return "; ".join(findings[:_MAX_NAMED]) + more
 
 
-def _sum(voter: Voter, values: list[int], part: int) -> Generator[Wait, None, Sequence[int]]:
-    return (yield from voter.all_reduce(FrameKind.DIAGNOSIS, values, add_words, part))
+def _sum(voter: Voter, values: list[int], part: int) -> Life[Sequence[int]]:
+    return (yield from voter.execution.all_reduce(FrameKind.DIAGNOSIS, values, add_words, part))
 
 
 def _coverage(voter: Voter) -> _Finding:
-    layout = voter.layout
+    layout = voter.execution.layout
     num_units, num_microbatches = layout.num_layers + len(layout.shared), layout.num_microbatches
     counts = [0] * ((num_units + 1) * num_microbatches)
-    for (layer, microbatch), count in voter.engine.counts().items():
+    for (layer, microbatch), count in voter.execution.engine.counts().items():
         counts[(num_units if layer == LOSS else layer) * num_microbatches + microbatch] = count
     findings: dict[tuple[int, int, int], list[int]] = {}
     losses = []
@@ -129,70 +94,12 @@ def _times(number: int) -> str:
     return "once" if number == 1 else f"{number} times"
 
 
-def _changes(voter: Voter) -> Generator[Wait, None, list[tuple[int, Change]]]:
-    """What has changed in whose memory."""
-    workers = voter.layout.workers
-    own = list(map(signed64, words_of(voter.changes)))
-    words = [0] * (len(own) * len(workers))
-    place = len(own) * workers.index(voter.worker)
-    words[place : place + len(own)] = own
-    total = yield from _sum(voter, words, part=8)
-    found = [changes_in(total[len(own) * index : len(own) * (index + 1)]) for index in range(len(workers))]
-    return [(worker, change) for worker, those in zip(workers, found, strict=True) for change in those]
-
-
-def differing(voter: Voter, *, at_rest: bool = False) -> Generator[Wait, None, list[Difference]]:
-    """Which copies differ, with the hashes of all workers, which must all ask at the same time.
-
-    Args:
-        voter: this worker.
-        at_rest: as of `elaswave.protocol.step.loop.StepLoop.compared`.
-    """
-    own = voter.compared(at_rest=at_rest)
-    if at_rest and not any((yield from _sum(voter, [_weighed(voter, own)], part=10))):
-        return []  # as a vote finds it
-    sums = [0] * len(voter.terms.blocks)
-    for block, weight, key in voter.agreement_terms(own):
-        sums[block] = signed64(sums[block] + weight * key)
-    total = yield from _sum(voter, sums, part=2)
-    blocks = [block for block, difference in enumerate(total) if difference][:_MAX_COMPARED]
-    if not blocks:
-        return []
-    workers = voter.layout.workers
-    row = len(WHAT) * len(workers)
-    hashes = [0] * (row * len(blocks))
-    for index, block in enumerate(blocks):
-        for kind, value in enumerate(own.get(block, ())):
-            hashes[row * index + kind * len(workers) + workers.index(voter.worker)] = signed64(value)
-    total = yield from _sum(voter, hashes, part=9)
-    found = []
-    for index, block in enumerate(blocks):
-        for kind, what in enumerate(WHAT):
-            values = total[row * index + kind * len(workers) :]
-            those = {worker: value for worker, value in zip(workers, values, strict=False) if value}
-            if len(set(those.values())) > 1:
-                found.append(Difference(block, what, those))
-    return found
-
-
-def _weighed(voter: Voter, compared: Mapping[int, tuple[int, int, int]]) -> int:
-    return signed64(sum(weight * key for _, weight, key in voter.agreement_terms(compared)))
-
-
-def _layer_of(voter: Voter, change: Change) -> str:
-    terms, unit = voter.terms, change.place
-    if change.memory in (Memory.WORKING, Memory.COPY):
-        unit = terms.blocks[change.place].layer
-    first = voter.layout.num_layers
-    return terms.layer_name(unit if unit < first else voter.layout.shared[unit - first][0])
-
-
 def _partial_sums(voter: Voter) -> _Finding:
     """Which partial sum is not what was added to it, has changed on its way, or was added up wrongly."""
-    workers, num_blocks = voter.layout.workers, len(voter.terms.blocks)
-    num_layers = voter.layout.num_layers + len(voter.layout.shared)
-    position = workers.index(voter.worker)
-    imbalance = voter.engine.imbalance()
+    workers, num_blocks = voter.execution.layout.workers, len(voter.execution.terms.blocks)
+    num_layers = voter.execution.layout.num_layers + len(voter.execution.layout.shared)
+    position = workers.index(voter.execution.worker)
+    imbalance = voter.execution.engine.imbalance()
     changed = [0] * (len(workers) * num_layers)
     for layer, difference in imbalance.layers.items():
         changed[position * num_layers + layer] = signed64(difference)
@@ -202,7 +109,7 @@ def _partial_sums(voter: Voter) -> _Finding:
     added_up = [0] * len(workers)
     added_up[position] = signed64(imbalance.totals)
     total = yield from _sum(voter, changed + on_the_way + added_up, part=5)
-    owner = voter.voting.owner
+    owner = voter.blocks.voting.owner
     findings = []
     for index, difference in enumerate(total[: len(changed)]):
         worker, layer = workers[index // num_layers], index % num_layers
@@ -218,16 +125,16 @@ def _partial_sums(voter: Voter) -> _Finding:
 
 
 def _residency(voter: Voter) -> _Finding:
-    num_blocks = len(voter.terms.blocks)
+    num_blocks = len(voter.execution.terms.blocks)
     counts = [0] * (3 * num_blocks)
-    for block, copy in voter.voting_copies.items():
+    for block, copy in voter.blocks.voting_copies.items():
         counts[block + (0 if copy.role is Role.OWNER else num_blocks)] += 1
-        counts[block + 2 * num_blocks] += voter.step - 1 - copy.version
+        counts[block + 2 * num_blocks] += voter.execution.step - 1 - copy.version
     total = yield from _sum(voter, counts, part=3)
     findings = []
     for block in range(num_blocks):
         owners, followers, behind = total[block], total[block + num_blocks], total[block + 2 * num_blocks]
-        wanted = len(voter.voting.followers[block])
+        wanted = len(voter.blocks.voting.followers[block])
         if owners != 1 or followers != wanted:
             findings.append(f"block {block} has {owners} owners and {followers} followers, needed are 1 and {wanted}")
         elif behind:
@@ -236,11 +143,11 @@ def _residency(voter: Voter) -> _Finding:
 
 
 def _layouts_and_grids(voter: Voter) -> _Finding:
-    workers = voter.layout.workers
-    own = (voter.agreement_hash, voter.progress_hash)
+    workers = voter.execution.layout.workers
+    own = (voter.blocks.agreement_hash, voter.progress_hash)
     hashes = [0] * (len(own) * len(workers))
     for kind, value in enumerate(own):
-        hashes[kind * len(workers) + workers.index(voter.worker)] = value
+        hashes[kind * len(workers) + workers.index(voter.execution.worker)] = value
     total = yield from _sum(voter, hashes, part=4)
     findings = []
     for kind, what in enumerate(("the next layout differs", "grids or the number of updates differ")):
@@ -254,9 +161,9 @@ def _layouts_and_grids(voter: Voter) -> _Finding:
 
 def _environments(voter: Voter) -> _Finding:
     """Which workers compute with something else, and in which operators that shows."""
-    workers, ours = voter.layout.workers, voter.engine.environment()
+    workers, ours = voter.execution.layout.workers, voter.execution.engine.environment()
     names = sorted(ours.operators)
-    size, position = len(names) + TEXT_WORDS, workers.index(voter.worker)
+    size, position = len(names) + TEXT_WORDS, workers.index(voter.execution.worker)
     values = [0] * (size * len(workers))
     values[size * position : size * (position + 1)] = [
         *(ours.operators[name] for name in names),
@@ -282,11 +189,11 @@ def _environments(voter: Voter) -> _Finding:
 
 def _layers(voter: Voter) -> _Finding:
     """Which layers are not the same on all workers."""
-    workers, num_layers = voter.layout.workers, voter.layout.num_layers
+    workers, num_layers = voter.execution.layout.workers, voter.execution.layout.num_layers
     values = [0] * (num_layers * len(workers))
-    for place, value in voter.engine.measured().canaries.items():
+    for place, value in voter.execution.engine.measured().canaries.items():
         if place != ENVIRONMENT:
-            values[num_layers * workers.index(voter.worker) + place - ENVIRONMENT - 1] = value
+            values[num_layers * workers.index(voter.execution.worker) + place - ENVIRONMENT - 1] = value
     total = yield from _sum(voter, values, part=7)
     findings = []
     for layer in range(num_layers):
@@ -299,7 +206,7 @@ def _layers(voter: Voter) -> _Finding:
             groups.setdefault(known, [])
         if len(groups) > 1:
             sides = [f"workers {members}" if members else "where it ran before" for members in groups.values()]
-            name = voter.terms.layer_name(layer)
+            name = voter.execution.terms.layer_name(layer)
             findings.append(f"layer {name} differs in shapes or bits between " + " and ".join(sides))
     return findings
 

@@ -1,5 +1,5 @@
-"""What the worker machine stands on: an engine that has the numbers, links to the other workers, and the way to the
-coordinator. The product has them with torch and sockets, the simulator with whole numbers on virtual time.
+"""What the worker machine stands on (`Ports`): an engine that has the numbers, links to the other workers, and the way
+to the coordinator. The product has them with torch and sockets, the simulator with whole numbers on virtual time.
 
 Engine and links never see each other, and neither decides an order: that is the machine's (`protocol.step`,
 `protocol.worker`). What travels is opaque to the machine; so are the places where it arrives.
@@ -645,6 +645,20 @@ class JobTerms(NamedTuple):
     tensor_name: Callable[[int], str] = str
     accumulator_bits: int = WIDE_BITS
     """Width of an exact sum of gradients (``elastic.accumulator_bits``)."""
+
+
+class Ports(NamedTuple, Generic[C]):
+    """What one worker's machine stands on."""
+
+    worker: int
+    """Its id."""
+    terms: JobTerms
+    engine: Engine[C]
+    """Has the layers of the layout in force."""
+    links: Links
+    observer: StepObserver
+    outbox: Outbox
+    disk: Disk
 
 
 class Compile(Protocol):

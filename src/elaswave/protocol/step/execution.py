@@ -6,16 +6,16 @@ for only by the action that uses it. No torch, IO, clocks or threads.
 Every method that can wait is a generator of `Wait`; its `Pause.MOMENT` stands before each action.
 """
 
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from elaswave.planning.programs.layout import evaluation_layout
 from elaswave.protocol.step.ballot import add_words
-from elaswave.protocol.step.engine import C, Engine, FrameKind, JobTerms, Key, Links, Pause, StepObserver, Wait
-from elaswave.protocol.step.salvage import Partial, Todo, todos_of
+from elaswave.protocol.step.engine import C, FrameKind, Key, Pause, Ports, Wait
+from elaswave.protocol.step.salvage import Partial, todos_of
 from elaswave.protocol.step.scores import Means, means_of, score_words
-from elaswave.protocol.step.traffic import adds_gradients, contributions, doubling, parts_of, units_by_layer
+from elaswave.protocol.step.traffic import doubling, parts_of, units_by_layer
 from elaswave.types import Action, ExecutionParameters, Hop, Layout, Program
 
 T = TypeVar("T")
@@ -23,49 +23,57 @@ Life = Generator[Wait, None, T]
 """Something that a worker does, and may have to wait in."""
 
 
+class Turn(NamedTuple):
+    """An action of the program, with all that layout and kept work say of it beforehand."""
+
+    action: Action
+    layers: range
+    kind: FrameKind
+    """Of its input and its output."""
+    source: Hop | None
+    """Where its input comes from; None if it takes none."""
+    target: Hop | None
+    """Where its output goes; None if it goes nowhere."""
+    runs: bool
+    """False: an earlier attempt has run it, and what it returned then goes on once more."""
+    keeps: bool
+    """Whether a backward will need what a forward makes."""
+    is_first: bool
+    """Whether the micro-batch begins in these layers."""
+    is_last: bool
+    """Whether the micro-batch ends in these layers."""
+    adds_to: tuple[int, ...]
+    """Units to whose sums it adds gradients, in this order; a shared unit as often as these layers use it."""
+
+
 class Execution(Generic[C]):
-    """Carries out the programs of one worker.
+    """Carries out the programs of one worker, and names the frames of the attempt in hand.
 
     Args:
-        worker: its id.
-        terms: what is known of the job.
-        engine: its numbers, with the layers of the layout.
-        links: its links to the others.
-        observer: is told what happens.
-        layout, execution: in force.
-        copies: the blocks held at the last committed step.
+        ports: what the worker stands on.
+        layout, parameters: in force.
+        copies: the blocks that are held; the engine makes room beside them.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        terms: JobTerms,
-        engine: Engine[C],
-        links: Links,
-        observer: StepObserver,
-        layout: Layout,
-        execution: ExecutionParameters,
-        copies: Mapping[int, C],
-    ) -> None:
-        self.worker = worker
-        self.terms = terms
-        self.engine = engine
-        self.links = links
-        self.observer = observer
+    def __init__(self, ports: Ports[C], layout: Layout, parameters: ExecutionParameters, copies: Iterable[C]) -> None:
+        self.worker, self.terms, self.engine, self.links, self.observer, *_ = ports
         self.step = 0
+        """The step that is being tried, or was tried last: every frame carries it. Never the next one, which is
+        `elaswave.protocol.step.machine.WorkerMachine.next_step`."""
         self.attempt = 0
-        self.copies: dict[int, C] = dict(sorted(copies.items()))
-        """The copies held at the last committed step, by block."""
+        """The attempt of `step` that is being made; 0 outside of an attempt."""
         self.kept: tuple[Partial, ...] = ()
         """What all workers have kept of the step in the present attempt."""
-        self._use_layout(layout, execution)
+        self.use_layout(layout, parameters, copies)
 
-    def _use_layout(self, layout: Layout, execution: ExecutionParameters) -> frozenset[int]:
+    def use_layout(self, layout: Layout, parameters: ExecutionParameters, copies: Iterable[C]) -> frozenset[int]:
         """Takes over a layout; returns the layers that are new here, yet without values."""
-        new = self.engine.use_layout(layout, execution, self.copies.values())
+        new = self.engine.use_layout(layout, parameters, copies)
         self.layout = layout
-        self.execution = execution
-        self.program: Program = self.terms.compile(self.worker, layout, execution)
+        self.parameters = parameters
+        self.program: Program = self.terms.compile(self.worker, layout, parameters)
+        self._turns: tuple[Turn, ...] = ()
+        self._turns_of: tuple[Program, tuple[Partial, ...]] | None = None
         return new
 
     # --------------------------------------------------------------------------------------------------------- frames
@@ -74,7 +82,7 @@ class Execution(Generic[C]):
         """Name of a frame of the present attempt (W3)."""
         return Key(kind, self.step, self.attempt, a, b, peer)
 
-    def _receive(self, keys: Sequence[Key]) -> Life[list[Any]]:
+    def receive(self, keys: Sequence[Key]) -> Life[list[Any]]:
         """Waits until frames are here, and takes them."""
         if keys:
             yield tuple(keys)
@@ -97,20 +105,61 @@ class Execution(Generic[C]):
         helper, lender, partners = doubling(self.layout.workers, self.worker)
         if helper is not None:
             self.links.send(self.key(kind, part, 0, helper), values)
-            (values,) = yield from self._receive([self.key(kind, part, 1, helper)])
+            (values,) = yield from self.receive([self.key(kind, part, 1, helper)])
             return values
         if lender is not None:
-            (theirs,) = yield from self._receive([self.key(kind, part, 0, lender)])
+            (theirs,) = yield from self.receive([self.key(kind, part, 0, lender)])
             values = merge(values, theirs)
         for turn, partner in enumerate(partners, start=2):
             self.links.send(self.key(kind, part, turn, partner), values)
-            (theirs,) = yield from self._receive([self.key(kind, part, turn, partner)])
+            (theirs,) = yield from self.receive([self.key(kind, part, turn, partner)])
             values = merge(values, theirs)
         if lender is not None:
             self.links.send(self.key(kind, part, 1, lender), values)
         return values
 
     # ------------------------------------------------------------------------------------------------------------ RUN
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """What RUN does, in order; made anew when the program is another one, or other work is kept."""
+        if self._turns_of is None or self._turns_of[0] is not self.program or self._turns_of[1] is not self.kept:
+            self._turns_of = (self.program, self.kept)
+            self._turns = self._make_turns()
+        return self._turns
+
+    def _make_turns(self) -> tuple[Turn, ...]:
+        parts, units = parts_of(self.worker, self.layout), units_by_layer(self.layout)
+        todos = todos_of(self.layout, self.kept, self.terms.lowest_trained)
+        turns = []
+        for action in self.program:
+            todo = todos.get((action.stage, action.microbatch))
+            if todo is None or not todo.includes(action.kind):
+                continue
+            part, runs = parts[action.stage, action.microbatch], todo.runs(action.kind)
+            source = target = None
+            if action.kind == "F":
+                source = part.before if runs and todo.takes_input else None
+                target = part.after if todo.sends_output else None
+            elif action.kind != "W":  # which is local: the gradients of the inputs have gone back before it
+                source = part.after if runs and todo.takes_gradient else None
+                target = part.before if todo.sends_gradient else None
+            adds = runs and action.kind in ("B", "W")
+            turns.append(
+                Turn(
+                    action,
+                    part.layers,
+                    FrameKind.ACTIVATION if action.kind == "F" else FrameKind.GRADIENT,
+                    source,
+                    target,
+                    runs,
+                    todo.keeps,
+                    part.before is None,
+                    part.after is None,
+                    tuple(unit for layer in reversed(part.layers) for unit in units[layer]) if adds else (),
+                )
+            )
+        return tuple(turns)
 
     def run(self, on_layer_done: Callable[[int], None]) -> Life[None]:
         """RUN: the program's actions in order.
@@ -119,52 +168,34 @@ class Execution(Generic[C]):
             on_layer_done: called with each unit once its last gradient of the step has been added here; at the
                 beginning for one that is held here, but runs elsewhere.
         """
-        parts, units = parts_of(self.worker, self.layout), units_by_layer(self.layout)
-        todos = todos_of(self.layout, self.kept, self.terms.lowest_trained)
-        program = [action for action in self.program if _includes(todos, action)]
-        own = tuple(action for action in program if todos[action.stage, action.microbatch].backward)
-        remaining = contributions(own, parts, self.engine.layers, units)
-        for layer in sorted((layer for layer, count in remaining.items() if count == 0), reverse=True):
+        turns = self.turns
+        remaining = Counter(unit for turn in turns for unit in turn.adds_to)
+        for layer in sorted((layer for layer in self.engine.layers if not remaining[layer]), reverse=True):
             on_layer_done(layer)  # its owners wait for this worker's sum all the same
         local: dict[Key, Any] = {}
         given_back: dict[int, deque[int]] = {}
-        for action in program:
+        for turn in turns:
+            action = turn.action
             self.observer.acting(action)
             yield Pause.MOMENT
-            part, todo = parts[action.stage, action.microbatch], todos[action.stage, action.microbatch]
-            forward, runs = action.kind == "F", todo.runs(action.kind)
-            source, target = (part.before, part.after) if forward else (part.after, part.before)
-            takes, sends = (
-                (todo.takes_input, todo.sends_output) if forward else (todo.takes_gradient, todo.sends_gradient)
-            )
-            kind = FrameKind.ACTIVATION if forward else FrameKind.GRADIENT
             value = None
-            if runs and takes and source is not None and action.kind != "W":
-                value = yield from self._input(kind, source, action, local)
+            if turn.source is not None:
+                value = yield from self._input(turn.kind, turn.source, action, local)
             self.observer.computing(action)
-            output = (
-                self.engine.run(
-                    action,
-                    part.layers,
-                    self.step,
-                    value,
-                    first=part.before is None,
-                    last=part.after is None,
-                    keeps=todo.keeps,
+            if turn.runs:
+                output = self.engine.run(
+                    action, turn.layers, self.step, value, first=turn.is_first, last=turn.is_last, keeps=turn.keeps
                 )
-                if runs
-                else self.engine.output(action)
-            )
-            if sends and target is not None and action.kind != "W":
-                self._pass_on(kind, target, action, output, local)
-                if not forward:
-                    self._release(given_back.setdefault(target.worker, deque()), action.microbatch, target)
-            if runs and adds_gradients(action):
-                for layer in reversed(part.layers):
-                    for unit in units[layer]:
-                        remaining[unit] -= 1
-                        if remaining[unit] == 0:
-                            on_layer_done(unit)
+            else:
+                output = self.engine.output(action)
+            if turn.target is not None:
+                self._pass_on(turn.kind, turn.target, action, output, local)
+                if turn.kind is FrameKind.GRADIENT:
+                    self._release(given_back.setdefault(turn.target.worker, deque()), action.microbatch, turn.target)
+            for unit in turn.adds_to:
+                remaining[unit] -= 1
+                if remaining[unit] == 0:
+                    on_layer_done(unit)
             self.observer.acted(action)
 
     def _release(self, given_back: deque[int], microbatch: int, target: Hop) -> None:
@@ -177,8 +208,8 @@ class Execution(Generic[C]):
         key = self.key(kind, action.microbatch, action.stage, source.worker)
         if source.worker == self.worker:
             return local.pop(key)
-        (value,) = yield from self._receive([key])
-        return value
+        yield (key,)
+        return self.links.take(key)
 
     def _pass_on(self, kind: FrameKind, target: Hop, action: Action, value: Any, local: dict[Key, Any]) -> None:
         key = self.key(kind, action.microbatch, target.stage, target.worker)
@@ -189,21 +220,15 @@ class Execution(Generic[C]):
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
-    def is_sound(self) -> bool:
-        """Whether nothing has changed in this worker's memory since it was written."""
-        return True
-
-    def evaluate(self, step: int) -> Life[Means | None]:
-        """Validation loss and metrics after a step, equal on all workers; forward only, without dropout. None: what it
-        was computed with is not sound here."""
-        num_microbatches, num_metrics = self.terms.eval_microbatches, len(self.terms.metrics)
-        layout = evaluation_layout(self.layout, num_microbatches)
+    def run_evaluation(self, step: int) -> Life[None]:
+        """Runs the validation micro-batches after a step; forward only, without dropout."""
+        layout = evaluation_layout(self.layout, self.terms.eval_microbatches)
         parts = parts_of(self.worker, layout)
         local: dict[Key, Any] = {}
         self.step, self.attempt = step, 0
         self.observer.evaluation_begins()
         self.engine.forget_scores()
-        for action in self.terms.compile(self.worker, layout, self.execution, forward_only=True):
+        for action in self.terms.compile(self.worker, layout, self.parameters, forward_only=True):
             self.observer.doing("evaluate", computing=True)
             yield Pause.MOMENT
             part, value = parts[action.stage, action.microbatch], None
@@ -215,15 +240,12 @@ class Execution(Generic[C]):
             if part.after is not None:
                 self._pass_on(FrameKind.EVALUATION, part.after, action, output, local)
             self.observer.acted(action)
-        if not self.is_sound():
-            return None
+
+    def evaluation_means(self) -> Life[Means]:
+        """Merges what the validation micro-batches came to: loss and metrics, equal on all workers."""
+        num_microbatches, num_metrics = self.terms.eval_microbatches, len(self.terms.metrics)
         words = score_words(self.engine.scores(), num_microbatches, num_metrics)
         self.observer.doing("evaluate", computing=False)
         total = yield from self.all_reduce(FrameKind.EVALUATION_LOSS, words, add_words)
         yield Pause.SENT
         return means_of(total, num_microbatches, num_microbatches)
-
-
-def _includes(todos: Mapping[tuple[int, int], Todo], action: Action) -> bool:
-    todo = todos.get((action.stage, action.microbatch))
-    return todo is not None and todo.includes(action.kind)

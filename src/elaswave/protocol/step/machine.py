@@ -1,8 +1,8 @@
 """The worker machine: a worker's whole life among the others and the coordinator. No torch, IO, clocks or threads.
 
 It gets ready, runs its steps with what is to be done between them, leaves an epoch when it is asked to, installs
-decisions, and ends when all have ended. The order of one step is `protocol.step`'s. The product's worker and the
-simulated one drive this class; they differ only in the engine, the links, and the way to the coordinator.
+decisions, and ends when all have ended. The order of one step is `elaswave.protocol.step.loop`'s. The product's worker
+and the simulated one drive this class; they differ only in the engine, the links, and the way to the coordinator.
 
 A driver calls `resume` until that returns what must be waited for, waits, and so on; an exception that comes out of
 `resume`, or of the waiting, it answers with `abandon`. Messages of the coordinator go to `on_message`, never during
@@ -11,17 +11,18 @@ A driver calls `resume` until that returns what must be waited for, waits, and s
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Generic
 
 import msgspec
 
-from elaswave.blocks.placement import Placement, Role, roles_of
+from elaswave.blocks.placement import Placement
 from elaswave.errors import StateError
 from elaswave.protocol.messages import (
     FIRST_EPOCH,
     CoreToWorker,
     Decision,
     Fenced,
+    InForce,
     LayoutChange,
     Linked,
     Paused,
@@ -31,24 +32,11 @@ from elaswave.protocol.messages import (
     Unsound,
 )
 from elaswave.protocol.step.ballot import GridState, Request, decode_certificate
-from elaswave.protocol.step.duties import due_after
-from elaswave.protocol.step.engine import (
-    C,
-    Committed,
-    Disk,
-    Engine,
-    FrameKind,
-    JobTerms,
-    Links,
-    Outbox,
-    Pause,
-    StepObserver,
-    TrainingProgress,
-    Wait,
-)
+from elaswave.protocol.step.duties import WorkBetweenSteps
+from elaswave.protocol.step.engine import C, Committed, Pause, Ports, TrainingProgress, Wait
 from elaswave.protocol.step.execution import Life
 from elaswave.protocol.step.facts import Facts
-from elaswave.protocol.step.ledger import CatchUp, Held, Ledger
+from elaswave.protocol.step.ledger import CatchUp, Ledger
 from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.member import (
     AskForPause,
@@ -62,75 +50,63 @@ from elaswave.protocol.step.member import (
     MoveAndReport,
     ReportAgain,
 )
-from elaswave.protocol.step.moves import CopyBudget, followed_by
-from elaswave.protocol.step.position import PAUSED, UNSOUND, WRITE
-from elaswave.protocol.step.traffic import deliveries_of
-from elaswave.types import ExecutionParameters, Layout
+from elaswave.protocol.step.moves import followed_by
+from elaswave.protocol.step.position import PAUSED, UNSOUND
+from elaswave.types import Layout
 
 KEPT_REPORTS = 1024
 """Reports of steps kept for the case that the worker that should have sent them is lost."""
 
-Duty = tuple[Literal["evaluate", "checkpoint"], int]
-"""What is to be done between two steps, and the committed step that it is of."""
-_TOLD = {"evaluate": "an evaluation", "checkpoint": "a checkpoint"}
-"""What each duty tells of the state."""
 
+class WorkerMachine(Generic[C]):
+    """One worker: its life, over parts that each keep a state of their own.
 
-class WorkerMachine(StepLoop[C]):
-    """One worker.
+    - `steps`: the order of a step, what its vote said, where training stands (`elaswave.protocol.step.loop`);
+    - `execution`: the layout, its program, the frames of the attempt in hand (`elaswave.protocol.step.execution`);
+    - `blocks`: the copies held here, their placement, their traffic (`elaswave.protocol.step.blocks`);
+    - `planned`: the change of layout that is under way (`elaswave.protocol.step.moves`);
+    - `checks`: whether memory is as it was written (`elaswave.protocol.step.soundness`);
+    - `between`: evaluations and checkpoints that are due (`elaswave.protocol.step.duties`);
+    - `ledger`: what is known of commits (`elaswave.protocol.step.ledger`);
+    - `member`: which messages of the coordinator count (`elaswave.protocol.step.member`).
 
     Args:
-        worker: its id.
-        terms: what is known of the job.
-        engine, links, outbox, disk: what it stands on.
-        observer: is told what happens.
+        ports: what it stands on.
         facts: what is said again on every new connection to a coordinator; the driver may share it with its threads.
+        in_force: layout, placement and execution parameters of the beginning.
+        copies: the blocks that are held, by block.
+        progress: where training stands.
         step: the newest committed step.
-        layout, execution, placement, copies, progress: of the beginning.
         joins: whether it joins a job that runs: it has no state, is idle in the layout, and waits to become a member.
     """
 
     member_class = Member
     ledger_class = Ledger
+    steps_class: type[StepLoop[C]] = StepLoop
+    between_class: type[WorkBetweenSteps[C]] = WorkBetweenSteps
 
     def __init__(
         self,
-        worker: int,
-        terms: JobTerms,
-        engine: Engine[C],
-        links: Links,
-        outbox: Outbox,
-        disk: Disk,
-        observer: StepObserver,
+        ports: Ports[C],
         facts: Facts,
-        *,
-        step: int = 0,
-        layout: Layout,
-        execution: ExecutionParameters,
-        placement: Placement,
+        in_force: InForce,
         copies: Mapping[int, C],
         progress: TrainingProgress,
+        *,
+        step: int = 0,
         joins: bool = False,
     ) -> None:
-        super().__init__(
-            worker,
-            terms,
-            engine,
-            links,
-            observer,
-            self.ledger_class(worker, step, is_fresh=joins),
-            layout=layout,
-            execution=execution,
-            placement=placement,
-            copies=copies,
-            progress=progress,
-            request=self._request,
-        )
-        self.outbox = outbox
-        self.disk = disk
+        self.worker, self.terms, self.engine, self.links, self.observer, self.outbox, self.disk = ports
         self.facts = facts
-        self.member = self.member_class(worker, FIRST_EPOCH)
-        self.members = layout.workers
+        self.ledger = self.ledger_class(self.worker, step, is_fresh=joins)
+        self.member = self.member_class(self.worker, FIRST_EPOCH)
+        steps = self.steps_class(ports, self.ledger, in_force, copies, progress, self._request)
+        self.steps = steps
+        self.execution, self.blocks = steps.execution, steps.blocks
+        self.planned, self.checks = steps.planned, steps.checks
+        self.between = self.between_class(ports, steps.checks)
+        self.members = in_force.layout.workers
+        """Of the newest decision."""
         self.report: Report | None = None
         """The last report, until the decision that answers it is carried out."""
         self.is_started = joins
@@ -157,9 +133,9 @@ class WorkerMachine(StepLoop[C]):
         """Whether it waits, between two steps, for what becomes of the membership."""
         self.is_unsound = False
         """Whether it waits for a new epoch, since copies are wrong."""
-        self._step, self._attempt = step + 1, 1
-        """The next step, and the number of its next attempt."""
-        self._duties: list[Duty] = []
+        self.next_step, self.next_attempt = step + 1, 1
+        """Where it goes on once nothing is left to be done between steps. The step that is being tried, or was tried
+        last, is the execution's."""
         self._offered: LayoutChange | None = None
         """The newest planned change that has come since it looked."""
         self._reports: deque[tuple[int, Any]] = deque(maxlen=KEPT_REPORTS)
@@ -168,7 +144,44 @@ class WorkerMachine(StepLoop[C]):
     @property
     def last_step(self) -> int:
         """The newest step that this worker has behind it."""
-        return self._step - 1
+        return self.next_step - 1
+
+    # What the driver, its threads and whoever watches may read; each has one place, in the part that changes it.
+
+    @property
+    def step(self) -> int:
+        """The step that is being tried, or was tried last."""
+        return self.execution.step
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of it."""
+        return self.execution.attempt
+
+    @property
+    def layout(self) -> Layout:
+        """In force."""
+        return self.execution.layout
+
+    @property
+    def placement(self) -> Placement:
+        """In force."""
+        return self.blocks.placement
+
+    @property
+    def copies(self) -> dict[int, C]:
+        """The copies held at the last committed step, by block."""
+        return self.blocks.copies
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """Where training stands."""
+        return self.steps.progress
+
+    @property
+    def move_progress(self) -> tuple[int, int]:
+        """Of the adopted change: how many copies are in their places, and how many there will be; (0, 0) if none is."""
+        return self.planned.num_in_place(self.blocks.placement)
 
     # ----------------------------------------------------------------------------------------------- for the driver
 
@@ -292,9 +305,10 @@ class WorkerMachine(StepLoop[C]):
             self.outbox.send(ready)
         stopped = pauses = False
         while True:
-            if not (yield from self.do_duties()):
+            if wrong := (yield from self.between.do(self.last_step, self.members[0])):
+                self.wait_for_copies(wrong)
                 return
-            if self._step > self.terms.num_steps or stopped:
+            if self.next_step > self.terms.num_steps or stopped:
                 break
             if pauses:
                 if self.worker in self.layout.idle:  # perhaps it is let go, and with it what it has not written
@@ -304,15 +318,15 @@ class WorkerMachine(StepLoop[C]):
             yield Pause.MOMENT
             self.look_for_change()
             self.look_at_links()
-            committed = yield from self.run_step(self._step, self._attempt)
+            committed = yield from self.steps.run_step(self.next_step, self.next_attempt)
             if isinstance(committed, str):
                 self.wait_for_copies(committed)
                 return
             self.note_committed(committed)
             pauses = committed.request is Request.PAUSE
-            stopped = committed.request is Request.STOP and self._step < self.terms.num_steps
-            self._step, self._attempt = self._step + 1, 1
-            self.note_duties(committed.step, committed.request)
+            stopped = committed.request is Request.STOP and committed.step < self.terms.num_steps
+            self.next_step, self.next_attempt = committed.step + 1, 1
+            self.between.note(committed.step, committed.request)
         yield from self.finish(stopped)
 
     def wait_for_copies(self, reason: str) -> None:
@@ -340,7 +354,7 @@ class WorkerMachine(StepLoop[C]):
         if isinstance(action, Hold):
             self.links.connect(self.layout, followed_by(self.placement, change.placement))  # while copies travel
             self.links.connect(change.layout, change.placement)
-            self.hold(change)
+            self.planned.hold(change)
 
     def pause(self) -> None:
         """Says that it waits before the next step, as a vote has asked for, and waits for the coordinator (J4)."""
@@ -386,55 +400,7 @@ class WorkerMachine(StepLoop[C]):
             asked = Request.CHECKPOINT
         return Request.PAUSE if asked is Request.NONE and self._asks_pause else asked
 
-    # --------------------------------------------------------------------------------------------------------- duties
-
-    def note_duties(self, step: int, request: Request) -> None:
-        """What a committed step leaves to be done before the next one."""
-        due = due_after(step, self.terms.num_steps, self.terms, asked=request.value >= Request.CHECKPOINT.value)
-        if due.evaluation:
-            self._duties.append(("evaluate", step))
-        if due.checkpoint:
-            self._note_checkpoint(step)
-
-    def _note_checkpoint(self, step: int) -> None:
-        self._duties.append(("checkpoint", step))
-        self.disk.restart_clock()
-
-    def do_duties(self) -> Life[bool]:
-        """Evaluations and checkpoints of committed steps, in order; one that is interrupted is still to be done.
-
-        Returns:
-            Whether they are done; else copies are wrong, and it waits (K4).
-        """
-        if self._duties:
-            kind, step = self._duties[0]
-            if wrong := (yield from self.compare_at_rest(step)):
-                self.wait_for_copies(f"{_TOLD[kind]} after step {step} was refused: {wrong}")
-                return False
-        while self._duties:
-            kind, step = self._duties[0]
-            if kind == "evaluate":
-                means = yield from self.evaluate(step)
-                if means is None:
-                    self._wait_alone(_TOLD[kind])
-                    return False
-                if self.worker == self.members[0]:
-                    report = self.outbox.evaluated(step, means.loss, means.by_name(self.terms.metrics))
-                    self.outbox.send(report, durable=True)
-            else:
-                if self.disk.is_busy:
-                    self.observer.doing(WRITE, computing=False)
-                yield Pause.DISK
-                self.observer.doing("checkpoint", computing=True)
-                if not self.is_sound():
-                    self._wait_alone(_TOLD[kind])
-                    return False
-                self.disk.write(step)
-            self._duties.pop(0)
-        return True
-
-    def _wait_alone(self, what: str) -> None:
-        self.wait_for_copies(f"{what} after step {self.last_step} was refused: {self.describe_changes()}")
+    # -------------------------------------------------------------------------------------------- reports and the end
 
     def note_committed(self, committed: Committed) -> None:
         """Keeps the report of a committed step; the member with the lowest id sends it (W9)."""
@@ -452,8 +418,8 @@ class WorkerMachine(StepLoop[C]):
         """Says that it has made all steps; from now on it waits until the coordinator ends the job (W10)."""
         self.observer.doing("end", computing=False)
         yield Pause.DISK
-        if not self.is_sound():
-            self._wait_alone("the end of the job")
+        if not self.checks.is_sound():
+            self.wait_for_copies(self.between.refusal("the end of the job", self.last_step))
             return
         finished = self.outbox.finished(stopped)
         self.facts.ended(finished)
@@ -466,12 +432,14 @@ class WorkerMachine(StepLoop[C]):
         """Leaves the old epoch's data plane, and only then promises and reports (W1)."""
         self._stop()
         self.is_done = self.is_paused = self.is_unsound = self._asks_pause = False
-        self.hold(None)  # what was planned for the old epoch is void
+        self.planned.forget()  # what was planned for the old epoch is void
         self.facts.moved()
         self.links.edit(epoch, members)
         progress = self.progress_for_joiners() if with_progress else None
-        report = self.ledger.promise(epoch, self.held(), self.layers_here(), self.partial(), progress)
-        self.report = msgspec.structs.replace(report, wrong=tuple(sorted(self.wrong)), proven=self.proven)
+        partial = self.steps.partial()
+        report = self.ledger.promise(epoch, self.blocks.held(), self.layers_here(), partial, progress)
+        wrong = tuple(sorted(self.checks.wrong))
+        self.report = msgspec.structs.replace(report, wrong=wrong, proven=self.checks.proven)
         self.observer.moved()
         self.outbox.send(self.report)
 
@@ -482,13 +450,13 @@ class WorkerMachine(StepLoop[C]):
 
     def progress_for_joiners(self) -> Progress:
         """Where training stands, for a member without state (J5)."""
-        grids = self.progress.grids
+        progress, grids = self.steps.progress, self.steps.progress.grids
         return Progress(
-            num_updates=self.progress.num_updates,
+            num_updates=progress.num_updates,
             exponents=grids.exponents,
             calibrated=grids.calibrated,
             exact=grids.exact,
-            canaries=dict(self.canaries),
+            canaries=dict(self.steps.canaries),
             engine=self.engine.carried(),
         )
 
@@ -497,16 +465,13 @@ class WorkerMachine(StepLoop[C]):
         if progress is None:
             raise StateError(f"worker {self.worker} joins, and is not told where training stands")
         grids = GridState(progress.exponents, calibrated=progress.calibrated, exact=progress.exact)
-        self.progress = TrainingProgress(progress.num_updates, grids)
-        self.canaries = dict(progress.canaries)
+        self.steps.progress = TrainingProgress(progress.num_updates, grids)
+        self.steps.canaries = dict(progress.canaries)
         self.engine.carry_on(progress.engine, step)
-
-    def held(self) -> dict[int, Held]:
-        """The copies at the last committed step, for a report (W6)."""
-        return {block: Held(copy.role is Role.OWNER, copy.version) for block, copy in self.copies.items()}
 
     def install(self, decision: Decision) -> Life[None]:
         """Carries out a decision, and goes on."""
+        steps = self.steps
         self.members = decision.members
         self.links.connect(decision.layout, decision.placement)
         if decision.rollback is not None:
@@ -514,23 +479,20 @@ class WorkerMachine(StepLoop[C]):
         # From here on its reports say that it has the decision. A worker that goes back must then have loaded:
         # nothing may interrupt it in between (W4), or it would go on with the grids of steps that count no more.
         todo = self.ledger.accept(decision)
-        self.wrong, self.proven = frozenset(), None
+        self.checks.forget_wrong()
         if todo is CatchUp.JOIN:
             self._begin_with(decision.progress, decision.resume_step - 1)
-        self._step, self._attempt = self.kept_for = decision.resume_step, decision.resume_attempt
-        self.kept_next = decision.kept
-        self._duties = []
+        self.next_step, self.next_attempt = steps.kept_for = decision.resume_step, decision.resume_attempt
+        steps.kept_next = decision.kept
+        self.between.forget()
         if todo is CatchUp.ROLL_BACK:
             received = self.roll_back(decision)
         else:
             yield from self.catch_up(todo, decision)
             received = yield from self.take_roles(decision)
-        self.budget = CopyBudget(self.terms.move_elements)  # not all members have taken over the same votes
+        self.planned.restart_budget()  # not all members have taken over the same votes
         self.send_reports_again(decision)
-        if decision.evaluate:
-            self._duties.append(("evaluate", decision.resume_step - 1))
-        if decision.checkpoint:
-            self._note_checkpoint(decision.resume_step - 1)
+        self.between.note_decided(self.last_step, evaluate=decision.evaluate, checkpoint=decision.checkpoint)
         self.report = None
         self.observer.installed(decision)
         self.outbox.send(self.outbox.installed(received), durable=True)
@@ -545,27 +507,27 @@ class WorkerMachine(StepLoop[C]):
         Raises:
             StateError: this worker reads the vote in another way than those that completed it.
         """
-        evidence = decision.evidence
+        evidence, steps = decision.evidence, self.steps
         if evidence is None or todo in (CatchUp.NOTHING, CatchUp.JOIN):
             return
-        known = self.known_vote
+        known = steps.known_vote
         if known is not None and known[:2] == evidence.order:
-            verdict = known[2]
+            verdict = known[2]  # taken over already; once more, an update or a change of grids would count twice
         else:
-            verdict = self.judge(decode_certificate(evidence.vector), evidence.step)
+            verdict = steps.judge(decode_certificate(evidence.vector), evidence.step)
             if verdict.commits is not evidence.commits:
                 raise StateError(
                     f"those that completed the vote on step {evidence.step} read that it "
                     f"{'commits' if evidence.commits else 'does not commit'}; worker {self.worker} reads "
                     f"{verdict.outcome.value} ({', '.join(verdict.failed) or 'nothing failed'})"
                 )
-            self.take(verdict)
-            self.known_vote = (*evidence.order, verdict)
+            steps.take(verdict)
+            steps.known_vote = (*evidence.order, verdict)
         if todo is not CatchUp.APPLY:
             return
-        yield from self.apply(evidence.step, verdict)
-        self.step = evidence.step
-        committed = self.committed(*evidence.order, verdict, (), was_run=False)
+        yield from steps.apply(evidence.step, verdict)
+        self.execution.step = evidence.step
+        committed = steps.committed(*evidence.order, verdict, (), was_run=False)
         self.keep_report(evidence.step, self.outbox.committed(committed))
 
     def take_roles(self, decision: Decision) -> Life[int]:
@@ -574,52 +536,21 @@ class WorkerMachine(StepLoop[C]):
         Returns:
             Bytes of layers that are new here and came from others.
         """
-        placement, base = decision.placement, decision.resume_step - 1
-        roles = roles_of(self.worker, placement, self.terms.blocks)
-        if missing := sorted(roles.keys() - self.copies.keys()):
-            raise StateError(
-                f"epoch {decision.epoch} counts on blocks {missing} of worker {self.worker}, not held here"
-            )
-        for block, role in roles.items():
-            copy = self.copies[block]
-            copy.role = role
-            if copy.version != base:
-                raise StateError(f"block {block} of worker {self.worker} is of step {copy.version}, not {base}")
-        self.copies = {block: self.copies[block] for block in roles}
-        self.placement = placement
+        base = decision.resume_step - 1
+        self.blocks.take_decided(decision)
         self.note_missing_parameters(decision)
-        new = self._use_layout(decision.layout, decision.execution)
-        self._use_placement(placement)
-        self.step, self.attempt = base, decision.resume_attempt
-        received = yield from self.deliver(decision, new)
+        new = self.execution.use_layout(decision.layout, decision.execution, self.copies.values())
+        self.blocks.use_placement(decision.placement)
+        self.execution.step, self.execution.attempt = base, decision.resume_attempt
+        received = yield from self.blocks.deliver(decision, new)
         self.ledger.gathered(base)
         return received
 
     def note_missing_parameters(self, decision: Decision) -> None:
-        """Until the deliveries are here, this worker must not say that it has the parameters of its layers."""
+        """Notes, until the deliveries are here, that this worker lacks parameters of its layers: it must not say in a
+        report that it has them."""
         if any(worker == self.worker for worker, _ in decision.deliver):
             self.ledger.parameters_step = -1
-
-    def deliver(self, decision: Decision, new: frozenset[int]) -> Life[int]:
-        """Sends and receives the parameters that a decision asks for (W5); arguments and result as of `take_roles`."""
-        if not decision.deliver:
-            return 0
-        incoming = []
-        for owner, shipment in deliveries_of(self.terms.blocks, decision.placement, decision.deliver):
-            if owner == self.worker:
-                payload = self.engine.parameters_of([self.copies[block] for block in shipment.blocks])
-                self.links.send(self.key(FrameKind.DELIVERY, shipment.layer, 0, shipment.peer), payload)
-            elif shipment.peer == self.worker:
-                incoming.append(shipment._replace(peer=owner))
-        posted = self._post_parameters(FrameKind.DELIVERY, incoming)
-        # Of what is sent here only: elsewhere a change of memory must stay to be found, with sums that were kept.
-        units = {unit for worker, unit in decision.deliver if worker == self.worker}
-        self.engine.publish(copy for copy in self.copies.values() if copy.block.layer in units)
-        yield from self._receive_parameters(posted)
-        yield Pause.SENT
-        return self.engine.parameter_bytes(
-            block for shipment in incoming if shipment.layer in new for block in shipment.blocks
-        )
 
     def roll_back(self, decision: Decision) -> int:
         """Starts over from the decision's checkpoint, under its layout.
@@ -628,17 +559,18 @@ class WorkerMachine(StepLoop[C]):
             Bytes that were loaded.
         """
         assert decision.rollback is not None
+        steps, placement = self.steps, decision.placement
         self.facts.rolled_back(decision.rollback)
-        self.ledger.parameters_step, self.sums = -1, None
+        self.ledger.parameters_step, steps.sums = -1, None
         while self._reports and self._reports[-1][0] > decision.rollback:
             self._reports.pop()
-        self.known_vote = None
-        self.loaded_step = decision.rollback
-        loaded = self.engine.load(decision.rollback, decision.layout, decision.placement)
-        self.copies, self.arriving, self.progress = dict(sorted(loaded.copies.items())), {}, loaded.progress
-        self.placement = decision.placement
-        self._use_layout(decision.layout, decision.execution)
-        self._use_placement(decision.placement)
+        steps.known_vote = None
+        self.checks.loaded_step = decision.rollback
+        loaded = self.engine.load(decision.rollback, decision.layout, placement)
+        self.blocks.take_loaded(loaded.copies, placement)
+        steps.progress = loaded.progress
+        self.execution.use_layout(decision.layout, decision.execution, self.copies.values())
+        self.blocks.use_placement(placement)
         self.ledger.gathered(decision.rollback)
         return loaded.num_bytes
 

@@ -6,14 +6,17 @@ change is in force, the copies that it does not need are dropped (docs/protocol.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from elaswave.blocks.placement import Block, Placement, Role, roles_of
 from elaswave.hashing import key64
 from elaswave.planning.search.recovery import choose_followers
-from elaswave.types import Layout
+from elaswave.protocol.messages import LayoutChange
+from elaswave.protocol.step.ballot import Verdict, expected_residency, residency_of
+from elaswave.protocol.step.engine import Copy, Engine, JobTerms
+from elaswave.types import Layout, struct_hash
 
 SLOWDOWN_MAX = 1.05
 """Copies travel at a rate at which a step takes at most so much longer than one without them."""
@@ -56,6 +59,90 @@ class CopyBudget(NamedTuple):
             # What was measured with more copies says nothing about fewer.
             return self._replace(elements=max(least, self.elements // 2), copying_us=())
         return self._replace(elements=min(most, self.elements * 5 // 4), copying_us=copying)
+
+
+class PlannedChange:
+    """The change of layout that is under way, as one worker sees it.
+
+    It is *held* once it has come and its links are there, and told in every ballot; *moving* once a vote has shown that
+    all hold it, while blocks move to those that will hold them; *coming* from the vote that has proven all copies in
+    their places until that step's GATHER, with which it is in force. Each of these follows from a vote alone, so no
+    worker can be ahead of another.
+
+    Args:
+        worker: its id.
+        terms: what is known of the job.
+        engine: makes room for the layers that come.
+    """
+
+    def __init__(self, worker: int, terms: JobTerms, engine: Engine[Any]) -> None:
+        self._worker, self._terms, self._engine = worker, terms, engine
+        self.held: LayoutChange | None = None
+        """Told in every ballot until it is adopted (M2)."""
+        self.hash = 0
+        """Of the held change, 62 bits; 0 for none."""
+        self.moving: LayoutChange | None = None
+        """The one that all members have adopted (M4)."""
+        self.coming: LayoutChange | None = None
+        """The one that has come into force with the vote of the step in hand, until its GATHER (M5)."""
+        self.budget = CopyBudget(terms.move_elements)
+        """How much may travel in the next attempt."""
+
+    def hold(self, change: LayoutChange) -> None:
+        """Holds a planned change, whose links are there, until it is adopted (W8)."""
+        self.held = change
+        content = (struct_hash(change.layout), struct_hash(change.execution), struct_hash(change.placement))
+        self.hash = key64("change", change.number, *content) >> 2
+
+    def forget(self) -> None:
+        """Forgets all changes (M7); of one that is in force the decision knows."""
+        self.held, self.hash = None, 0
+        self.moving = self.coming = None
+        self._engine.forget_layout()
+
+    def restart_budget(self) -> None:
+        """Begins to measure anew what may travel: the layout is another one, or members have seen different votes."""
+        self.budget = CopyBudget(self._terms.move_elements)
+
+    def learn(self, verdict: Verdict, step: int, *, copied: bool) -> None:
+        """Takes over what a vote says of the change.
+
+        Args:
+            step: that the vote was on.
+            copied: whether base copies have travelled in its attempt.
+        """
+        if self.adopts(verdict):
+            self.moving, self.held, self.hash = self.held, None, 0
+        if self.arrives(verdict, step, copied=copied):
+            self.coming, self.moving = self.moving, None
+
+    def adopts(self, verdict: Verdict) -> bool:
+        """Whether a vote adopts the held change: all hold it (M3)."""
+        assert verdict.change in (0, self.hash), "a vote for a planned change that this worker does not hold"
+        return verdict.change != 0
+
+    def arrives(self, verdict: Verdict, step: int, *, copied: bool) -> bool:
+        """Whether the adopted change comes into force with a vote: its copies are proven in their places, and none has
+        travelled in this attempt (M5). Arguments as of `learn`."""
+        if self.moving is None or not verdict.commits or copied:
+            return False
+        return verdict.next_residency == expected_residency(self.moving.placement, step)
+
+    def residency(self, copies: Mapping[int, Copy]) -> int:
+        """The second residency sum of the ballot: of the copies that are in their places under the change."""
+        change = self.moving or self.held
+        if change is None:
+            return 0
+        versions = ((block, copy.version) for block, copy in copies.items())
+        return residency_of(held_keys(self._worker, change.placement, self._terms.blocks, versions), self._worker)
+
+    def num_in_place(self, placement: Placement) -> tuple[int, int]:
+        """Of the adopted change: how many copies are in their places, and how many there will be; (0, 0) if none is.
+
+        Args:
+            placement: in force.
+        """
+        return (0, 0) if self.moving is None else num_in_place(placement, self.moving.placement)
 
 
 @functools.lru_cache(maxsize=64)

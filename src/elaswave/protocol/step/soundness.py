@@ -1,20 +1,35 @@
-"""Which copies of the state are wrong, as all workers find it together after a vote that was refused. Pure.
+"""Which copies of the state are wrong, as all workers find it together after a vote that was refused. No IO.
 
 Two kinds of evidence tell. A worker's own *seals* say that its memory is not as it was written: that copy is wrong,
 whatever others hold. Where copies differ though each is as it was written, owner and followers are the voters: of three
 two win; of two none can be told to be right, and only a checkpoint from before the difference can be trusted. Working
 copies are compared with what the owner serves and never counted, since GATHER has given all of them the owner's value.
 
-A wrong copy counts as lost: a new epoch promotes a right one, sends all parameters again, and goes back to a checkpoint
-if there is none. Constants are no blocks: whoever has lost theirs is sent another worker's.
+`CopyChecks` looks: for the ballot, after a refused vote, and before a worker tells anything of the state between two
+steps (K4). A wrong copy counts as lost: a new epoch promotes a right one, sends all parameters again, and goes back to
+a checkpoint if there is none. Constants are no blocks: whoever has lost theirs is sent another worker's.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
-from elaswave.blocks.placement import Placement
-from elaswave.protocol.step.engine import Change, Memory
+from elaswave.blocks.placement import Placement, holders_of_layers
+from elaswave.errors import StateError, VoteError
+from elaswave.hashing import key64, signed64
+from elaswave.protocol.step.ballot import add_words, agreement_key
+from elaswave.protocol.step.blocks import WorkerBlocks
+from elaswave.protocol.step.engine import C, Change, FrameKind, Memory, Pause
+from elaswave.protocol.step.execution import Life
+from elaswave.protocol.step.ledger import Ledger
+from elaswave.protocol.step.position import COMPARE
 
+STATE_SAMPLE_PERIOD = 16
+"""The optimizer's states of each block are compared between its copies once in this many steps."""
+MAX_CHANGES = 3
+"""A worker whose memory changes this often within `CHANGES_STEPS` ends itself: it would do so again."""
+CHANGES_STEPS = 100
+MAX_COMPARED = 1024
+"""Blocks whose copies are compared one by one; others that differ are found again in the next vote."""
 MAX_TOLD = 128
 """Changes that a worker tells of; it knows all of its own."""
 _NUM_WORDS = len(Change._fields)
@@ -173,3 +188,270 @@ def _describe_difference(placement: Placement, each: Difference) -> str:
 
 def _hex(value: int) -> str:
     return f"{value & (1 << 64) - 1:016x}"
+
+
+class CopyChecks(Generic[C]):
+    """Looks whether one worker's memory is as it was written, and whether its copies are those of the others.
+
+    Args:
+        blocks: the copies.
+        ledger: learns that the parameters here cannot be trusted.
+    """
+
+    def __init__(self, blocks: WorkerBlocks[C], ledger: Ledger) -> None:
+        self.blocks, self.execution, self.ledger = blocks, blocks.execution, ledger
+        self.worker, self.terms, self.engine = blocks.worker, blocks.terms, blocks.engine
+        self.links, self.observer = blocks.links, blocks.observer
+        self.changes: Sequence[Change] = ()
+        """In this worker's memory, as they were found for the newest ballot."""
+        self.wrong: frozenset[tuple[int, int]] = frozenset()
+        """(block, worker) of copies that are known to be wrong; until a decision."""
+        self.proven: int | None = None
+        """Where copies are wrong, until a decision: the newest step of which a checkpoint can be trusted."""
+        self.loaded_step = ledger.step
+        """The newest step at which all state was read from a checkpoint, or made from the seed."""
+        self._changed_at: list[int] = []
+        """Steps of the newest votes, or looks, that have found changes in this worker's memory."""
+        self._unsound_at: list[int] = []
+        """The step that was refused for wrong copies last, as often as it was."""
+
+    # ------------------------------------------------------------------------------------------------- for the ballot
+
+    def look(self) -> None:
+        """Finds what has changed in this worker's memory; the ballot says how much."""
+        self.changes = self.engine.changes(self.blocks.voting_copies.values(), given_up=True)
+
+    def compared(self, *, at_rest: bool = False) -> dict[int, tuple[int, int, int]]:
+        """By block, hashes of gradient and state of a copy that has others, and of the parameters that this worker
+        computes with or serves; 0 for nothing.
+
+        Args:
+            at_rest: between two steps: there are no gradients, and of the optimizer's states none is left out.
+        """
+        blocks = self.blocks
+        held = blocks.copies if at_rest else blocks.voting_copies  # what was arriving when an attempt ended is nothing
+        copies = {block: copy for block, copy in held.items() if blocks.voting.followers[block]}
+        states = self.engine.master_hashes([*copies.values()])
+        gradients = [0] * len(copies) if at_rest else self.engine.gradient_hashes([*copies.values()])
+        found = {
+            block: (0 if at_rest else gradient or 1, state or 1, 0)
+            for block, gradient, state in zip(copies, gradients, states, strict=True)
+        }
+        step, changed = self.execution.step, blocks.traffic.changed
+        sampled = [
+            block for block in copies if at_rest or (block + step) % STATE_SAMPLE_PERIOD == 0 or block in changed
+        ]
+        of_states = self.engine.state_hashes([copies[block] for block in sampled])
+        for block, states_of in zip(sampled, of_states, strict=True):
+            gradient, master, _ = found[block]
+            found[block] = (gradient, key64("state", master, *(part for each in states_of for part in each)), 0)
+        read = [*blocks.traffic.read]
+        for block, parameters in zip(read, self.engine.parameter_hashes(read, held), strict=True):
+            found[block] = (*found.get(block, (0, 0))[:2], parameters or 1)
+        return found
+
+    def agreement_terms(self, compared: Mapping[int, tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """(block, weight, key) of all that this worker compares; weights of what is equal add up to zero."""
+        voting, step, attempt = self.blocks.voting, self.execution.step, self.execution.attempt
+        terms = []
+        for block, (gradient, state, parameters) in compared.items():
+            if state:
+                weight = len(voting.followers[block]) if voting.owner[block] == self.worker else -1
+                terms.append((block, weight, agreement_key("copy", block, step, attempt, gradient, state)))
+            if parameters:
+                key = agreement_key("parameters", block, step, attempt, parameters)
+                terms.append((block, self.blocks.traffic.read[block], key))
+        return terms
+
+    # ---------------------------------------------------------------------------------------------- between two steps
+
+    def is_sound(self) -> bool:
+        """Whether nothing has changed in this worker's memory since it was written, outside of a vote. If something
+        has, a new epoch must make it good.
+
+        Raises:
+            StateError: it changes again and again, or is of what only others have now.
+        """
+        copies = self.blocks.copies.values()
+        self.changes = self.engine.changes(copies, given_up=False) if self.terms.verify else ()
+        self.note_changes()
+        if any(change.memory is Memory.CONSTANT for change in self.changes):
+            raise StateError(f"{self.describe_changes()}: they cannot be made anew here")
+        if self.changes:
+            self._count_changes()
+        return not self.changes
+
+    def compare_at_rest(self, step: int) -> Life[str]:
+        """Compares all copies of the state between two steps, before anything is told of it (K4).
+
+        Args:
+            step: the committed one that they are of.
+        Returns:
+            What is wrong; nothing if all is well.
+        Raises:
+            StateError: as of `is_sound`.
+            VoteError: as of `note_unsound`.
+        """
+        if not self.terms.verify:
+            return ""
+        self.execution.step, self.execution.attempt = step, 0
+        self.observer.doing(COMPARE, computing=True)
+        yield Pause.MOMENT
+        if not self.is_sound():
+            return self.describe_changes()
+        self.observer.doing(COMPARE, computing=False)
+        differences = yield from self.differing(at_rest=True)
+        placement = self.blocks.placement
+        found = judge_copies(placement, (), differences)
+        self.note_unsound(found)
+        yield Pause.SENT
+        if not found.needs_copies:
+            return ""
+        return "; ".join(describe(placement, (), differences, self.layer_of_change)[:MAX_CHANGES])
+
+    # ------------------------------------------------------------------------------------------- after a refused vote
+
+    def differing(self, *, at_rest: bool = False) -> Life[list[Difference]]:
+        """Finds which copies differ, with the hashes of all workers, which must all ask at the same time.
+
+        Args:
+            at_rest: as of `compared`.
+        """
+        own = self.compared(at_rest=at_rest)
+        terms = self.agreement_terms(own)
+        if at_rest:
+            weighed = signed64(sum(weight * key for _, weight, key in terms))
+            if not any((yield from self._sum([weighed], part=10))):
+                return []  # as a vote finds it
+        sums = [0] * len(self.terms.blocks)
+        for block, weight, key in terms:
+            sums[block] = signed64(sums[block] + weight * key)
+        total = yield from self._sum(sums, part=2)
+        blocks = [block for block, difference in enumerate(total) if difference][:MAX_COMPARED]
+        if not blocks:
+            return []
+        workers = self.execution.layout.workers
+        row = len(WHAT) * len(workers)
+        hashes = [0] * (row * len(blocks))
+        for index, block in enumerate(blocks):
+            for kind, value in enumerate(own.get(block, ())):
+                hashes[row * index + kind * len(workers) + workers.index(self.worker)] = signed64(value)
+        total = yield from self._sum(hashes, part=9)
+        found = []
+        for index, block in enumerate(blocks):
+            for kind, what in enumerate(WHAT):
+                values = total[row * index + kind * len(workers) :]
+                those = {worker: value for worker, value in zip(workers, values, strict=False) if value}
+                if len(set(those.values())) > 1:
+                    found.append(Difference(block, what, those))
+        return found
+
+    def changes_of_all(self) -> Life[list[tuple[int, Change]]]:
+        """Tells all workers what has changed in whose memory, as it was found for the newest ballot."""
+        workers = self.execution.layout.workers
+        own = list(map(signed64, words_of(self.changes)))
+        words = [0] * (len(own) * len(workers))
+        place = len(own) * workers.index(self.worker)
+        words[place : place + len(own)] = own
+        total = yield from self._sum(words, part=8)
+        found = [changes_in(total[len(own) * index : len(own) * (index + 1)]) for index in range(len(workers))]
+        return [(worker, change) for worker, those in zip(workers, found, strict=True) for change in those]
+
+    def _sum(self, values: list[int], part: int) -> Life[Sequence[int]]:
+        return (yield from self.execution.all_reduce(FrameKind.DIAGNOSIS, values, add_words, part))
+
+    def refuse_code(self, found: Soundness) -> None:
+        """Refuses to go on where several workers have found one and the same block changed: code has written it.
+
+        Raises:
+            VoteError: it has.
+        """
+        for block, workers in found.of_code.items():
+            layer = self.terms.layer_name(self.execution.layout.layer_of(self.terms.blocks[block].layer))
+            step = self.execution.step
+            raise VoteError(
+                f"step {step} cannot be committed: parameters or buffers of layer {layer} (in block {block}) were "
+                f"written on workers {list(workers)} at once, and not by the optimizer. A forward, a backward or a "
+                "hook must not write them, nor `.data` or a numpy array that shares their memory. The state of step "
+                f"{step - 1} is unchanged"
+            )
+
+    def note_changes(self) -> None:
+        """Takes down, for the next report, what has changed in this worker's memory."""
+        found = judge_copies(self.blocks.placement, [(self.worker, each) for each in self.changes], ())
+        self._note_wrong(found)
+
+    def note_unsound(self, found: Soundness) -> None:
+        """Takes down, for the next report, which copies are wrong.
+
+        Raises:
+            StateError: this worker's memory changes again and again.
+            VoteError: copies are wrong again and again, though they were made good.
+        """
+        self._note_wrong(found)
+        if self.changes:
+            self._count_changes()
+        if found.needs_copies:
+            step = self.execution.step
+            self._unsound_at = [at for at in self._unsound_at if at == step] + [step]
+            if len(self._unsound_at) > MAX_CHANGES * len(self.execution.layout.workers):
+                raise VoteError(f"step {step} cannot be committed: copies are wrong again and again")
+
+    def _note_wrong(self, found: Soundness) -> None:
+        if not found.needs_copies:
+            return
+        self.wrong |= found.wrong
+        self.ledger.parameters_step = -1
+        # What was read in this attempt was written after the vote before, which has proven what was there then.
+        since = STATE_SAMPLE_PERIOD + 1 if any(each.what == "state" for each in found.differences) else 2
+        proven = max(self.loaded_step, self.execution.step - since)
+        self.proven = proven if self.proven is None else min(proven, self.proven)
+
+    def forget_wrong(self) -> None:
+        """Forgets which copies were wrong: a decision makes them good."""
+        self.wrong, self.proven = frozenset(), None
+
+    def _count_changes(self) -> None:
+        step = self.execution.step
+        self._changed_at = [at for at in self._changed_at if step - at < CHANGES_STEPS] + [step]
+        if len(self._changed_at) >= MAX_CHANGES:
+            raise StateError(
+                f"the memory of worker {self.worker} has changed {MAX_CHANGES} times within {CHANGES_STEPS} steps, by "
+                f"itself or by code that writes parameters or buffers: {self.describe_changes()}. Look at the hardware "
+                "of its machine"
+            )
+
+    def describe_changes(self) -> str:
+        """Says what has changed in this worker's memory, for people."""
+        changes = [(self.worker, change) for change in self.changes]
+        return "; ".join(describe(self.blocks.placement, changes, (), self.layer_of_change)[:MAX_CHANGES])
+
+    def layer_of_change(self, change: Change) -> str:
+        """Names the layer that a change is of."""
+        is_block = change.memory in (Memory.WORKING, Memory.COPY)
+        unit = self.terms.blocks[change.place].layer if is_block else change.place
+        return self.terms.layer_name(self.execution.layout.layer_of(unit))
+
+    def fetch_constants(self, found: Soundness) -> Life[None]:
+        """Gets constants, where they are lost and cannot be made again, from another worker that has them.
+
+        Raises:
+            StateError: no other worker has this one's.
+        """
+        key = self.execution.key
+        missing = []
+        for layer, worker, source in found.sources(holders_of_layers(self.execution.layout)):
+            if self.worker == source:
+                self.links.send(key(FrameKind.CONSTANTS, layer, 0, worker), self.engine.constants(layer))
+            elif self.worker == worker:
+                missing.append((layer, source))
+        for layer, source in missing:
+            if source is not None:
+                frame = key(FrameKind.CONSTANTS, layer, 0, source)
+                self.links.post(frame, self.engine.constants_slot(layer))
+                yield from self.execution.receive([frame])
+            if source is None or not self.engine.take_constants(layer):
+                raise StateError(
+                    f"{self.describe_changes()}: they cannot be made anew here, and no other worker has them"
+                )
+        yield Pause.SENT

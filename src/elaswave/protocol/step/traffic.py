@@ -11,12 +11,12 @@ No numbers here, and nothing about when: that is `protocol.step`.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from elaswave.blocks.placement import Block, Placement, holders_of_layers
 from elaswave.hashing import key64
-from elaswave.types import Action, Hop, Layout, Program, struct_hash
+from elaswave.types import Hop, Layout, struct_hash
 
 
 class Shipment(NamedTuple):
@@ -234,28 +234,3 @@ def units_by_layer(layout: Layout) -> tuple[tuple[int, ...], ...]:
         for layer in users:
             units[layer].append(unit)
     return tuple(map(tuple, units))
-
-
-def contributions(
-    program: Program, parts: Mapping[tuple[int, int], Part], units: Iterable[int], by_layer: Sequence[tuple[int, ...]]
-) -> dict[int, int]:
-    """How many gradients a worker will add to each unit that it has.
-
-    Args:
-        program: its own.
-        parts: of `parts_of`.
-        units: that it has; more than it runs where micro-batches are dealt so.
-        by_layer: of `units_by_layer`.
-    """
-    remaining = dict.fromkeys(units, 0)
-    for action in program:
-        if adds_gradients(action):
-            for layer in parts[action.stage, action.microbatch].layers:
-                for unit in by_layer[layer]:
-                    remaining[unit] += 1
-    return remaining
-
-
-def adds_gradients(action: Action) -> bool:
-    """Whether an action adds gradients of parameters to the sums."""
-    return action.kind in ("B", "W")
