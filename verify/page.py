@@ -4,11 +4,13 @@
 """
 
 import re
+from inspect import cleandoc
+from types import ModuleType
 
 from elaswave.protocol.coordinator import transitions
 from elaswave.protocol.coordinator.table import C, R, S, TransitionTable, markdown_table, mermaid_diagram
 from elaswave.protocol.membership import agent
-from elaswave.protocol.step import member
+from elaswave.protocol.step import loop, member
 from verify.planted_bugs.lifetimes import LIFETIME_MUTANTS
 from verify.planted_bugs.mutants import MUTANTS
 from verify.simulator.lifetime_search import parse_lifetime, run_lifetime
@@ -28,6 +30,19 @@ def fill(text: str) -> str:
         KeyError: a section of an unknown name.
     """
     return _SECTION.sub(lambda match: f"{match[1]}{_SECTIONS[match[2]]()}\n{match[3]}", text)
+
+
+def _step() -> str:
+    return _theory(loop)
+
+
+def _loss() -> str:
+    return _theory(transitions)
+
+
+def _theory(module: ModuleType) -> str:
+    """What a module's docstring says behind its first paragraph, as a page has it."""
+    return cleandoc((module.__doc__ or "").partition("\n\n")[2]).replace("``", "`")
 
 
 def _coordinator() -> str:
@@ -82,6 +97,8 @@ def _lifetimes() -> str:
 
 
 _SECTIONS = {
+    "step": _step,
+    "loss": _loss,
     "coordinator": _coordinator,
     "member": _member,
     "agent": _agent,

@@ -1,4 +1,58 @@
-"""States of the coordinator's machine, what can happen to it, and what it does about it: the table that drives it."""
+"""How a job goes on when a worker is lost: the theory of the coordinator, and the table that drives it.
+
+A step is committed by the vote of its workers, without a coordinator (`elaswave.protocol.step.loop`). The coordinator
+decides who takes part, and from which step those go on. It must not be wrong about the one question that a loss opens:
+did the vote pass that was under way? Two survivors that answered it differently would never hold the same state again.
+
+**From a loss to the next step.**
+
+1. A detector suspects a worker. The coordinator persists a **new epoch** without it and asks the members to report.
+2. A member first moves its data plane to the new epoch, and only then answers. The answer is a **promise**: until the
+   decision, the member learns nothing of the old epoch, begins nothing and discards nothing.
+3. When all members have reported, the newest evidence among them (the coordinator's own log counts) says which step is
+   committed, and the valid copies say which blocks have a holder left. The coordinator asks its planner how the members
+   go on (**`PlanRecovery`**), and waits.
+4. With the answer it **decides**: it persists the decision and sends it.
+5. A member catches up (applies what is still old), takes its roles, gets the parameters it lacks, and goes on.
+
+Another loss at any of these moments begins another new epoch, at 1.
+
+**Why the answer is right.** *Evidence* is a complete certificate. If any member's report has it, the step is committed,
+and all members can apply it, since a vote that passed proves that they were prepared. If no report has it, no member
+will ever have it: each has promised to learn nothing more of the old epoch, and its links do not take frames of it any
+more. A suspected worker may have it, and may even be alive. Until the decision its word for a vote still counts (P2);
+from then on nobody takes a frame or a message of it, and what it has made of the certificate is worth nothing. So
+a suspicion may be false: that costs a worker, and never a wrong state. What the coordinator has heard itself counts
+like a report: a loss that was published must stay published.
+
+**Why a coordinator may be lost.** Of an epoch there are two records, `NewEpochRecord` and `Decision`, and nothing is
+sent of either before it is durable (`Persist` stands before `Send` in every row). A successor reads them and stands
+where the last one stood. After the first record it asks again, and gets the same answers, because answers are promises.
+After the second it sends the same decision to whoever lacks it, in its own term; members ignore older terms. What a
+coordinator knows without a record (addresses, joiners, who has paused) is said again by those that know it.
+
+**Where no copy of a block is left**, or the policy is to restart, all go back to the newest checkpoint that can be
+trusted: the decision says so, and a member that has missed an earlier return is sent back once more before any vote of
+its counts.
+
+**Planning.** A planner may be slow, so it runs outside of the state machine: the product calls a quick one in the same
+turn and a slow one in a thread. Each question has a **sequence** number, which the answer carries.
+
+- P1. A loss while a recovery is planned begins a new epoch. Once all members have reported, the coordinator asks the
+  planner again, with a larger sequence.
+- P2. The coordinator also asks again when it learns of a newer vote: the committed step may be another one.
+- P3. An answer counts only if it carries the newest sequence.
+- P4. A planner that fails, or has not answered within its bound (10 s), is replaced by the layout in which survivors
+  keep their stages and micro-batches.
+- P5. The decision says which work of the committed step is still to be done (an evaluation, a checkpoint), as known
+  when the answer arrives.
+- P6. A coordinator that takes over asks the members for their reports, and then the planner, again.
+- P7. Until the decision all members wait for the coordinator: none is suspected for standing still.
+
+**The table.** `TRANSITIONS` drives the machine (`elaswave.protocol.coordinator.machine`): it determines what has
+happened, looks up the row of its state, takes the next state and carries out the responses in their order. It can do
+nothing that is not in the table.
+"""
 
 from enum import Enum
 

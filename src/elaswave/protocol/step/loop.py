@@ -1,11 +1,88 @@
-"""The order of a step: re-replicate, RUN, REDUCE, prepare, VOTE, APPLY, switch, GATHER, and another attempt where the
-vote says so. No torch, IO, clocks or threads.
+"""A step: what it is, when it is committed, and why that is safe. No torch, IO, clocks or threads.
 
-The order is the contract, and the `Ledger` refuses any other. Until a worker's own vote has passed it holds step k-1
-and changes no state; from then on step k is committed for all, because the vote can pass only when every worker is
-prepared. An interrupt leaves a step where it is; `elaswave.protocol.step.machine` says how it goes on from there.
+A step takes training from the state after step k - 1 to the state after step k, on all members or on none. One
+*attempt* of it is, on every worker, in this order:
 
-Every method that can wait is a generator of `Wait`. The numbers W1, W2, ... are those of ``docs/protocol.md``.
+1. *replicate*: base copies of some blocks begin to travel to new holders, beside all that follows;
+2. RUN: forwards and backwards of the worker's program; gradients are added to exact sums, as integers;
+3. REDUCE: partial sums go to the owners of blocks, mean gradients go from there to the followers;
+4. *prepare*: each block that the worker owns or follows has its complete gradient, and it says so to its ledger;
+5. VOTE: one all-reduce over the ballots of all workers. Its result is the *certificate*, the same for all.
+
+If the certificate commits the step, three things follow, which no other worker has to wait for or to hear of:
+
+6. APPLY: each copy that is still of step k - 1 takes the update, and is of step k;
+7. *switch*: a planned change of layout that the vote has brought into force is taken over;
+8. GATHER: parameters go from owners to those that run a layer and hold no copy of its blocks.
+
+**What is committed when.** Until its own vote is complete a worker holds step k - 1, and changes nothing of it. It
+votes only when it is prepared, and the all-reduce ends nowhere unless the ballot of every member is in it. So:
+
+> A worker that has learned that the vote of step k passed knows that **all members** were prepared, and that all of
+> them can apply k, now or later, from what they hold.
+
+The step is committed in the instant in which the first worker has the whole certificate. No coordinator takes part; it
+hears of the step afterwards. What a worker needs to apply k beside its gradients (the norm, the scale of the loss, the
+grids of the next step) stands in the certificate, so one that was interrupted before its end of the vote, and is given
+the certificate by a decision, comes to the same bits as one that saw it.
+
+**Why each instant of a loss has one right outcome.** Say that a worker is lost, and the others are interrupted.
+
+- Its ballot was not sent: no certificate can exist. Everybody holds k - 1, and tries k again.
+- A survivor, or the coordinator, has the certificate: k is committed. The others are prepared, and apply it.
+- Only the lost worker had it: k is tried again. What it has made of the certificate is lost with it: nobody that goes
+  on has read its new parameters, because memory for them is named only after the own vote (W2), and their frames are of
+  an epoch in which nobody learns any more (W1, W3).
+
+The question who has it is answered once for all, since a report is a promise to learn nothing more: how the coordinator
+asks and decides is told in `elaswave.protocol.coordinator.transitions`.
+
+**What a certificate proves**, beside the norm and the scores that it carries: every layer ran every micro-batch once;
+every block has the owner and the followers that the placement says; copies are equal; no partial sum has changed on its
+way; memory is as it was written; all workers go on with the same layout, placement, grids and number of updates
+(`next_state`: each ballot has a hash h of them, as max(h) and max(-h), which add to 0 if all are equal). The parts are
+listed in `elaswave.protocol.step.ballot`. It can say five other things than that all apply the step:
+
+- *retry*: a grid was too coarse or could overflow. All try k again, on the grids that the certificate tells;
+- *reject*: a part does not hold. All find together which copy, worker or layer is to blame
+  (`elaswave.protocol.step.diagnosis`), then try again. What makes copies wrong needs a new epoch; a second rejection
+  without a cause that was made good ends the job, and so does at once one that would only come again;
+- *skip*: a loss or gradient is not finite, and such steps are committed without an update;
+- *non-finite* and *unequal*: the same where they are not, and buffers in which micro-batches disagree, end the job.
+
+**Interrupts.** Every method that can wait is a generator of `Wait`; a driver may close it at any of these places, and
+engine and links may raise out of any call (W4). So nothing that must survive is kept in local variables, and what
+a vote changes is changed in one moment (`StepLoop.learn`). How a worker goes on from there is told in
+`elaswave.protocol.step.machine`. The `Ledger` refuses any other order than this one.
+
+The rules of a worker, which methods, tests and planted bugs name:
+
+- **W1** *An answer is a promise.* A worker moves its data plane to the new epoch, and only then reports. Until the
+  decision it learns nothing, begins nothing and discards nothing.
+- **W2** *Parameters wait for the own vote.* A worker names the memory in which GATHER's frames arrive only after its
+  vote.
+- **W3** *Every frame carries epoch, step and attempt*, and is used in no other.
+- **W4** *An interruption ends what a worker does where it stands.* What must survive it is kept outside of the
+  generator; what a vote changes is changed in one moment, without a place to be interrupted.
+- **W5** *Copies carry versions.* APPLY updates copies one by one, on a device some at once, and moves their versions
+  with that; it can be interrupted between two such batches. Catching up applies the decision's step to exactly those
+  that are still at the step before; then missing parameters are delivered, and until they have arrived the worker does
+  not report that it has them. A worker that reads the decision's vote in another way than those that completed it (they
+  read that it commits, it reads that it does not, or the other way round) ends the job with a `StateError`. In the same
+  way a worker reports that it has gone back to a checkpoint only once it has loaded all of it; if it is interrupted
+  before, the next decision sends it back again.
+- **W6** *Re-replication.* All workers choose the same new followers by themselves. A base copy travels in an attempt,
+  gets the gradient of the step, and counts from the commit of that attempt's vote; before it, it is not reported.
+- **W7** *A layout changes by vote*, and blocks move before it does: rules M of ``docs/protocol.md``.
+- **W8** *A change is held between two steps*, once its links are there. A worker leaves its epoch without it.
+- **W9** *Reports are kept.* The member with the lowest id sends the report of each step; after a loss the next one
+  sends those that the coordinator has not published.
+- **W10** *The end.* A worker says that it has made all steps once its last part of a checkpoint is written, and stays
+  until the coordinator ends the job.
+- **W11** *A link that has ended within an epoch is told*, if frames of that epoch were sent over it, as soon as the
+  worker would block, whichever peer it then waits for: the other side may never have read them, and a link that is
+  made again does not bring them back. A worker that waits for the coordinator, between steps or after the last one,
+  goes on looking, and accepts links: what it sent last may be all that another one waits for.
 """
 
 import functools

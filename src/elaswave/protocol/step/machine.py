@@ -1,12 +1,30 @@
 """The worker machine: a worker's whole life among the others and the coordinator. No torch, IO, clocks or threads.
 
 It gets ready, runs its steps with what is to be done between them, leaves an epoch when it is asked to, installs
-decisions, and ends when all have ended. The order of one step is `elaswave.protocol.step.loop`'s. The product's worker
-and the simulated one drive this class; they differ only in the engine, the links, and the way to the coordinator.
+decisions, and ends when all have ended. What a step is, and the rules W1 to W11, stand at the head of
+`elaswave.protocol.step.loop`. The product's worker and the simulated one drive this class; they differ only in the
+engine, the links, and the way to the coordinator.
+
+A worker does one thing at a time, its *life*: it trains (`WorkerMachine.train`), or it goes over to a decision
+(`install`) and then trains; or it does nothing and waits for the coordinator, because it has reported, has paused, has
+found copies wrong, or is done. A message of the coordinator, or the loss of a peer, ends a life where it stands:
+
+- *asked to report* (`move`): the life ends; the links move to the new epoch; then the report is made and sent. From
+  here on nothing of the old epoch can arrive, so nothing can be learned that the report does not say (W1).
+- *a decision comes* (`install`): a new life begins with it. It takes over the vote that the decision carries, if this
+  worker has not, applies its step to the copies that are still behind (`catch_up`), takes layout and placement and gets
+  missing parameters (`take_roles`), or loads a checkpoint (`roll_back`); then training goes on with `next_step`. If
+  that life is interrupted too, the next report tells how far it has come: versions of copies, `parameters_step`, the
+  epoch of the last decision.
+- *a peer is lost* (`abandon`): the life ends, the coordinator is told which link broke, and its decision is waited for.
+
+The step that is being tried, or was tried last, is `step`, with its `attempt`: they name the frames. The step that
+training goes on with is `next_step`: it moves only when a step is committed, or a decision says so. Between two steps
+they differ by one; while an evaluation or a comparison of step k runs, `step` is k and `attempt` is 0.
 
 A driver calls `resume` until that returns what must be waited for, waits, and so on; an exception that comes out of
 `resume`, or of the waiting, it answers with `abandon`. Messages of the coordinator go to `on_message`, never during
-`resume`. The numbers W1, W2, ... are those of ``docs/protocol.md``.
+`resume`.
 """
 
 from collections import deque
