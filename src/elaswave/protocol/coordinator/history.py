@@ -33,7 +33,7 @@ from elaswave.protocol.messages import (
 
 
 class JobHistory:
-    """Members, the newest decision, planned changes, losses, joins and leaves.
+    """Knows members, the newest decision, planned changes, losses, joins and leaves.
 
     Args:
         start: layout, placement and execution parameters of the start.
@@ -157,11 +157,11 @@ class JobHistory:
     # ------------------------------------------------------------------------------------------------ what is in force
 
     def in_force(self) -> InForce:
-        """What is in force by the newest vote that is known here."""
+        """Finds what is in force by the newest vote that is known here."""
         return self.in_force_by(self.evidence)
 
     def in_force_by(self, evidence: Evidence | None) -> InForce:
-        """What is in force if this is the newest vote."""
+        """Finds what is in force if this is the newest vote."""
         number = 0 if self.decision is None else self.decision.change
         if evidence is not None:
             number = max(number, evidence.change)
@@ -171,21 +171,21 @@ class JobHistory:
 
     @property
     def has_planned(self) -> bool:
-        """Whether a change has been planned since the newest decision, perhaps by an earlier coordinator."""
+        """Says whether a change has been planned since the newest decision, perhaps by an earlier coordinator."""
         return bool(self._changes)
 
     @property
     def is_changing(self) -> bool:
-        """Whether a planned change is not known to be in force yet (M1)."""
+        """Says whether a planned change is not known to be in force yet (M1)."""
         return bool(self._changes) and self._num_changes > self.in_force().change
 
     @property
     def newest_change(self) -> LayoutChange | None:
-        """The newest change that was planned since the newest decision, in force or not."""
+        """Finds the newest change that was planned since the newest decision, in force or not."""
         return self._changes.get(self._num_changes)
 
     def change_in_force(self, number: int) -> LayoutChange | None:
-        """The planned change of this number, if it belongs to the present epoch."""
+        """Finds the planned change of this number, if it belongs to the present epoch."""
         return self._changes.get(number)
 
     @property
@@ -202,7 +202,7 @@ class JobHistory:
     # ----------------------------------------------------------------------------------------------- what is to be said
 
     def believes(self, worker: int, peer: int, epoch: int) -> bool:
-        """Whether it counts what a worker says: that its link to a peer has ended.
+        """Says whether it counts that a worker says that its link to a peer has ended.
 
         Args:
             epoch: in which it says so. Links are closed and made again with every new epoch, so what was seen in an
@@ -212,20 +212,20 @@ class JobHistory:
 
     @property
     def undecided(self) -> NewEpoch:
-        """The epoch that waits for a decision, as far as its record tells: how the losses were noticed it does not."""
+        """Tells of the epoch that waits for a decision, as far as its record does: not how the losses were noticed."""
         return NewEpoch(self.epoch, tuple(Suspected(worker, "exit", self.reason) for worker in self.lost))
 
     def is_new(self, report: Report) -> bool:
-        """Whether it is of a member that has no state yet."""
+        """Says whether it is of a member that has no state yet."""
         return report.decided == 0 and report.worker not in self.founders
 
     def base_step(self, evidence: Evidence | None) -> int:
-        """The newest committed step, if this is the newest vote."""
+        """Finds the newest committed step, if this is the newest vote."""
         decided = self.first_step - 1 if self.decision is None else self.decision.resume_step - 1
         return base_step(decided, evidence)
 
     def dismissal(self, worker: int) -> Fenced | Released:
-        """What a worker is told that is no member any more."""
+        """Makes what a worker is told that is no member any more."""
         if worker in self._gone_as_asked:
             return self._released()
         return self._fenced(f"worker {worker} is no member of epoch {self.epoch}")

@@ -81,7 +81,7 @@ DEFAULT_BOUNDS = Bounds()
 
 
 class Coordinator(JobHistory):
-    """The coordinator's machine.
+    """Decides who is a member, what is committed, and who goes on with what.
 
     Args:
         start: layout, placement and execution parameters of the start.
@@ -169,13 +169,13 @@ class Coordinator(JobHistory):
         }
 
     def awaits(self, question: FindCheckpoint) -> bool:
-        """Whether an answer to a question still counts; another loss makes it void."""
+        """Says whether an answer to a question still counts; another loss makes it void."""
         return self._awaits(question.sequence, State.ROLLING_BACK)
 
     # ----------------------------------------------------------------------------------------------------------- events
 
     def begin(self) -> list[CoordinatorEffect]:
-        """The effects of starting: a new term; an epoch that waits for a decision is taken up again (P6)."""
+        """Starts a new term; an epoch that waits for a decision is taken up again (P6)."""
         return self._go(Cause.BEGUN)
 
     def handle(self, event: CoordinatorEvent, now_s: float) -> list[CoordinatorEffect]:
@@ -246,15 +246,16 @@ class Coordinator(JobHistory):
         return effects
 
     def _tell_addresses(self) -> list[CoordinatorEffect]:
-        """Once all are known: also while an epoch waits for reports, because a worker that does not know its peers
-        cannot leave an epoch. After a decision every member knows them."""
+        """Tells them once all are known: also while an epoch waits for reports, because a worker that does not know its
+        peers cannot leave an epoch. After a decision every member knows them."""
         if self.decision is not None or not self._addresses.keys() >= self.member_set:
             return []
         self._addresses_told = True
         return [TellAddresses(dict(self._addresses))]
 
     def _send_decision_again(self) -> list[CoordinatorEffect]:
-        """Perhaps an earlier coordinator made it; in its name a worker that has heard of us would not take it."""
+        """Sends it in this term: perhaps an earlier coordinator made it, in whose name a worker that has heard of us
+        would not take it."""
         assert self.decision is not None
         return [Send(self._speaker, msgspec.structs.replace(self.decision, term=self.term))]
 
@@ -300,8 +301,8 @@ class Coordinator(JobHistory):
         return self._go(Cause.SUSPECTED)
 
     def _on_unsound(self, event: Unsound, now_s: float) -> list[CoordinatorEffect]:
-        """Copies are wrong: all members report what they have, and a right copy of each block is promoted. One that is
-        under way already asks for the same."""
+        """Begins an epoch since copies are wrong: all members report what they have, and a right copy of each block is
+        promoted. One that is under way already asks for the same."""
         if event.worker not in self.member_set or event.epoch != self.epoch or self.state is not State.TRAINING:
             return [Note(f"what worker {event.worker} says of copies in epoch {event.epoch} is not awaited")]
         self._begin_epoch(self.members, event.reason, now_s)
@@ -353,8 +354,8 @@ class Coordinator(JobHistory):
         return [Send(worker, self._fenced(self.reason)) for worker in leaving]
 
     def _on_failed(self, event: WorkerFailed, now_s: float) -> list[CoordinatorEffect]:
-        """An error of a worker's own: what fails twice at the same place will fail everywhere, and so will what a vote
-        has shown. Who has not ended with that yet must not be asked to go on without those that have."""
+        """Takes an error of a worker's own: what fails twice at the same place will fail everywhere, and so will what a
+        vote has shown. Who has not ended with that yet must not be asked to go on without those that have."""
         if event.is_common:
             return self._give_up(Cause.ERROR_COMMON, event.summary, event.worker)
         before = self._failures.get(event.signature)
@@ -385,7 +386,7 @@ class Coordinator(JobHistory):
     def _on_membership(
         self, event: JoinerCame | JoinerGone | LeaveWanted | Linked | Paused, now_s: float
     ) -> list[CoordinatorEffect]:
-        """What is told of joiners, and of members that are to leave."""
+        """Takes what is told of joiners, and of members that are to leave."""
         worker, admissions = event.worker, self.admissions
         effects: list[CoordinatorEffect] = []
         if isinstance(event, JoinerCame):
@@ -445,13 +446,13 @@ class Coordinator(JobHistory):
         return [Send(worker, call) for worker, call in self._calls()]
 
     def _call_again(self) -> list[CoordinatorEffect]:
-        """A member may not have heard of the joiners, or that some are gone that an earlier coordinator has told it of;
-        joiners may not know where it listens."""
+        """Tells a member once more, which may not have heard of the joiners, or that some are gone that an earlier
+        coordinator has told it of; joiners may not know where it listens."""
         told = {self._speaker, *self.admissions.joiners}
         return [Send(worker, call) for worker, call in self._calls() if worker in told]
 
     def _calls(self) -> list[tuple[int, Dial]]:
-        """Also when there are no joiners any more: then nobody is wanted."""
+        """Makes calls also when there are no joiners any more: then nobody is wanted."""
         self._has_called = self._has_called or bool(self.admissions.joiners)
         if not self._has_called:
             return []
@@ -464,7 +465,7 @@ class Coordinator(JobHistory):
         return [Send(worker, ask) for worker in self.members]
 
     def _pause_is_over(self, event: Paused) -> list[CoordinatorEffect]:
-        """This coordinator has thought better of it, or an earlier one has: all that wait after that step go on. Who
+        """Lets all go on that wait after a step: this coordinator has thought better of it, or an earlier one has. Who
         has paused asks for no other pause, unless it is told to once more."""
         waiting = self.admissions.go_on(event.step)
         if not event.is_over:
@@ -548,8 +549,8 @@ class Coordinator(JobHistory):
         return self._go(Cause.PLANNED if isinstance(event, RecoveryPlanned) else Cause.PLANNER_FAILED)
 
     def _awaits(self, sequence: int, state: State) -> bool:
-        """Whether an answer is to the newest question, asked in this state; another loss, or a newer vote, makes the
-        one before void (P3)."""
+        """Says whether an answer is to the newest question, asked in this state; another loss, or a newer vote, makes
+        the one before void (P3)."""
         return self.state is state and sequence == self.inquiry.sequence
 
     def _ask(self) -> list[CoordinatorEffect]:

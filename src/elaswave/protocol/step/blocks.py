@@ -64,7 +64,7 @@ class WorkerBlocks(Generic[C]):
 
     @property
     def voting_copies(self) -> dict[int, C]:
-        """The copies that this worker votes with, by block; ascending."""
+        """Joins the copies that count and those that have come for this vote, by block; ascending."""
         return dict(sorted({**self.copies, **self.arriving}.items())) if self.arriving else self.copies
 
     def count_arriving(self) -> None:
@@ -110,7 +110,7 @@ class WorkerBlocks(Generic[C]):
         self.placement = placement
 
     def held(self) -> dict[int, Held]:
-        """The copies at the last committed step, for a report (W6)."""
+        """Lists the copies at the last committed step, for a report (W6)."""
         return {block: Held(copy.role is Role.OWNER, copy.version) for block, copy in self.copies.items()}
 
     # ------------------------------------------------------------------------------------------------ re-replication
@@ -205,7 +205,7 @@ class WorkerBlocks(Generic[C]):
     # ------------------------------------------------------------------------------------------- GATHER and deliveries
 
     def gather(self) -> Life[None]:
-        """GATHER: new parameters to those that run a layer and hold no copy of its blocks."""
+        """GATHER: brings new parameters to those that run a layer and hold no copy of its blocks."""
         self.observer.point("gather")
         for index, (layer, peer, blocks) in enumerate(self.traffic.parameters_out):
             if index:

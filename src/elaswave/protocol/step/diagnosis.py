@@ -33,7 +33,7 @@ class Voter(Protocol):
 
     @property
     def progress_hash(self) -> int:
-        """Of grids and number of updates."""
+        """Hashes grids and number of updates."""
 
 
 def diagnose(voter: Voter, failed: Sequence[str]) -> Life[tuple[str, Soundness]]:
@@ -95,7 +95,7 @@ def _times(number: int) -> str:
 
 
 def _partial_sums(voter: Voter) -> _Finding:
-    """Which partial sum is not what was added to it, has changed on its way, or was added up wrongly."""
+    """Finds which partial sum is not what was added to it, has changed on its way, or was added up wrongly."""
     workers, num_blocks = voter.execution.layout.workers, len(voter.execution.terms.blocks)
     num_layers = voter.execution.layout.num_layers + len(voter.execution.layout.shared)
     position = workers.index(voter.execution.worker)
@@ -160,7 +160,7 @@ def _layouts_and_grids(voter: Voter) -> _Finding:
 
 
 def _environments(voter: Voter) -> _Finding:
-    """Which workers compute with something else, and in which operators that shows."""
+    """Finds which workers compute with something else, and in which operators that shows."""
     workers, ours = voter.execution.layout.workers, voter.execution.engine.environment()
     names = sorted(ours.operators)
     size, position = len(names) + TEXT_WORDS, workers.index(voter.execution.worker)
@@ -188,7 +188,7 @@ def _environments(voter: Voter) -> _Finding:
 
 
 def _layers(voter: Voter) -> _Finding:
-    """Which layers are not the same on all workers."""
+    """Finds which layers are not the same on all workers."""
     workers, num_layers = voter.execution.layout.workers, voter.execution.layout.num_layers
     values = [0] * (num_layers * len(workers))
     for place, value in voter.execution.engine.measured().canaries.items():

@@ -24,7 +24,8 @@ _TOLD = {"evaluate": "an evaluation", "checkpoint": "a checkpoint"}
 
 
 class DutyTerms(Protocol):
-    """What of a job decides it: `elaswave.protocol.step.engine.JobTerms` or the ``[run]`` table of a configuration."""
+    """Says what of a job decides it: `elaswave.protocol.step.engine.JobTerms` or the ``[run]`` table of a
+    configuration."""
 
     @property
     def eval_every(self) -> int:
@@ -43,7 +44,7 @@ class Due(NamedTuple):
 
 
 def due_after(step: int, num_steps: int, terms: DutyTerms, *, asked: bool) -> Due:
-    """What is due after a committed step.
+    """Finds what is due after a committed step.
 
     Args:
         step: counted from 1; nothing but what was asked for is due after step 0.
@@ -67,7 +68,7 @@ def pending_after(
     written: Container[int],
     published: int,
 ) -> PendingWork:
-    """What of a committed step is still to be done.
+    """Finds what of a committed step is still to be done.
 
     Args:
         step, num_steps, terms, asked: as of `due_after`.

@@ -79,7 +79,7 @@ class Execution(Generic[C]):
     # --------------------------------------------------------------------------------------------------------- frames
 
     def key(self, kind: FrameKind, a: int, b: int, peer: int) -> Key:
-        """Name of a frame of the present attempt (W3)."""
+        """Names a frame of the present attempt (W3)."""
         return Key(kind, self.step, self.attempt, a, b, peer)
 
     def receive(self, keys: Sequence[Key]) -> Life[list[Any]]:
@@ -122,7 +122,7 @@ class Execution(Generic[C]):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """What RUN does, in order; made anew when the program is another one, or other work is kept."""
+        """Lists what RUN does, in order; made anew when the program is another one, or other work is kept."""
         if self._turns_of is None or self._turns_of[0] is not self.program or self._turns_of[1] is not self.kept:
             self._turns_of = (self.program, self.kept)
             self._turns = self._make_turns()
@@ -162,7 +162,7 @@ class Execution(Generic[C]):
         return tuple(turns)
 
     def run(self, on_layer_done: Callable[[int], None]) -> Life[None]:
-        """RUN: the program's actions in order.
+        """RUN: carries out the program's actions in order.
 
         Args:
             on_layer_done: called with each unit once its last gradient of the step has been added here; at the

@@ -40,7 +40,7 @@ class CatchUp(Enum):
 
 
 class Ledger:
-    """The commit state of one worker.
+    """Keeps the commit state of one worker, and refuses any other order than the protocol's.
 
     Args:
         worker: its id.
@@ -68,21 +68,21 @@ class Ledger:
         """The newest committed step whose vote asked for a durable checkpoint; 0 for none since the start."""
 
     def begin(self, step: int, attempt: int) -> None:
-        """A new attempt starts."""
+        """Starts a new attempt."""
         self._refuse_if_promised("begin an attempt")
         if (step, attempt) <= (self.step, self.attempt):
             raise LedgerError(f"attempt {attempt} of step {step} after attempt {self.attempt} of step {self.step}")
         self.step, self.attempt, self.prepared = step, attempt, False
 
     def prepare(self) -> None:
-        """Every gradient of the step in flight is here: the worker may vote."""
+        """Notes that every gradient of the step in flight is here: the worker may vote."""
         self._refuse_if_promised("prepare")
         self.prepared = True
 
     def learn(
         self, vector: bytes, *, commits: bool, change: int | None = None, asks_checkpoint: bool = False
     ) -> Evidence:
-        """The own vote is complete.
+        """Takes the own vote, which is complete.
 
         Args:
             vector: the whole merged vote.
@@ -115,11 +115,11 @@ class Ledger:
         return self.evidence
 
     def may_write_parameters(self, step: int) -> bool:
-        """Whether new parameters of a step may be written: only after the own vote (or a decision) has passed."""
+        """Says whether new parameters of a step may be written: only after the own vote (or a decision) has passed."""
         return self.evidence is not None and self.evidence.commits and self.evidence.step == step
 
     def gathered(self, step: int) -> None:
-        """All parameters of the worker's layers are those of a step."""
+        """Notes that all parameters of the worker's layers are those of a step."""
         self.parameters_step = step
 
     def promise(

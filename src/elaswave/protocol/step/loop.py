@@ -309,7 +309,7 @@ class StepLoop(Generic[C]):
         self.execution.kept = self.kept_next if (step, attempt) == self.kept_for else ()
         kept = self.execution.kept
         root = next((partial.root for partial in kept if partial.worker == self.worker), attempt)
-        keep = self.keep()
+        keep = self.keep() if kept else None
         self.sums = None  # an interrupt within the next call leaves sums of which nothing can be said
         self.engine.begin(step, self.progress.grids.exponents, keep)
         self.sums = Partial(
@@ -340,7 +340,8 @@ class StepLoop(Generic[C]):
     # ----------------------------------------------------------------------------------------------------------- VOTE
 
     def vote(self) -> Life[Verdict]:
-        """VOTE: one all-reduce over the ballots; a worker that has the whole certificate has learned the result."""
+        """VOTE: merges the ballots in one all-reduce; a worker that has the whole certificate has learned the
+        result."""
         self.observer.point("vote")
         self.observer.doing("vote", computing=False)
         yield Pause.MOMENT
@@ -395,12 +396,12 @@ class StepLoop(Generic[C]):
 
     @property
     def progress_hash(self) -> int:
-        """62-bit hash of grids and number of updates, which every worker must go into a vote with."""
+        """Hashes grids and number of updates, which every worker must go into a vote with, to 62 bits."""
         return _progress_hash(self.progress)
 
     @property
     def next_state(self) -> int:
-        """62-bit hash of all that a vote needs to be the same on all workers beside the copies."""
+        """Hashes all that a vote needs to be the same on all workers beside the copies, to 62 bits."""
         return key64(self.blocks.agreement_hash, self.progress_hash, self.planned.budget.hash) >> 2
 
     def judge(self, vector: Sequence[int], step: int) -> Verdict:
@@ -453,8 +454,8 @@ class StepLoop(Generic[C]):
     # ------------------------------------------------------------------------------------------ APPLY, switch, GATHER
 
     def apply(self, step: int, verdict: Verdict) -> Life[None]:
-        """APPLY: every held copy that is still at the version before takes the step (W5). Ends between two batches of
-        copies, and the versions of those before are moved."""
+        """APPLY: updates every held copy that is still at the version before (W5). An interrupt takes effect between
+        two batches of copies; the versions of those before it are moved."""
         self.engine.committed(step, verdict.loss, updates=verdict.outcome is not VoteOutcome.SKIP)
         behind = [copy for copy in self.blocks.copies.values() if copy.version != step]
         for batch in self.engine.batches(behind):
@@ -483,7 +484,7 @@ class StepLoop(Generic[C]):
         self.observer.switched()
 
     def gather(self) -> Life[None]:
-        """GATHER, and says then that the parameters here are those of the step."""
+        """GATHER: sends and receives parameters, and notes then that those here are of the step."""
         step = self.execution.step
         assert self.ledger.may_write_parameters(step)
         yield from self.blocks.gather()

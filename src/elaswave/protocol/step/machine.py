@@ -77,7 +77,7 @@ KEPT_REPORTS = 1024
 
 
 class WorkerMachine(Generic[C]):
-    """One worker: its life, over parts that each keep a state of their own.
+    """Lives one worker's life, over parts that each keep a state of their own.
 
     - `steps`: the order of a step, what its vote said, where training stands (`elaswave.protocol.step.loop`);
     - `execution`: the layout, its program, the frames of the attempt in hand (`elaswave.protocol.step.execution`);
@@ -161,7 +161,7 @@ class WorkerMachine(Generic[C]):
 
     @property
     def last_step(self) -> int:
-        """The newest step that this worker has behind it."""
+        """Names the newest step that this worker has behind it."""
         return self.next_step - 1
 
     # What the driver, its threads and whoever watches may read; each has one place, in the part that changes it.
@@ -204,7 +204,7 @@ class WorkerMachine(Generic[C]):
     # ----------------------------------------------------------------------------------------------- for the driver
 
     def start(self) -> None:
-        """The links can be made: it begins. A start that is said again is ignored."""
+        """Begins: the links can be made. A start that is said again is ignored."""
         if self.is_started:
             return
         self.is_started = True
@@ -242,8 +242,8 @@ class WorkerMachine(Generic[C]):
             self._tell_of_link(lost_peer, detail)
 
     def look_at_sent(self) -> None:
-        """While it waits between steps or after the last one: tells of a link that has ended (W11), once in an epoch.
-        A peer may still wait for what was sent over it, and no frame that this worker waits for would show that."""
+        """Tells of a link that has ended while it waits between steps or after the last one (W11), once in an epoch. A
+        peer may still wait for what was sent over it, and no frame that this worker waits for would show that."""
         waits = self.is_done or self.is_paused or self.is_unsound
         if waits and not self.facts.has_broken_links and self.links.broken is not None:
             self._tell_of_link(*self.links.broken)
@@ -292,8 +292,8 @@ class WorkerMachine(Generic[C]):
             self.fenced, self.is_released = action.reason, action.as_asked
 
     def registration(self, address: str) -> Registered:
-        """The first words on a new control connection. Until the decision that it answers is carried out, the report is
-        among them: the coordinator may have to send that decision again.
+        """Makes the first words on a new control connection. Until the decision that it answers is carried out, the
+        report is among them: the coordinator may have to send that decision again.
 
         Args:
             address: where the data plane listens.
@@ -301,7 +301,8 @@ class WorkerMachine(Generic[C]):
         return Registered(worker=self.worker, address=address, epoch=self.member.epoch, report=self.report)
 
     def wrote(self, step: int, epoch: int, message: Any) -> None:
-        """The part of a checkpoint is written, or could not be. Any thread may call it, if facts and outbox bear that.
+        """Tells that the part of a checkpoint is written, or could not be. Any thread may call it, if facts and outbox
+        bear that.
 
         Args:
             step: of the checkpoint.
@@ -356,8 +357,8 @@ class WorkerMachine(Generic[C]):
         self.observer.doing(UNSOUND, computing=False)
 
     def offer(self, change: LayoutChange) -> None:
-        """A planned change has come; it is looked at between two steps. By then a coordinator may have followed, and
-        have said the same change again: in the name of the one before, the change would count no more."""
+        """Takes a planned change that has come; it is looked at between two steps. By then a coordinator may have
+        followed, and have said the same change again: in the name of the one before, the change would count no more."""
         known = self._offered
         if known is None or (change.number, change.term) > (known.number, known.term):
             self._offered = change
@@ -383,7 +384,7 @@ class WorkerMachine(Generic[C]):
         self.observer.doing(PAUSED, computing=False)
 
     def go_on(self) -> None:
-        """The membership stays as it is."""
+        """Ends the pause, or asks for none any more: the membership stays as it is."""
         self._asks_pause = False
         if self.is_paused:
             self.is_paused = False
@@ -394,7 +395,7 @@ class WorkerMachine(Generic[C]):
 
     @property
     def wants_links(self) -> bool:
-        """Whether links are made in the background, so that `look_at_links` is to be called now and then."""
+        """Says whether links are made in the background, so that `look_at_links` is to be called now and then."""
         return bool(self._wanted)
 
     def look_at_links(self) -> None:
@@ -407,7 +408,7 @@ class WorkerMachine(Generic[C]):
             self.outbox.send(message)
 
     def _request(self) -> Request:
-        """What this worker asks for in its ballot.
+        """Finds what this worker asks for in its ballot.
 
         Checkpoints by time are asked for by the clock of the member with the lowest id; the vote makes that the
         decision of all members. All clocks begin anew at the same vote, so the next member goes on asking when that one
@@ -462,12 +463,13 @@ class WorkerMachine(Generic[C]):
         self.outbox.send(self.report)
 
     def layers_here(self) -> tuple[int, int]:
-        """First layer of those that are here, and one past the last; shared units follow from it. (0, 0) for none."""
+        """Finds the first layer of those that are here, and one past the last; shared units follow from it. (0, 0) for
+        none."""
         layers = sorted(unit for unit in self.engine.layers if unit < self.terms.num_layers)
         return (layers[0], layers[-1] + 1) if layers else (0, 0)
 
     def progress_for_joiners(self) -> Progress:
-        """Where training stands, for a member without state (J5)."""
+        """Tells where training stands, for a member without state (J5)."""
         progress, grids = self.steps.progress, self.steps.progress.grids
         return Progress(
             num_updates=progress.num_updates,
@@ -593,7 +595,7 @@ class WorkerMachine(Generic[C]):
         return loaded.num_bytes
 
     def send_reports_again(self, decision: Decision) -> None:
-        """The member with the lowest id sends the reports of steps that the coordinator has not published (W9)."""
+        """Sends the reports of steps that the coordinator has not published, as the member with the lowest id (W9)."""
         if self.worker != self.members[0]:
             return
         for step, report in self._reports:

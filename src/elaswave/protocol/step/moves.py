@@ -26,8 +26,8 @@ disturbed decides nothing."""
 
 
 class CopyBudget(NamedTuple):
-    """How much may travel in an attempt towards a planned placement. Follows from the votes since the newest decision
-    or change of layout, so all members have the same."""
+    """Bounds what may travel in an attempt towards a planned placement. Follows from the votes since the newest
+    decision or change of layout, so all members have the same."""
 
     elements: int
     """The most that one owner sends, and one worker receives."""
@@ -38,11 +38,11 @@ class CopyBudget(NamedTuple):
 
     @property
     def hash(self) -> int:
-        """62 bits."""
+        """Hashes it to 62 bits."""
         return _budget_hash(self)
 
     def after(self, duration_us: int, *, copied: bool, bounds: tuple[int, int]) -> "CopyBudget":
-        """The budget after a vote.
+        """Makes the budget that follows from a vote.
 
         Args:
             duration_us: of the attempt, as the vote says it.
@@ -62,7 +62,7 @@ class CopyBudget(NamedTuple):
 
 
 class PlannedChange:
-    """The change of layout that is under way, as one worker sees it.
+    """Follows the change of layout that is under way, as one worker sees it.
 
     It is *held* once it has come and its links are there, and told in every ballot; *moving* once a vote has shown that
     all hold it, while blocks move to those that will hold them; *coming* from the vote that has proven all copies in
@@ -117,19 +117,19 @@ class PlannedChange:
             self.coming, self.moving = self.moving, None
 
     def adopts(self, verdict: Verdict) -> bool:
-        """Whether a vote adopts the held change: all hold it (M3)."""
+        """Says whether a vote adopts the held change: all hold it (M3)."""
         assert verdict.change in (0, self.hash), "a vote for a planned change that this worker does not hold"
         return verdict.change != 0
 
     def arrives(self, verdict: Verdict, step: int, *, copied: bool) -> bool:
-        """Whether the adopted change comes into force with a vote: its copies are proven in their places, and none has
-        travelled in this attempt (M5). Arguments as of `learn`."""
+        """Says whether the adopted change comes into force with a vote: its copies are proven in their places, and none
+        has travelled in this attempt (M5). Arguments as of `learn`."""
         if self.moving is None or not verdict.commits or copied:
             return False
         return verdict.next_residency == expected_residency(self.moving.placement, step)
 
     def residency(self, copies: Mapping[int, Copy]) -> int:
-        """The second residency sum of the ballot: of the copies that are in their places under the change."""
+        """Makes the second residency sum of the ballot: of the copies that are in their places under the change."""
         change = self.moving or self.held
         if change is None:
             return 0
@@ -137,7 +137,8 @@ class PlannedChange:
         return residency_of(held_keys(self._worker, change.placement, self._terms.blocks, versions), self._worker)
 
     def num_in_place(self, placement: Placement) -> tuple[int, int]:
-        """Of the adopted change: how many copies are in their places, and how many there will be; (0, 0) if none is.
+        """Counts the copies that are in their places under the adopted change, and those that will be; (0, 0) without
+        one.
 
         Args:
             placement: in force.
@@ -161,7 +162,7 @@ def next_placement(
     move_elements: int,
     scatter_width: int,
 ) -> Placement:
-    """The placement that the next vote brings into force.
+    """Chooses the placement that the next vote brings into force.
 
     Args:
         blocks: of the model.
@@ -188,7 +189,7 @@ def next_placement(
 
 
 def towards(placement: Placement, target: Placement, blocks: Sequence[Block], max_elements: int) -> Placement:
-    """A placement with some of the holders that a target has in addition, as followers.
+    """Adds some of the holders that a target has in addition to a placement, as followers.
 
     At least one copy travels if any is missing, however large it is.
 
@@ -216,7 +217,7 @@ def towards(placement: Placement, target: Placement, blocks: Sequence[Block], ma
 
 
 def num_in_place(placement: Placement, target: Placement) -> tuple[int, int]:
-    """How many of the copies that a target asks for are there, and how many it asks for."""
+    """Counts the copies that a target asks for and that are there, and those that it asks for."""
     found = total = 0
     for block in range(len(target.owner)):
         wanted = target.holders(block)
@@ -226,8 +227,8 @@ def num_in_place(placement: Placement, target: Placement) -> tuple[int, int]:
 
 
 def followed_by(placement: Placement, target: Placement) -> Placement:
-    """Present roles, with the holders that a target has in addition as followers: the placement once all copies are in
-    their places, before the target comes into force.
+    """Adds the holders that a target has in addition to the present roles, as followers: the placement once all copies
+    are in their places, before the target comes into force.
 
     Args:
         placement: in force.
@@ -243,7 +244,7 @@ def followed_by(placement: Placement, target: Placement) -> Placement:
 def held_keys(
     worker: int, target: Placement, blocks: Sequence[Block], versions: Iterable[tuple[int, int]]
 ) -> list[tuple[int, int, int]]:
-    """(block, role, version) of what a worker holds of a target, for the second residency sum.
+    """Lists (block, role, version) of what a worker holds of a target, for the second residency sum.
 
     Args:
         worker: its id.
@@ -268,7 +269,7 @@ def refilled(
     max_elements: int,
     scatter_width: int,
 ) -> Placement:
-    """The placement to which the members come by making up for all missing followers, step by step.
+    """Finds the placement to which the members come by making up for all missing followers, step by step.
 
     Arguments as of `next_placement`.
     """

@@ -61,14 +61,14 @@ class Soundness(NamedTuple):
 
     @property
     def needs_copies(self) -> bool:
-        """Whether blocks are to be promoted or parameters to be sent again: a new epoch does it. A wrong gradient, or a
-        copy that has only just come, is gone with the attempt."""
+        """Says whether blocks are to be promoted or parameters to be sent again: a new epoch does it. A wrong gradient,
+        or a copy that has only just come, is gone with the attempt."""
         has_changed = any(change.memory in (Memory.WORKING, Memory.COPY) for _, change in self.changes)
         return has_changed or bool(self.wrong) or any(each.what == "parameters" for each in self.differences)
 
     @property
     def of_code(self) -> Mapping[int, tuple[int, ...]]:
-        """Blocks that have changed on several workers at once -> these: no memory does that."""
+        """Maps blocks that have changed on several workers at once to these: no memory does that."""
         workers: dict[int, set[int]] = {}
         for worker, change in self.changes:
             if change.memory in (Memory.WORKING, Memory.COPY):
@@ -76,7 +76,8 @@ class Soundness(NamedTuple):
         return {block: tuple(sorted(those)) for block, those in sorted(workers.items()) if len(those) > 1}
 
     def sources(self, holders: Sequence[Sequence[int]]) -> list[tuple[int, int, int | None]]:
-        """(layer, worker, who sends it its constants) of all that could not be made anew; None: nobody else has them.
+        """Lists (layer, worker, who sends it its constants) of all that could not be made anew; None: nobody else has
+        them.
 
         Args:
             holders: by layer, the workers that run it, ascending.
@@ -89,13 +90,13 @@ class Soundness(NamedTuple):
 
 
 def words_of(changes: Sequence[Change]) -> list[int]:
-    """What one worker tells of its changes, as whole numbers, always as many."""
+    """Encodes what one worker tells of its changes as whole numbers, always as many."""
     words = [word for change in changes[:MAX_TOLD] for word in change]
     return words + [0] * (_NUM_WORDS * MAX_TOLD - len(words))
 
 
 def changes_in(words: Sequence[int]) -> list[Change]:
-    """The inverse of `words_of`; hashes as they were told."""
+    """Decodes what `words_of` has encoded; hashes as they were told."""
     rows = [words[first : first + _NUM_WORDS] for first in range(0, len(words), _NUM_WORDS)]
     return [Change(Memory(memory), index, was, now) for memory, index, was, now in rows if memory]
 
@@ -103,7 +104,7 @@ def changes_in(words: Sequence[int]) -> list[Change]:
 def judge_copies(
     placement: Placement, changes: Iterable[tuple[int, Change]], differences: Sequence[Difference]
 ) -> Soundness:
-    """Which copies are wrong.
+    """Finds which copies are wrong.
 
     Args:
         placement: in force: who has only just been given a copy is no voter.
@@ -121,7 +122,7 @@ def judge_copies(
 
 
 def _outvoted(voters: Mapping[int, int]) -> Collection[int]:
-    """Those that differ from more than half of all; all, where no such half agrees."""
+    """Names those that differ from more than half of all; all, where no such half agrees."""
     counts: dict[int, list[int]] = {}
     for worker, value in voters.items():
         counts.setdefault(value, []).append(worker)
@@ -137,7 +138,7 @@ def describe(
     differences: Sequence[Difference],
     layer_name: Callable[[Change], str],
 ) -> list[str]:
-    """Clauses for people.
+    """Makes clauses for people.
 
     Args:
         placement, changes, differences: as of `judge_copies`.
@@ -154,7 +155,7 @@ def describe(
 
 
 def describe_change(worker: int, change: Change, layer: str) -> str:
-    """A clause for people.
+    """Makes a clause for people.
 
     Args:
         layer: name of the layer that it is of.
@@ -222,8 +223,8 @@ class CopyChecks(Generic[C]):
         self.changes = self.engine.changes(self.blocks.voting_copies.values(), given_up=True)
 
     def compared(self, *, at_rest: bool = False) -> dict[int, tuple[int, int, int]]:
-        """By block, hashes of gradient and state of a copy that has others, and of the parameters that this worker
-        computes with or serves; 0 for nothing.
+        """Hashes, by block, gradient and state of a copy that has others, and the parameters that this worker computes
+        with or serves; 0 for nothing.
 
         Args:
             at_rest: between two steps: there are no gradients, and of the optimizer's states none is left out.
@@ -251,7 +252,7 @@ class CopyChecks(Generic[C]):
         return found
 
     def agreement_terms(self, compared: Mapping[int, tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """(block, weight, key) of all that this worker compares; weights of what is equal add up to zero."""
+        """Weighs all that this worker compares, as (block, weight, key); weights of what is equal add up to zero."""
         voting, step, attempt = self.blocks.voting, self.execution.step, self.execution.attempt
         terms = []
         for block, (gradient, state, parameters) in compared.items():
@@ -266,8 +267,8 @@ class CopyChecks(Generic[C]):
     # ---------------------------------------------------------------------------------------------- between two steps
 
     def is_sound(self) -> bool:
-        """Whether nothing has changed in this worker's memory since it was written, outside of a vote. If something
-        has, a new epoch must make it good.
+        """Looks outside of a vote whether nothing has changed in this worker's memory since it was written. If
+        something has, a new epoch must make it good.
 
         Raises:
             StateError: it changes again and again, or is of what only others have now.

@@ -60,7 +60,7 @@ _Flow = dict[tuple[int, int], list[int]]
 def traffic_of(
     worker: int, blocks: tuple[Block, ...], layout: Layout, placement: Placement, voting: Placement
 ) -> Traffic:
-    """The traffic of one worker.
+    """Finds the traffic of one worker.
 
     Args:
         worker: its id.
@@ -144,7 +144,7 @@ def _by_layer(flow: _Flow) -> dict[int, tuple[Shipment, ...]]:
 def deliveries_of(
     blocks: tuple[Block, ...], placement: Placement, deliver: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, Shipment], ...]:
-    """What travels for a decision's deliveries.
+    """Finds what travels for a decision's deliveries.
 
     Args:
         blocks: of the model.
@@ -165,13 +165,14 @@ def deliveries_of(
 
 @functools.lru_cache(maxsize=4096)
 def agreement_hash(layout: Layout, placement: Placement) -> int:
-    """62-bit hash of what all workers must hold in a vote: the layout, and the placement that it brings into force."""
+    """Hashes what all workers must hold in a vote to 62 bits: the layout, and the placement that it brings into
+    force."""
     return key64(struct_hash(layout), struct_hash(placement)) >> 2
 
 
 @functools.lru_cache(maxsize=4096)
 def doubling(workers: tuple[int, ...], worker: int) -> tuple[int | None, int | None, tuple[int, ...]]:
-    """Who exchanges with whom in an all-reduce by recursive doubling.
+    """Finds who exchanges with whom in an all-reduce by recursive doubling.
 
     The largest power of two takes part; every worker beyond it lends its value to a neighbour, which helps it out with
     the result.
@@ -197,7 +198,7 @@ def doubling(workers: tuple[int, ...], worker: int) -> tuple[int | None, int | N
 
 
 def doubling_partners(workers: tuple[int, ...], worker: int) -> set[int]:
-    """The workers that a worker needs links to for the all-reduce."""
+    """Names the workers that a worker needs links to for the all-reduce."""
     helper, lender, partners = doubling(workers, worker)
     return {peer for peer in (helper, lender, *partners) if peer is not None}
 
@@ -215,7 +216,7 @@ class Part(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def parts_of(worker: int, layout: Layout) -> Mapping[tuple[int, int], Part]:
-    """(stage, micro-batch) -> what a worker has to do with it."""
+    """Maps (stage, micro-batch) to what a worker has to do with it."""
     parts = {}
     for microbatch, route in enumerate(layout.routes):
         for place, hop in enumerate(route):
@@ -228,7 +229,7 @@ def parts_of(worker: int, layout: Layout) -> Mapping[tuple[int, int], Part]:
 
 @functools.lru_cache(maxsize=4096)
 def units_by_layer(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """For each layer the units that its backward adds to: itself, and each shared one as often as it uses it."""
+    """Lists for each layer the units that its backward adds to: itself, and each shared one as often as it uses it."""
     units = [[layer] for layer in range(layout.num_layers)]
     for unit, users in enumerate(layout.shared, start=layout.num_layers):
         for layer in users:
