@@ -109,7 +109,7 @@ class CorruptedBaseCopy:
         new = set(machine.blocks.voting_copies) - set(machine.copies)
         for block in sorted(new):
             if (block + machine.step) % STATE_SAMPLE_PERIOD:
-                flip_bit(machine.blocks.voting_copies[block].slots["master"], 0, 5)
+                flip_bit(machine.blocks.voting_copies[block].slots["exp_avg"], 0, 5)
                 self.has_struck = True
                 return
 
