@@ -27,9 +27,9 @@ import msgspec
 from agreement import SCATTER_WIDTH, Job, make_job, report_of
 from harness import machine, print_header
 
-from elaswave.channel.messages.agent import AgentHello, FromAgent, ToAgent
+from elaswave.channel.messages.agent import FromAgent, ToAgent
 from elaswave.channel.messages.worker import Heartbeat, LinkLost
-from elaswave.channel.wire import FIRST_AGENT, Kind, Session, agent_id, encode
+from elaswave.channel.wire import Kind, Session, agent_id, encode
 from elaswave.coordinator.agents import Agents
 from elaswave.launcher.forkserver.worker_life import HEARTBEAT_S as WORKER_HEARTBEAT_S
 from elaswave.launcher.local_job import HEARTBEAT_S as AGENT_HEARTBEAT_S
@@ -50,8 +50,10 @@ from elaswave.protocol.events import (
     Resumed,
     Suspected,
 )
+from elaswave.protocol.membership.agents import HostAgents
+from elaswave.protocol.membership.effects import StartFirst, WriteDown
 from elaswave.protocol.membership.hosts import Hosts
-from elaswave.protocol.messages import CoreToWorker, Decision, Prepare, Registered, Report
+from elaswave.protocol.messages import CoreToWorker, Decision, InForce, Prepare, Registered, Report
 from elaswave.protocol.step.position import Position
 
 FROM_PEERS = FromAgent | Heartbeat | LinkLost | Report | Registered
@@ -142,8 +144,7 @@ class World(CoordinatorDriver):
         self._peer, self._own = connected_pair()
         self._prepare: Prepare | None = None
         self.core = Coordinator(
-            layout=self.job.layout,
-            placement=self.job.placement,
+            InForce(self.job.layout, self.job.placement),
             blocks=self.job.blocks,
             num_followers=1,
             scatter_width=SCATTER_WIDTH,
@@ -155,21 +156,8 @@ class World(CoordinatorDriver):
             [f"h{number}" for number in range(num_agents)] if num_agents > 1 else [],
             home=1,
         )
-        self._agents = Agents(
-            hosts,
-            spec=None,
-            checkpoint=None,
-            records=(),
-            persist=lambda record: self._wait(self._store_s),
-            send=self._send_to_agent,
-            heard_s=self._heard_of_agent,
-            hang_up=lambda peer: None,
-            say=lambda text: None,
-            founded=lambda: None,
-            ended=lambda worker: None,
-            room=lambda count: None,
-            now_s=0.0,
-        )
+        self._agents = HostAgents(hosts, (), self._heard_of_agent, now_s=0.0)
+        self._told = Agents(self._agents, self._send_to_agent, lambda peer: None, spec=None, checkpoint=None)
 
     def agent_of(self, worker: int) -> int:
         """The number of a worker's host; incarnations are one more."""
@@ -181,17 +169,11 @@ class World(CoordinatorDriver):
         """Founds the job, lets it train for a while, kills a host."""
         begin_s = time.process_time()
         for number in range(self._num_agents):
-            hello = AgentHello(
-                node=f"h{number}",
-                incarnation=number + 1,
-                slots=self._each,
-                exited=[],
-                stop=False,
-                called_step=0,
-                folder="",
-                leaving_s=None,
-            )
-            assert self._agents.came(agent_id(number + 1), hello)
+            for effect in self._agents.came(f"h{number}", number + 1, self._each)[0]:
+                if isinstance(effect, WriteDown):
+                    self._wait(self._store_s)
+                elif isinstance(effect, StartFirst):
+                    self._told.tell(effect)
         arrive_s = time.process_time() - begin_s
         assert self._agents.is_founded
         for worker in self.workers:
@@ -324,7 +306,7 @@ class World(CoordinatorDriver):
         self._dead.add(number)
         gone = [worker for worker in self.workers if self.agent_of(worker) == number]
         self._gone = set(gone)
-        self._call(self._link_s, lambda: self._work(lambda: self._agents.went(agent_id(number + 1), self._time_s())))
+        self._call(self._link_s, lambda: self._work(lambda: self._agents.went(number + 1, self._time_s())))
         for worker in gone:
             self._call(
                 self._link_s,
@@ -375,10 +357,10 @@ class World(CoordinatorDriver):
             if due_s < TICK_S:
                 self._at(now_s + max(0.005, due_s), lambda: self._work(self._tick))
 
-    def _heard_of_agent(self, peer: int) -> float | None:
-        if peer - FIRST_AGENT - 1 in self._dead:
+    def _heard_of_agent(self, incarnation: int) -> float | None:
+        if incarnation - 1 in self._dead:
             return None
-        return self._time_s() - self._heard_s.get(peer, 0.0)
+        return self._time_s() - self._heard_s.get(agent_id(incarnation), 0.0)
 
     def _send_to_agent(self, peer: int, message: ToAgent) -> bool:
         self._own.write(Kind.MESSAGE, 0, encode(message))

@@ -8,7 +8,7 @@ from inspect import cleandoc
 from types import ModuleType
 
 from elaswave.protocol.coordinator import transitions
-from elaswave.protocol.coordinator.table import C, R, S, TransitionTable, markdown_table, mermaid_diagram
+from elaswave.protocol.coordinator.table import C, R, S, TransitionTable
 from elaswave.protocol.membership import agent
 from elaswave.protocol.step import loop, member
 from verify.planted_bugs.lifetimes import LIFETIME_MUTANTS
@@ -107,3 +107,33 @@ _SECTIONS = {
     "mutants": _mutants,
     "lifetimes": _lifetimes,
 }
+
+
+def markdown_table(table: TransitionTable[S, C, R]) -> str:
+    """The table for people."""
+    lines = ["| state | what happens | next state | what it does |", "|---|---|---|---|"]
+    for row in table.rows:
+        before = ", ".join(state.value for state in row.before)
+        after = "the same" if row.after is None else row.after.value
+        does = ", ".join(response.value for response in row.does) or "nothing"
+        lines.append(f"| {before} | {row.cause.value} | {after} | {does} |")
+    return "\n".join(lines)
+
+
+def mermaid_diagram(table: TransitionTable[S, C, R]) -> str:
+    """The changes of state as a diagram, in the language of Mermaid; several causes of one arrow share it.
+
+    What leaves every state as it is stands in the table only.
+    """
+    arrows: dict[tuple[S, S], list[str]] = {}
+    for row in table.rows:
+        if row.after is not None:
+            for state in row.before:
+                arrows.setdefault((state, row.after), []).append(row.cause.value)
+    lines = ["stateDiagram-v2", f"    [*] --> {table.first.name}"]
+    lines += [f"    {before.name} --> {after.name}: {' / '.join(causes)}" for (before, after), causes in arrows.items()]
+    leavable = {before for before, _ in arrows}
+    lines += [
+        f"    {after.name} --> [*]" for after in dict.fromkeys(after for _, after in arrows) if after not in leavable
+    ]
+    return "\n".join(lines)

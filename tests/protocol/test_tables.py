@@ -8,7 +8,7 @@ from tests.protocol.machines import FIVE, answer, coordinator, failure, register
 
 from elaswave.protocol.coordinator import transitions
 from elaswave.protocol.coordinator.machine import Bounds, Coordinator
-from elaswave.protocol.coordinator.table import Transition, TransitionTable, markdown_table, mermaid_diagram
+from elaswave.protocol.coordinator.table import Transition, TransitionTable
 from elaswave.protocol.coordinator.transitions import Cause, Response, State
 from elaswave.protocol.events import (
     ChangePlanned,
@@ -30,6 +30,7 @@ from elaswave.protocol.step import member
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.member import Member
 from elaswave.types import ExecutionParameters
+from verify.page import markdown_table, mermaid_diagram
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.run import Build, run_schedule
 from verify.simulator.schedule import parse_schedule

@@ -29,6 +29,7 @@ from elaswave.coordinator.agents import Agents
 from elaswave.coordinator.process import CoordinatorProcess
 from elaswave.errors import SupersededError
 from elaswave.job.key_files import JobKey, Role
+from elaswave.protocol.membership.agents import HostAgents
 from elaswave.protocol.membership.hosts import Hosts
 from elaswave.store.seal import proof_of_term
 from elaswave.transport.handshake import Secrets
@@ -51,24 +52,12 @@ def said_by(kind: Any, **fields: object) -> Any:
 @pytest.fixture
 def agents() -> Agents:
     hosts = Hosts([0, 0, 1, 1], ["site/a", "site/b"], home=11)
-    found = Agents(
-        hosts,
-        spec=None,
-        checkpoint=None,
-        records=(),
-        persist=lambda record: None,
-        send=lambda peer, message: True,
-        heard_s=lambda peer: 0.0,
-        hang_up=lambda peer: None,
-        say=lambda text: None,
-        founded=lambda: None,
-        ended=lambda worker: None,
-        room=lambda slots: None,
-        now_s=0.0,
-    )
+    known = HostAgents(hosts, (), lambda incarnation: 0.0, now_s=0.0)
+    found = Agents(known, lambda peer, message: True, lambda peer: None, spec=None, checkpoint=None)
     for node, incarnation in (("a", 11), ("b", 22)):
         hello = AgentHello(node=node, incarnation=incarnation, slots=2, exited=[], stop=False)
-        assert found.may_say(agent_id(incarnation), hello) == "" and found.came(agent_id(incarnation), hello)
+        assert found.may_say(agent_id(incarnation), hello) == ""
+        known.came(node, incarnation, 2)
     return found
 
 
@@ -186,7 +175,7 @@ def test_ends_that_an_agent_tells_when_it_comes_are_of_its_own_workers(
     hello = AgentHello(node="b", incarnation=22, slots=2, exited=exited, stop=False)
     coordinator._state.losses = []
     CoordinatorProcess._on_message(coordinator, OTHER, hello)
-    coordinator._on_end_of_process.assert_called_once_with(3, "has ended")
+    coordinator.worker_ended.assert_called_once_with(3, "has ended")
     assert "worker 1 is not of its host" in caplog.text
 
 

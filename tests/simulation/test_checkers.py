@@ -4,6 +4,7 @@ import pytest
 
 from elaswave.blocks.placement import Placement
 from elaswave.protocol.events import NewEpochRecord, TermRecord
+from elaswave.protocol.membership.effects import LeaveAsked, PlaceTaken
 from elaswave.protocol.messages import Decision, Fenced, LayoutChange, Prepare
 from elaswave.types import ExecutionParameters
 from verify.simulator.checkers import (
@@ -24,10 +25,11 @@ from verify.simulator.checkers import (
     Violation,
     all_checkers,
 )
-from verify.simulator.host_checker import HostsApart, OneProcess, Orphans
+from verify.simulator.host_checker import HeldForACause, HostsApart, OneInEachPlace, OneProcess, Orphans
 from verify.simulator.job import Job, model_of, other_layout, parameter, undisturbed
 from verify.simulator.observer import Observer, together
 from verify.simulator.one_coordinator import OneCoordinator, OneHistory
+from verify.simulator.schedule import parse_schedule
 
 JOB = Job(steps=2)
 TRUTH = undisturbed(JOB)
@@ -391,7 +393,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 40
+    assert len(calls) == 45
     seen = []
 
     class Listens(Observer):
@@ -512,3 +514,63 @@ def test_each_id_is_one_process_of_one_agent():
         see.forked(3, 2)
     with pytest.raises(Violation, match="the id 3 is given to agent 2, and was to 1"):
         see.given(3, 2)
+
+
+def place_taken(worker: int, place: int, request: int = 0) -> PlaceTaken:
+    return PlaceTaken(worker=worker, place=place, at_s=0.0, request=request)
+
+
+def test_a_place_has_one_worker_at_a_time():
+    checker = OneInEachPlace(2, 1)
+    checker.held_for_lost(0, "exit")
+    checker.wrote_down(place_taken(2, 0))
+    checker.forked(2, 0)
+    checker.wrote_down(place_taken(3, 2, request=1))
+    with pytest.raises(Violation, match="one more than were asked for"):
+        checker.wrote_down(place_taken(4, 3, request=1))
+    checker = OneInEachPlace(2, 1)
+    with pytest.raises(Violation, match="takes the place 0 of worker 0, which is there"):
+        checker.wrote_down(place_taken(2, 0))
+    checker.gone(1)
+    with pytest.raises(Violation, match="the id 0 is given to a second worker"):
+        checker.wrote_down(place_taken(0, 1))
+    checker.wrote_down(LeaveAsked(worker=1, within_s=1.0, at_s=0.0))
+    with pytest.raises(Violation, match="takes the place 1 of worker 1, which was asked to leave"):
+        checker.wrote_down(place_taken(2, 1))
+    with pytest.raises(Violation, match="worker 5 is started, and worker None has its place"):
+        checker.forked(5, 0)
+    checker.stopping([0, 1], [0, 1])
+    with pytest.raises(Violation, match="is to join a job that is about to end"):
+        checker.wrote_down(place_taken(2, 2))
+
+
+def test_who_is_a_member_is_no_joiner():
+    checker = OneInEachPlace(2, 1)
+    checker.expects([2], [0, 1])
+    with pytest.raises(Violation, match="are waited for as joiners, and are members"):
+        checker.expects([1, 2], [0, 1])
+    checker.killed(2)
+    checker.began(2, 2, 1, 1, P)
+    with pytest.raises(Violation, match="worker 2 is killed as a joiner, and is a member"):
+        checker.killed(2)
+
+
+def test_who_is_held_for_lost_has_met_with_something():
+    checker = HeldForACause(parse_schedule("widths=2,2 hang:1@5+20"))
+    checker.held_for_lost(1, "heartbeat")
+    for worker, detected_by in ((0, "heartbeat"), (1, "exit"), (0, "drain")):
+        with pytest.raises(Violation, match="and nothing has befallen it"):
+            checker.held_for_lost(worker, detected_by)
+    checker.gone(0)
+    checker.held_for_lost(0, "exit")
+    checker.wrote_down(LeaveAsked(worker=2, within_s=1.0, at_s=0.0))
+    checker.held_for_lost(2, "drain")
+
+
+def test_a_job_is_stopped_early_only_if_too_few_would_stay():
+    checker = Ends(3)
+    checker.published(1, ())
+    with pytest.raises(Violation, match="the job is to stop, and of its members"):
+        checker.stopping([0, 1, 2], [0, 1])
+    checker.stopping([0, 1], [0, 1])
+    checker.stopped("finished", 5)

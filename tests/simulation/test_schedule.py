@@ -54,7 +54,7 @@ def test_round_trip():
         ("widths=2,0", "every stage needs a worker"),
         ("widths=3,1", "num_microbatches must be at least 3"),
         ("agents=2 kill:a2@3", "needs an agent of a node below 2"),
-        ("agents=2 hang:a1@3+9", "kills or disconnects it"),
+        ("agents=2 hang:a1@3+9", "one of the kinds kill, disconnect, notice"),
         ("agents=2 candidates=2", "goes neither with candidates nor with num_hosts"),
     ],
 )

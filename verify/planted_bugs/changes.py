@@ -205,7 +205,7 @@ CHANGE_MUTANTS = (
         "switch-while-copying",
         "a change comes into force, and copies are dropped, with the vote that the last of its copies came with",
         Build(machine=with_part(SwitchesWhileCopying)),
-        "steps=8 leave_step=1 leaver=1 link_delay=6 slow_worker=1 slow_by=40 suspect:0@170",
+        "steps=8 leave_step=1 leaver=1 link_delay=6 slow_worker=1 slow_by=40 suspect:0@166",
         real=True,
     ),
     Mutant(

@@ -12,10 +12,10 @@ import msgspec
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, JoinerCame, PlanRecovery, RecoveryPlan
 from elaswave.protocol.leadership.vigil import Due
-from elaswave.protocol.membership.hosts import Came, Host, Hosts
+from elaswave.protocol.membership.effects import AgentEffect, AnyRecord, PlaceTaken, StartWorker
 from elaswave.protocol.step.loop import StepLoop
 from verify.planted_bugs.mutant import Mutant, with_part
-from verify.simulator.agents import HostDesk, Placed, SimAgent
+from verify.simulator.agents import SimAgent
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.engine import ToyCopy
 from verify.simulator.run import Build
@@ -76,45 +76,27 @@ class WaitsForEver(SimAgent):
         return Due.NOTHING if due is Due.END else due
 
 
-class _AsksTheNode(HostDesk):
-    def ask(self, worker: int) -> None:
-        number = self._placed[worker]
-        for agent in self._crew.on_nodes:
-            if agent.node == number and agent.coordinator is self._coordinator:
-                self._crew.down(agent, worker)
-
-
 class AsksAnotherIncarnation(SimCoordinator):
     """A joiner is asked for again from the agent that its node has now."""
 
-    desk_class = _AsksTheNode
-
-
-class _HostsByNumber(Hosts):
-    def of(self, worker: int) -> Host | None:
-        return self._hosts.get(self._number_of.get(worker, -1))
-
-
-class _KnowsHostsByNumber(HostDesk):
-    hosts_class = _HostsByNumber
-
-
-class TakesTheNextAgentForTheLast(SimCoordinator):
-    """The next agent that has a host's number gets the workers of the last one."""
-
-    desk_class = _KnowsHostsByNumber
-
-
-class _PlacesWithoutARecord(HostDesk):
-    def _persist(self, record: Came | Placed) -> None:
-        if isinstance(record, Came):
-            super()._persist(record)
+    def tell_agent(self, effect: AgentEffect) -> None:
+        agents = self.world.agents
+        if isinstance(effect, StartWorker) and agents is not None:
+            host = self.membership.agents.hosts.of(effect.worker)
+            assert host is not None
+            newest = next(agent for agent in agents.on_nodes if f"n{agent.node}" == host.node)
+            effect = StartWorker(effect.worker, newest.incarnation)
+        super().tell_agent(effect)
 
 
 class AsksBeforeItIsDurable(SimCoordinator):
     """An agent is asked for a joiner whose id the next coordinator does not know."""
 
-    desk_class = _PlacesWithoutARecord
+    def persist(self, record: AnyRecord) -> None:
+        if not isinstance(record, PlaceTaken):
+            super().persist(record)
+        else:
+            self.world.see.given(record.worker, self.membership.agents.hosts.numbered(record.host).incarnation)
 
 
 HOST_MUTANTS = (
@@ -140,7 +122,7 @@ HOST_MUTANTS = (
         "fork-again",
         "an agent that is asked again for a joiner starts it again",
         Build(agent=ForksAgain),
-        "widths=2,1 steps=9 join_step=1 agents=2 disconnect:a0@38+5",
+        "widths=1,1 num_microbatches=1 join_step=1 agents=2 disconnect:a1@22+1",
     ),
     Mutant(
         "overlook-commits",
@@ -158,15 +140,7 @@ HOST_MUTANTS = (
         "spawn-elsewhere",
         "a joiner is asked for again from another incarnation of its node's agent",
         Build(coordinator=AsksAnotherIncarnation),
-        "widths=2,1 steps=9 join_step=1 agents=2 kill:a0@98",
-    ),
-    Mutant(
-        "host-by-number",
-        "workers of a host's last agent count as those of the next one that has its number",
-        Build(coordinator=TakesTheNextAgentForTheLast),
-        "widths=1,1,1 num_microbatches=1 steps=7 checkpoint_every=2 ask_step=2 join_step=1 stop_step=2 seed=33582902 "
-        "exit_delay=1 link_delay=1 heartbeat_bound=80 restart_delay=8 slow_worker=2 slow_by=40 commit_delay=60 "
-        "agents=2 usurp:c@1+150 hang:1@13+20 usurp:c@17+20 disconnect:a1@18+150 kill:a0@70",
+        "join_step=1 seed=114291809 agents=3 kill:a0@59 usurp:c@60+60",
     ),
     Mutant(
         "place-unwritten",

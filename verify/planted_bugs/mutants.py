@@ -26,6 +26,7 @@ from elaswave.protocol.events import (
     Send,
 )
 from elaswave.protocol.leadership.fence import TermFence
+from elaswave.protocol.membership.effects import Effect
 from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Registered, Report
 from elaswave.protocol.step.ballot import Request, Verdict
 from elaswave.protocol.step.blocks import WorkerBlocks
@@ -99,7 +100,7 @@ class WritesParametersEarly(_Blocks):
 class SendsBeforePersisting(SimCoordinator):
     """Decisions are sent first and persisted afterwards."""
 
-    def carry_out(self, effects: Sequence[CoordinatorEffect]) -> None:
+    def carry_out(self, effects: Sequence[Effect]) -> None:
         first = [effect for effect in effects if not isinstance(effect, Persist)]
         super().carry_out([*first, *(effect for effect in effects if isinstance(effect, Persist))])
 

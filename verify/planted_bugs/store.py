@@ -17,8 +17,9 @@ from elaswave.protocol.coordinator.store_writes import (
     Transaction,
     Written,
 )
-from elaswave.protocol.events import CoordinatorEffect, Persist, Record
+from elaswave.protocol.events import Persist
 from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.membership.effects import AnyRecord, Effect
 from verify.planted_bugs.mutant import Mutant
 from verify.simulator.candidates import Crew, Seat, SimCandidate
 from verify.simulator.coordinator import SimCoordinator
@@ -28,7 +29,7 @@ from verify.simulator.run import Build
 class SendsBeforeTheAnswer(SimCoordinator):
     """What follows a record is done while the store is still asked to take it."""
 
-    def carry_out(self, effects: Sequence[CoordinatorEffect]) -> None:
+    def carry_out(self, effects: Sequence[Effect]) -> None:
         first = [effect for effect in effects if not isinstance(effect, Persist)]
         super().carry_out([*first, *(effect for effect in effects if isinstance(effect, Persist))])
 
@@ -59,7 +60,7 @@ class AppendsWithoutTerm(Seat):
 class RetriesWithAnotherNonce(Seat):
     """A write without an answer is repeated in other words."""
 
-    def not_answered(self, coordinator: SimCoordinator, entry: EntryWrite, record: Record) -> None:
+    def not_answered(self, coordinator: SimCoordinator, entry: EntryWrite, record: AnyRecord) -> None:
         self.write(coordinator, record)
 
 
@@ -157,13 +158,14 @@ STORE_MUTANTS = (
         "retry-without-nonce",
         "a write without an answer is repeated as another one",
         Build(seat=RetriesWithAnotherNonce),
-        "widths=1,1 blocks_per_layer=1 steps=9 leave_step=4 seed=71420045 candidates=2 store_delay=8",
+        "widths=1,1 steps=9 leave_step=4 candidates=2 mute:s@43+30",
     ),
     Mutant(
         "fenced-goes-on",
         "a coordinator that the store refuses goes on",
         Build(seat=GoesOnWhenFenced),
-        "widths=1,2 checkpoint_every=2 join_step=2 tied=1 seed=688854303 candidates=2 usurp:c@115+60 kill:0-2@117",
+        "widths=1,2 seed=952333941 restart_delay=1 slow_worker=0 slow_by=15 plan_delay=15 candidates=2 kill:c@16 "
+        "kill:0@25 usurp:c@47+50",
     ),
     Mutant(
         "serializable-read",

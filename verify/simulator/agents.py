@@ -2,37 +2,24 @@
 
 What an agent does when a process ends or is wanted is the product's machine (`elaswave.protocol.membership.agent`), and
 so are how long it goes on without a coordinator (`elaswave.protocol.leadership.vigil`) and what the coordinator makes
-of hosts (`elaswave.protocol.membership.hosts`). Here is what carries their words, which are lost with the connection.
-With an agent all processes end that it has started.
+of hosts (`elaswave.protocol.membership`). Here is what carries their words, which are lost with the connection. With an
+agent all processes end that it has started.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from elaswave.protocol.events import JoinerGone, Suspected
 from elaswave.protocol.leadership.vigil import Due, Vigil
 from elaswave.protocol.membership.agent import Agent, JoinerWanted, StartJoiner, WorkerEnded
-from elaswave.protocol.membership.hosts import GONE_AGAIN_S, GONE_S, Came, Host, Hosts, HostState, Turned
+from verify.simulator.members import UNIT_S
 from verify.simulator.schedule import ScheduledFault
-from verify.simulator.store import ActorDead, StaleTermError
 
 if TYPE_CHECKING:
     from verify.simulator.coordinator import SimCoordinator
     from verify.simulator.world import CoordinatorActor, WorkerActor, World
 
-UNIT_S = 0.05
-"""A unit of virtual time."""
-LOOK = 20
-"""Between two looks for hosts that are gone."""
 WATCH = 8
 """Between two looks of an agent whether it has a coordinator."""
-
-
-class Placed(NamedTuple):
-    """A joiner is to be started on a host: durable before its agent is asked (J1, H2)."""
-
-    worker: int
-    number: int
 
 
 class SimAgent:
@@ -51,6 +38,8 @@ class SimAgent:
         self.coordinator: SimCoordinator | None = None
         """To which it is connected."""
         self.shut_until = 0
+        self.leaves_at: int | None = None
+        """When its machine is taken away, if it has had a notice."""
         self.num_commits = 0
         """Of all its workers."""
         self.vigil = Vigil(crew.world.conditions.orphan_delay * UNIT_S)
@@ -60,6 +49,12 @@ class SimAgent:
         """What is due while it has no coordinator."""
         now_s, has_coordinator = self._crew.world.now * UNIT_S, self.coordinator is not None
         return self.vigil.look(now_s, has_coordinator=has_coordinator, num_commits=self.num_commits)
+
+    def begin(self, workers: Sequence[int]) -> None:
+        """The job begins here with these workers; may be said again."""
+        for worker in sorted(set(workers) - self.workers):
+            self.workers.add(worker)
+            self._crew.world.begin_worker(worker)
 
     def wanted(self, worker: int) -> None:
         """The coordinator wants a joiner started."""
@@ -73,7 +68,7 @@ class SimAgent:
         """A process of its has ended."""
         self.machine.handle(WorkerEnded(worker, "has ended", 0.0))
         if self.coordinator is not None:
-            self._crew.up(self, self.coordinator.desk.exited, worker)
+            self._crew.up(self, self.coordinator.on_exit, worker)
 
 
 class Agents:
@@ -86,9 +81,8 @@ class Agents:
 
     def __init__(self, world: "World", agent_class: type[SimAgent] = SimAgent) -> None:
         self.world = world
-        self.records: list[Came | Placed] = []
-        """What coordinators have made durable of hosts."""
         self.founders = tuple(worker % world.conditions.agents for worker in range(world.job.num_workers))
+        self.names = [f"n{node}" for node in range(world.conditions.agents)]
         self.on_nodes: list[SimAgent] = []
         """The newest agent of each node."""
         self._agent_class = agent_class
@@ -100,7 +94,6 @@ class Agents:
         """Incarnation of an agent -> when one of its workers has committed a step."""
         for node in range(world.conditions.agents):
             agent = self._start(node)
-            agent.workers.update(worker for worker, number in enumerate(self.founders) if number == node)
             self.on_nodes.append(agent)
 
     def _start(self, node: int) -> SimAgent:
@@ -154,16 +147,24 @@ class Agents:
         coordinator: Any = world.coordinator
         if coordinator is not None:
             agent.coordinator = coordinator
-            self.up(agent, coordinator.desk.hello, agent, tuple(end.worker for end in agent.machine.worker_ends))
+            ended = tuple(end.worker for end in agent.machine.worker_ends)
+            self.up(agent, coordinator.on_agent, f"n{agent.node}", agent.incarnation, ended)
+            self.say_notice(agent)
+
+    def say_notice(self, agent: SimAgent) -> None:
+        """An agent has had a notice that its machine is taken away; said on every connection."""
+        if agent.coordinator is not None and agent.leaves_at is not None:
+            left_s = max(0, agent.leaves_at - self.world.now) * UNIT_S
+            self.up(agent, agent.coordinator.agent_leaving, agent.incarnation, left_s)
 
     def up(self, agent: SimAgent, call: Callable[..., None], *arguments: Any) -> None:
         """An agent says something to its coordinator."""
         self.world.tick(agent)
         self._send(agent, True, call, arguments)
 
-    def down(self, agent: SimAgent, worker: int) -> None:
-        """A coordinator asks an agent for a joiner."""
-        self._send(agent, False, agent.wanted, (worker,))
+    def down(self, agent: SimAgent, call: Callable[..., None], *arguments: Any) -> None:
+        """A coordinator says something to an agent."""
+        self._send(agent, False, call, arguments)
 
     def _send(self, agent: SimAgent, is_up: bool, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         world, way = self.world, (agent.incarnation, is_up)
@@ -181,8 +182,13 @@ class Agents:
         coordinator, agent.coordinator = agent.coordinator, None
         if coordinator is not None:
             world = self.world
-            world.after(world.conditions.link_delay, coordinator, coordinator.desk.went, agent.incarnation)
+            world.after(world.conditions.link_delay, coordinator, self._went, agent, coordinator)
             world.after(world.delay(), agent, self._dial, agent)
+
+    def _went(self, agent: SimAgent, coordinator: "SimCoordinator") -> None:
+        """Of a connection that a newer one has replaced nothing is heard any more."""
+        if agent.coordinator is not coordinator:
+            coordinator.on_agent_went(agent.incarnation)
 
     def ended(self, coordinator: "CoordinatorActor") -> None:
         """A coordinator has ended."""
@@ -209,6 +215,10 @@ class Agents:
             return
         if fault.kind == "kill":
             self.end(agent)
+        elif fault.kind == "notice":
+            agent.leaves_at = self.world.now + fault.duration
+            self.say_notice(agent)
+            self.world.after(fault.duration, agent, self.end, agent)
         else:
             agent.shut_until = self.world.now + fault.duration
             self.hang_up(agent)
@@ -225,119 +235,3 @@ class Agents:
     def _come_again(self, node: int) -> None:
         agent = self.on_nodes[node] = self._start(node)
         self.world.after(0, agent, self._dial, agent)
-
-
-class HostDesk:
-    """What a coordinator knows of hosts, and does about them.
-
-    Args:
-        coordinator: whose process it is.
-        crew: all agents.
-    """
-
-    hosts_class = Hosts
-
-    def __init__(self, coordinator: "SimCoordinator", crew: Agents) -> None:
-        self._coordinator = coordinator
-        self._crew = crew
-        world = crew.world
-        # The coordinator runs beside the first node's agent, which ends with it: here it is started again alone.
-        self._hosts = self.hosts_class(crew.founders, (), home=0)
-        self._gone_s = GONE_AGAIN_S if crew.records else GONE_S
-        self._placed: dict[int, int] = {}
-        self._ended: set[int] = set()
-        for record in crew.records:
-            if isinstance(record, Came):
-                self._hosts.restore(record, world.now * UNIT_S)
-            else:
-                self._placed[record.worker] = record.number
-                self._hosts.placed(record.worker, record.number)
-        world.after(LOOK, coordinator, self._look)
-
-    def hello(self, agent: SimAgent, ended: tuple[int, ...]) -> None:
-        """An agent says who it is, and who has ended."""
-        answer = self._hosts.hello(f"n{agent.node}", agent.incarnation, 0)
-        if isinstance(answer, Turned):
-            self._crew.world.say(f"agent {agent.incarnation} of n{agent.node} is turned away: {answer.reason}")
-            self._crew.end(agent)
-            return
-        if isinstance(answer, Came):
-            self._persist(answer)
-            answer = self._hosts.add(answer, 0.0)
-        self._hosts.connected(answer)
-        for worker in self._placed:
-            if worker not in self._ended:
-                self.ask(worker)
-        for worker in ended:
-            self.exited(worker)
-
-    def exited(self, worker: int) -> None:
-        """A process has ended, as its agent says."""
-        self._ended.add(worker)
-        self._hosts.ended(worker)
-        self._coordinator.on_exit(worker)
-
-    def went(self, incarnation: int) -> None:
-        """An agent's connection has ended."""
-        self._hosts.disconnected(incarnation, self._crew.world.now * UNIT_S)
-
-    def want(self, num_joiners: int) -> None:
-        """So many workers more are wanted than the job began with: who has ended needs another, with an id of its
-        own."""
-        living = [worker for worker in self._placed if worker not in self._ended]
-        job = self._crew.world.job
-        while len(living) < num_joiners and len(self._placed) < 3 * job.joiners:
-            host = self._hosts.choose()
-            if host is None:
-                return
-            worker = max((job.num_workers - 1, *self._placed)) + 1
-            self._place(worker, host)
-            living.append(worker)
-
-    def _place(self, worker: int, host: Host) -> None:
-        self._persist(Placed(worker, host.number))
-        self._placed[worker] = host.number
-        self._hosts.placed(worker, host.number)
-        self._crew.world.see.given(worker, host.incarnation)
-        self.ask(worker)
-
-    def ask(self, worker: int) -> None:
-        """Has a worker started: by the agent to which its id was given, and by no other one."""
-        host = self._hosts.of(worker)
-        if host is None or host.state is HostState.GONE:
-            return
-        for agent in self._crew.on_nodes:
-            if agent.incarnation == host.incarnation and agent.coordinator is self._coordinator:
-                self._crew.world.tick(self._coordinator)
-                self._crew.down(agent, worker)
-
-    def with_their_hosts(self, suspicions: list[Suspected]) -> list[Suspected]:
-        """Suspicions, and those of all that are lost with the same hosts (H11)."""
-        known = {suspicion.worker for suspicion in suspicions}
-        others = [
-            Suspected(worker, "host", f"host {node} is lost, and worker {worker} is there")
-            for node, workers in self._hosts.lost_with(known, lambda incarnation: False).items()
-            for worker in sorted(workers - known)
-            if worker in self._coordinator.core.members
-        ]
-        self._crew.world.suspected.update(other.worker for other in others)
-        return [*suspicions, *others]
-
-    def _look(self) -> None:
-        world = self._crew.world
-        world.after(LOOK, self._coordinator, self._look)
-        for host in self._hosts.overdue(world.now * UNIT_S, self._gone_s):
-            self._hosts.give_up(host)
-        for worker in sorted(self._hosts.stranded.difference(self._coordinator.core.members, self._ended)):
-            self._ended.add(worker)
-            self._coordinator.feed(JoinerGone(worker))
-
-    def _persist(self, record: Came | Placed) -> None:
-        """Of a coordinator that was replaced the store takes nothing, and it ends."""
-        world = self._crew.world
-        try:
-            world.store.check(self._coordinator.core.term)
-        except StaleTermError:
-            world.end_coordinator(self._coordinator)
-            raise ActorDead from None
-        self._crew.records.append(record)

@@ -1,9 +1,9 @@
 """The store as one more party that fails, and candidates that follow a coordinator: rules H4 to H9.
 
 The transactions, what their answers mean, when to claim, and what the heads of members mean are the product's
-(`elaswave.protocol.coordinator.store_writes`, `elaswave.protocol.leadership.election`,
-`elaswave.protocol.leadership.heads`). Here is what carries them: requests that are lost, slow, late or not answered. A
-coordinator that writes waits for the answer: whatever comes meanwhile happens afterwards. Its beat does not wait.
+(`elaswave.protocol.coordinator.store_writes`, `elaswave.protocol.leadership`). Here is what carries them: requests that
+are lost, slow, late or not answered. A coordinator that writes waits for the answer: whatever comes meanwhile happens
+afterwards. Its beat does not wait.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ from elaswave.protocol.coordinator.store_writes import (
     holder_of,
     spec_value,
 )
-from elaswave.protocol.events import Record
 from elaswave.protocol.leadership.election import BEAT_S, POLL_S, Seen, Watch
 from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.membership.effects import AnyRecord, HostCame, LeaveAsked, PlaceTaken
 from elaswave.protocol.messages import Decision
 from verify.simulator.schedule import ScheduledFault
 
@@ -267,32 +267,32 @@ class Seat:
         """Where the durable history stands: told with every message (H9)."""
         return Head(_FOUNDED, self.term.term, len(self.digests), self.digests[-1] if self.digests else b"")
 
-    def persist(self, coordinator: "SimCoordinator", record: Record) -> None:
+    def persist(self, coordinator: "SimCoordinator", record: AnyRecord) -> None:
         """Writes a record; the coordinator waits until it stands in the store (H5)."""
         self._crew.world.hold(coordinator)
         self.write(coordinator, record)
 
-    def write(self, coordinator: "SimCoordinator", record: Record) -> None:
+    def write(self, coordinator: "SimCoordinator", record: AnyRecord) -> None:
         """Sends an entry, once and again."""
         length = len(self.digests)
         previous = f"{_ENTRIES}{length - 1:08d}" if length else ""
         entry = self.entry_class(self.term, f"{_ENTRIES}{length:08d}", self._value(record), previous=previous)
         self._ask(coordinator, entry, record)
 
-    def _value(self, record: Record) -> bytes:
+    def _value(self, record: AnyRecord) -> bytes:
         """With a nonce that no other entry has."""
         self._num_written += 1
         value = f"{self.writer}.{self._num_written}".encode()
         self._crew.contents[value] = (self.writer, self._num_written, record)
         return value
 
-    def _ask(self, coordinator: "SimCoordinator", entry: EntryWrite, record: Record) -> None:
+    def _ask(self, coordinator: "SimCoordinator", entry: EntryWrite, record: AnyRecord) -> None:
         crew = self._crew
         asked = partial(crew.store.transact, entry.transaction())
         crew.ask(coordinator, asked, partial(self._on_answer, coordinator, entry, record))
 
     def _on_answer(
-        self, coordinator: "SimCoordinator", entry: EntryWrite, record: Record, outcome: Outcome | None
+        self, coordinator: "SimCoordinator", entry: EntryWrite, record: AnyRecord, outcome: Outcome | None
     ) -> None:
         if outcome is None:
             self.not_answered(coordinator, entry, record)
@@ -329,7 +329,7 @@ class Seat:
         """The store has lost what a member has heard of."""
         self._crew.gone_back(coordinator, f"a member has heard of {heard}, and there are {self.head}")
 
-    def not_answered(self, coordinator: "SimCoordinator", entry: EntryWrite, record: Record) -> None:
+    def not_answered(self, coordinator: "SimCoordinator", entry: EntryWrite, record: AnyRecord) -> None:
         """The same is said again (H6)."""
         self._ask(coordinator, entry, record)
 
@@ -456,7 +456,7 @@ class Crew:
         self.store = RemoteStore(lambda: world.now)
         self.store.on_entry = self._on_entry
         self.store.on_claim = lambda holder: world.see.claimed(holder.term)
-        self.contents: dict[bytes, tuple[int, int, Record]] = {}
+        self.contents: dict[bytes, tuple[int, int, AnyRecord]] = {}
         """Value of an entry -> number of its writer, which of its writes, and the record."""
         self._seat_class = seat_class
         self._make_coordinator = make_coordinator
@@ -470,7 +470,7 @@ class Crew:
             self.world.after(0, candidate, candidate.start)
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[AnyRecord]:
         """That stand in the store."""
         return [self.contents[value][2] for value in self.store.entries()]
 
@@ -479,6 +479,8 @@ class Crew:
         self.world.see.persisted(writer, number, record)
         if isinstance(record, Decision):
             self.world.decided(record)
+        elif isinstance(record, PlaceTaken | LeaveAsked | HostCame):
+            self.world.see.wrote_down(record)
 
     def ask(
         self, asker: Any, do: Callable[[], _T], answered: Callable[[_T | None], None], *, is_instant: bool = True

@@ -480,12 +480,14 @@ class CheckpointsKept(Observer):
 class Ends(Observer):
     """The run ends: with all steps, with one whose vote may have asked for the end, or with a reason that is one."""
 
-    def __init__(self, num_steps: int, stop_step: int = 0) -> None:
+    def __init__(self, num_steps: int, stop_step: int = 0, workers_min: int = 1) -> None:
         self._num_steps = num_steps
         self._stop_step = stop_step
         self._last = 0
         self._ended = ""
         self._flipped = False
+        self._stopping = False
+        self._workers_min = max(1, workers_min)
 
     def flipped(self, worker: int, block: int) -> None:
         self._flipped = True
@@ -494,6 +496,13 @@ class Ends(Observer):
 
     def published(self, step: int, losses: tuple[float, ...]) -> None:
         self._last = max(self._last, step)
+
+    def stopping(self, members: Collection[int], leaving: Collection[int]) -> None:
+        _require(
+            len(set(members) - set(leaving)) < self._workers_min,
+            f"the job is to stop, and of its members {list(members)} only {sorted(leaving)} are to leave",
+        )
+        self._stopping = True
 
     def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
         self._ended = reason
@@ -506,7 +515,7 @@ class Ends(Observer):
     def stopped(self, outcome: str, now: int) -> None:
         _require(outcome != "stuck", f"nothing happens any more at time {now}, after step {self._last}")
         if outcome == "finished":
-            is_last = self._last == self._num_steps or 0 < self._stop_step <= self._last
+            is_last = self._stopping or self._last == self._num_steps or 0 < self._stop_step <= self._last
             _require(is_last, f"finished after step {self._last} of {self._num_steps}")
 
 
@@ -519,6 +528,7 @@ def all_checkers(
     stop_step: int = 0,
     num_followers: int = 0,
     flips: bool = False,
+    workers_min: int = 1,
 ) -> list[Observer]:
     """One of each."""
     num_steps = len(truth.states) - 1
@@ -536,5 +546,5 @@ def all_checkers(
         NoSilentLoss(),
         PublishedOnce(),
         CheckpointsKept(num_steps, checkpoint_every, len(truth.states[0]), asks_checkpoint),
-        Ends(num_steps, stop_step),
+        Ends(num_steps, stop_step, workers_min),
     ]

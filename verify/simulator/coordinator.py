@@ -1,7 +1,7 @@
 """The simulated coordinator's process: the real machine and driver, a store that survives it, detectors, and what it
 keeps of the run."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,36 +11,38 @@ from elaswave.blocks.placement import Block, Placement
 from elaswave.planning.search.recovery import put_to_work, set_idle
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors, plan_with
-from elaswave.protocol.coordinator.driver import CoordinatorDriver
-from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.shards import Complete, GivenUp, Shards
 from elaswave.protocol.events import (
     ChangePlanned,
-    CoordinatorEffect,
     Decided,
     End,
     EvidenceSeen,
     FindCheckpoint,
-    JoinerCame,
-    JoinerGone,
-    LeaveWanted,
-    NewEpoch,
     Note,
     PendingWork,
     Persist,
     PlanRecovery,
-    Record,
     RecoveryPlan,
-    Resumed,
     Suspected,
     WorkerFailed,
 )
 from elaswave.protocol.leadership.heads import Head, Heard, judge
+from elaswave.protocol.membership.effects import (
+    AwaitMembers,
+    Effect,
+    Say,
+    StartFirst,
+    StopTraining,
+    Suspect,
+    TellCore,
+    WorkerGone,
+    WriteDown,
+)
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
-    InForce,
     Installed,
+    Joining,
     Linked,
     Paused,
     Registered,
@@ -50,18 +52,20 @@ from elaswave.protocol.messages import (
 from elaswave.protocol.step.duties import pending_after
 from elaswave.protocol.step.moves import refilled
 from elaswave.types import Layout
-from verify.simulator.agents import HostDesk
 from verify.simulator.candidates import Seat
 from verify.simulator.job import BlockState, Exponents, model_of, other_layout
-from verify.simulator.messages import CheckpointSettled, FinishedReport, PeerLost, Shard, StepDone
+from verify.simulator.members import REQUEST, SimMembers
+from verify.simulator.messages import CheckpointSettled, FinishedReport, Notice, PeerLost, Shard, StepDone, StopTold
 from verify.simulator.store import StaleTermError
 from verify.simulator.world import ControlLink, World
 
+UNSEEN = (TellCore, Suspect, AwaitMembers, WorkerGone, StopTraining, StartFirst, Say)
+"""Effects of which others see nothing but what follows from them."""
 PLAN_BOUND = 45
 """A planner that takes longer than this is taken to have failed (P4)."""
 
 
-class SimCoordinator(CoordinatorDriver):
+class SimCoordinator(SimMembers):
     """One coordinator process.
 
     Args:
@@ -69,28 +73,13 @@ class SimCoordinator(CoordinatorDriver):
         seat: its right to write, where there are candidates.
     """
 
-    core_class = Coordinator
-    desk_class = HostDesk
     shards_class: type[Shards[int, BlockState]] = Shards
-    id = -1
 
     def __init__(self, world: World, seat: Seat | None = None) -> None:
-        self.world = world
-        self.seat = seat
         records = world.store.records if seat is None else seat.records
-        self.dead = False
+        super().__init__(world, seat, records)
         model = model_of(world.job)
-        self.core = self.core_class(
-            InForce(model.layout, model.placement),
-            blocks=model.blocks,
-            num_followers=world.job.num_followers,
-            scatter_width=world.job.scatter_width,
-            records=tuple(records),
-        )
-        self.links: dict[int, ControlLink] = {}
         self._finished: dict[int, FinishedReport] = {}
-        self._suspicions: list[Suspected] = []
-        """Those of the present moment, which are taken together."""
         self._is_planning = False
         self._planned_epoch = 0
         """The newest epoch in which another layout was planned."""
@@ -102,21 +91,19 @@ class SimCoordinator(CoordinatorDriver):
                 self.shards.follow(record)
         for step in (*world.written, *world.given_up):
             self.shards.settle(step)
-        if world.agents is not None:
-            self.desk = self.desk_class(self, world.agents)
 
     # -------------------------------------------------------------------------------------------------------- effects
 
     def begin(self) -> None:
         """Its first effects; members that do not come within the bound are suspected."""
+        self.carry_out(self.membership.begin(self.now_s()))
         self.carry_out(self.core.begin())
-        for worker in self.core.members:
-            self._expect(worker)
+        self.then(self.begin_members)
 
-    def carry_out(self, effects: Sequence[CoordinatorEffect]) -> None:
+    def carry_out(self, effects: Sequence[Effect]) -> None:
         """Carries out effects in their order; the process may end between any two."""
         for index, effect in enumerate(effects):
-            if not (isinstance(effect, PlanRecovery) and self._plans_at_once):  # of that nothing can be seen
+            if self._is_seen(effect):
                 self.world.tick(self)
             if self.world.postponed(self, self.carry_out, effects[index:]):
                 return
@@ -126,26 +113,15 @@ class SimCoordinator(CoordinatorDriver):
                 self.world.say(f"coordinator of term {self.core.term} ends: {error}")
                 self.world.end_coordinator(self)
                 return
-            if isinstance(effect, Persist) and self.world.postponed(self, self.carry_out, effects[index + 1 :]):
+            is_written = isinstance(effect, Persist | WriteDown)
+            if is_written and self.world.postponed(self, self.carry_out, effects[index + 1 :]):
                 return
 
-    def _then(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Goes on, once nothing is waited for."""
-        if not self.world.postponed(self, call, *arguments):
-            call(*arguments)
-
-    def now_s(self) -> float:
-        """Virtual time."""
-        return self.world.now
-
-    def persist(self, record: Record) -> None:
-        """Into the store, which refuses replaced coordinators."""
-        if self.seat is not None:
-            self.seat.persist(self, record)
-            return
-        self.world.store.append(record)
-        if isinstance(record, Decision):
-            self.world.decided(record)
+    def _is_seen(self, effect: Effect) -> bool:
+        """Whether others can see, by itself, that an effect is carried out."""
+        if isinstance(effect, PlanRecovery):
+            return not self._plans_at_once
+        return not isinstance(effect, UNSEEN)
 
     def send(self, worker: int, message: CoreToWorker) -> None:
         """Over the control connection, if there is one."""
@@ -222,21 +198,12 @@ class SimCoordinator(CoordinatorDriver):
             published=world.published_step,
         )
 
-    def on_new_epoch(self, effect: NewEpoch) -> None:
-        """Members are watched from now on, also one that has come and ended before: late words of it may have come
-        after the news of its end."""
-        for worker in effect.joined:
-            self._expect(worker)
-
     def on_decided(self, effect: Decided) -> None:
         """Checkpoints that wait for the lost are given up or complete now."""
         world, decision = self.world, effect.decision
         world.say(f"decided: {_describe(decision)}")
         for found in self.shards.follow(decision):
             self._on_shards(found)
-
-    def on_resumed(self, effect: Resumed) -> None:
-        """Nothing is shown."""
 
     def on_end(self, effect: End) -> None:
         """The end is durable before any worker hears of it."""
@@ -253,14 +220,24 @@ class SimCoordinator(CoordinatorDriver):
 
     # ---------------------------------------------------------------------------------------------------- connections
 
-    def on_registered(self, link: ControlLink, message: Registered | JoinerCame, head: Head | None) -> None:
+    def on_registered(self, link: ControlLink, message: Registered | Joining, head: Head | None) -> None:
         """A worker's first words on a new connection: where it has heard that the history stands, and who it is."""
         if head is not None and not self.fits(head):
             return
         self.links[message.worker] = link
-        if isinstance(message, JoinerCame) and message.worker in self.core.members:
-            message = Registered(worker=message.worker, address=message.address, epoch=0, report=None)
-        self.feed(message)
+        if isinstance(message, Joining):
+            self.worker_joining(message)
+        else:
+            self.worker_registered(message)
+        if self.world.is_stopping:
+            self.then(self.tell_to_stop, message.worker)
+
+    def tell_to_stop(self, worker: int) -> None:
+        """Has a worker ask for the end of the job in its next ballot."""
+        link = self.links.get(worker)
+        if link is not None and link.open:
+            self.world.tick(self)
+            self.world.to_member(self, link, StopTold())
 
     def fits(self, heard: Head) -> bool:
         """Whether a worker's head is in the own history. If not, nothing that it says counts (H9)."""
@@ -273,43 +250,9 @@ class SimCoordinator(CoordinatorDriver):
             seat.gone_back(self, heard)
         return meaning is Heard.FITS
 
-    def on_link_closed(self, worker: int) -> None:
-        """A worker has to come back within the bound."""
-        self._expect(worker)
-
-    def _expect(self, worker: int) -> None:
-        self.world.after(2 * self.world.conditions.heartbeat_bound, self, self._check_present, worker)
-
-    def _check_present(self, worker: int) -> None:
-        link = self.links.get(worker)
-        is_silent = link is None or not link.open or link.worker.dead
-        if is_silent and worker in self.core.members:
-            self.on_suspicion(worker, "heartbeat")
-
-    # ------------------------------------------------------------------------------------------------------ detectors
-
-    def on_exit(self, worker: int) -> None:
-        """A worker's process has ended."""
-        if worker not in self.core.members:
-            self.feed(JoinerGone(worker))
-        self.on_suspicion(worker, "exit")
-
-    def on_suspicion(self, worker: int, detected_by: str) -> None:
-        """A detector of its own holds a worker for lost."""
-        self._suspect(Suspected(worker, detected_by, f"worker {worker} was lost ({detected_by})"))
-
-    def _suspect(self, suspicion: Suspected) -> None:
-        self.world.suspected.add(suspicion.worker)
-        self._suspicions.append(suspicion)
-        if len(self._suspicions) == 1:
-            self.world.after(0, self, self._take_suspicions)
-
-    def _take_suspicions(self) -> None:
-        suspicions, self._suspicions = self._suspicions, []
-        if self.world.agents is not None:
-            suspicions = self.desk.with_their_hosts(suspicions)
-        self.suspect(suspicions)
-        self._then(self._end_if_finished)
+    def after_suspicions(self) -> None:
+        """Fewer may be left, which have all made their last step."""
+        self._end_if_finished()
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -321,7 +264,9 @@ class SimCoordinator(CoordinatorDriver):
             self.feed(message)
         elif isinstance(message, WorkerFailed):
             self.world.suspected.add(message.worker)
-            self.feed(message)
+            self.worker_failed(message)
+        elif isinstance(message, Notice):
+            self.worker_leaving(message.worker, message.left_s)
         elif not self.hears(message.worker):
             pass
         elif isinstance(message, Report | Installed | Paused | Unsound):
@@ -332,24 +277,31 @@ class SimCoordinator(CoordinatorDriver):
             self._on_shard(message)
         elif isinstance(message, FinishedReport):
             self._finished[message.worker] = message
-        self._then(self._end_if_finished)
+            self.membership.joiners.stop()
+        self.then(self._end_if_finished)
 
     def on_peer_lost(self, message: PeerLost) -> None:
         """A worker's link to a peer has closed."""
-        if self.core.believes(message.worker, message.peer, message.epoch):
+        if not self.core.believes(message.worker, message.peer, message.epoch):
+            return
+        if self.world.conditions.detects:
+            self.detector.link_lost(message.worker, message.peer, self.now_s())
+            self.world.after(1, self, self.look_now)
+        else:
             reason = f"worker {message.worker} lost its link to worker {message.peer}"
-            self._suspect(Suspected(message.peer, "link", reason))
+            self.suspected(Suspected(message.peer, "link", reason))
 
     def _on_step_done(self, message: StepDone) -> None:
         self.world.see.heard(self.core.term, message.epoch, message.evidence)
         self.feed(EvidenceSeen(message.evidence, message.epoch))
-        self._then(self._after_vote, message)
+        self.then(self._after_vote, message)
 
     def _after_vote(self, message: StepDone) -> None:
         is_member = self.hears(message.worker)
         if self._is_replaced() or not is_member:
             return
         self.world.publish(message.evidence)
+        self.carry_out(self.membership.committed(message.evidence.vector, "", self.now_s()))
         for step in self.shards.pending:
             found = self.shards.judge(step)
             if found is not None:
@@ -358,18 +310,15 @@ class SimCoordinator(CoordinatorDriver):
 
     def _plan(self, message: StepDone) -> None:
         """Asks for what the job wants from a step on; planning takes a while, in which anything may happen."""
-        core, world, job = self.core, self.world, self.world.job
+        core, job = self.core, self.world.job
         step = message.evidence.step
-        if 0 < job.join_step <= step and world.agents is not None:
-            self._then(self.desk.want, job.joiners)
-        elif 0 < job.join_step <= step:
-            for worker in range(job.num_workers, job.num_ever):
-                world.spawn(worker)
+        if 0 < job.join_step <= step:
+            self.then(self.request_join, job.joiners, REQUEST)
         if 0 < job.leave_step <= step:
             for worker in range(job.leaver, job.leaver + job.leavers):
-                if worker in core.members and len(set(core.members) - core.admissions.leaving - {worker}) > 0:
-                    self._then(self.feed, LeaveWanted(worker))
-        self._then(self._plan_change, message)
+                if worker in core.members and worker not in core.admissions.leaving:
+                    self.then(self.request_drain, worker)
+        self.then(self._plan_change, message)
 
     def _plan_change(self, message: StepDone) -> None:
         core, step = self.core, message.evidence.step

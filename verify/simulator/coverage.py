@@ -3,10 +3,11 @@
 # ruff: noqa: D102 (the methods are described in `Observer`)
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from elaswave.blocks.placement import Placement
 from elaswave.protocol.events import PlanRecovery
+from elaswave.protocol.membership.effects import MembershipRecord, PlaceTaken
 from elaswave.protocol.messages import Decision
 from elaswave.types import Layout
 from verify.simulator.job import BlockState, Exponents
@@ -16,9 +17,10 @@ from verify.simulator.observer import Observer
 class CoverageCounter(Observer):
     """Counts of one run or, added up, of many."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, num_workers: int = 0) -> None:
         self.counts: Counter[str] = Counter()
         self._num_steps = num_steps
+        self._places = set(range(num_workers))
         self._committing: set[int] = set()
         self._known: dict[int, tuple[int, int]] = {}
         self._installing: set[int] = set()
@@ -35,6 +37,18 @@ class CoverageCounter(Observer):
         self._known[worker] = (step, attempt)
         if not commits:
             self.counts["votes that asked for another attempt"] += 1
+
+    def wrote_down(self, record: MembershipRecord) -> None:
+        if isinstance(record, PlaceTaken):
+            is_new = record.place not in self._places
+            self.counts["workers started to join" if is_new else "places taken again"] += 1
+            self._places.add(record.place)
+
+    def held_for_lost(self, worker: int, detected_by: str) -> None:
+        self.counts[f"workers held for lost by: {detected_by}"] += 1
+
+    def stopping(self, members: Collection[int], leaving: Collection[int]) -> None:
+        self.counts["jobs stopped because too few would stay"] += 1
 
     def claimed(self, term: int) -> None:
         if term > 1:

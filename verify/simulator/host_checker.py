@@ -5,12 +5,14 @@
 from collections.abc import Collection, Sequence
 
 from elaswave.blocks.placement import Placement
+from elaswave.protocol.membership.effects import AnyRecord, LeaveAsked, MembershipRecord, PlaceTaken
 from elaswave.protocol.messages import Decision
 from elaswave.types import Layout
 from verify.simulator.agents import WATCH
 from verify.simulator.checkers import Violation
 from verify.simulator.job import Job, model_of
 from verify.simulator.observer import Observer
+from verify.simulator.schedule import Schedule
 
 
 class OneProcess(Observer):
@@ -30,6 +32,119 @@ class OneProcess(Observer):
         if worker in self._forked:
             raise Violation(f"worker {worker} is started twice")
         self._forked.add(worker)
+
+
+class OneInEachPlace(Observer):
+    """A place is taken again once the others go on without its worker, or its process has ended, and not if that was
+    asked to leave, nor while the job is about to end. Who is a member is not waited for as a joiner, nor killed as one.
+
+    Args:
+        num_workers: that the job begins with.
+        num_wanted: that are asked for later.
+    """
+
+    def __init__(self, num_workers: int, num_wanted: int) -> None:
+        self._num_wanted = num_wanted
+        self._worker_in = {worker: worker for worker in range(num_workers)}
+        """Place -> its newest worker."""
+        self._place_of = dict(self._worker_in)
+        self._there = set(self._worker_in)
+        """Workers whose processes were started."""
+        self._free: set[int] = set()
+        """Workers that have ended, or that the others go on without."""
+        self._closed: set[int] = set()
+        """Places of those that were asked to leave."""
+        self._trains: set[int] = set()
+        self._is_stopping = False
+        self._is_over = False
+        """Whether the store has gone back: who begins again from an older copy may start somebody twice."""
+
+    def wrote_down(self, record: MembershipRecord) -> None:
+        if self._is_over:
+            return
+        if isinstance(record, LeaveAsked):
+            place = self._place_of[record.worker]
+            if self._worker_in[place] == record.worker:
+                self._closed.add(place)
+        if not isinstance(record, PlaceTaken):
+            return
+        worker, place = record.worker, record.place
+        self._num_wanted -= record.request > 0
+        if self._num_wanted < 0:
+            raise Violation(f"worker {worker} is one more than were asked for")
+        before = self._worker_in.get(place)
+        if worker in self._place_of:
+            raise Violation(f"the id {worker} is given to a second worker")
+        if before in self._there - self._free:
+            raise Violation(f"worker {worker} takes the place {place} of worker {before}, which is there")
+        if place in self._closed:
+            raise Violation(f"worker {worker} takes the place {place} of worker {before}, which was asked to leave")
+        if self._is_stopping:
+            raise Violation(f"worker {worker} is to join a job that is about to end")
+        self._worker_in[place] = worker
+        self._place_of[worker] = place
+
+    def forked(self, worker: int, incarnation: int) -> None:
+        self._there.add(worker)
+        newest = self._worker_in.get(self._place_of.get(worker, -1))
+        if newest != worker and not self._is_over:
+            raise Violation(f"worker {worker} is started, and worker {newest} has its place")
+
+    def held_for_lost(self, worker: int, detected_by: str) -> None:
+        self._free.add(worker)
+
+    def gone(self, worker: int) -> None:
+        self._free.add(worker)
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        self._trains.add(worker)
+
+    def killed(self, worker: int) -> None:
+        if worker in self._trains - self._free:
+            raise Violation(f"worker {worker} is killed as a joiner, and is a member")
+
+    def expects(self, joiners: Collection[int], members: Collection[int]) -> None:
+        if both := sorted(set(joiners).intersection(members)):
+            raise Violation(f"workers {both} are waited for as joiners, and are members")
+
+    def stopping(self, members: Collection[int], leaving: Collection[int]) -> None:
+        self._is_stopping = True
+
+    def went_back(self, term: int, standing: Sequence[tuple[int, int, AnyRecord]], gone: Sequence[AnyRecord]) -> None:
+        self._is_over = True
+
+
+class HeldForACause(Observer):
+    """A worker is held for lost only if there is a cause: its process has ended, it was asked to leave, or a fault has
+    struck it, or a link of its; and by silence or standstill also where the coordinator was struck.
+
+    Args:
+        schedule: of the run.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._struck = {schedule.conditions.slow_worker}.union(*(fault.workers for fault in schedule.faults))
+        self._any = any(not fault.workers for fault in schedule.faults)
+        self._gone: set[int] = set()
+        job = schedule.job
+        self._leaves = set(range(job.leaver, job.leaver + job.leavers)) if job.leave_step else set[int]()
+
+    def gone(self, worker: int) -> None:
+        self._gone.add(worker)
+
+    def wrote_down(self, record: MembershipRecord) -> None:
+        if isinstance(record, LeaveAsked):
+            self._leaves.add(record.worker)
+
+    def held_for_lost(self, worker: int, detected_by: str) -> None:
+        if detected_by == "exit":
+            has_cause = self._any or worker in self._gone
+        elif detected_by == "drain":
+            has_cause = worker in self._leaves
+        else:
+            has_cause = self._any or worker in self._struck | self._gone
+        if not has_cause:
+            raise Violation(f"worker {worker} is held for lost ({detected_by}), and nothing has befallen it")
 
 
 class Orphans(Observer):

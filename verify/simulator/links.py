@@ -28,6 +28,8 @@ class SimLinks:
     def __init__(self, host: Host) -> None:
         self.epoch = FIRST_EPOCH
         self.members: frozenset[int] = frozenset(host.model.layout.workers)
+        self.num_frames = 0
+        """That have come."""
         self.dead: set[int] = set()
         """Peers whose process has ended."""
         self.closed: set[int] = set()
@@ -118,6 +120,7 @@ class SimLinks:
 
     def arrive(self, key: Key, frame: SimFrame) -> bool:
         """A frame comes in; whether it is of the present epoch."""
+        self.num_frames += 1
         if frame.epoch > self.epoch:
             self._later.setdefault(frame.epoch, {})[key] = frame
             return False

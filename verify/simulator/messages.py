@@ -62,3 +62,14 @@ class CheckpointSettled(NamedTuple):
     """A coordinator says that a step's durable checkpoint is complete, or given up."""
 
     step: int
+
+
+class StopTold(NamedTuple):
+    """A coordinator asks a worker for the end of the job."""
+
+
+class Notice(NamedTuple):
+    """A worker has had a notice that its machine is taken away; said on every connection."""
+
+    worker: int
+    left_s: float

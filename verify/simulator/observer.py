@@ -5,7 +5,8 @@ from functools import cache
 from typing import Any
 
 from elaswave.blocks.placement import Placement
-from elaswave.protocol.events import PlanRecovery, Record
+from elaswave.protocol.events import PlanRecovery
+from elaswave.protocol.membership.effects import AnyRecord, MembershipRecord
 from elaswave.protocol.messages import CoreToWorker, Decision, Evidence
 from elaswave.types import Layout
 from verify.simulator.job import BlockState, Exponents
@@ -93,16 +94,16 @@ class Observer:
     def claimed(self, term: int) -> None:
         """With candidates: the store has carried out a claim, which makes this the term."""
 
-    def persisted(self, writer: int, number: int, record: Record) -> None:
+    def persisted(self, writer: int, number: int, record: AnyRecord) -> None:
         """With candidates: a record stands in the store, a coordinator's write of that number."""
 
-    def spoke(self, writer: int, message: CoreToWorker | CheckpointSettled, durable: Sequence[Record]) -> None:
+    def spoke(self, writer: int, message: CoreToWorker | CheckpointSettled, durable: Sequence[AnyRecord]) -> None:
         """With candidates: a coordinator sends a message while these records stand in the store."""
 
     def told(self, worker: int, history: Sequence[bytes]) -> None:
         """With candidates: a message of a coordinator that knows these entries has come to a worker."""
 
-    def went_back(self, term: int, standing: Sequence[tuple[int, int, Record]], gone: Sequence[Record]) -> None:
+    def went_back(self, term: int, standing: Sequence[tuple[int, int, AnyRecord]], gone: Sequence[AnyRecord]) -> None:
         """With candidates: the store was put back to an older copy.
 
         Args:
@@ -116,6 +117,21 @@ class Observer:
 
     def fenced(self, writer: int) -> None:
         """With candidates: a coordinator has learned that another one has taken over."""
+
+    def wrote_down(self, record: MembershipRecord) -> None:
+        """A coordinator has made durable what was done about workers, joiners or hosts."""
+
+    def held_for_lost(self, worker: int, detected_by: str) -> None:
+        """A coordinator goes on without a worker."""
+
+    def killed(self, worker: int) -> None:
+        """A coordinator has the process of a worker killed, which lives."""
+
+    def stopping(self, members: Collection[int], leaving: Collection[int]) -> None:
+        """A coordinator asks for the end of the job, since too few of these members would stay."""
+
+    def expects(self, joiners: Collection[int], members: Collection[int]) -> None:
+        """A coordinator waits for these joiners, and has these members."""
 
     def given(self, worker: int, incarnation: int) -> None:
         """With agents: a coordinator has made durable by whom a joiner is started."""

@@ -5,7 +5,8 @@ worker follows two histories (H9)."""
 
 from collections.abc import Sequence
 
-from elaswave.protocol.events import NewEpochRecord, Record, TermRecord
+from elaswave.protocol.events import NewEpochRecord, TermRecord
+from elaswave.protocol.membership.effects import AnyRecord, MembershipRecord
 from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Prepare
 from verify.simulator.checkers import Violation
 from verify.simulator.messages import CheckpointSettled
@@ -23,7 +24,7 @@ class OneCoordinator(Observer):
         """Term that was begun last."""
         self._written: set[tuple[int, int]] = set()
         self._fenced: set[int] = set()
-        self._gone: list[Record] = []
+        self._gone: list[AnyRecord] = []
         """Were durable until the store went back."""
 
     def claimed(self, term: int) -> None:
@@ -31,13 +32,13 @@ class OneCoordinator(Observer):
             raise Violation(f"term {term} is claimed although {self._claimed} was")
         self._claimed = term
 
-    def persisted(self, writer: int, number: int, record: Record) -> None:
-        term = record.term
+    def persisted(self, writer: int, number: int, record: AnyRecord) -> None:
+        term = self._newest if isinstance(record, MembershipRecord) else record.term
         if isinstance(record, TermRecord):
             self._newest = max(self._newest, term)
         elif term < self._newest:
             raise Violation(f"a record of term {term} is written after term {self._newest} has begun")
-        if self._writers.setdefault(term, writer) != writer:
+        if not isinstance(record, MembershipRecord) and self._writers.setdefault(term, writer) != writer:
             raise Violation(f"two coordinators write in term {term}")
         if (writer, number) in self._written:
             raise Violation(f"{type(record).__name__} of term {term} is written twice")
@@ -48,15 +49,17 @@ class OneCoordinator(Observer):
     def fenced(self, writer: int) -> None:
         self._fenced.add(writer)
 
-    def spoke(self, writer: int, message: CoreToWorker | CheckpointSettled, durable: Sequence[Record]) -> None:
+    def spoke(self, writer: int, message: CoreToWorker | CheckpointSettled, durable: Sequence[AnyRecord]) -> None:
         if writer in self._fenced:
             raise Violation(f"a coordinator that was replaced, and knows it, sends {type(message).__name__}")
         if not _stands(message, durable) and not _stands(message, self._gone):
             raise Violation(f"{type(message).__name__} is sent before it is durable")
 
-    def went_back(self, term: int, standing: Sequence[tuple[int, int, Record]], gone: Sequence[Record]) -> None:
+    def went_back(self, term: int, standing: Sequence[tuple[int, int, AnyRecord]], gone: Sequence[AnyRecord]) -> None:
         self._claimed = term
-        self._writers = {record.term: writer for writer, _, record in standing}
+        self._writers = {
+            record.term: writer for writer, _, record in standing if not isinstance(record, MembershipRecord)
+        }
         self._written = {(writer, number) for writer, number, _ in standing}
         self._newest = max((record.term for _, _, record in standing if isinstance(record, TermRecord)), default=0)
         self._gone += gone
@@ -81,7 +84,7 @@ class OneHistory(Observer):
         if history:
             self._told[worker] = len(history), history[-1]
 
-    def went_back(self, term: int, standing: Sequence[tuple[int, int, Record]], gone: Sequence[Record]) -> None:
+    def went_back(self, term: int, standing: Sequence[tuple[int, int, AnyRecord]], gone: Sequence[AnyRecord]) -> None:
         self._went_back = True
 
     def gone_back(self, seen: str) -> None:
@@ -89,7 +92,7 @@ class OneHistory(Observer):
             raise Violation(f"the store has not gone back, and the job ends because it had: {seen}")
 
 
-def _stands(message: CoreToWorker | CheckpointSettled, durable: Sequence[Record]) -> bool:
+def _stands(message: CoreToWorker | CheckpointSettled, durable: Sequence[AnyRecord]) -> bool:
     """Whether what a message says is in the store."""
     if isinstance(message, Prepare):
         return any(isinstance(record, NewEpochRecord) and record.epoch == message.epoch for record in durable)

@@ -12,7 +12,7 @@ from verify.simulator.candidates import Crew, Seat, SimCandidate
 from verify.simulator.checkers import Violation, all_checkers
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.coverage import CoverageCounter
-from verify.simulator.host_checker import HostsApart, OneProcess, Orphans
+from verify.simulator.host_checker import HeldForACause, HostsApart, OneInEachPlace, OneProcess, Orphans
 from verify.simulator.job import asks_checkpoint, model_of, undisturbed
 from verify.simulator.one_coordinator import OneCoordinator, OneHistory
 from verify.simulator.schedule import Schedule, ScheduledFault
@@ -83,13 +83,15 @@ def run_schedule(
         job.stop_step,
         job.num_followers,
         any(fault.kind in ("flip", "slip") for fault in schedule.faults),
+        job.min_workers,
     )
+    checkers += [OneInEachPlace(job.num_workers, job.joiners), HeldForACause(schedule)]
     checkers.append(HostsApart(job))
     if schedule.conditions.agents:
         checkers += [OneProcess(), Orphans(schedule.conditions.orphan_delay)]
     if schedule.conditions.candidates:
         checkers += [OneCoordinator(), OneHistory()]
-    counter = CoverageCounter(job.steps)
+    counter = CoverageCounter(job.steps, job.num_workers)
     world = World(
         schedule,
         [*checkers, counter],

@@ -29,6 +29,7 @@ KINDS = {
     "disconnect": "the control connection of a worker closes; it connects again",
     "flip": "a bit flips in what a worker computes with, or in a copy that it holds; the duration says where",
     "slip": "a worker's next update of a copy is written wrongly; the duration says of which, and whether its master",
+    "notice": "the machine of a worker, or of an agent, is taken away after a while, and it knows",
     "usurp": "the coordinator stops for a while; a second one starts meanwhile, with candidates if its beat is missed",
     "lost": "with candidates: requests to the store are lost for a while",
     "mute": "with candidates: the store does what it is asked, and its answers are lost for a while",
@@ -36,6 +37,8 @@ KINDS = {
     "back": "with candidates: the store is put back to the copy of so long ago",
     "shut": "with candidates: the coordinator alone cannot reach the store for a while",
 }
+AGENT_KINDS = ("kill", "disconnect", "notice")
+"""Those that may strike an agent."""
 STRANGER_KINDS = {
     "forge": "who has not the job's key writes `spec`, `term`, `beat`, `outcome` or the next `entry` of the store",
     "lose": "who has not the job's key removes one of these",
@@ -125,6 +128,13 @@ class Conditions(NamedTuple):
     """Nodes with an agent that starts the workers there; without candidates. 0: a worker's end is seen by itself."""
     orphan_delay: int = 600
     """After so long without a coordinator and without a commit an agent ends its workers."""
+    detects: bool = False
+    """Whether coordinators listen to heartbeats and judge them as the product does; else they are told of faults that
+    only silence shows."""
+    respawns: bool = False
+    """Whether a lost worker's place is taken again."""
+    drain_delay: int = 600
+    """After so long a worker is lost that was asked to leave."""
     replans: bool = False
     """Whether a recovery also moves survivors and micro-batches; else they stay where they are."""
 
@@ -187,8 +197,9 @@ def parse_schedule(text: str) -> Schedule:
             raise ValueError(f"{str(fault)!r} strikes a worker that does not exist: they are 0 to {last}")
     agents = schedule.conditions.agents
     for fault in faults:
-        if fault.is_of_agent and (int(fault.target[1:]) >= agents or fault.kind not in ("kill", "disconnect")):
-            raise ValueError(f"{str(fault)!r} needs an agent of a node below {agents}, and kills or disconnects it")
+        if fault.is_of_agent and (int(fault.target[1:]) >= agents or fault.kind not in AGENT_KINDS):
+            kinds = ", ".join(AGENT_KINDS)
+            raise ValueError(f"{str(fault)!r} needs an agent of a node below {agents}, and one of the kinds {kinds}")
     if agents and (schedule.conditions.candidates or schedule.job.num_hosts):
         raise ValueError(f"agents={agents} goes neither with candidates nor with num_hosts")
     if schedule.job.leaver > last:
@@ -260,6 +271,14 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     has_agents = not has_candidates and not job.num_hosts and num_workers > 1 and agents.random() < 0.25
     if has_agents:
         conditions = conditions._replace(agents=agents.choice((2, 3) if num_workers > 2 else (2,)))
+    conditions = conditions._replace(detects=_drawn_for(f"detector of {seed}").random() < 0.15)
+    places = _drawn_for(f"places of {seed}")
+    if places.random() < 0.2:
+        job = job._replace(steps=job.steps + places.choice((3, 5, 8))) if is_drawn else job
+        conditions, steps = conditions._replace(respawns=True), job.steps
+    conditions = conditions._replace(
+        drain_delay=_drawn_for(f"deadline of {seed}").choice((600, 600, 150, 60)) if job.leave_step else 600
+    )
     span = 8 * num_workers * steps * (job.num_microbatches // max(job.widths))
     at = rng.randrange(span)
     faults = []
@@ -272,6 +291,14 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
             faults[0] = ScheduledFault("kill", host, at)
     if has_candidates:
         faults += [_random_store_fault(candidates, span) for _ in range(candidates.choice((0, 1, 1, 2)))]
+    notices = _drawn_for(f"notices of {seed}")
+    if notices.random() < 0.15:
+        workers = range(num_workers + (job.join_step > 0))
+        targets = [*map(str, workers), *(f"{AGENT}{number}" for number in range(conditions.agents))]
+        faults += [
+            ScheduledFault("notice", target, notices.randrange(span), notices.choice((20, 60, 150, 400)))
+            for target in notices.sample(targets, notices.choice((1, 1, 2)))
+        ]
     if has_agents:
         faults += [_random_agent_fault(agents, conditions.agents, span) for _ in range(agents.choice((1, 1, 2)))]
     flips = _drawn_for(f"flips of {seed}")

@@ -1,6 +1,7 @@
 """The simulated journal: what coordinators persist outlives them, and only the newest one can write."""
 
-from elaswave.protocol.events import Record
+from typing import Any
+
 from elaswave.protocol.leadership.fence import TermFence
 
 
@@ -18,10 +19,11 @@ class SimStore:
     fence_class = TermFence
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[Any] = []
+        """Of the coordinator's machine, and of its rules about members."""
         self._fence = self.fence_class()
 
-    def append(self, record: Record) -> None:
+    def append(self, record: object) -> None:
         """Writes a record.
 
         Raises:

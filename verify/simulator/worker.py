@@ -10,16 +10,18 @@ from typing import Any
 from elaswave.blocks.placement import Role, roles_of
 from elaswave.errors import InterruptedWaitError
 from elaswave.protocol.coordinator.decisions import with_members
-from elaswave.protocol.events import JoinerCame, WorkerFailed
+from elaswave.protocol.events import WorkerFailed
 from elaswave.protocol.leadership.heads import Head
 from elaswave.protocol.messages import (
     FIRST_EPOCH,
+    PROTOCOL_VERSION,
     CoreToWorker,
     Decision,
     Evidence,
     Fenced,
     InForce,
     Installed,
+    Joining,
     LayoutChange,
     Prepare,
     Registered,
@@ -28,17 +30,21 @@ from elaswave.protocol.step.ballot import Request, VoteOutcome
 from elaswave.protocol.step.engine import Committed, Key, Pause, Phase, Ports, StepObserver
 from elaswave.protocol.step.facts import Facts
 from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.position import RECOVER, START, Position
 from verify.simulator.engine import ToyCopy, ToyEngine
 from verify.simulator.job import Job, initial_state, model_of, parameter
 from verify.simulator.links import SimLinks, closed
+from verify.simulator.members import UNIT_S
 from verify.simulator.messages import (
     CheckpointSettled,
     FinishedReport,
+    Notice,
     PeerLost,
     Shard,
     SimFrame,
     SimReady,
     StepDone,
+    StopTold,
 )
 from verify.simulator.store import ActorDead
 from verify.simulator.world import World
@@ -78,6 +84,12 @@ class SimWorker:
         self.job = job
         self.dead = False
         self.joins = joins
+        self._doing: tuple[Any, int] = ((), 0)
+        """What its last heartbeat told, and since when it does that."""
+        self.asks_end = False
+        """Whether it was told to ask for the end of the job."""
+        self._goes_at: int | None = None
+        """When its machine is taken away, if it has had a notice."""
         self.head: Head | None = None
         """The newest that it has heard of the history."""
         self.model = model
@@ -128,6 +140,16 @@ class SimWorker:
         """Whether it makes its ballot."""
         return self._watch.phase == "vote"
 
+    def position(self) -> Position:
+        """What its heartbeat tells."""
+        machine, now = self.machine, self.world.now
+        peers = tuple(sorted({key.peer for key in self._waiting}))
+        place = machine.member.epoch, machine.step, machine.attempt
+        doing = (*place, self._watch.label, self._is_computing, peers)
+        if self._doing[0] != doing:
+            self._doing = doing, now
+        return Position(*doing, since_s=(now - self._doing[1]) * UNIT_S, moved_bytes=self.links.num_frames)
+
     @property
     def epoch(self) -> int:
         """The epoch of its data plane."""
@@ -158,10 +180,21 @@ class SimWorker:
             if what == "copy":
                 self.world.see.flipped(self.id, index)
 
-    def registration(self) -> Registered | JoinerCame:
+    def registration(self) -> Registered | Joining:
         """The first words on a new control connection."""
         if self.joins and self.machine.member.epoch == FIRST_EPOCH:
-            return JoinerCame(self.id, str(self.id), self.job.host_of_joiner(self.id))
+            return Joining(
+                worker=self.id,
+                address=str(self.id),
+                protocol=PROTOCOL_VERSION,
+                libraries="",
+                environment="",
+                config_hash=1,
+                model_hash=1,
+                data_hash=1,
+                domain=self.job.host_of_joiner(self.id),
+                canaries={},
+            )
         return self.machine.registration(str(self.id))
 
     def on_connected(self) -> None:
@@ -170,6 +203,20 @@ class SimWorker:
             self.world.to_coordinator(self, message, durable=True)
         for fact in self.facts.standing():
             self.world.to_coordinator(self, fact)
+        self._say_notice()
+
+    def notice(self, left: int) -> None:
+        """Its machine is taken away after so long."""
+        self._goes_at = self.world.now + left
+        self._say_notice()
+
+    def _say_notice(self) -> None:
+        if self._goes_at is not None and self._failure is None:
+            self.world.to_coordinator(self, Notice(self.id, max(0, self._goes_at - self.world.now) * UNIT_S))
+
+    def on_stop_told(self, message: StopTold) -> None:
+        """It asks for the end of the job in its ballots from now on."""
+        self.asks_end = True
 
     def on_acknowledged(self, message: Any) -> None:
         """A coordinator has handled a durable message."""
@@ -344,7 +391,8 @@ class _SimOutbox:
 
     def request(self) -> Request:
         stop_step = self._host.job.stop_step
-        return Request.STOP if 0 < stop_step <= self._host.machine.step else Request.NONE
+        is_due = self._host.asks_end or 0 < stop_step <= self._host.machine.step
+        return Request.STOP if is_due else Request.NONE
 
     def ready(self) -> SimReady:
         return SimReady(self._host.id)
@@ -406,6 +454,8 @@ class _Watch(StepObserver):
     def __init__(self, host: SimWorker) -> None:
         self.phase = ""
         """Of the step in hand."""
+        self.label = START
+        """What a heartbeat says that it does."""
         self.known: set[int] = set()
         """Blocks of which the observers know that they are held here."""
         self._host = host
@@ -422,9 +472,14 @@ class _Watch(StepObserver):
 
     def enter(self, phase: str) -> None:
         self.phase = phase
+        self.label = "F" if phase == "run" else phase
 
     def moved(self) -> None:
         self.phase = ""
+        self.label = RECOVER
+
+    def doing(self, label: str, *, computing: bool) -> None:
+        self.label = label
 
     def point(self, phase: Phase) -> None:
         if phase == "apply":

@@ -10,14 +10,15 @@ from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.events import JoinerCame
 from elaswave.protocol.leadership.heads import Head, newest
-from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Registered
+from elaswave.protocol.membership.effects import StepPublished
+from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Joining, Registered
 from elaswave.protocol.step.engine import Key
+from elaswave.protocol.step.position import Position
 from verify.simulator.agents import Agents
 from verify.simulator.candidates import Crew, Seat
 from verify.simulator.job import BlockState, Exponents, Job, losses_of, model_of
-from verify.simulator.messages import CheckpointSettled, SimFrame
+from verify.simulator.messages import CheckpointSettled, SimFrame, StopTold
 from verify.simulator.observer import Observer, together
 from verify.simulator.schedule import COORDINATOR, HOST, Schedule, ScheduledFault
 from verify.simulator.store import ActorDead, SimStore
@@ -53,6 +54,15 @@ class WorkerActor(Protocol):
     def on_settled(self, message: CheckpointSettled) -> None:
         """A checkpoint is durable or given up."""
 
+    def on_stop_told(self, message: StopTold) -> None:
+        """It is to ask for the end of the job."""
+
+    def position(self) -> Position:
+        """What its heartbeat tells."""
+
+    def notice(self, left: int) -> None:
+        """Its machine is taken away after so long."""
+
     def on_acknowledged(self, message: Any) -> None:
         """A message that it has sent was handled."""
 
@@ -74,7 +84,7 @@ class WorkerActor(Protocol):
     def slip(self, place: int) -> None:
         """Its next update is written wrongly."""
 
-    def registration(self) -> Registered | JoinerCame:
+    def registration(self) -> Registered | Joining:
         """Its first words on a new connection."""
 
 
@@ -89,7 +99,7 @@ class CoordinatorActor(Protocol):
     def begin(self) -> None:
         """It starts."""
 
-    def on_registered(self, link: "ControlLink", message: Registered | JoinerCame, head: Head | None) -> None:
+    def on_registered(self, link: "ControlLink", message: Registered | Joining, head: Head | None) -> None:
         """A worker has a new control connection."""
 
     def on_message(self, link: "ControlLink", message: Any) -> None:
@@ -104,7 +114,7 @@ class CoordinatorActor(Protocol):
     def on_exit(self, worker: int) -> None:
         """A worker's process has ended."""
 
-    def on_suspicion(self, worker: int, detected_by: str) -> None:
+    def hold_for_lost(self, worker: int, detected_by: str) -> None:
         """A detector holds a worker for lost."""
 
 
@@ -166,6 +176,10 @@ class World:
         """Whether a bit has flipped in a worker's memory: then votes may be refused."""
         self.suspected: set[int] = set()
         """Workers that some detector has held for lost."""
+        self.overdue: set[int] = set()
+        """Workers that were lost because they could not leave in time."""
+        self.is_stopping = False
+        """Whether the end of the job was asked for, since too few workers would stay."""
         self._log = log
         self._queue: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
@@ -180,6 +194,7 @@ class World:
         """Time and actor (-1 for coordinators) of each instant, if a list is put here."""
         self._faults = sorted(schedule.faults, key=lambda fault: fault.instant, reverse=True)
         self._next_fault = self._faults[-1].instant if self._faults else -1
+        self.has_notices = any(fault.kind == "notice" for fault in schedule.faults)
         self._set_delays()
         self.see = together(observers)
         self._coordinator_class = coordinator_class
@@ -187,10 +202,12 @@ class World:
         self.workers = {
             worker: worker_class(self, worker, self.job, False) for worker in model_of(self.job).layout.workers
         }
+        self._unborn = set(self.workers) if self.conditions.agents else set[int]()
+        """Workers of the beginning that no agent has started yet."""
         self.links: dict[int, ControlLink] = {}
         """The newest control connection of each worker."""
         self._hung_until: dict[Any, int] = {}
-        self._backlog: dict[Any, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+        self._backlog: dict[Any, list[tuple[Callable[..., object], tuple[Any, ...]]]] = {}
         self._waits: set[Any] = set()
         """Processes that do nothing until the store has answered."""
         self.coordinators: list[CoordinatorActor] = []
@@ -207,7 +224,7 @@ class World:
 
     def lost(self) -> list[int]:
         """Workers that were struck and then held for lost; while coordinators are struck it can be any worker."""
-        struck = {worker for fault in self.fired for worker in fault.workers}
+        struck = self.overdue.union(*(fault.workers for fault in self.fired))
         if any(not fault.workers for fault in self.fired):
             return sorted(self.suspected)
         return sorted(self.suspected & struck)
@@ -256,7 +273,7 @@ class World:
         """Lets a process do something later, if it is still there."""
         self._at(delay, self._act, actor, call, arguments)
 
-    def _act(self, actor: Any, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def _act(self, actor: Any, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         """A process does something: unless it is dead, and not before it wakes up."""
         if actor.dead:
             return
@@ -314,7 +331,7 @@ class World:
             if actor.dead:
                 raise ActorDead
 
-    def postponed(self, actor: Any, call: Callable[..., None], *arguments: Any) -> bool:
+    def postponed(self, actor: Any, call: Callable[..., object], *arguments: Any) -> bool:
         """Whether a process has been stopped just now, or waits; then it goes on with this call afterwards."""
         if actor not in self._hung_until and actor not in self._waits:
             return False
@@ -408,7 +425,7 @@ class World:
         return None if newest is None or newest.dead else newest
 
     def _connect(self, worker: WorkerActor) -> None:
-        if worker.dead:
+        if worker.dead or worker.id in self._unborn:
             return
         link = self.links.get(worker.id)
         if worker in self._hung_until:
@@ -458,11 +475,14 @@ class World:
         self._on_link(link, (link.worker.id, -1), link.worker, link.coordinator, call, arguments)
 
     def to_member(
-        self, coordinator: CoordinatorActor, link: ControlLink, message: CoreToWorker | CheckpointSettled | None
+        self,
+        coordinator: CoordinatorActor,
+        link: ControlLink,
+        message: CoreToWorker | CheckpointSettled | StopTold | None,
     ) -> None:
         """A message of a coordinator's; None tells to start. Its instant has passed."""
         worker = link.worker
-        if self.crew is not None and message is not None:
+        if self.crew is not None and message is not None and not isinstance(message, StopTold):
             assert coordinator.seat is not None
             self.see.spoke(coordinator.seat.writer, message, self.crew.records)
         if self._log is not None:
@@ -474,6 +494,8 @@ class World:
             call = worker.on_start
         elif isinstance(message, CheckpointSettled):
             call = worker.on_settled
+        elif isinstance(message, StopTold):
+            call = worker.on_stop_told
         arguments: tuple[Any, ...] = () if message is None else (message,)
         if coordinator.seat is not None:
             seat = coordinator.seat
@@ -528,6 +550,8 @@ class World:
     def publish(self, evidence: Evidence) -> None:
         """A coordinator makes a committed step's losses known."""
         if evidence.commits:
+            if self.conditions.respawns and self.crew is None and evidence.step > self.published_step:
+                self.store.records.append(StepPublished())
             self.published_step = max(self.published_step, evidence.step)
             self.see.published(evidence.step, losses_of(self.job, evidence.vector))
 
@@ -553,6 +577,29 @@ class World:
             actor = self.workers[worker] = self._worker_class(self, worker, self.job, True)
             self._at(4 * self.delay(), self._connect, actor)
 
+    def begin_worker(self, worker: int) -> None:
+        """An agent starts a worker with which the job begins."""
+        if worker in self._unborn:
+            self._unborn.discard(worker)
+            self._at(self.delay(), self._connect, self.workers[worker])
+
+    def kill_process(self, worker: int) -> None:
+        """The agent kills the process of a joiner."""
+        if worker in self.workers and not self.workers[worker].dead:
+            self.say(f"the process of worker {worker} is killed")
+            self.see.killed(worker)
+            self.end_worker(self.workers[worker])
+
+    def is_running(self, worker: int) -> bool:
+        """Whether a worker's process uses its processor."""
+        actor = self.workers.get(worker)
+        return actor is not None and not actor.dead and actor not in self._hung_until
+
+    def is_heard(self, worker: WorkerActor) -> bool:
+        """Whether heartbeats of a worker come."""
+        cut_off = self._isolated_until.get(worker.id, 0) > self.now
+        return not worker.dead and not cut_off and worker not in self._hung_until
+
     def leave(self, worker: WorkerActor, reason: str) -> None:
         """A worker ends itself."""
         self.say(f"worker {worker.id} leaves: {reason}")
@@ -571,7 +618,7 @@ class World:
             self._strike_coordination(fault)
             return
         workers = [self.workers[worker] for worker in fault.workers if worker in self.workers]
-        alive = [worker for worker in workers if not worker.dead]
+        alive = [worker for worker in workers if not worker.dead and worker.id not in self._unborn]
         if fault.kind == "kill":
             for worker in alive:
                 self.end_worker(worker)
@@ -648,7 +695,7 @@ class World:
     def _suspect(self, worker: WorkerActor, duration: int) -> None:
         coordinator = self.coordinator
         if coordinator is not None:
-            self.after(1, coordinator, coordinator.on_suspicion, worker.id, "progress")
+            self.after(1, coordinator, coordinator.hold_for_lost, worker.id, "progress")
 
     def _hang(self, worker: WorkerActor, duration: int) -> None:
         if worker not in self._hung_until:
@@ -667,8 +714,8 @@ class World:
     def _miss_heartbeats(self, worker: WorkerActor) -> None:
         silent = worker in self._hung_until or self._isolated_until.get(worker.id, 0) > self.now
         coordinator = self.coordinator
-        if silent and not worker.dead and coordinator is not None:
-            self._act(coordinator, coordinator.on_suspicion, (worker.id, "heartbeat"))
+        if silent and not worker.dead and coordinator is not None and not self.conditions.detects:
+            self._act(coordinator, coordinator.hold_for_lost, (worker.id, "heartbeat"))
 
     def _spoil(self, worker: WorkerActor, duration: int) -> None:
         worker.spoil(duration)
@@ -704,6 +751,16 @@ class World:
     def _slip(self, worker: WorkerActor, duration: int) -> None:
         self.has_flipped = True
         worker.slip(duration or 7 * self.instant)
+
+    def _notice(self, worker: WorkerActor, duration: int) -> None:
+        worker.notice(duration)
+        self._at(duration, self._take_away, worker)
+
+    def _take_away(self, worker: WorkerActor) -> None:
+        """The machine of a worker that has had a notice goes."""
+        if not worker.dead:
+            self.say(f"*** the machine of worker {worker.id} is taken away")
+            self.end_worker(worker)
 
     def _disconnect(self, worker: WorkerActor, duration: int) -> None:
         link = self.links.get(worker.id)

@@ -27,6 +27,7 @@ from elaswave.channel.messages.worker import (
     Stop,
 )
 from elaswave.channel.server import ControlServer
+from elaswave.channel.wire import agent_id
 from elaswave.config.sites import control_delays_s, sites_of
 from elaswave.coordinator.agents import Agents
 from elaswave.coordinator.background import Background, call_at_end
@@ -36,8 +37,6 @@ from elaswave.coordinator.commands.job_status import JobParts
 from elaswave.coordinator.commands.operations import Operations
 from elaswave.coordinator.commands.operator_desk import OperatorDesk
 from elaswave.coordinator.job_spec import spec_of
-from elaswave.coordinator.joiners import Joiners
-from elaswave.coordinator.membership import Membership
 from elaswave.coordinator.own_faults import OwnFaults
 from elaswave.coordinator.planning.measurements import DataWaits
 from elaswave.coordinator.planning.recovery_planning import LayoutSearches, RecoveryPlanning
@@ -50,35 +49,36 @@ from elaswave.coordinator.records.recorder import RunRecorder
 from elaswave.coordinator.records.recoveries import RecoveryLog
 from elaswave.coordinator.records.terminal import Terminal
 from elaswave.coordinator.setup import CoordinatorSetup
-from elaswave.coordinator.unreachable import Unreachable
-from elaswave.job.identity import identity_of
-from elaswave.job.plan import StartingPoint
+from elaswave.job.identity import Identity, identity_of
+from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.observability.clock import clock_here
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE
 from elaswave.observability.run_folder import data_facts, differences_on_resume
 from elaswave.protocol import events
 from elaswave.protocol.coordinator.decisions import MemberEnd
-from elaswave.protocol.coordinator.driver import CoordinatorDriver
 from elaswave.protocol.coordinator.machine import Bounds, Coordinator
-from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.detection.awake import TICK_S, AwakeTime
 from elaswave.protocol.detection.detector import Detector, Suspicion
+from elaswave.protocol.detection.unreachable import Unreachable
+from elaswave.protocol.membership.admissions import Founders, canaries_in
+from elaswave.protocol.membership.agents import HostAgents
+from elaswave.protocol.membership.driver import MembersDriver
+from elaswave.protocol.membership.effects import AgentEffect, AnyRecord, Effect
 from elaswave.protocol.membership.hosts import Hosts
-from elaswave.protocol.messages import (
-    CoreToWorker,
-    Decision,
-    InForce,
-)
+from elaswave.protocol.membership.joiners import Joiners, MembershipTerms
+from elaswave.protocol.membership.membership import Membership
+from elaswave.protocol.messages import PROTOCOL_VERSION, CoreToWorker, Decision, InForce
+from elaswave.protocol.step.ballot import decode_certificate
 from elaswave.store.interface import Owner
-from elaswave.store.journal import ClockRead, JournalRecord, by_own_clock, core_records
+from elaswave.store.journal import ClockRead, JournalRecord, by_own_clock, core_records, membership_records
 from elaswave.store.opening import open_store
 from elaswave.system.kernel import workers_max
 
 _log = logging.getLogger("elaswave.coordinator")
 
 
-class JobDriver(CoordinatorDriver):
+class JobDriver(MembersDriver):
     """Drives the machine of one job.
 
     Args:
@@ -116,15 +116,6 @@ class JobDriver(CoordinatorDriver):
         founders = [labels.index(domain_of[worker]) if labels else 0 for worker in workers]
         self._hosts = Hosts(founders, labels, home=setup.home)
         self._faults = OwnFaults(setup.faults, setup.run_dir, self)
-        self._joiners = Joiners(
-            plan,
-            lambda: identity_of(plan, data_facts(setup.run_dir)),
-            records,
-            self._store.append,
-            self._terminal.say,
-            self._hosts,
-            self._faults.away_until_s,
-        )
         self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
         self._recorder = RunRecorder(
             plan,
@@ -154,41 +145,27 @@ class JobDriver(CoordinatorDriver):
             first_step=self._state.first_step,
             records=core_records(records),
         )
-        self._membership = Membership(
-            self.core,
-            self._joiners,
-            feed=self.feed,
-            suspect=self._take_suspicions,
-            spawn=lambda worker: self._agents.spawn(worker),
-            end=lambda worker: self._agents.end(worker),
-            send=self.send,
-            say=self._terminal.say,
-            drain_deadline_s=elastic.drain_deadline_s,
-            workers_min=elastic.min_workers,
-            workers_max=workers_max(setup.num_loaders),
-            heard_s=self._server.heard_s,
-            awake=self._awake,
-            refused=lambda worker, problem: self._operations.not_admitted(worker, problem),
-        )
-        self._agents = Agents(
+        terms, written = _terms_of(plan, setup.num_loaders), membership_records(records)
+        agents = HostAgents(
             self._hosts,
+            written,
+            lambda incarnation: self._server.heard_s(agent_id(incarnation)),
+            now_s=self._awake_s(),
+            wait_s=terms.hosts_wait_s,
+            is_local=not setup.job,
+        )
+        joiners = Joiners(terms, self._hosts, written, self._found, self._faults.away_until_s)
+        self.membership = Membership(self.core, joiners, agents, terms, self._awake)
+        self._agents = Agents(
+            agents,
+            self._server.send,
+            self._server.hang_up,
             spec=spec_of(setup),
             checkpoint=setup.checkpoint and StartingPoint(folder=str(setup.checkpoint[0]), meta=setup.checkpoint[1]),
-            records=records,
-            persist=self._store.append,
-            send=self._server.send,
-            heard_s=self._server.heard_s,
-            hang_up=self._server.hang_up,
-            say=self._terminal.say,
-            keys=lambda: self._keys.told,
-            founded=self._expect_members,
-            ended=lambda worker: self._note_end(worker, "has ended with its host"),
-            room=self._fill_host,
-            now_s=self._awake_s(),
         )
-        self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
+        self.has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
         """Whether all members have registered before: with an earlier coordinator."""
-        self._knows_speeds = not self._has_begun
+        self._knows_speeds = not self.has_begun
         """Whether the planner counts with the speeds that the layout in force was planned with; a new coordinator
         learns the layout from the first step."""
         self._asked_of_agents = Awaited(workers=())
@@ -203,16 +180,16 @@ class JobDriver(CoordinatorDriver):
         )
         self._suspected = ""
         """Why workers are held for lost, while the core hears of it."""
-        self._detector = Detector(
-            takes_over=self._has_begun,
+        self.detector = Detector(
+            takes_over=self.has_begun,
             domains=self.core.domains,
-            can_look=self._agents.can_look,
+            can_look=agents.can_look,
             held_up_s=self._held_up_s(),
             awake=self._awake,
         )
-        self._unreachable = Unreachable()
+        self.unreachable = Unreachable()
         self._recovery_planning = RecoveryPlanning(
-            self._planner, self._background, pause=self._detector.pause, answer=self.answer_plan
+            self._planner, self._background, pause=self.detector.pause, answer=self.answer_plan
         )
         self._searches = LayoutSearches(
             self._planner,
@@ -244,22 +221,16 @@ class JobDriver(CoordinatorDriver):
         self._operations = Operations(
             job,
             send_all=self._server.send_all,
-            stop=partial(self._stop_job, "elaswave ctl stop"),
+            stop=partial(self.stop_job, "elaswave ctl stop"),
             begin=self._background.begin,
             change=self.feed,
-            members=AskedMembers(
-                job,
-                self.request_join,
-                self.request_drain,
-                lambda: self._membership.joining,
-                self._joiners.was_member,
-            ),
+            members=AskedMembers(job, self),
             keys=self._keys,
         )
         self._desk = OperatorDesk(self._server, job, self._operations)
         self._end = JobEnd(
             self.core,
-            self._joiners,
+            self.membership,
             self._recorder,
             self._events,
             self._terminal,
@@ -279,11 +250,10 @@ class JobDriver(CoordinatorDriver):
         )
         self._stop: Stop | None = None
         self._start: Start | None = None
-        self._failures: dict[int, Failed] = {}
+        self.failures: dict[int, Failed] = {}
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
         self._ticker: asyncio.TimerHandle | None = None
-        self._began_s = self._awake_s()
 
     def _records_by_own_clock(self) -> list[JournalRecord]:
         """What earlier coordinators have recorded; from here on what this one records is by its clock."""
@@ -319,6 +289,11 @@ class JobDriver(CoordinatorDriver):
             broken=background.fail,
         )
 
+    def _found(self, vector: bytes, environment: str) -> Founders:
+        """Of the first committed step. The data's facts stand in the run's folder by then."""
+        plan = self._setup.plan
+        return founders_of(plan, identity_of(plan, data_facts(self._setup.run_dir)), vector, environment)
+
     def _held_up_s(self) -> Callable[[int], float]:
         """For how long the link from a worker's site may hold back what it says."""
         config, labels = self._setup.plan.config, self.core.domains
@@ -342,7 +317,7 @@ class JobDriver(CoordinatorDriver):
 
     def _participants(self) -> set[int]:
         """All that take part in the job, as control connections name them."""
-        return {*self.core.members, *self._membership.coming, *self._agents.present}
+        return {*self.core.members, *self.membership.coming, *self._agents.present}
 
     def _key_retired(self) -> None:
         self._terminal.say("the job's key was changed (elaswave keys rotate): the old one is refused from now on")
@@ -350,14 +325,15 @@ class JobDriver(CoordinatorDriver):
 
     # ---------------------------------------------------------------------------------------------------------- effects
 
-    def carry_out(self, effects: Sequence[events.CoordinatorEffect]) -> None:
+    def carry_out(self, effects: Sequence[Effect]) -> None:
         """Carries out effects in their order."""
         super().carry_out(effects)
         self._publishing.tell_settled()
 
-    def carry_out_one(self, effect: events.CoordinatorEffect) -> None:
+    def carry_out_one(self, effect: Effect) -> None:
         """Carries out one effect."""
-        self._setup.before_effect(effect)
+        if isinstance(effect, events.CoordinatorEffect):
+            self._setup.before_effect(effect)
         super().carry_out_one(effect)
 
     def now_s(self) -> float:
@@ -368,7 +344,7 @@ class JobDriver(CoordinatorDriver):
         """Seconds for which this process has been awake."""
         return self._awake.passed_s(time.monotonic())
 
-    def persist(self, record: events.Record) -> None:
+    def persist(self, record: AnyRecord) -> None:
         """Into the journal."""
         self._store.append(record)
 
@@ -386,32 +362,26 @@ class JobDriver(CoordinatorDriver):
 
         They may also take longer than survivors may stand still: until the decision that is held against none of them.
         """
-        self._detector.pause(time.monotonic())
+        self.detector.pause(time.monotonic())
         self._background.begin(self._checkpoint_finder.find(question))
 
     def on_new_epoch(self, effect: events.NewEpoch) -> None:
         """Shows that workers were lost."""
-        now_s = time.monotonic()
-        self._detector.new_epoch(now_s)
+        super().on_new_epoch(effect)
         self._state.new_epoch(effect.epoch)
         for worker in effect.joined:
-            self._detector.joined(worker, now_s)
             self._watch(worker)
-        for worker in effect.left:
-            self._detector.left(worker)
         for suspicion in effect.suspicions:
-            self._detector.left(suspicion.worker)
             _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
         if effect.unsound:
             self._terminal.say(f"{self.core.reason}; what is wrong is made good")
-        self._membership.new_epoch(effect, now_s)
         self._operations.lost(suspicion.worker for suspicion in effect.suspicions)
-        self._recoveries.new_epoch(effect, now_s)
+        self._recoveries.new_epoch(effect, time.monotonic())
 
     def on_decided(self, effect: events.Decided) -> None:
         """Shows how survivors go on."""
         decision = effect.decision
-        self._detector.resume(time.monotonic())
+        self.detector.resume(time.monotonic())
         self._report_restart(time.monotonic())  # workers that were still missing are no members any more
         self._operations.decided(decision)
         self._recoveries.log.decided(decision, time.monotonic(), self._recovery_planning.took_s)
@@ -427,7 +397,7 @@ class JobDriver(CoordinatorDriver):
     def on_resumed(self, effect: events.Resumed) -> None:
         """Shows that all members compute again."""
         self._recoveries.resumed(time.monotonic())
-        self._stop_if_none_stay()
+        super().on_resumed(effect)
         self._searches.plan_for_members()
         self._searches.look_for_better()
 
@@ -437,7 +407,7 @@ class JobDriver(CoordinatorDriver):
 
     def on_end(self, effect: events.End) -> None:
         """Ends the job."""
-        failure = None if effect.worker is None else self._failures.get(effect.worker)
+        failure = None if effect.worker is None else self.failures.get(effect.worker)
         self._end.come(
             Ended(
                 outcome="failed",
@@ -487,9 +457,7 @@ class JobDriver(CoordinatorDriver):
     def _after_step(self, message: StepReport) -> None:
         """Looks at what a published step says of layouts, and of what joiners must have in common."""
         self._planner.measurements.add_step(message)
-        self._hosts.committed(self.core.members)
-        answers = self._joiners.committed(self.core.members, message.vector, self._publishing.environment)
-        self._membership.answer(answers, time.monotonic())
+        self.carry_out(self.membership.committed(message.vector, self._publishing.environment, time.monotonic()))
         change = self.core.change_in_force(message.change)
         if change is not None:
             self._recorder.changed(change, message.step + 1)
@@ -503,30 +471,14 @@ class JobDriver(CoordinatorDriver):
 
     # ----------------------------------------------------------------------------------------------- comings and goings
 
-    def request_join(self, count: int, request: int = 0) -> list[int] | str:
-        """Has workers started that join, beside those that the job aims at; returns their ids, or why there are none.
-
-        Args:
-            count: how many.
-            request: of a person, as of `Joiners.request`.
-        """
-        return self._membership.join(count, time.monotonic(), request)
-
-    def request_drain(self, worker: int, deadline_s: float | None = None) -> None:
-        """Has a worker leave.
-
-        Args:
-            worker: its id.
-            deadline_s: seconds after which it is lost; None: elastic.drain_deadline_s.
-        """
-        self._membership.leave(worker, deadline_s, time.monotonic())
+    def leaves_were_asked(self) -> None:
+        """As soon as members wait for nothing else."""
         self._searches.plan_for_members()
-        self._stop_if_none_stay()
 
     def _drain_hopeless(self) -> None:
         """Has a worker leave that is too slow for any work, and was found so again and again."""
         core = self.core
-        if core.state is not State.TRAINING or core.is_changing or self._stop is not None or self._end.is_there:
+        if not self.membership.may_drain:
             return
         worker = self._planner.costs_more_than_it_gives(core.in_force().layout, core.admissions.leaving)
         if worker is not None:
@@ -536,22 +488,21 @@ class JobDriver(CoordinatorDriver):
             )
             self.request_drain(worker)
 
-    def _stop_if_none_stay(self) -> None:
-        cause = self._membership.cause_to_stop()
-        if cause is not None and self._stop is None and not self._end.is_there:
-            self._stop_job(cause)
-
-    def _stop_job(self, cause: str) -> None:
+    def stop_job(self, cause: str) -> None:
         """The agents deal with it as with a signal, and tell every later coordinator."""
         self._server.send_all(self._terminal.agents, StopAsked(cause=cause))
         self._stop_workers()
 
+    def give_up_job(self, reason: str) -> None:
+        """Another one may begin when the hosts are there."""
+        self._end.come(Ended(outcome="failed", reason=reason, again=True))
+
     def _stop_workers(self) -> None:
-        self._membership.stop()
+        self.membership.stop()
         self._stop = Stop()
         self._operations.stopping()
         self._server.send_all(self.core.members, self._stop)
-        if not self._agents.is_founded:  # there is nobody whose step could be waited for
+        if not self.membership.agents.is_founded:  # there is nobody whose step could be waited for
             ended = Ended(outcome="stopped", reason="stopped before all hosts had come: nothing was trained")
             asyncio.get_running_loop().call_soon(self._background.guarded, partial(self._end.come, ended))
 
@@ -564,29 +515,42 @@ class JobDriver(CoordinatorDriver):
         self._server.send_all(self._terminal.agents, self._asked_of_agents)
 
     def _of_interest(self) -> Awaited:
-        awaited = {*self._detector.awaited, *self._membership.silent}
-        return Awaited(workers=tuple(sorted(awaited)), silent=self._detector.quiet)
+        awaited = {*self.detector.awaited, *self.membership.silent}
+        return Awaited(workers=tuple(sorted(awaited)), silent=self.detector.quiet)
 
     def _watch(self, worker: int) -> None:
         """Waits for the end of a worker of this host in a thread; its agent's own news of it comes later."""
         if worker in self._watched:
             return
         self._watched.add(worker)
-        ended = partial(self._on_end_of_process, worker, "has ended")
+        ended = partial(self.worker_ended, worker, "has ended")
         call_at_end(self._setup.deaths, worker, partial(self._background.guarded, ended))
 
-    def _on_end_of_process(self, worker: int, text: str) -> None:
-        if self._note_end(worker, text):
-            self._tick_soon()
+    def not_admitted(self, worker: int, problem: str) -> None:
+        """A person who has asked for it hears of it."""
+        self._operations.not_admitted(worker, problem)
 
-    def _note_end(self, worker: int, text: str) -> bool:
-        """Returns whether the next tick has something to say of it."""
-        self._membership.ended(worker, time.monotonic())
-        self._operations.not_admitted(worker, f"its process {text}")
-        if worker not in self.core.members or self._end.is_there or worker in self._failures:
-            return False
-        self._detector.exited(worker, text, time.monotonic())
-        return True
+    def say(self, text: str) -> None:
+        """On the terminals, and in this process's log."""
+        _log.info("%s", text)
+        self._terminal.say(text)
+
+    def tell_agent(self, effect: AgentEffect) -> None:
+        """Over its control connection, if there is one."""
+        self._agents.tell(effect)
+
+    def heard_s(self, worker: int) -> float | None:
+        """As the server has it."""
+        return self._server.heard_s(worker)
+
+    def step_s(self) -> float:
+        """As the run's records have it."""
+        return self._state.step_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended."""
+        return self._end.is_there
 
     def _report_restart(self, now_s: float) -> None:
         """Says that this coordinator follows others, once all members have found it."""
@@ -595,75 +559,81 @@ class JobDriver(CoordinatorDriver):
 
     # ------------------------------------------------------------------------------------------------------------ hosts
 
-    def _expect_members(self) -> None:
-        """All hosts have come with which the job begins: from now on members are awaited."""
-        for worker in self.core.members:
-            if self._has_begun:
-                # A member that does not find this coordinator is lost, however it was to its predecessors.
-                self._detector.joined(worker, time.monotonic())
-            else:
-                self._detector.expect(worker, time.monotonic())
-
-    def _fill_host(self, slots: int) -> None:
-        """A host has come while the job runs: it takes over places that are open, and beyond them the job grows."""
-        count = slots - self._joiners.num_open
-        if count > 0 and not self._end.is_there and self._stop is None:
-            self.request_join(count)
-
-    def _look_at_hosts(self, now_s: float) -> None:
-        """Gives up what has been waited for too long."""
-        if self._end.is_there:
-            return
-        self._agents.tick(set(self.core.members).difference(self._detector.awaited), now_s)
-        control = self._setup.plan.config.control
-        if not self._agents.is_founded and now_s - self._began_s > control.hosts_wait_s:
-            here = self._hosts.num_here
-            reason = f"only {here} of {control.hosts} hosts have come within {control.hosts_wait_s:g} s"
-            self._end.come(
-                Ended(outcome="failed", reason=f"{reason} (control.hosts_wait_s): start the others", again=True)
-            )
-
     def _look_at_quiet_hosts(self, now_s: float) -> None:
         """Asks the kernel whether those of hosts that are silent still acknowledge."""
-        for host, workers in self._detector.quiet_hosts.items():
+        for host, workers in self.detector.quiet_hosts.items():
             peers = self._agents.peers_beside(workers)
             if peers:
-                self._detector.looked_at_host(host, self._server.look(peers), now_s)
+                self.detector.looked_at_host(host, self._server.look(peers), now_s)
 
     # ------------------------------------------------------------------------------------------------------------- time
 
     def _tick(self) -> None:
-        """Asks the detector whom it suspects, and when to ask again."""
-        now_s = time.monotonic()
-        self._take_suspicions(self._detector.tick(now_s))
-        if self._detector.are_together:
-            self._unreachable.forget()
-            self._membership.nobody_is_heard(now_s)
+        """Asks the machines what is due, and when to ask again."""
+        now_s, next_s = time.monotonic(), self.look()
         self._publishing.tick(now_s)
         self._desk.turn()
-        for excuse in self._detector.take_excuses():
+        for excuse in self.detector.take_excuses():
             _log.info("%s", excuse)
         if self._asked_of_agents != self._of_interest():
             self._ask_agents()
-        self._look_at_hosts(self._awake_s())
         self._look_at_quiet_hosts(now_s)
-        next_s = min(self._detector.next_tick_s(now_s), self._membership.tick(now_s, self._state.step_s))
         next_s = min(next_s, next_heartbeat_s(now_s, TICK_S))  # when heartbeats come, to wake once for both
         wait_s = max(0.005, min(0.2, next_s - now_s))
         self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
 
-    def _tick_soon(self) -> None:
+    def look_soon(self) -> None:
+        """Now, and then as before."""
         if self._ticker is not None:
             self._ticker.cancel()
         self._tick()
 
-    def _take_suspicions(self, suspicions: Sequence[Suspicion]) -> None:
-        if suspicions and not self._end.is_there:
-            lost = self._agents.with_their_hosts(suspicions, self.core.members)
-            self._suspected = "; ".join(each.reason for each in lost)
-            self.suspect(lost)
-            self._suspected = ""
-            self._agents.hang_up_on_lost(lost)
+    def suspect(self, suspicions: Sequence[Suspicion]) -> None:
+        """Tells the core; if the job ends with that, people are told why."""
+        self._suspected = "; ".join(each.reason for each in suspicions)
+        super().suspect(suspicions)
+        self._suspected = ""
+
+
+def _terms_of(plan: RunPlan, num_loaders: int) -> MembershipTerms:
+    elastic, control = plan.config.elastic, plan.config.control
+    return MembershipTerms(
+        layout=plan.layout,
+        labels=tuple(plan.config.hosts or dict.fromkeys(plan.layout.domain_of.values())),
+        respawns=elastic.respawns,
+        layer_names=tuple(plan.state.layer_names),
+        drain_deadline_s=elastic.drain_deadline_s,
+        workers_min=elastic.min_workers,
+        workers_max=workers_max(num_loaders),
+        hosts_wait_s=control.hosts_wait_s,
+    )
+
+
+def founders_of(plan: RunPlan, identity: Identity, vector: bytes, environment: str) -> Founders:
+    """What all workers of a job have in common.
+
+    Args:
+        plan: of the run.
+        identity: of those that begin.
+        vector: of their first merged vote.
+        environment: of one of them, for people.
+    """
+    canaries = canaries_in(
+        decode_certificate(vector),
+        num_layers=plan.state.num_layers,
+        num_tensors=len(plan.tensors),
+        num_buffers=sum(tensor.is_buffer for tensor in plan.tensors),
+    )
+    return Founders(
+        protocol=PROTOCOL_VERSION,
+        libraries=identity.libraries,
+        environment=environment,
+        config_hash=identity.config_hash,
+        model_hash=identity.model_hash,
+        data_hash=identity.data_hash,
+        foreign=plan.config.model.foreign,
+        canaries=dict(canaries),
+    )
 
 
 def _named(workers: Iterable[int]) -> str:

@@ -13,24 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elaswave.channel.messages.agent import (
-    AgentHello,
-    AgentKeysTaken,
-    AgentLeaving,
-    AgentRefused,
-    AskJob,
-    CheckpointCommitted,
-    CpuTimes,
-    Ended,
-    Exited,
-    FilesCut,
-    FromAgent,
-    LogPart,
-    SendLogs,
-    StepLosses,
-    TermTaken,
-    ToCoordinator,
-)
+from elaswave.channel.messages import agent as agent_messages
 from elaswave.channel.messages.operator import FromOperator
 from elaswave.channel.messages.worker import (
     Failed,
@@ -45,6 +28,7 @@ from elaswave.channel.messages.worker import (
 )
 from elaswave.channel.server import TurnedAway
 from elaswave.channel.wire import is_agent, is_operator, peer_name
+from elaswave.coordinator.agents import incarnation_of
 from elaswave.coordinator.driver import JobDriver
 from elaswave.coordinator.job_spec import mark_of
 from elaswave.coordinator.setup import CoordinatorSetup
@@ -53,7 +37,7 @@ from elaswave.observability.output import VisibleLines
 from elaswave.observability.worker_logs import add_to_copy
 from elaswave.protocol import events
 from elaswave.protocol.coordinator.transitions import State
-from elaswave.protocol.detection.detector import Position, Suspicion
+from elaswave.protocol.detection.detector import Position
 from elaswave.protocol.leadership.heads import Head
 from elaswave.protocol.messages import (
     Evidence,
@@ -93,17 +77,12 @@ class CoordinatorProcess(JobDriver):
         setup: what it is started with.
     """
 
-    def __init__(self, setup: CoordinatorSetup) -> None:
-        super().__init__(setup)
-        self._leaving: set[int] = set()
-        """Workers that have had a notice."""
-
     async def _listen(self) -> None:
         try:
             await self._server.start(
                 self._setup.listen,
                 self._keys.of_peer(self._setup.home),
-                ToCoordinator,
+                agent_messages.ToCoordinator,
                 self._on_message,
                 self._on_connected,
                 self._on_closed,
@@ -147,7 +126,7 @@ class CoordinatorProcess(JobDriver):
                 # Something that a successor would meet too, such as a journal that takes no more records.
                 failure = error
                 is_gone = isinstance(error, StoreGoneError)
-                self._end.come(Ended(outcome="failed", reason=str(error), again=is_gone), write=False)
+                self._end.come(agent_messages.Ended(outcome="failed", reason=str(error), again=is_gone), write=False)
             deadline_s = time.monotonic() + LINGER_S
             while not self._end.is_known() and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
@@ -169,14 +148,12 @@ class CoordinatorProcess(JobDriver):
         if self._state.outcome is not None:
             # An earlier coordinator has ended the job and died before it could tell all members.
             outcome = "stopped" if self._state.outcome == "interrupted" else self._state.outcome
-            self._end.come(Ended(outcome=outcome, reason=self._state.reason), write=False)
+            self._end.come(agent_messages.Ended(outcome=outcome, reason=self._state.reason), write=False)
         if self.core.state is not State.STARTING:
             self._recorder.catch_up(self.core.epoch, self.core.decision)
             undecided = self.core.undecided if self.core.state is State.COLLECTING else None
             self._recoveries.restore(self._decisions, undecided, time.monotonic())
-        if self._agents.is_founded:
-            self._expect_members()
-        self._membership.take_over(time.monotonic())
+        self.carry_out(self.membership.begin(time.monotonic()))
         self.carry_out(self.core.begin())
         self._tick()
 
@@ -192,9 +169,9 @@ class CoordinatorProcess(JobDriver):
             self._desk.closed(peer)
         elif is_agent(peer):
             self._terminal.agent_went(peer)
-            self._agents.went(peer, self._awake_s())
+            self.membership.agent_went(incarnation_of(peer), time.monotonic())
         else:
-            self._detector.disconnected(peer, time.monotonic())
+            self.detector.disconnected(peer, time.monotonic())
 
     def _on_head(self, peer: int, head: Head) -> TurnedAway | None:
         """A peer has heard of a history that this coordinator may lack (H9), or is of an earlier founding of the job
@@ -208,17 +185,19 @@ class CoordinatorProcess(JobDriver):
             self._background.fail(error)
             return TurnedAway(None)
         _log.info("%s is of another founding of the job: it is turned away", peer_name(peer))
-        return TurnedAway(AgentRefused(reason=FOUNDED_AGAIN, verdict="again") if is_agent(peer) else None)
+        return TurnedAway(
+            agent_messages.AgentRefused(reason=FOUNDED_AGAIN, verdict="again") if is_agent(peer) else None
+        )
 
     # --------------------------------------------------------------------------------------------------------- messages
 
-    def _on_message(self, peer: int, message: ToCoordinator) -> None:
+    def _on_message(self, peer: int, message: agent_messages.ToCoordinator) -> None:
         now_s = time.monotonic()
         if isinstance(message, Heartbeat) and message.worker == peer and peer in self.core.members:
             self._on_heartbeat(message, now_s)  # most messages are: they take the shortest way
         elif is_operator(peer) or isinstance(message, FromOperator):
             self._desk.received(peer, message)
-        elif isinstance(message, FromAgent):
+        elif isinstance(message, agent_messages.FromAgent):
             if is_agent(peer):
                 self._on_agent(peer, message)
             else:
@@ -229,25 +208,21 @@ class CoordinatorProcess(JobDriver):
             self._keys.taken(peer, message.ring)
         elif isinstance(message, Joining):
             if not self._end.is_there:
-                self._on_joining(message, now_s)
+                self.worker_joining(message)
         elif isinstance(message, Unreached):
             if not self._end.is_there:
-                self._on_unreached(message, now_s)
+                self.worker_unreached(message.worker, message.peers)
         elif isinstance(message, StepReport) and not self._end.is_there:
             self._on_step(message, now_s)
-        elif (
-            isinstance(message, Leaving)
-            and not self._end.is_there
-            and self._membership.withdraws(message.worker, now_s)
-        ):
-            return
+        elif isinstance(message, Leaving) and self.membership.is_joiner(message.worker):
+            self._on_leaving(message)
         elif not self._end.is_there and not isinstance(message, Failed | Linked) and not self.hears(message.worker):
             if not isinstance(message, Heartbeat):  # who was cut off sends them until it hears that it is none
                 _log.info("%s of worker %d, which is no member, does not count", type(message).__name__, message.worker)
         elif isinstance(message, Heartbeat):
             pass  # after the end, of a worker that is no member
         elif isinstance(message, Registered):
-            self._on_registered(message, now_s)
+            self.worker_registered(message)
         elif isinstance(message, Linked | Paused | Unsound):
             self.feed(message)
         elif isinstance(message, Report | Installed):
@@ -256,16 +231,14 @@ class CoordinatorProcess(JobDriver):
             self.feed(message)
         elif isinstance(message, LinkLost):
             if self.core.believes(message.worker, message.peer, message.epoch):
-                self._detector.link_lost(message.worker, message.peer, now_s)
-                self._tick_soon()
+                self.detector.link_lost(message.worker, message.peer, now_s)
+                self.look_soon()
         elif isinstance(message, Leaving):
-            self._on_leaving(message, now_s)
+            self._on_leaving(message)
         elif isinstance(message, Failed):
-            if self._membership.failed(message.worker, message.summary):
-                return
-            self._failures[message.worker] = message
-            self._detector.left(message.worker)
-            self.feed(
+            if not self.membership.is_joiner(message.worker):
+                self.failures[message.worker] = message
+            self.worker_failed(
                 events.WorkerFailed(
                     message.worker,
                     message.signature,
@@ -286,47 +259,25 @@ class CoordinatorProcess(JobDriver):
             self._drain_hopeless()
         else:
             if isinstance(message, Finished):
-                self._joiners.stop()
+                self.membership.joiners.stop()
             self._publishing.publish(message, now_s)
 
-    def _on_unreached(self, message: Unreached, now_s: float) -> None:
-        """A worker cannot reach others: at the beginning, when somebody joins, or after a recovery (J3)."""
-        here = {*self.core.members, *self._membership.joining}
-        if message.worker not in here:
-            return
-        peers = {peer: text for peer, text in message.peers.items() if peer in here}
-        found = self._unreachable.heard(message.worker, peers, now_s)
-        for worker, reason in found.items():
-            self._membership.unreachable(worker, reason)
-        self._take_suspicions(
-            [Suspicion(worker, "link", reason) for worker, reason in found.items() if worker in self.core.members]
-        )
+    def _on_leaving(self, message: Leaving) -> None:
+        """A worker has had a notice. A job that is over lets it go anyway."""
+        if not self._end.is_there:
+            self.worker_leaving(message.worker, max(0.0, message.left_s - self._server.age_s))
 
-    def _on_leaving(self, message: Leaving, now_s: float) -> None:
-        """A worker has had a notice. A job that is stopping, or over, lets it go anyway."""
-        if self._end.is_there or self._stop is not None:
-            return
-        left_s = max(0.0, message.left_s - self._server.age_s)
-        if message.worker not in self._leaving:
-            self._leaving.add(message.worker)
-            self._terminal.say(
-                f"worker {message.worker} has had a notice that its machine will be taken away (SIGTERM): it leaves "
-                f"within {left_s:.0f} s"
-            )
-            self.request_drain(message.worker, left_s)
-
-    def _on_agent(self, peer: int, message: FromAgent) -> None:
+    def _on_agent(self, peer: int, message: agent_messages.FromAgent) -> None:
         if lie := self._agents.may_say(peer, message):
             _log.warning("%s of %s does not count: %s", type(message).__name__, peer_name(peer), lie)
-        elif isinstance(message, AskJob):
-            self._agents.asked(peer, message)
-        elif isinstance(message, AgentHello):
-            if not self._end.is_there and not self._agents.came(peer, message):
+        elif isinstance(message, agent_messages.AskJob):
+            self._agents.asked(peer, message, self._keys.told)
+        elif isinstance(message, agent_messages.AgentHello):
+            if not self._end.is_there and not self.agent_came(message.node, message.incarnation, message.slots):
                 return
             self._terminal.agent_came(peer)
             if message.folder != mark_of(self._setup.run_dir):
-                self._server.send(peer, SendLogs())
-            self._membership.spawn_again()
+                self._server.send(peer, agent_messages.SendLogs())
             self._ask_agents()
             for exited in message.exited:
                 self._on_agent(peer, exited)
@@ -334,80 +285,66 @@ class CoordinatorProcess(JobDriver):
             if losses:
                 first, metrics = message.called_step + 1, self._state.metrics
                 told = [dict(metrics.get(step, {})) for step in range(first, first + len(losses))]
-                self._server.send(peer, StepLosses(first_step=first, losses=losses, metrics=told))
+                self._server.send(peer, agent_messages.StepLosses(first_step=first, losses=losses, metrics=told))
             if message.stop:
                 self._stop_workers()
             else:
-                self._stop_if_none_stay()  # its predecessor may have died before it could say so
+                self.stop_if_none_stay()  # its predecessor may have died before it could say so
             if message.leaving_s is not None:
                 self._on_host_leaving(peer, message.leaving_s)
             if peer == self._agents.home:
                 self._recorder.checkpoints.ask_again()
-        elif isinstance(message, AgentLeaving):
+        elif isinstance(message, agent_messages.AgentLeaving):
             self._on_host_leaving(peer, message.left_s)
-        elif isinstance(message, TermTaken):
+        elif isinstance(message, agent_messages.TermTaken):
             own = self._setup.claimed
             proof = proof_of_term(self._setup.keys.accepted[0], self._setup.founded, message.term)
             if not hmac.compare_digest(proof, message.proof):
                 _log.warning("agent %d says that another coordinator has the job, and proves nothing", peer)
             elif own is not None and message.term > own.term.term:
                 raise SupersededError(f"agent {peer} has the job's coordinator number {message.term}; this must end")
-        elif isinstance(message, AgentKeysTaken):
+        elif isinstance(message, agent_messages.AgentKeysTaken):
             self._keys.taken(peer, message.ring, message.problem)
-        elif isinstance(message, CpuTimes):
+        elif isinstance(message, agent_messages.CpuTimes):
             for worker, cpu_s in message.cpu_s.items():
-                self._detector.used(worker, cpu_s, time.monotonic())
-                self._membership.used(worker, cpu_s, time.monotonic())
+                self.detector.used(worker, cpu_s, time.monotonic())
+                self.carry_out(self.membership.used(worker, cpu_s, time.monotonic()))
             for worker, waited_s in message.waited_s.items():
-                self._detector.looked(worker, waited_s, time.monotonic())
-        elif isinstance(message, LogPart):
+                self.detector.looked(worker, waited_s, time.monotonic())
+        elif isinstance(message, agent_messages.LogPart):
             try:
                 add_to_copy(self._setup.run_dir, message.worker, message.text)
             except OSError as error:
                 _log.warning("the log of worker %d cannot be copied: %s", message.worker, error)
-        elif isinstance(message, CheckpointCommitted):
+        elif isinstance(message, agent_messages.CheckpointCommitted):
             if not self._end.is_there:
                 self._publishing.committed(message)
-        elif isinstance(message, FilesCut):
-            self._end.come(Ended(outcome="failed", reason=message.text + self._recorder.advice()))
-        elif isinstance(message, Exited):
+        elif isinstance(message, agent_messages.FilesCut):
+            self._end.come(agent_messages.Ended(outcome="failed", reason=message.text + self._recorder.advice()))
+        elif isinstance(message, agent_messages.Exited):
             _log.info("worker %d %s", message.worker, message.text)
-            self._on_end_of_process(message.worker, message.text)
+            self.worker_ended(message.worker, message.text)
         else:
             self._stop_workers()
 
     def _on_host_leaving(self, peer: int, left_s: float) -> None:
         """An agent has had a notice: its workers leave. If nobody stays, the job ends with a checkpoint."""
-        workers = self._agents.leaving(peer)
-        if self._end.is_there or self._stop is not None:
-            return
-        left_s = max(0.0, left_s - self._server.age_s)
-        for worker in workers:
-            if worker not in self._leaving and not self._membership.withdraws(worker, time.monotonic()):
-                self._leaving.add(worker)
-                self.request_drain(worker, left_s)
+        self.agent_leaving(incarnation_of(peer), max(0.0, left_s - self._server.age_s))
 
-    def _on_registered(self, message: Registered, now_s: float) -> None:
+    def worker_registered(self, message: Registered) -> None:
+        """A worker has connected: what was told may have been lost with its last connection."""
+        super().worker_registered(message)
         worker = message.worker
         if worker in self.core.members:
-            self._detector.joined(worker, now_s)
             self._watch(worker)
         if self._end.is_there:
             return
-        self.feed(message)
         if self._start is not None and worker in self.core.members and self.core.decision is None:
             self._server.send(worker, self._start)  # one that trains already takes no notice
         if self._stop is not None:
             self._server.send(worker, self._stop)
         self._operations.registered(worker)
-        self._report_restart(now_s)
-
-    def _on_joining(self, message: Joining, now_s: float) -> None:
-        if message.worker in self.core.members:  # it has not heard yet that it is a member
-            registered = Registered(worker=message.worker, address=message.address, epoch=0, report=None)
-            self._on_registered(registered, now_s)
-        else:
-            self._membership.heard(message, now_s)
+        self._report_restart(time.monotonic())
 
     def _on_heartbeat(self, message: Heartbeat, now_s: float) -> None:
         position = Position(
@@ -422,7 +359,7 @@ class CoordinatorProcess(JobDriver):
             starved_s=message.starved_s,
             first_s=message.first_s,
         )
-        self._detector.heartbeat(message.worker, position, now_s)
+        self.detector.heartbeat(message.worker, position, now_s)
         self._desk.heard(message)
         self._recoveries.log.seen(message.worker, position)
         self._faults.strike(message.step)

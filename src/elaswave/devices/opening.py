@@ -18,8 +18,8 @@ from elaswave.errors import DeviceError
 from elaswave.untrusted import open_regular
 
 PLACE_TIMEOUT_S = 15.0
-"""How long a worker waits for a place: that of a lost worker is free when its process is gone. Below
-`elaswave.coordinator.membership.JOINER_STILL_S`, after which a joiner that only waits is taken for one that hangs."""
+"""How long a worker waits for a place: that of a lost worker is free when its process is gone. Below `JOINER_STILL_S`
+(`elaswave.protocol.membership.membership`), after which a joiner that only waits is taken for one that hangs."""
 PLACE_TURN_S = 0.1
 MEMORY_TURN_S = 0.1
 """Between two looks at a device's free memory."""

@@ -11,7 +11,7 @@ from elaswave._version import __version__
 from elaswave.data.fingerprint import data_hash
 from elaswave.hashing import key64
 from elaswave.job.plan import RunPlan
-from elaswave.protocol.membership.admission import libraries
+from elaswave.protocol.membership.admissions import libraries
 
 
 class Identity(NamedTuple):

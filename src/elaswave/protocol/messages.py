@@ -294,7 +294,7 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True, tag="joining"):
     protocol: int
     """Its `PROTOCOL_VERSION`."""
     libraries: str
-    """Their versions, for people: `elaswave.protocol.membership.admission.libraries`."""
+    """Their versions, for people: `elaswave.protocol.membership.admissions.libraries`."""
     environment: str
     """Processor and kernels, for people; empty where bits are not compared (elastic.verify)."""
     config_hash: int

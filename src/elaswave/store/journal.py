@@ -11,8 +11,7 @@ import msgspec
 
 from elaswave.observability.events import AnyEvent
 from elaswave.protocol import events
-from elaswave.protocol.membership.admission import Founders
-from elaswave.protocol.membership.respawn import BACKOFF_S_MIN
+from elaswave.protocol.membership.effects import LeaveAsked, MembershipRecord, PlaceTaken, StepPublished
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
@@ -38,42 +37,6 @@ class CheckpointGivenUp(msgspec.Struct, frozen=True, kw_only=True, tag="given up
     step: int
 
 
-class PlaceTaken(msgspec.Struct, frozen=True, kw_only=True, tag="place"):
-    """A worker that joins is about to be started, in a place of the job; see `elaswave.protocol.membership.respawn`."""
-
-    worker: int
-    place: int
-    at_s: float
-    """By the coordinator's monotonic clock; see `ClockRead`."""
-    request: int = 0
-    """Number of the request of a person that wants it; 0: of nobody's."""
-    backoff_s: float = BACKOFF_S_MIN
-    """From its end to the next process of the place."""
-    host: int = 0
-    """Number of the host on which it is started."""
-
-
-class HostCame(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
-    """An agent takes part from now on; see `elaswave.protocol.membership.hosts`."""
-
-    number: int
-    node: str
-    incarnation: int
-    slots: int
-    num_fruitless: int = 0
-    """Agents of this node before it, in a row, that had no part in a committed step."""
-
-
-class LeaveAsked(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """A member is to leave, or a joiner is not to come in: nobody takes its place."""
-
-    worker: int
-    within_s: float
-    """After which a member is lost. The newest record of a worker counts."""
-    at_s: float
-    """From when on, by the coordinator's monotonic clock; see `ClockRead`."""
-
-
 class ClockRead(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
     """A coordinator begins: the times in all records from here to the next one of this kind are by its clock."""
 
@@ -83,19 +46,21 @@ class ClockRead(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
     """What it shows."""
 
 
-JoinersRecord = PlaceTaken | LeaveAsked | Founders
-"""Records of those who let joiners in, and members go."""
 RecorderRecord = Published | Entered | CheckpointGivenUp
 """Records of the run recorder."""
-JournalRecord = events.Record | RecorderRecord | JoinersRecord | HostCame | ClockRead
+JournalRecord = events.Record | RecorderRecord | MembershipRecord | ClockRead
 """All records."""
 
 
 def core_records(records: list[JournalRecord]) -> list[events.Record]:
     """Those of the protocol's core, in order."""
-    return [
-        record for record in records if not isinstance(record, RecorderRecord | JoinersRecord | HostCame | ClockRead)
-    ]
+    return [record for record in records if not isinstance(record, RecorderRecord | MembershipRecord | ClockRead)]
+
+
+def membership_records(records: Sequence[JournalRecord]) -> list[object]:
+    """All, as the rules about members read them."""
+    published = StepPublished()
+    return [published if isinstance(record, Published) else record for record in records]
 
 
 def by_own_clock(records: Sequence[JournalRecord], clock: str, now_s: float) -> list[JournalRecord]:

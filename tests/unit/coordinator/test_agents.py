@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from tests.integration.jobs import small_config
 
-from elaswave.channel.messages.agent import AgentHello, AgentRefused, AskJob, JobSpec
+from elaswave.channel.messages.agent import AgentRefused, AskJob, JobSpec
 from elaswave.channel.wire import agent_id
 from elaswave.coordinator.agents import Agents
 from elaswave.errors import NeedlessError, RetryError, UsageError
@@ -15,6 +15,8 @@ from elaswave.job.role import Post
 from elaswave.launcher.job import JobOptions, run_job
 from elaswave.launcher.local_job import refusal
 from elaswave.protocol.events import Suspected
+from elaswave.protocol.membership.agents import HostAgents
+from elaswave.protocol.membership.effects import HangUp, WorkerGone
 from elaswave.protocol.membership.hosts import GONE_S, Hosts
 
 
@@ -28,22 +30,8 @@ class World:
         self.ended: list[int] = []
         self.hung_up: list[int] = []
         self.heard_s = 0.0
-        self.agents = Agents(
-            self.hosts,
-            spec=spec,
-            checkpoint=None,
-            records=(),
-            persist=lambda record: None,
-            send=self._send,
-            heard_s=lambda peer: self.heard_s,
-            hang_up=self.hung_up.append,
-            say=lambda text: None,
-            keys=lambda: self.keys,
-            founded=lambda: None,
-            ended=self._end,
-            room=lambda slots: None,
-            now_s=0.0,
-        )
+        self.known = HostAgents(self.hosts, (), lambda incarnation: self.heard_s, now_s=0.0, is_local=spec is None)
+        self.agents = Agents(self.known, self._send, self.hung_up.append, spec=spec, checkpoint=None)
         self.come("a", 11)
         self.come("b", 22)
 
@@ -51,13 +39,22 @@ class World:
         self.sent.append((peer, message))
         return True
 
-    def _end(self, worker: int) -> None:
-        self.ended.append(worker)
-        self.hosts.ended(worker)
-
     def come(self, node: str, incarnation: int) -> None:
-        hello = AgentHello(node=node, incarnation=incarnation, slots=3, exited=[], stop=False)
-        assert self.agents.came(agent_id(incarnation), hello)
+        self.known.came(node, incarnation, 3)
+        assert self.known.takes_part(incarnation)
+
+    def tick(self, registered: tuple[int, ...], now_s: float) -> None:
+        for effect in self.known.tick(registered, now_s):
+            if isinstance(effect, WorkerGone):
+                self.ended.append(effect.worker)
+                self.hosts.ended(effect.worker)
+
+    def lost_with(self, suspicion: Suspected) -> list[int]:
+        lost = self.known.with_their_hosts([suspicion], range(4))
+        for effect in self.known.hang_up_on_lost(lost):
+            assert isinstance(effect, HangUp)
+            self.agents.tell(effect)
+        return [each.worker for each in lost]
 
     def start_joiner_on(self, incarnation: int, worker: int) -> None:
         host = self.hosts.find(incarnation)
@@ -68,20 +65,20 @@ class World:
 def test_joiners_of_a_host_whose_node_has_another_agent_have_ended() -> None:
     world = World()
     world.start_joiner_on(22, 4)
-    world.agents.went(agent_id(22), 1.0)
+    world.known.went(22, 1.0)
     world.come("b", 23)  # sooner than the old one is given up
-    world.agents.tick((0, 1, 2, 3), 1.5)
+    world.tick((0, 1, 2, 3), 1.5)
     assert world.ended == [4], "of members it is known by their silence, of a joiner by nobody"
-    world.agents.tick((0, 1, 2, 3), 20.0)
+    world.tick((0, 1, 2, 3), 20.0)
     assert world.ended == [4]
 
 
 def test_all_agents_are_waited_for_that_are_not_given_up_also_while_they_are_away() -> None:
     world = World()
     assert world.agents.present == [agent_id(11), agent_id(22)]
-    world.agents.went(agent_id(22), 1.0)
+    world.known.went(22, 1.0)
     assert world.agents.present == [agent_id(11), agent_id(22)]
-    world.agents.tick((0, 1, 2), 1.1 + GONE_S)
+    world.tick((0, 1, 2), 1.1 + GONE_S)
     assert world.agents.present == [agent_id(11)]
 
 
@@ -101,18 +98,18 @@ def test_an_agent_that_asks_what_is_trained_is_told_by_which_keys() -> None:
     )
     world, ask = World(spec), AskJob(job="j", node="c", incarnation=33, config_digest="")
     world.sent.clear()
-    world.agents.asked(agent_id(33), ask)
+    world.agents.asked(agent_id(33), ask, world.keys)
     world.keys = (b"of those who take part", b"another one of theirs")
-    world.agents.asked(agent_id(33), ask)
+    world.agents.asked(agent_id(33), ask, world.keys)
     assert world.sent == [(agent_id(33), spec), (agent_id(33), msgspec.structs.replace(spec, keys=world.keys))]
 
 
 def test_workers_that_have_not_registered_end_with_their_host() -> None:
     world = World()
-    world.agents.went(agent_id(22), 1.0)
-    world.agents.tick((0, 1, 2), 1.0 + GONE_S)
+    world.known.went(22, 1.0)
+    world.tick((0, 1, 2), 1.0 + GONE_S)
     assert world.ended == []
-    world.agents.tick((0, 1, 2), 1.1 + GONE_S)
+    world.tick((0, 1, 2), 1.1 + GONE_S)
     assert world.ended == [3], "worker 1 has registered: it is heard, or not"
 
 
@@ -128,26 +125,21 @@ def test_connections_of_other_hosts_are_looked_at_and_never_those_of_the_coordin
 
 def test_a_local_job_goes_on_however_long_its_own_agent_is_away() -> None:
     world = World()
-    world.agents.went(agent_id(11), 1.0)
-    world.agents.tick((), 1.1 + 10 * GONE_S)
+    world.known.went(11, 1.0)
+    world.tick((), 1.1 + 10 * GONE_S)
     assert world.ended == [], "workers of the coordinator's own host have not ended with it"
     world.come("a", 11)
     world.heard_s = 60.0
-    late = [Suspected(0, "exit", "worker 0 has ended")]
-    assert world.agents.with_their_hosts(late, range(4)) == late
-    other = world.agents.with_their_hosts([Suspected(1, "exit", "worker 1 has ended")], range(4))
-    assert [suspicion.worker for suspicion in other] == [1, 3]
+    assert world.lost_with(Suspected(0, "exit", "worker 0 has ended")) == [0]
+    assert world.lost_with(Suspected(1, "exit", "worker 1 has ended")) == [1, 3]
 
 
 def test_the_agent_of_a_lost_host_is_hung_up_on_and_that_of_a_lost_worker_is_not() -> None:
     world = World()
-    alone = world.agents.with_their_hosts([Suspected(1, "exit", "worker 1 has ended")], range(4))
-    world.agents.hang_up_on_lost(alone)
-    assert [each.worker for each in alone] == [1] and world.hung_up == []
+    assert world.lost_with(Suspected(1, "exit", "worker 1 has ended")) == [1] and world.hung_up == []
     world.heard_s = 5.0
-    together = world.agents.with_their_hosts([Suspected(1, "heartbeat", "worker 1 is silent")], range(4))
-    world.agents.hang_up_on_lost(together)
-    assert [each.worker for each in together] == [1, 3] and world.hung_up == [agent_id(22)]
+    assert world.lost_with(Suspected(1, "heartbeat", "worker 1 is silent")) == [1, 3]
+    assert world.hung_up == [agent_id(22)]
 
 
 def test_what_ends_an_agent_that_may_not_take_part() -> None:

@@ -160,7 +160,7 @@ def test_members_joiners_and_agents_take_part_and_nobody_else_stays_connected() 
     kept: list[set[int]] = []
     for name, part in {
         "core": SimpleNamespace(members=(0, 1)),
-        "_membership": SimpleNamespace(coming={2}),
+        "membership": SimpleNamespace(coming={2}),
         "_agents": SimpleNamespace(present=[HOME, HOME + 1]),
         "_server": SimpleNamespace(keep=kept.append),
         "_terminal": SimpleNamespace(say=lambda text: None),

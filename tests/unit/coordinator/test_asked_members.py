@@ -8,6 +8,7 @@ import pytest
 from elaswave.coordinator.commands.asked_members import AskedMembers
 from elaswave.coordinator.commands.job_status import JobParts
 from elaswave.coordinator.commands.reply import Reply
+from elaswave.protocol.membership.driver import MembersDriver
 
 
 class World:
@@ -20,15 +21,14 @@ class World:
         self.requests: list[int] = []
         elastic = SimpleNamespace(min_workers=2, drain_deadline_s=30.0)
         job = SimpleNamespace(core=self.core, config=SimpleNamespace(elastic=elastic))
-        self.joining: list[int] = []
         self.were_members = {0, 1, 2}
-        self.asked = AskedMembers(
-            cast(JobParts, job),
-            self._join,
-            lambda *asked: self.drained.append(asked),
-            lambda: self.joining,
-            lambda worker: worker in self.were_members,
+        self.membership = SimpleNamespace(joining=[], is_joiner=lambda worker: worker not in self.were_members)
+        driver = SimpleNamespace(
+            request_join=self._join,
+            request_drain=lambda *asked: self.drained.append(asked),
+            membership=self.membership,
         )
+        self.asked = AskedMembers(cast(JobParts, job), cast(MembersDriver, driver))
 
     def _join(self, count: int, request: int) -> list[int] | str:
         self.requests.append(request)
@@ -90,7 +90,7 @@ def test_a_join_fails_as_soon_as_one_that_had_joined_is_no_member_any_more(world
 
 def test_who_is_on_the_way_is_shown(world: World) -> None:
     assert world.asked.under_way == []
-    world.joining, world.core.admissions.leaving = [3, 4], {1, 7}
+    world.membership.joining, world.core.admissions.leaving = [3, 4], {1, 7}
     assert world.asked.under_way == ["workers 3, 4 to join", "worker 1 to leave"]
 
 

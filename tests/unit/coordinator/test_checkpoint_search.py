@@ -56,7 +56,7 @@ class Search:
                 objection=lambda meta: "",
                 answer=self.process.answer_checkpoint,
             ),
-            "_detector": self.detector,
+            "detector": self.detector,
             "_background": Background(),
         }
         for name, part in parts.items():

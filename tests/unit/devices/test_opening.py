@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elaswave.coordinator.membership import JOINER_STILL_S
 from elaswave.devices import availability, opening
 from elaswave.devices.availability import check_device, cuda_of_torch
 from elaswave.devices.host import HOST
@@ -17,6 +16,7 @@ from elaswave.devices.interface import DeviceMemory
 from elaswave.devices.loopback import Loopback
 from elaswave.devices.opening import PLACE_TIMEOUT_S, open_device, take_place, with_room
 from elaswave.errors import ConfigError, DeviceError
+from elaswave.protocol.membership.membership import JOINER_STILL_S
 
 
 def test_the_kinds_that_need_no_device_are_always_there(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from elaswave.protocol.environment import pairs_of
-from elaswave.protocol.membership.admission import Founders, admission_problem, canaries_in, libraries
+from elaswave.protocol.membership.admissions import Founders, admission_problem, canaries_in, libraries
 from elaswave.protocol.messages import Joining
 from elaswave.protocol.step.ballot import Ballot, BufferTensor, Request, VoteShape
 from elaswave.protocol.step.scores import Scores

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from elaswave.protocol.membership.respawn import Answer, PlaceClosed, Respawn, Spawn
+from elaswave.protocol.membership.joiners import Answer, PlaceClosed, Respawn, Spawn
 
 
 def play(respawn: Respawn, script: str) -> list[str]:

@@ -1,16 +1,11 @@
 """Members that a person wants to join or to leave: asked for once, followed until it has happened or never will."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from elaswave.coordinator.commands.job_status import JobParts
 from elaswave.coordinator.commands.reply import Reply, refusal
-
-Join = Callable[[int, int], Sequence[int] | str]
-"""Has so many workers started that join, once for each number of a request; returns their ids, or why there are none.
-"""
-Drain = Callable[[int, float | None], object]
-"""Has a worker leave within so many seconds, None: as configured."""
+from elaswave.protocol.membership.driver import MembersDriver
 
 
 class AskedMembers:
@@ -18,22 +13,12 @@ class AskedMembers:
 
     Args:
         job: what is known of it.
-        join, drain: do it.
-        joining: gives those that are on their way to become members.
-        was_member: whether a worker is a member, or was one, also of an earlier coordinator.
+        driver: does it.
     """
 
-    def __init__(
-        self,
-        job: JobParts,
-        join: Join,
-        drain: Drain,
-        joining: Callable[[], Collection[int]],
-        was_member: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, job: JobParts, driver: MembersDriver) -> None:
         self._job = job
-        self._was_member = was_member
-        self._join, self._drain, self._joining = join, drain, joining
+        self._driver = driver
         self._refused: dict[int, str] = {}
         """Joiners that were not let in, or have ended before they were members, and why."""
         self._lost: set[int] = set()
@@ -42,7 +27,7 @@ class AskedMembers:
     @property
     def under_way(self) -> list[str]:
         """Who is on the way in or out, in words."""
-        core, joining = self._job.core, self._joining()
+        core, joining = self._job.core, self._driver.membership.joining
         leaving = sorted(core.admissions.leaving.intersection(core.members))
         found = [f"{_named(joining)} to join"] if joining else []
         return [*found, *([f"{_named(leaving)} to leave"] if leaving else [])]
@@ -54,7 +39,7 @@ class AskedMembers:
             count: how many.
             request: its number.
         """
-        started = self._join(count, request)
+        started = self._driver.request_join(count, request)
         if isinstance(started, str):
             return refusal(started)
         workers = tuple(started)
@@ -64,7 +49,7 @@ class AskedMembers:
     def _joined(self, workers: Sequence[int]) -> Reply | None:
         members = self._job.core.members
         for worker in set(workers).difference(members):
-            if self._was_member(worker):
+            if not self._driver.membership.is_joiner(worker):
                 gone = "was lost" if worker in self._lost else "is none any more"
                 return Reply("failed", f"worker {worker} had become a member, and {gone} before all had joined")
             if worker in self._refused:
@@ -95,7 +80,7 @@ class AskedMembers:
                 "ctl RUN stop` ends it with a checkpoint"
             )
         self._lost.discard(worker)
-        self._drain(worker, deadline_s)
+        self._driver.request_drain(worker, deadline_s)
         within_s = elastic.drain_deadline_s if deadline_s is None else deadline_s
         reason = f"worker {worker} leaves when others hold what it holds, and is lost after {within_s:g} s otherwise"
         return Reply("draining", reason, workers=(worker,), follow=lambda: self._drained(worker))

@@ -11,13 +11,13 @@ from elaswave.channel.messages.agent import Ended
 from elaswave.channel.messages.worker import Exit
 from elaswave.channel.server import ControlServer
 from elaswave.channel.wire import is_agent, is_operator
-from elaswave.coordinator.joiners import Joiners
 from elaswave.coordinator.records.recorder import RunRecorder
 from elaswave.coordinator.records.terminal import Terminal
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import write_digests, write_result
 from elaswave.protocol.coordinator.machine import Coordinator
+from elaswave.protocol.membership.membership import Membership
 
 
 class JobEnd:
@@ -25,7 +25,7 @@ class JobEnd:
 
     Args:
         core: the machine.
-        joiners: nobody is started any more after the end.
+        membership: nobody is started any more after the end.
         recorder: of the run.
         events: the run's log.
         terminal: what is shown.
@@ -38,7 +38,7 @@ class JobEnd:
     def __init__(
         self,
         core: Coordinator,
-        joiners: Joiners,
+        membership: Membership,
         recorder: RunRecorder,
         events: EventLog,
         terminal: Terminal,
@@ -54,7 +54,7 @@ class JobEnd:
         self._core = core
         self._first_workers = first_workers
         self._home = home
-        self._joiners = joiners
+        self._membership = membership
         self._recorder = recorder
         self._events = events
         self._terminal = terminal
@@ -104,8 +104,8 @@ class JobEnd:
         """
         if self._ended is not None:
             return
-        self._joiners.stop()
-        lost_workers = sorted({*self._first_workers, *self._joiners.started} - set(self._core.members))
+        self._membership.stop()
+        lost_workers = sorted({*self._first_workers, *self._membership.joiners.started} - set(self._core.members))
         self._ended = msgspec.structs.replace(ended, lost=lost_workers)
         if write:
             outcome: Literal["finished", "failed", "interrupted"] = "failed"

@@ -12,7 +12,6 @@ from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.transitions import State
 from elaswave.protocol.events import (
     CheckpointFound,
-    CoordinatorEffect,
     CoordinatorEvent,
     Decided,
     End,
@@ -24,7 +23,6 @@ from elaswave.protocol.events import (
     Persist,
     PlanningFailed,
     PlanRecovery,
-    Record,
     RecoveryPlan,
     RecoveryPlanned,
     Resumed,
@@ -32,6 +30,7 @@ from elaswave.protocol.events import (
     Suspected,
     TellAddresses,
 )
+from elaswave.protocol.membership.effects import AnyRecord, Effect
 from elaswave.protocol.messages import CoreToWorker, Evidence
 
 
@@ -78,12 +77,12 @@ class CoordinatorDriver(ABC):
             if not self.is_committing():  # else the answer leads here again
                 self.on_finished()
 
-    def carry_out(self, effects: Sequence[CoordinatorEffect]) -> None:
+    def carry_out(self, effects: Sequence[Effect]) -> None:
         """Carries out effects in their order."""
         for effect in effects:
             self.carry_out_one(effect)
 
-    def carry_out_one(self, effect: CoordinatorEffect) -> None:
+    def carry_out_one(self, effect: Effect) -> None:
         """Carries out one effect."""
         if isinstance(effect, Persist):
             self.persist(effect.record)
@@ -103,7 +102,7 @@ class CoordinatorDriver(ABC):
             self.on_resumed(effect)
         elif isinstance(effect, End):
             self.on_end(effect)
-        else:
+        elif isinstance(effect, Note):
             self.note(effect)
 
     # ------------------------------------------------------------------------------------------- answers to the machine
@@ -139,7 +138,7 @@ class CoordinatorDriver(ABC):
         """Monotonic time."""
 
     @abstractmethod
-    def persist(self, record: Record) -> None:
+    def persist(self, record: AnyRecord) -> None:
         """Makes a record durable."""
 
     @abstractmethod

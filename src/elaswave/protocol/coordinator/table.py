@@ -53,33 +53,3 @@ class TransitionTable(Generic[S, C, R]):
         row = self._rows.get((state, cause))
         assert row is not None, f"{state.value}: {cause.value}: not in the table"
         return state if row.after is None else row.after, row.does
-
-
-def markdown_table(table: TransitionTable[S, C, R]) -> str:
-    """The table for people."""
-    lines = ["| state | what happens | next state | what it does |", "|---|---|---|---|"]
-    for row in table.rows:
-        before = ", ".join(state.value for state in row.before)
-        after = "the same" if row.after is None else row.after.value
-        does = ", ".join(response.value for response in row.does) or "nothing"
-        lines.append(f"| {before} | {row.cause.value} | {after} | {does} |")
-    return "\n".join(lines)
-
-
-def mermaid_diagram(table: TransitionTable[S, C, R]) -> str:
-    """The changes of state as a diagram, in the language of Mermaid; several causes of one arrow share it.
-
-    What leaves every state as it is stands in the table only.
-    """
-    arrows: dict[tuple[S, S], list[str]] = {}
-    for row in table.rows:
-        if row.after is not None:
-            for state in row.before:
-                arrows.setdefault((state, row.after), []).append(row.cause.value)
-    lines = ["stateDiagram-v2", f"    [*] --> {table.first.name}"]
-    lines += [f"    {before.name} --> {after.name}: {' / '.join(causes)}" for (before, after), causes in arrows.items()]
-    leavable = {before for before, _ in arrows}
-    lines += [
-        f"    {after.name} --> [*]" for after in dict.fromkeys(after for _, after in arrows) if after not in leavable
-    ]
-    return "\n".join(lines)

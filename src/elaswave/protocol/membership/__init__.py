@@ -1,1 +1,1 @@
-"""Who takes part: admission of joiners, hosts, respawned places."""
+"""Who takes part: who joins and leaves, hosts, places that are taken again, and what a driver tells the machines."""

@@ -10,17 +10,19 @@ from tests.unit.shapes import make_shape
 
 from elaswave.blocks.placement import Placement
 from elaswave.blocks.shapes import StateShapes
-from elaswave.coordinator.joiners import Answer, Joiners
+from elaswave.coordinator.driver import founders_of
 from elaswave.job.identity import identity_of
 from elaswave.job.plan import RunPlan
 from elaswave.protocol.environment import pairs_of
 from elaswave.protocol.events import LeavingRecord, NewEpochRecord
-from elaswave.protocol.membership.admission import Founders
-from elaswave.protocol.membership.respawn import BACKOFF_S_MIN
+from elaswave.protocol.membership.admissions import Founders
+from elaswave.protocol.membership.effects import PlaceTaken
+from elaswave.protocol.membership.hosts import Came, Hosts
+from elaswave.protocol.membership.joiners import BACKOFF_S_MIN, Answer, Joiners, MembershipTerms
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
 from elaswave.protocol.step.ballot import Ballot, Request, VoteShape, encode_certificate
 from elaswave.protocol.step.scores import Scores
-from elaswave.store.journal import JournalRecord, PlaceTaken, Published, core_records
+from elaswave.store.journal import JournalRecord, Published, core_records, membership_records
 
 NAMES = ("embedding", "block.0", "block.1", "head")
 SHAPES = StateShapes(NAMES, tuple(make_shape([(4,)], layer=layer, first_id=layer) for layer in range(4)), ("master",))
@@ -44,20 +46,46 @@ class Job:
         """The next coordinator reads the journal, as it lies on the disk."""
         written = [msgspec.json.encode(record) for record in self.journal]
         self.journal = [msgspec.json.decode(line, type=JournalRecord) for line in written]
+        config, hosts = self.plan.config, Hosts(home=11)
+        hosts.connected(hosts.add(Came(0, "a", 11, 0), 0.0))
+        terms = MembershipTerms(
+            self.plan.layout, respawns=config.elastic.respawns, layer_names=tuple(self.plan.state.layer_names)
+        )
         self.joiners = Joiners(
-            self.plan,
-            lambda: self.identity,
-            self.journal,
-            self.journal.append,
-            self.told.append,
-            away_until_s=lambda worker: self.away_until_s.get(worker, 0.0),
+            terms,
+            hosts,
+            membership_records(self.journal),
+            lambda vector, environment: founders_of(self.plan, self.identity, vector, environment),
+            lambda worker: self.away_until_s.get(worker, 0.0),
         )
         return self.joiners
+
+    def due(self, now_s: float) -> list[int]:
+        """Who is started now."""
+        return self._started(self.joiners.due(now_s))
+
+    def request(self, count: int, now_s: float, request: int = 0) -> list[int]:
+        """Who is started for a person."""
+        return self._started(self.joiners.request(count, now_s, request))
+
+    def _started(self, records: list[PlaceTaken]) -> list[int]:
+        self.journal += records
+        return [record.worker for record in records]
+
+    def ended(self, worker: int, now_s: float) -> None:
+        """A worker has ended."""
+        self.told += self.joiners.ended(worker, now_s)
+
+    def left(self, worker: int, within_s: float, now_s: float) -> None:
+        """A worker is to leave."""
+        self.journal.append(self.joiners.left(worker, within_s, now_s))
 
     def publish(self, step: int, members: tuple[int, ...] = (0, 1)) -> list[Answer]:
         """A step is committed and published."""
         self.journal.append(Published(step=step, loss=2.0, finished_s=float(step)))
-        return self.joiners.committed(members, vote(self.plan), "Processor A")
+        founders, answers = self.joiners.committed(members, vote(self.plan), "Processor A")
+        self.journal += [] if founders is None else [founders]
+        return answers
 
     def joining(self, worker: int, **differs: Any) -> Joining:
         own = Joining(
@@ -114,7 +142,7 @@ def test_one_that_comes_before_the_first_step_is_answered_with_it():
     job = Job()
     assert job.joiners.heard(job.joining(2)) == job.joiners.heard(job.joining(2)) == []
     assert job.joiners.heard(job.joining(3, model_hash=1)) == []
-    job.joiners.ended(3, 1.0)
+    job.ended(3, 1.0)
     assert job.publish(1) == [Answer(job.joining(2), None)], "once, and nobody who has ended"
     assert job.publish(2) == []
 
@@ -137,29 +165,29 @@ def test_a_successor_compares_with_the_founders_and_not_with_itself():
 def test_places_and_back_offs_outlive_the_coordinator():
     job = Job()
     job.publish(1)
-    job.joiners.ended(1, 10.0)
-    assert (job.joiners.next_s, job.joiners.due(10.5), job.joiners.due(11.0)) == (11.0, [], [2])
+    job.ended(1, 10.0)
+    assert (job.joiners.next_s, job.due(10.5), job.due(11.0)) == (11.0, [], [2])
     assert job.journal[-1] == PlaceTaken(worker=2, place=1, at_s=11.0, backoff_s=2.0)
-    assert job.joiners.request(1, 12.0) == [3]
+    assert job.request(1, 12.0) == [3]
     joiners = job.take_over()
     assert joiners.started == [2, 3] and math.isinf(joiners.next_s)
-    joiners.ended(1, 10.0)  # the agent tells every coordinator of all ends
-    joiners.ended(2, 13.0)
-    assert joiners.due(20.0) == [4], "ids are never used again"
-    joiners.ended(4, 21.0)
-    assert joiners.due(30.0) == [5]
-    joiners.ended(5, 31.0)
+    job.ended(1, 10.0)  # the agent tells every coordinator of all ends
+    job.ended(2, 13.0)
+    assert job.due(20.0) == [4], "ids are never used again"
+    job.ended(4, 21.0)
+    assert job.due(30.0) == [5]
+    job.ended(5, 31.0)
     assert "place 1 stays empty: workers 2, 4 and 5" in job.told[0]
 
 
 def test_a_request_that_comes_again_starts_nobody_else():
     job = Job()
     job.publish(1)
-    assert job.joiners.request(2, 5.0, request=7) == job.joiners.started_for(7) == [2, 3]
+    assert job.request(2, 5.0, request=7) == job.joiners.started_for(7) == [2, 3]
     joiners = job.take_over()
     assert joiners.started_for(7) == [2, 3], "nor with a successor, whether it was answered before or not"
     assert (joiners.started_for(8), joiners.started_for(0)) == ([], [])
-    assert joiners.request(1, 9.0) == [4] and joiners.started_for(0) == []
+    assert job.request(1, 9.0) == [4] and joiners.started_for(0) == []
 
 
 def test_who_has_been_a_member_is_known_to_a_successor_too():
@@ -179,7 +207,7 @@ def test_a_successor_takes_a_place_again_whose_process_is_there_still(is_decided
         job.journal.append(decision(0))
     joiners = job.take_over()
     joiners.take_over((0,), 10.0)
-    assert joiners.due(11.0) == [2]
+    assert job.due(11.0) == [2]
     joiners = job.take_over()
     joiners.take_over((0,), 12.0)
     assert joiners.next_s == math.inf, "once"
@@ -195,10 +223,10 @@ def test_a_successor_knows_who_has_committed_steps():
         PlaceTaken(worker=3, place=1, at_s=20.0),
         PlaceTaken(worker=4, place=1, at_s=30.0),
     ]
-    joiners = job.take_over()
-    joiners.ended(4, 31.0)
-    assert (job.told, joiners.due(60.0)) == ([], [5]), "two have died since worker 2 had committed step 2"
-    joiners.ended(5, 61.0)
+    job.take_over()
+    job.ended(4, 31.0)
+    assert (job.told, job.due(60.0)) == ([], [5]), "two have died since worker 2 had committed step 2"
+    job.ended(5, 61.0)
     assert len(job.told) == 1
 
 
@@ -206,38 +234,38 @@ def test_a_successor_knows_who_has_committed_steps():
 def test_rivals_and_runs_that_shrink_take_no_place_again(settings):
     job = Job(**settings)
     job.publish(1)
-    job.joiners.ended(1, 10.0)
-    assert math.isinf(job.joiners.next_s) and job.joiners.due(1e6) == []
-    assert job.joiners.request(2, 20.0) == [2, 3], "what is asked for is started all the same"
+    job.ended(1, 10.0)
+    assert math.isinf(job.joiners.next_s) and job.due(1e6) == []
+    assert job.request(2, 20.0) == [2, 3], "what is asked for is started all the same"
 
 
 def test_nobody_takes_the_place_of_one_that_has_left_under_an_earlier_coordinator():
     job = Job()
     job.journal.append(LeavingRecord(term=1, worker=1))
     joiners = job.take_over()
-    joiners.ended(1, 10.0)  # the agent tells every coordinator of all ends
+    job.ended(1, 10.0)  # the agent tells every coordinator of all ends
     assert joiners.next_s == math.inf
 
 
 def test_nobody_takes_the_place_of_one_that_was_asked_to_leave_or_when_the_job_stops():
     job = Job()
     job.publish(1)
-    job.joiners.left(0, 30.0, 4.0)
-    job.joiners.ended(0, 5.0)
-    job.joiners.ended(1, 5.0)
+    job.left(0, 30.0, 4.0)
+    job.ended(0, 5.0)
+    job.ended(1, 5.0)
     job.joiners.stop()
-    assert job.joiners.due(1e6) == job.joiners.request(1, 1e6) == []
+    assert job.due(1e6) == job.request(1, 1e6) == []
 
 
 def test_a_successor_goes_on_with_the_back_off_and_does_not_begin_it_anew():
     job = Job()
     job.publish(1)
-    job.joiners.ended(1, 10.0)
-    assert job.joiners.due(11.0) == [2]
-    job.joiners.ended(2, 12.0)
-    assert (job.joiners.next_s, job.joiners.due(14.0)) == (14.0, [3])
+    job.ended(1, 10.0)
+    assert job.due(11.0) == [2]
+    job.ended(2, 12.0)
+    assert (job.joiners.next_s, job.due(14.0)) == (14.0, [3])
     joiners = job.take_over()
-    joiners.ended(3, 20.0)
+    job.ended(3, 20.0)
     assert joiners.next_s == 24.0, "as after 1 s and 2 s"
 
 
@@ -256,21 +284,21 @@ def test_a_successor_knows_of_notices_that_joiners_have_had():
     """The agent tells it only that their processes have ended."""
     job = Job()
     job.publish(1)
-    assert job.joiners.request(2, 5.0) == [2, 3]
-    job.joiners.left(2, 0.0, 6.0)
+    assert job.request(2, 5.0) == [2, 3]
+    job.left(2, 0.0, 6.0)
     joiners = job.take_over()
-    joiners.ended(2, 7.0)
+    job.ended(2, 7.0)
     assert joiners.next_s == math.inf
-    joiners.ended(3, 7.0)
+    job.ended(3, 7.0)
     assert joiners.next_s == 8.0, "which has had none"
 
 
 def test_a_successor_counts_with_what_is_left_of_the_time_of_those_that_leave():
     job = Job()
-    job.joiners.left(1, 30.0, 100.0)
+    job.left(1, 30.0, 100.0)
     job.journal.append(LeavingRecord(term=1, worker=1))
     assert job.take_over().leave_at_s == {1: 130.0}
-    job.joiners.left(1, 5.0, 104.0)
+    job.left(1, 5.0, 104.0)
     assert job.take_over().leave_at_s == {1: 109.0}, "a notice has come in between"
 
 
@@ -279,9 +307,9 @@ def test_nobody_takes_a_place_at_a_site_that_is_away():
     job = Job()
     job.publish(1)
     job.away_until_s[1] = 70.0
-    job.joiners.ended(1, 10.0)
+    job.ended(1, 10.0)
     assert job.joiners.next_s == 70.0 + BACKOFF_S_MIN
-    assert job.joiners.due(70.0) == [] and job.joiners.due(71.0) == [2]
+    assert job.due(70.0) == [] and job.due(71.0) == [2]
 
     job = Job()
     job.publish(1)

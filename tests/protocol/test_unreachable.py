@@ -2,7 +2,7 @@
 
 import pytest
 
-from elaswave.coordinator.unreachable import FRESH_S, REACH_S, Unreachable
+from elaswave.protocol.detection.unreachable import FRESH_S, REACH_S, Unreachable
 
 
 def told(reports: dict[int, list[int]], *, seconds: float = REACH_S, turn_s: float = 5.0) -> dict[int, str]:
