@@ -33,6 +33,15 @@ def test_seeds(capsys):
     assert "jobs finished" in out
 
 
+def test_the_lines_that_schedules_run_are_counted(capsys):
+    assert bench("--coverage", "--schedules", "3") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {row[-1] for row in rows} >= {"membership", "detection", "coordinator", "step", "protocol/"}
+    shares = {row[-1]: float(row[0]) for row in rows}
+    assert 50.0 < shares["protocol/"] < 100.0 and shares["membership"] > 20.0
+    assert [row[0] for row in rows[:-1]] == sorted((row[0] for row in rows[:-1]), key=float)
+
+
 @pytest.mark.slow
 def test_several_processes_find_the_same(capsys):
     summaries = []

@@ -22,6 +22,7 @@ import msgspec
 from elaswave.cli.whatif.waiting import Waiting
 from elaswave.observability.output import say, say_json
 from elaswave.system.parent_death import end_with_parent
+from verify.line_coverage import lines_run, report
 from verify.planted_bugs.mutants import MUTANTS
 from verify.simulator.run import PRODUCT, Build, run_schedule
 from verify.simulator.schedule import Schedule, parse_schedule, random_schedule
@@ -60,6 +61,7 @@ _MAX_PROCESSES = 2
 @click.option(
     "--processes", type=click.IntRange(min=1), help=f"Processes; default: one per core, at most {_MAX_PROCESSES}."
 )
+@click.option("--coverage", is_flag=True, help="Print which share of the lines of protocol/ they run; slower.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document; progress to stderr.")
 def protocol_command(
     schedules: int,
@@ -69,6 +71,7 @@ def protocol_command(
     mutant: str | None,
     replay: str | None,
     processes: int | None,
+    coverage: bool,
     as_json: bool,
 ) -> None:
     """Run the real coordinator, ledger, membership and recovery plans with a toy model on virtual time, while workers
@@ -84,6 +87,9 @@ def protocol_command(
     build = PRODUCT if mutant is None else MUTANTS[mutant].build
     if replay is not None:
         sys.exit(_replay(_schedule_of(replay), build, as_json))
+    if coverage:
+        _print_coverage(seed, schedules)
+        return
     started_s = time.monotonic()
     if exhaustive or spaces:
         plan = {name: _space_tasks(name, mutant) for name in spaces or SPACES}
@@ -241,6 +247,14 @@ def _print_summary(summaries: dict[str, Summary], duration_s: float) -> None:
     for what, count in counts.most_common():
         say(f"  {count:>9,}  {what}")
     say(f"in {duration_s:.1f} s")
+
+
+def _print_coverage(seed: int, schedules: int) -> None:
+    summaries: list[Summary] = []
+    run = lines_run(lambda: summaries.append(run_seeds(range(seed, seed + schedules))))
+    say(f"lines of protocol/ that a call can run, and that {summaries[0].num_schedules:,} schedules have run")
+    for row in report(run):
+        say(f"  {row}")
 
 
 def _print_failure(failure: Failure, shortest: Schedule, build: Build, mutant: str | None) -> None:
