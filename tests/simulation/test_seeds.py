@@ -294,3 +294,24 @@ def test_instants_at_one_time_differ_only_for_who_acted():
     assert strike_points(instants, {2}, 0) == [0, 2, 3, 4]
     assert strike_points(instants, {-1}, 0) == [0, 3, 5]
     assert strike_points(instants, {-1}, 2) == [2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"),
+    [
+        ("widths=2,1 steps=14 respawns=1 kill:1@60", {"places taken again": 1, "decisions": 2}),
+        ("widths=2,2 steps=9 agents=2 kill:a1@60", {"workers held for lost by: host": 1, "decisions": 1}),
+        ("widths=2,2 steps=9 agents=2 detects=1 kill:a1@60", {"workers held for lost by: host": 1, "decisions": 1}),
+        ("widths=2,1 steps=9 detects=1 hang:1@60+150", {"workers held for lost by: heartbeat": 1, "decisions": 1}),
+        ("widths=1,1 num_microbatches=1 steps=11 leave_step=2", {"jobs stopped because too few would stay": 0}),
+        ("widths=1,1 num_microbatches=1 leave_step=2 leavers=2", {"jobs stopped because too few would stay": 1}),
+        ("widths=2,1 steps=14 leave_step=1 drain_delay=20", {"workers held for lost by: drain": 1}),
+        ("widths=2,1 steps=14 leave_step=1", {"workers held for lost by: drain": 0, "decisions": 1}),
+        ("widths=2,2 steps=14 agents=2 notice:a1@60+400", {"workers held for lost by: host": 0, "decisions": 2}),
+        ("widths=1,1 num_microbatches=1 steps=14 join_step=1 notice:2@40+100", {"workers started to join": 1}),
+    ],
+)
+def test_what_is_decided_about_members(schedule, counts):
+    outcome = run_schedule(parse_schedule(schedule))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+    assert {what: outcome.counts[what] for what in counts} == counts
