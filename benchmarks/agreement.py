@@ -18,7 +18,7 @@ import msgspec
 from harness import machine, print_header
 
 from elaswave.blocks.placement import Block, Placement, default_block_size, make_blocks, place_blocks
-from elaswave.channel.wire import MAX_MESSAGE_BYTES, encode, unpacked
+from elaswave.channel.wire import MAX_MESSAGE_BYTES, encode_payload, unpacked
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.planning.costs.analytic import PARAMETER_BYTES, analytic_costs
 from elaswave.planning.programs.layout import make_layout
@@ -34,7 +34,7 @@ from elaswave.protocol.events import (
     Send,
     Suspected,
 )
-from elaswave.protocol.messages import Copies, Decision, Evidence, Installed, Registered, Report
+from elaswave.protocol.messages import BlockReplicas, Decision, Evidence, Installed, Registered, Report
 from elaswave.types import Layout
 
 STAGES = {8: 2, 16: 2, 64: 4, 256: 8, 1_024: 8, 4_096: 8}
@@ -50,7 +50,7 @@ class Job(NamedTuple):
     layout: Layout
     blocks: tuple[Block, ...]
     placement: Placement
-    held: dict[int, Copies]
+    held: dict[int, BlockReplicas]
     """By worker."""
 
 
@@ -114,7 +114,9 @@ def make_job(model: str, num_workers: int) -> Job:
     )
     blocks = make_blocks(sizes, default_block_size(sum(sizes)))
     placement = place_blocks(layout, blocks, num_followers=1, scatter_width=SCATTER_WIDTH)
-    held: dict[int, Copies] = {worker: Copies(blocks=[], owned=[], versions=[]) for worker in layout.active}
+    held: dict[int, BlockReplicas] = {
+        worker: BlockReplicas(blocks=[], owned=[], versions=[]) for worker in layout.active
+    }
     for block in blocks:
         for worker in placement.holders(block.id):
             held[worker].blocks.append(block.id)
@@ -135,10 +137,10 @@ def lose_one(job: Job) -> Costs:
     )
     core.begin()
     for worker in workers:
-        core.handle(Registered(worker=worker, address=f"tcp:10.0.0.1:{worker}", epoch=1, report=None), 0.0)
+        core.handle(Registered(worker=worker, address=f"tcp:10.0.0.1:{worker}", generation=1, report=None), 0.0)
     lost = workers[len(workers) // 2]
     survivors = [worker for worker in workers if worker != lost]
-    reports = [encode(report_of(job, worker)) for worker in survivors]
+    reports = [encode_payload(report_of(job, worker)) for worker in survivors]
     sent: list[bytes] = []
 
     asking_s, _ = handle(core, Suspected(lost, "exit", "it was killed"), sent)
@@ -158,7 +160,9 @@ def lose_one(job: Job) -> Costs:
     decide_s, effects = handle(core, RecoveryPlanned(question.sequence, plan, pending), sent)
     decision = next(e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Decision))
     words = [
-        encode(Installed(worker=worker, epoch=decision.epoch, edit_s=0.01, promote_s=0.01, critical_bytes=0))
+        encode_payload(
+            Installed(worker=worker, generation=decision.generation, edit_s=0.01, promote_s=0.01, critical_bytes=0)
+        )
         for worker in survivors
     ]
     begin_s = time.process_time()
@@ -170,7 +174,7 @@ def lose_one(job: Job) -> Costs:
         plan_s=plan_s,
         decide_s=decide_s,
         installed_s=installed_s,
-        decision_bytes=len(encode(decision)),
+        decision_bytes=len(encode_payload(decision)),
         sent_bytes=sum(map(len, sent)),
         received_bytes=sum(map(len, reports + words)),
         messages=len(sent) + len(reports) + len(words),
@@ -184,10 +188,10 @@ def handle(core: Coordinator, event: CoordinatorEvent, sent: list[bytes]) -> tup
     newest: tuple[Any, bytes] = (None, b"")
     for effect in effects:
         if isinstance(effect, Persist):
-            encode(effect.record)
+            encode_payload(effect.record)
         elif isinstance(effect, Send):
             if newest[0] is not effect.message:  # as the server has it: one message to several peers is encoded once
-                newest = (effect.message, encode(effect.message))
+                newest = (effect.message, encode_payload(effect.message))
             sent.append(newest[1])
     return time.process_time() - begin_s, effects
 
@@ -197,7 +201,7 @@ def report_of(job: Job, worker: int) -> Report:
     stage = job.layout.stages[job.layout.stage_of(worker)]
     return Report(
         worker=worker,
-        epoch=2,
+        generation=2,
         evidence=Evidence(step=STEP, attempt=1, commits=True, vector=b"v" * 64),
         step=STEP + 1,
         attempt=1,

@@ -176,7 +176,7 @@ class Job:
 
     def _start(self, at: int) -> None:
         host = self._world.hosts[at]
-        self._agents[at] = self._job.start(f"h{host.number}", founds=True, before=host.enter())
+        self._agents[at] = self._job.start(f"h{host.number}", creates_job=True, before=host.enter())
 
     def _strike(self, faults: Iterable[Fault]) -> None:
         """Does a round: all of its faults in their order, then what ends each of those that last."""

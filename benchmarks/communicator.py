@@ -102,7 +102,7 @@ class Ours:
 
     def repair(self, survivors: Sequence[int]) -> None:
         """See `Communicator.repair`."""
-        self._transport.advance_epoch(1, survivors)
+        self._transport.advance_generation(1, survivors)
         self._voters = _Voters(self._transport, survivors)
 
     def all_reduce(self, tensor: torch.Tensor, *, step: int) -> None:

@@ -129,11 +129,11 @@ def _vote(
     for worker, (helper, _, _) in roles.items():
         if helper is not None:
             now_s[helper] = max(now_s[helper], wires.send(worker, helper, num_bytes, prepared_s[worker]))
-    for turn in range(max((len(partners) for _, _, partners in roles.values()), default=0)):
+    for turn in range(max((len(replica_peers) for _, _, replica_peers in roles.values()), default=0)):
         before_s = dict(now_s)
-        for worker, (_, _, partners) in roles.items():
-            if turn < len(partners):
-                peer = partners[turn]
+        for worker, (_, _, replica_peers) in roles.items():
+            if turn < len(replica_peers):
+                peer = replica_peers[turn]
                 now_s[peer] = max(now_s[peer], wires.send(worker, peer, num_bytes, before_s[worker]))
     for worker, (helper, _, _) in roles.items():
         if helper is not None:

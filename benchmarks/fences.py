@@ -37,7 +37,7 @@ from harness import machine, print_header
 
 from elaswave.config.load import load_config
 from elaswave.engine import compute
-from elaswave.engine.boundaries.codecs import decode, encode
+from elaswave.engine.boundaries.codecs import decode_tensor, encode_tensor
 from elaswave.models.layers import build_layer
 from elaswave.models.registry import build_model
 from elaswave.state.flat import FlatLayer, model_shapes
@@ -86,9 +86,9 @@ def trained_values(num_steps: int) -> dict[str, torch.Tensor]:
 
 def relative_error(tensor: torch.Tensor, codec: str) -> float:
     """Norm of what a codec changes, over the tensor's."""
-    coded = encode(tensor, codec)
+    coded = encode_tensor(tensor, codec)
     assert coded is not None
-    return float((decode(coded).double() - tensor.double()).norm() / tensor.double().norm())
+    return float((decode_tensor(coded).double() - tensor.double()).norm() / tensor.double().norm())
 
 
 def seconds(run: Callable[[], object], rounds: int) -> float:
@@ -108,15 +108,15 @@ def measure_codecs(num_steps: int, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for codec in CODECS:
         tensor = values["normal"]
-        coded = encode(tensor, codec)
+        coded = encode_tensor(tensor, codec)
         assert coded is not None
         rows.append(
             {
                 "codec": codec,
                 "bytes_share": coded.nbytes / tensor.nbytes,
                 "errors": {name: relative_error(value, codec) for name, value in values.items()},
-                "encode_gb_per_s": tensor.nbytes / seconds(partial(encode, tensor, codec), rounds) / 1e9,
-                "decode_gb_per_s": tensor.nbytes / seconds(partial(decode, coded), rounds) / 1e9,
+                "encode_gb_per_s": tensor.nbytes / seconds(partial(encode_tensor, tensor, codec), rounds) / 1e9,
+                "decode_gb_per_s": tensor.nbytes / seconds(partial(decode_tensor, coded), rounds) / 1e9,
             }
         )
     return rows

@@ -35,8 +35,8 @@ from elaswave.config.schema import Config
 from elaswave.job.script import Script
 from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter
-from elaswave.observability.summary import summarize
-from elaswave.protocol.step.position import IDLE
+from elaswave.observability.summary import summarize_run
+from elaswave.protocol.step.activity import IDLE
 from elaswave.training.definition import Training
 
 SIZES: dict[str, tuple[str, ...]] = {
@@ -317,7 +317,7 @@ class _Running:
 def _phases_of(folder: Path) -> dict[str, float]:
     if not (folder / "result.json").exists():
         return {}  # plain PyTorch's
-    steps = summarize(folder).timings
+    steps = summarize_run(folder).timings
     return {} if steps is None else {name: s for name, s in steps.phases_s.items() if name not in ("run", "data")}
 
 

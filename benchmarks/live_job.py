@@ -1,7 +1,7 @@
 """A job in a process of its own that is talked to while it trains, as ``elaswave ctl`` does; what each attempt copies.
 
 Used by `migration.py` and `join.py`. The job runs until it is asked to stop. A probe in every worker writes a line
-before each vote: bytes of base copies that it sends in the attempt, its budget, the membership's epoch.
+before each vote: bytes of base copies that it sends in the attempt, its budget, the membership's generation.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Vote(NamedTuple):
 
     worker: int
     step: int
-    epoch: int
+    generation: int
     moving: bool
     """Whether a planned change is adopted, and not in force yet."""
     sent_bytes: int
@@ -98,7 +98,7 @@ class Watch:
         vote = Vote(
             machine.worker,
             machine.step,
-            machine.member.epoch,
+            machine.member.generation,
             machine.planned.moving is not None,
             elements * self._element_bytes,
             machine.planned.budget.elements * self._element_bytes,

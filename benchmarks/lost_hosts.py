@@ -90,7 +90,7 @@ def lose_one(fault: str, settings: dict[str, Any], draw: random.Random) -> dict[
             World(NUM_HOSTS, delay_s=DELAY_S) as world,
             Agents(folder, settings, f"{world.hosts[0].address}:7077") as agents,
         ):
-            started = [agents.start(f"h{host.number}", founds=True, before=host.enter()) for host in world.hosts]
+            started = [agents.start(f"h{host.number}", creates_job=True, before=host.enter()) for host in world.hosts]
             agents.wait_for_step(FIRST_STEP + draw.randrange(4))
             index = draw.randrange(1, NUM_HOSTS)
             struck_s = time.time()
@@ -104,9 +104,9 @@ def lose_one(fault: str, settings: dict[str, Any], draw: random.Random) -> dict[
             if started[index].process.poll() is None:
                 started[index].signal(signal.SIGKILL)
             result = read_result(agents.run_dir)
-            detect_s = _epoch_began_s(agents.run_dir) - struck_s
+            detect_s = _generation_began_s(agents.run_dir) - struck_s
         losses = [each for each in result.recoveries if each.kind == "lost"]
-        assert len({each.epoch for each in losses}) == 1, losses
+        assert len({each.generation for each in losses}) == 1, losses
         waited_s = max(each.total_s - each.redo_s for each in losses)
         print(
             f"{fault}: noticed after {detect_s:.3f} s, all compute after {detect_s + waited_s:.3f} s", file=sys.stderr
@@ -121,10 +121,10 @@ def lose_one(fault: str, settings: dict[str, Any], draw: random.Random) -> dict[
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _epoch_began_s(run_dir: Path) -> float:
+def _generation_began_s(run_dir: Path) -> float:
     """When the coordinator said that a host is lost, by the clock of the day: its monotonic one is its host's own."""
     lines = (run_dir / "logs" / "coordinator.log").read_text().splitlines()
-    line = next(line for line in lines if " epoch 2: " in line)
+    line = next(line for line in lines if " generation 2: " in line)
     return datetime.strptime(" ".join(line.split()[:2]), "%Y-%m-%d %H:%M:%S,%f").astimezone().timestamp()
 
 

@@ -29,20 +29,20 @@ from harness import machine, print_header
 
 from elaswave.channel.messages.agent import FromAgent, ToAgent
 from elaswave.channel.messages.worker import Heartbeat, LinkLost
-from elaswave.channel.wire import Kind, Session, agent_id, encode
+from elaswave.channel.wire import ControlFrameKind, Session, agent_id, encode_payload
 from elaswave.coordinator.agents import Agents
 from elaswave.launcher.forkserver.worker_life import HEARTBEAT_S as WORKER_HEARTBEAT_S
 from elaswave.launcher.local_job import HEARTBEAT_S as AGENT_HEARTBEAT_S
 from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors
 from elaswave.protocol.coordinator.driver import CoordinatorDriver
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.detection.awake import TICK_S
+from elaswave.protocol.detection.active_time import TICK_S
 from elaswave.protocol.detection.detector import Detector
 from elaswave.protocol.events import (
     Decided,
     End,
     FindCheckpoint,
-    NewEpoch,
+    NewGeneration,
     Note,
     PendingWork,
     PlanRecovery,
@@ -54,7 +54,7 @@ from elaswave.protocol.membership.agents import HostAgents
 from elaswave.protocol.membership.effects import StartFirst, WriteDown
 from elaswave.protocol.membership.hosts import Hosts
 from elaswave.protocol.messages import CoreToWorker, Decision, InForce, Prepare, Registered, Report
-from elaswave.protocol.step.position import Position
+from elaswave.protocol.step.activity import WorkerActivity
 
 FROM_PEERS = FromAgent | Heartbeat | LinkLost | Report | Registered
 COORDINATOR = 1
@@ -150,7 +150,7 @@ class World(CoordinatorDriver):
             scatter_width=SCATTER_WIDTH,
         )
         self._detector = Detector(can_look=lambda worker: True)
-        self._heard_s: dict[int, float] = {}
+        self._last_heartbeat_s: dict[int, float] = {}
         hosts = Hosts(
             [self.agent_of(worker) for worker in self.workers],
             [f"h{number}" for number in range(num_agents)] if num_agents > 1 else [],
@@ -175,13 +175,15 @@ class World(CoordinatorDriver):
                 elif isinstance(effect, StartFirst):
                     self._told.tell(effect)
         arrive_s = time.process_time() - begin_s
-        assert self._agents.is_founded
+        assert self._agents.is_complete
         for worker in self.workers:
             self._detector.expect(worker, 0.0)
         self.core.begin()
         for worker in self.workers:
             self._detector.joined(worker, 0.0)
-            self.core.handle(Registered(worker=worker, address=f"tcp:10.0.0.1:{worker}", epoch=1, report=None), 0.0)
+            self.core.handle(
+                Registered(worker=worker, address=f"tcp:10.0.0.1:{worker}", generation=1, report=None), 0.0
+            )
         for number in range(self._num_agents):
             phase = self._random.random()
             self._call(phase * AGENT_HEARTBEAT_S, lambda number=number: self._agent_beats(number))  # type: ignore[misc]
@@ -250,7 +252,9 @@ class World(CoordinatorDriver):
     def _comes(self, message: msgspec.Struct | None, handle: Callable[[Any], None]) -> None:
         """A message is under way to the coordinator."""
         self._peer.write(
-            Kind.HEARTBEAT if message is None else Kind.MESSAGE, 0, b"" if message is None else encode(message)
+            ControlFrameKind.HEARTBEAT if message is None else ControlFrameKind.MESSAGE,
+            0,
+            b"" if message is None else encode_payload(message),
         )
         data = self._peer.take()
 
@@ -267,7 +271,7 @@ class World(CoordinatorDriver):
         if number in self._dead:
             return
         self._call(AGENT_HEARTBEAT_S, lambda: self._agent_beats(number))
-        self._comes(None, lambda message: self._heard_s.__setitem__(agent_id(number + 1), self._time_s()))
+        self._comes(None, lambda message: self._last_heartbeat_s.__setitem__(agent_id(number + 1), self._time_s()))
 
     def _worker_beats(self, worker: int) -> None:
         if self.agent_of(worker) in self._dead:
@@ -276,7 +280,7 @@ class World(CoordinatorDriver):
         step = 10 + int(self._now_s)
         beat = Heartbeat(
             worker=worker,
-            epoch=1,
+            generation=1,
             step=step,
             attempt=1,
             label="vote",
@@ -288,8 +292,8 @@ class World(CoordinatorDriver):
         self._comes(beat, self._on_heartbeat)
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
-        position = Position(
-            epoch=message.epoch,
+        position = WorkerActivity(
+            generation=message.generation,
             step=message.step,
             attempt=message.attempt,
             label=message.label,
@@ -313,7 +317,7 @@ class World(CoordinatorDriver):
                 lambda worker=worker: self._work(lambda: self._detector.disconnected(worker, self._time_s())),  # type: ignore[misc]
             )
             for peer in self._partners(worker):
-                lost = LinkLost(worker=peer, peer=worker, epoch=1, detail="the peer has closed it")
+                lost = LinkLost(worker=peer, peer=worker, generation=1, detail="the peer has closed it")
                 self._call(2 * self._link_s, lambda lost=lost: self._loses_link(lost))  # type: ignore[misc]
 
     def _partners(self, worker: int) -> list[int]:
@@ -328,7 +332,7 @@ class World(CoordinatorDriver):
         self._comes(message, self._on_link_lost)
 
     def _on_link_lost(self, message: LinkLost) -> None:
-        if self.core.believes(message.worker, message.peer, message.epoch):
+        if self.core.believes(message.worker, message.peer, message.generation):
             self._detector.link_lost(message.worker, message.peer, self._time_s())
             self._tick()
 
@@ -360,18 +364,18 @@ class World(CoordinatorDriver):
     def _heard_of_agent(self, incarnation: int) -> float | None:
         if incarnation - 1 in self._dead:
             return None
-        return self._time_s() - self._heard_s.get(agent_id(incarnation), 0.0)
+        return self._time_s() - self._last_heartbeat_s.get(agent_id(incarnation), 0.0)
 
     def _send_to_agent(self, peer: int, message: ToAgent) -> bool:
-        self._own.write(Kind.MESSAGE, 0, encode(message))
+        self._own.write(ControlFrameKind.MESSAGE, 0, encode_payload(message))
         self._own.take()
         return True
 
     def send(self, worker: int, message: CoreToWorker) -> None:
         """Over a connection; what is for many is encoded once, as the server has it."""
         if self._newest is None or self._newest[0] is not message:
-            self._newest = (message, encode(message))
-        self._own.write(Kind.MESSAGE, 0, self._newest[1])
+            self._newest = (message, encode_payload(message))
+        self._own.write(ControlFrameKind.MESSAGE, 0, self._newest[1])
         self._own.take()
         self.sent += 1
         if worker in self._gone:
@@ -379,15 +383,15 @@ class World(CoordinatorDriver):
         arrives_s = self._time_s() + self._link_s
         if isinstance(message, Prepare):
             self.at["prepared"] = arrives_s
-            self._at(arrives_s, lambda: self._prepared(worker, message.epoch))
+            self._at(arrives_s, lambda: self._prepared(worker, message.generation))
         elif isinstance(message, Decision):
             self.at["decided"] = max(arrives_s, self.at.get("decided", 0.0))
             self._awaited -= 1
 
     _newest: tuple[Any, bytes] | None = None
 
-    def _prepared(self, worker: int, epoch: int) -> None:
-        report = msgspec.structs.replace(report_of(self.job, worker), epoch=epoch)
+    def _prepared(self, worker: int, generation: int) -> None:
+        report = msgspec.structs.replace(report_of(self.job, worker), generation=generation)
         self._call(self._link_s, lambda: self._reports(report))
 
     def _reports(self, report: Report) -> None:
@@ -408,16 +412,16 @@ class World(CoordinatorDriver):
 
     def persist(self, record: Record) -> None:
         """Encodes it, and waits for the store."""
-        encode(record)
+        encode_payload(record)
         self._wait(self._store_s)
 
     def pending_work(self, step: int, asked: bool) -> PendingWork:
         """Nothing."""
         return PendingWork(evaluate=False, checkpoint=False)
 
-    def on_new_epoch(self, effect: NewEpoch) -> None:
+    def on_new_generation(self, effect: NewGeneration) -> None:
         """As the product's driver."""
-        self._detector.new_epoch(self._time_s())
+        self._detector.new_generation(self._time_s())
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)
 

@@ -27,7 +27,7 @@ from harness import exit_on_sigterm, machine, print_header
 from tests import agents as hosts_of_tests
 from tests.agents import Agents, free_port
 
-from elaswave.observability.processes import RunProcess, described, read_processes
+from elaswave.observability.processes import RunProcess, process_entry, read_processes
 
 SETTINGS: dict[str, Any] = {
     "model.num_layers": 2,
@@ -86,7 +86,7 @@ def measure(num_agents: int, workers_each: int, num_steps: int) -> dict[str, Any
         with Agents(Path(folder) / "job", settings, f"127.0.0.1:{free_port()}") as agents:
             command = (sys.executable, __file__, "agent")
             begun_s = time.monotonic()
-            hosts = [agents.start("h0", founds=True, launcher=command)]
+            hosts = [agents.start("h0", creates_job=True, launcher=command)]
             agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the founder")
             hosts += [agents.start(f"h{number}", launcher=command) for number in range(1, num_agents)]
             agents.wait_for(lambda: len(agents.events("step")) >= 1, "the first step")
@@ -143,7 +143,7 @@ def processes_of(agents: Agents, launchers: list[int]) -> list[RunProcess]:
     """Of all hosts: those that their run folder names, and those that it does not."""
     named = [each for file in agents.run_dir.glob("processes*.json") for each in _named_in(agents.run_dir, file)]
     known = {each.pid for each in named}
-    return [*named, *(described("launcher", 0, pid) for pid in launchers if pid not in known)]
+    return [*named, *(process_entry("launcher", 0, pid) for pid in launchers if pid not in known)]
 
 
 def _named_in(run_dir: Path, file: Path) -> list[RunProcess]:

@@ -26,7 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from elaswave.blocks.grids import GRID_RULES
-from elaswave.blocks.placement import Role
+from elaswave.blocks.placement import ReplicaRole
 from elaswave.config.schema import Config
 from elaswave.engine.blueprint import Blueprint
 from elaswave.launcher.launcher import train
@@ -152,15 +152,15 @@ class _Marker:
             return
         store = BlockStore(machine.copies)
 
-        def optimizer_of(role: Role) -> list[torch.Tensor]:
+        def optimizer_of(role: ReplicaRole) -> list[torch.Tensor]:
             return [values for held in store.with_role(role) for name, values in held.slots.items() if name != "master"]
 
         marks = {
             "weights": _num_bytes(
                 [layer.flat for layer in machine.engine.layers.values()] + [held.slots["master"] for held in store]
             ),
-            "optimizer": _num_bytes(optimizer_of(Role.OWNER)),
-            "followed": _num_bytes(optimizer_of(Role.FOLLOWER)),
+            "optimizer": _num_bytes(optimizer_of(ReplicaRole.OWNER)),
+            "followed": _num_bytes(optimizer_of(ReplicaRole.FOLLOWER)),
             "sums": _num_bytes(
                 plane for accumulator in machine.engine.reduction.accumulators.values() for plane in accumulator.planes
             ),

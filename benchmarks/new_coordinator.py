@@ -104,7 +104,7 @@ def measure(kind: str) -> Round:
         store = "etcd://" + ",".join(member.endpoint for member in members)
         settings = {**SETTINGS, "control.store": store}
         with Agents(Path(folder), settings, ",".join(candidates)) as agents:
-            founder = agents.start("a", founds=True)
+            founder = agents.start("a", creates_job=True)
             agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the founder")
             others = [agents.start(node) for node in ("b", "c")]
             agents.wait_for_step(STEPS_BEFORE)

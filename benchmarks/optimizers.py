@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from harness import machine, print_header
 
-from elaswave.blocks.placement import Role, default_block_size, make_blocks
+from elaswave.blocks.placement import ReplicaRole, default_block_size, make_blocks
 from elaswave.blocks.shapes import LayerShape
 from elaswave.checkpoints.format import MASTER
 from elaswave.config.load import load_config
@@ -66,7 +66,7 @@ def on_blocks(optimizer: Optimizer, shapes: tuple[LayerShape, ...]) -> Callable[
     for block in make_blocks(sizes, default_block_size(sum(sizes))):
         slots = {MASTER: torch.randn(block.num_elements)}
         slots |= {name: torch.zeros(block.num_elements) for name in optimizer.slots if name not in optimizer.late}
-        copies.append(HeldBlock(block, Role.OWNER, shapes[block.layer], slots, 0))
+        copies.append(HeldBlock(block, ReplicaRole.OWNER, shapes[block.layer], slots, 0))
     gradients = [torch.randn(copy.num_elements) for copy in copies]
     updater, step = optimizer.updater(), 0
 

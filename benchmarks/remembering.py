@@ -4,7 +4,7 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 
 
 class Remembering:
@@ -15,7 +15,7 @@ class Remembering:
     """
 
     def __init__(self, planner: Planner) -> None:
-        self._planner, self.declared = planner, declared_of(planner)
+        self._planner, self.declared = planner, policy_metadata_of(planner)
         self._answers: list[Plan | InfeasiblePlan] = []
         self._next = 0
 

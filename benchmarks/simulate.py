@@ -31,14 +31,14 @@ from elaswave.config.presets import device_preset, model_shape
 from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
 from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.recovery_times import RecoveryTimes
-from elaswave.planning.policy.healthy import healthy_step_s
+from elaswave.planning.policy.healthy import fault_free_step_s
 from elaswave.planning.policy.policies import make_policies
 from elaswave.planning.policy.policy_parts import rectangle
 from elaswave.planning.state_moves.placed_blocks import Placing
 from elaswave.sim.cluster.failures import DAY_S, Scenario, draw, rates_named
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.outcome import PolicyOutcome
-from elaswave.sim.cluster.summary import summarize
+from elaswave.sim.cluster.summary import summarize_outcomes
 from elaswave.sim.cluster.traces import read_trace
 
 SCHEDULE = "zero-bubble"
@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
     configured = rectangle(
         machines, costs, num_stages=options.stages, num_microbatches=number, schedule=SCHEDULE
     )  # fmt: skip
-    healthy_s = healthy_step_s(machines, costs, configured, policies())
+    fault_free_s = fault_free_step_s(machines, costs, configured, policies())
     planners: dict[tuple[str, int, int], Remembering] = {}
     rows = []
     for policy, followers, minutes in product(options.policies, options.followers, options.checkpoint_minutes):
@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
                     num_stages=options.stages,
                     num_microbatches=number,
                     schedule=SCHEDULE,
-                    healthy_step_s=healthy_s,
+                    fault_free_step_s=fault_free_s,
                     pauses=pauses,
                     placing=Placing(followers=followers),
                 )
@@ -157,7 +157,7 @@ def measure(options: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
         cpu_s = (time.process_time() - begin_cpu) / len(job.scenarios)
         changes = sum(sum(each.num_events.values()) for each in outcomes)
         how = {"job": job.title, "followers": followers, "checkpoint_minutes": minutes, "num_changes": changes}
-        rows.append(msgspec.to_builtins(summarize(outcomes)) | how | {"wall_s": wall_s, "cpu_s": cpu_s})
+        rows.append(msgspec.to_builtins(summarize_outcomes(outcomes)) | how | {"wall_s": wall_s, "cpu_s": cpu_s})
     return rows
 
 

@@ -21,7 +21,7 @@ import torch
 from harness import SIZES, configuration, machine, print_header, quartiles
 
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.checks.spot_checks import COST, Kind, SpotChecks
+from elaswave.engine.checks.spot_checks import COST, CheckKind, SpotChecks
 from elaswave.engine.compute import Compute
 from elaswave.engine.reduction import Reduction
 
@@ -29,9 +29,9 @@ from elaswave.engine.reduction import Reduction
 class Chosen(SpotChecks):
     """Looks at all places in one way, or at none."""
 
-    kind: Kind | None = None
+    kind: CheckKind | None = None
 
-    def due(self, layer: int, microbatch: int) -> Kind | None:
+    def due(self, layer: int, microbatch: int) -> CheckKind | None:
         """The same everywhere."""
         return self.kind
 
@@ -51,7 +51,7 @@ def measure(size: str, num_pairs: int) -> dict:
         seed=config.run.seed,
         recompute=False,
         between_layers=lambda: None,
-        has_canary=True,
+        has_determinism_check=True,
         spots=spots,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +59,7 @@ def measure(size: str, num_pairs: int) -> dict:
         inputs, targets = samples.batch(blueprint.sampler(samples).draws(1, 0), "train")
     exponents = [[40] * len(shape.tensors) for shape in blueprint.shapes]
 
-    def cpu_s(kind: Kind | None) -> float:
+    def cpu_s(kind: CheckKind | None) -> float:
         spots.kind = kind
         compute.begin(1, exponents)
         begin_s = time.process_time()
@@ -67,7 +67,7 @@ def measure(size: str, num_pairs: int) -> dict:
         compute.backward(range(len(layers)), 0, None)
         return time.process_time() - begin_s
 
-    added: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    added: dict[CheckKind, list[float]] = {kind: [] for kind in CheckKind}
     for pair in range(-2, num_pairs):
         plain_s = cpu_s(None)
         for kind, found in added.items():
@@ -91,8 +91,10 @@ def delays(num_runs: int) -> dict:
         layers, processors = [], []
         for seed in range(num_runs):
             start = random.Random(seed).randrange(*steps)
-            layers.append(_delay(seed, start, {0}, {Kind.RUN}, set(range(NUM_MICROBATCHES))))
-            processors.append(_delay(seed, start, set(range(NUM_LAYERS)), set(Kind), {*range(0, NUM_MICROBATCHES, 2)}))
+            layers.append(_delay(seed, start, {0}, {CheckKind.RUN}, set(range(NUM_MICROBATCHES))))
+            processors.append(
+                _delay(seed, start, set(range(NUM_LAYERS)), set(CheckKind), {*range(0, NUM_MICROBATCHES, 2)})
+            )
         rows[when] = {
             "a layer that has become nondeterministic": (statistics.mean(layers), max(layers)),
             "a processor that is wrong in all it does": (statistics.mean(processors), max(processors)),
@@ -100,7 +102,7 @@ def delays(num_runs: int) -> dict:
     return rows
 
 
-def _delay(seed: int, start: int, layers: set[int], kinds: set[Kind], microbatches: set[int]) -> int:
+def _delay(seed: int, start: int, layers: set[int], kinds: set[CheckKind], microbatches: set[int]) -> int:
     spots = SpotChecks(seed, 0.005, NUM_MICROBATCHES, WIDTH)
     step = start
     while True:
@@ -117,7 +119,7 @@ def single_runs(num_runs: int) -> float:
     steps = range(LATE[0], LATE[0] + 100 * num_runs)
     for step in steps:
         spots.begin(step)
-        checked += sum(spots.due(0, microbatch) is Kind.RUN for microbatch in range(NUM_MICROBATCHES))
+        checked += sum(spots.due(0, microbatch) is CheckKind.RUN for microbatch in range(NUM_MICROBATCHES))
     return NUM_MICROBATCHES * len(steps) / checked
 
 

@@ -101,16 +101,18 @@ def _row(number: int, arguments: argparse.Namespace) -> dict[str, Any]:
     divisible_s = arguments.microbatches * costs.between("busy_s", 0, costs.num_layers) / sum(speeds)
     row: dict[str, Any] = {"whole_s": whole_s, "divisible_s": divisible_s}
     for name, job in jobs.items():
-        last = job.result.epochs[-1]
+        last = job.result.generations[-1]
         begun = max(SLOW_FROM, last.first_step) + WARM_UP
         after = [s for step, s in job.durations_s.items() if step >= begun]
         step_s = statistics.median(after)
         row[name] = {
-            "healthy_step_s": statistics.median(s for step, s in job.durations_s.items() if WARM_UP < step < SLOW_FROM),
+            "fault_free_step_s": statistics.median(
+                s for step, s in job.durations_s.items() if WARM_UP < step < SLOW_FROM
+            ),
             "step_s": step_s,
             "num_steps": len(after),
             "predicted_step_s": last.predicted_step_s,
-            "changed_before_step": [each.first_step for each in job.result.epochs[1:]],
+            "changed_before_step": [each.first_step for each in job.result.generations[1:]],
             "microbatches_per_s": arguments.microbatches / step_s,
             "of_whole": whole_s / step_s,
             "of_divisible": divisible_s / step_s,
@@ -188,7 +190,7 @@ def _used_s() -> float:
 
 def _table(document: dict[str, Any]) -> str:
     lines = [
-        f"{'round':>5} {'reaction':8} {'healthy':>8} {'slow':>8} {'predicted':>9} {'whole':>8} {'of whole':>8} "
+        f"{'round':>5} {'reaction':8} {'fault_free':>8} {'slow':>8} {'predicted':>9} {'whole':>8} {'of whole':>8} "
         f"{'of divisible':>12} {'changed before':>14} {'load':>5}"
     ]
     for number, row in enumerate(document["rows"], start=1):
@@ -197,7 +199,7 @@ def _table(document: dict[str, Any]) -> str:
             predicted = "-" if job["predicted_step_s"] is None else f"{job['predicted_step_s']:.3f}s"
             changed = ",".join(map(str, job["changed_before_step"])) or "never"
             lines.append(
-                f"{number:5} {name:8} {job['healthy_step_s']:7.3f}s {job['step_s']:7.3f}s {predicted:>9} "
+                f"{number:5} {name:8} {job['fault_free_step_s']:7.3f}s {job['step_s']:7.3f}s {predicted:>9} "
                 f"{row['whole_s']:7.3f}s {job['of_whole']:8.3f} {job['of_divisible']:12.3f} {changed:>14} "
                 f"{job['load_cores']:5.2f}"
             )

@@ -31,15 +31,15 @@ from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
 from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policy.declared import declared_of
 from elaswave.planning.policy.fault_free import fastest_fault_free
-from elaswave.planning.policy.healthy import Start, own_starts
+from elaswave.planning.policy.healthy import FaultFreeStart, own_starts
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.programs.prediction import time_within_memory
 from elaswave.planning.search.options import AXES, Options
 from elaswave.planning.search.planner import plan
 
 POLICIES = policies()
-PREDICTED_ONLY = {name for name, planner in POLICIES.items() if not declared_of(planner).runs_here}
+PREDICTED_ONLY = {name for name, planner in POLICIES.items() if not policy_metadata_of(planner).runs_here}
 
 NUM_WORKERS = 96
 NEEDED_CAPACITY = 0.98
@@ -201,7 +201,7 @@ def simulate_loss(
     cluster: Cluster,
     costs: Costs,
     start: Allocation,
-    own: Mapping[str, Start],
+    own: Mapping[str, FaultFreeStart],
     whole_s: float,
     equal_s: float,
     ablate: Sequence[int],
@@ -231,7 +231,7 @@ def simulate_loss(
         "capacity_fraction_of_equal_stages": rate / (number / equal_s * share),
         "times": {name: rate / each for name, each in rates.items()},
         "own_starts": {
-            "healthy_step_s": {name: each.step_s for name, each in own.items()},
+            "fault_free_step_s": {name: each.step_s for name, each in own.items()},
             "capacity_fraction": rate_of(from_own["elaswave"]) / (number / whole_s * share),
             "times": {
                 name: rate_of(from_own["elaswave"]) / rate_of(each)
@@ -268,7 +268,7 @@ def plans_of(
     known = [  # planned once is enough
         lambda *_, found=found: found  # type: ignore[misc]
         for name, found in plans.items()
-        if declared_of(POLICIES[name]).is_candidate
+        if policy_metadata_of(POLICIES[name]).is_candidate
     ]
     return {"elaswave": plan(left, costs, ours, event, baselines=known), **plans}, refused
 

@@ -37,10 +37,10 @@ from elaswave.coordinator.planning.replanning import planners_of
 from elaswave.faults.injection import parse_faults
 from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter
-from elaswave.observability.result import EpochRecord, RunResult
+from elaswave.observability.result import GenerationRecord, RunResult
 from elaswave.planning.costs.machines import ClusterEvent
-from elaswave.planning.policy.declared import declared_of
 from elaswave.planning.policy.full_restart import num_pipelines
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.programs.prediction import time_as_it_is
 from elaswave.planning.programs.routes import allocation_of
 
@@ -88,7 +88,7 @@ class Setting(NamedTuple):
 
     def replicas_under(self, policy: str) -> int:
         """Pipelines at the beginning: fewer where a policy keeps spares."""
-        spares = declared_of(policies()[policy]).num_spares
+        spares = policy_metadata_of(policies()[policy]).num_spares
         return num_pipelines(self.num_workers, self.stages, spares) if spares else self.replicas
 
     def lost(self) -> list[int]:
@@ -160,7 +160,7 @@ def _rows(setting: Setting, arguments: argparse.Namespace) -> tuple[list[dict[st
     rows = []
     for policy in arguments.policies:
         result, load_cores = jobs[policy]
-        fault_free, last = _before_the_loss(result, setting), result.epochs[-1]
+        fault_free, last = _before_the_loss(result, setting), result.generations[-1]
         throughput, error = _throughput(last), _error(last)
         left = 1 - setting.lose / setting.num_workers
         same_bits = (result.losses, result.state_digest) == (reference.losses, reference.state_digest)
@@ -192,15 +192,15 @@ def _rows(setting: Setting, arguments: argparse.Namespace) -> tuple[list[dict[st
         for baseline in ("recycle_normalized", "torchft_batch_kept"):
             theirs = by_policy.get(baseline)
             row[f"against_{baseline}"] = None if theirs is None else row["microbatches_per_s"] / theirs
-    return rows, _predicted_only(setting, arguments, reference.epochs[0], by_policy.get("elaswave"))
+    return rows, _predicted_only(setting, arguments, reference.generations[0], by_policy.get("elaswave"))
 
 
-def _before_the_loss(result: RunResult, setting: Setting) -> EpochRecord:
+def _before_the_loss(result: RunResult, setting: Setting) -> GenerationRecord:
     """The newest layout of all workers of a setting, spares among them, under which steps were measured."""
-    for record in reversed(result.epochs):
+    for record in reversed(result.generations):
         if len(record.layout.workers) == setting.num_workers and record.measured_step_s is not None:
             return record
-    most = max(len(record.layout.workers) for record in result.epochs)
+    most = max(len(record.layout.workers) for record in result.generations)
     raise SystemExit(
         f"{setting.name}: no step was measured with all {setting.num_workers} workers, {most} at most were members; "
         "spares had not joined in time: give --time-scale a larger number"
@@ -208,7 +208,7 @@ def _before_the_loss(result: RunResult, setting: Setting) -> EpochRecord:
 
 
 def _predicted_only(
-    setting: Setting, arguments: argparse.Namespace, fault_free: EpochRecord, ours: float | None
+    setting: Setting, arguments: argparse.Namespace, fault_free: GenerationRecord, ours: float | None
 ) -> list[dict[str, Any]]:
     """Steps of the policies that this engine cannot run, from the same start, with the overhead that was measured.
 
@@ -226,7 +226,7 @@ def _predicted_only(
     lost = tuple(setting.lost())
     event, policies = ClusterEvent(kind="lost", workers=lost), planners_of(config)
     found = []
-    for policy in sorted(name for name, each in policies().items() if not declared_of(each).runs_here):
+    for policy in sorted(name for name, each in policies().items() if not policy_metadata_of(each).runs_here):
         plan = policies[policy](cluster.without(lost), costs, allocation, event)
         rate = plan.allocation.num_microbatches / plan.predicted_step_s
         found.append(
@@ -249,12 +249,12 @@ def _predicted_line(row: dict[str, Any]) -> str:
     return f"{row['setting']} {row['policy']}, as published, is predicted only: {row['predicted_step_s']:.2f} s{beside}"
 
 
-def _throughput(record: EpochRecord) -> float:
+def _throughput(record: GenerationRecord) -> float:
     assert record.measured_step_s is not None, f"no step was measured under the layout of {record.reason}"
     return record.layout.num_microbatches / record.measured_step_s
 
 
-def _error(record: EpochRecord) -> float:
+def _error(record: GenerationRecord) -> float:
     """How much longer a step took than predicted, as a share of what it took."""
     assert record.measured_step_s is not None and record.predicted_step_s is not None
     return (record.measured_step_s - record.predicted_step_s) / record.measured_step_s

@@ -33,7 +33,7 @@ from harness import (
 
 from elaswave.job.key_files import new_key, tls_of
 from elaswave.job.key_making import make_keys
-from elaswave.transport.addresses import Place
+from elaswave.transport.addresses import Endpoint
 from elaswave.transport.frames import Tag
 from elaswave.transport.stream import StreamTransport
 
@@ -78,7 +78,7 @@ def main() -> int:
 def measure_link(keys: Path, times: Path, pairs: int) -> dict[str, Any]:
     """Bytes per second from one process to another in turns: by a plain link, inside TLS, and by a bare socket, which
     all stand from the beginning."""
-    places = [Place("tcp:127.0.0.1"), Place("tcp:127.0.0.1", tls=tls_of(keys))]
+    places = [Endpoint("tcp:127.0.0.1"), Endpoint("tcp:127.0.0.1", tls=tls_of(keys))]
     key = new_key()
     addresses_of = [os.pipe(), os.pipe()]
 

@@ -15,7 +15,7 @@ from typing import Any
 from tests.children import with_parent
 from tests.signals import hear_signals
 
-from elaswave.job.key_files import Role
+from elaswave.job.key_files import KeyRole
 from elaswave.job.key_making import write_role_key
 from elaswave.observability.processes import facts_of
 
@@ -112,7 +112,7 @@ class Agents:
         key = folder / "job.key"
         with open(os.open(key, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write("5a" * 32)
-        write_role_key(folder, Role.JOINING)
+        write_role_key(folder, KeyRole.JOINING)
         self._environment = dict(os.environ)
 
     def __enter__(self) -> "Agents":
@@ -135,7 +135,7 @@ class Agents:
         self,
         node: str,
         *options: str,
-        founds: bool = False,
+        creates_job: bool = False,
         before: Sequence[str] = (),
         launcher: Sequence[str] = (sys.executable, "-m", "elaswave", "agent"),
         coordinator: str | None = None,
@@ -153,7 +153,7 @@ class Agents:
         """
         command = [*before, *launcher, "--job", "test", "--node-name", node]
         command += ["--coordinator", coordinator or self._coordinator, *options]
-        if founds:
+        if creates_job:
             command += ["--run-dir", str(self.run_dir), *self._settings]
         folder = self._folder / f"{node}-{len(self._started)}"
         key = self._folder / ("joining.key" if joins else "job.key")

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from elaswave.store.etcd_gateway import Answer
+from elaswave.store.etcd_gateway import HttpResponse
 
 KEY = b"the job's key, of tests alone..."
 STRANGERS = b"another key, of a stranger alone"
@@ -25,7 +25,7 @@ class FakeEtcd:
         self.revision = 1
         self.largest_request = 0
 
-    def carry_out(self, path: str, body: bytes) -> Answer:
+    def carry_out(self, path: str, body: bytes) -> HttpResponse:
         self.largest_request = max(self.largest_request, len(body))
         assert path == "/v3/kv/txn", path
         asked = json.loads(body)
@@ -41,7 +41,7 @@ class FakeEtcd:
             said["succeeded"] = True  # false is left out
         if responses:
             said["responses"] = responses
-        return Answer(200, json.dumps(said).encode())
+        return HttpResponse(200, json.dumps(said).encode())
 
     def _holds(self, compare: dict[str, Any]) -> bool:
         written = self.keys.get(base64.b64decode(compare["key"]), Written(b"", 0, 0))
@@ -77,7 +77,7 @@ class FakeEtcd:
         return {"response_range": {"kvs": kvs} if kvs else {}}
 
 
-Fault = Callable[["FakeGateway", str, bytes], Answer | None]
+Fault = Callable[["FakeGateway", str, bytes], HttpResponse | None]
 """What happens to one request: its answer, or None for what happens without a fault."""
 
 
@@ -98,7 +98,7 @@ class FakeGateway:
         """That were asked."""
         self.timeouts_s: list[float] = []
 
-    def post(self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
+    def post(self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> HttpResponse:
         self.endpoints.append(endpoint)
         self.timeouts_s.append(timeout_s)
         if self.faults:
@@ -117,23 +117,23 @@ class FakeGateway:
         pass
 
 
-def fine(gateway: FakeGateway, path: str, body: bytes) -> Answer | None:
+def fine(gateway: FakeGateway, path: str, body: bytes) -> HttpResponse | None:
     """Nothing happens to the request."""
     return None
 
 
-def lost(gateway: FakeGateway, path: str, body: bytes) -> Answer | None:
+def lost(gateway: FakeGateway, path: str, body: bytes) -> HttpResponse | None:
     """The request does not arrive."""
     raise TimeoutError("timed out")
 
 
-def answer_lost(gateway: FakeGateway, path: str, body: bytes) -> Answer | None:
+def answer_lost(gateway: FakeGateway, path: str, body: bytes) -> HttpResponse | None:
     """The request is carried out, and the answer does not arrive."""
     gateway.etcd.carry_out(path, body)
     raise ConnectionResetError("reset")
 
 
-def delayed(gateway: FakeGateway, path: str, body: bytes) -> Answer | None:
+def delayed(gateway: FakeGateway, path: str, body: bytes) -> HttpResponse | None:
     """The request arrives when `FakeGateway.arrive` is called."""
     gateway.late.append((path, body))
     raise TimeoutError("timed out")
@@ -142,7 +142,7 @@ def delayed(gateway: FakeGateway, path: str, body: bytes) -> Answer | None:
 def says(status: int, code: int, text: str) -> Fault:
     """A member answers with an error."""
 
-    def fault(gateway: FakeGateway, path: str, body: bytes) -> Answer:
-        return Answer(status, json.dumps({"error": text, "message": text, "code": code}).encode())
+    def fault(gateway: FakeGateway, path: str, body: bytes) -> HttpResponse:
+        return HttpResponse(status, json.dumps({"error": text, "message": text, "code": code}).encode())
 
     return fault

@@ -6,11 +6,11 @@ import numpy as np
 
 from elaswave.fences import Codec
 from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.machines import Cluster, Device
+from elaswave.planning.costs.machines import Cluster, DeviceSpec
 from elaswave.planning.costs.network import Network, NetworkLink
 from elaswave.planning.far_apart.job import Copies, FarJob
 
-DEVICE = Device(name="d", flops_per_s=1.0, memory_bytes=1e12)
+DEVICE = DeviceSpec(name="d", flops_per_s=1.0, memory_bytes=1e12)
 NEAR = NetworkLink(bandwidth_bytes_per_s=1e9, latency_s=0.0)
 
 

@@ -1,7 +1,7 @@
 """The in-process transport: workers are threads (or objects) of one process. For tests and the simulator.
 
-It shares the matching and epoch rules (``inbox``) and the waiting (``waiter``) of the socket transport and passes the
-same conformance suite. Sending copies the bytes into the receiver at once, under the network's lock, so a send is
+It shares the matching and generation rules (``inbox``) and the waiting (``waiter``) of the socket transport and passes
+the same conformance suite. Sending copies the bytes into the receiver at once, under the network's lock, so a send is
 done when it returns.
 """
 
@@ -36,7 +36,7 @@ class MemoryNetwork:
         self,
         worker: int,
         *,
-        epoch: int = 0,
+        generation: int = 0,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         max_unexpected_bytes: int = DEFAULT_MAX_UNEXPECTED_BYTES,
     ) -> "MemoryTransport":
@@ -48,7 +48,7 @@ class MemoryNetwork:
         with self.lock:
             if worker in self.transports:
                 raise ValueError(f"worker {worker} has had a transport in this network: ids are never used again")
-            transport = MemoryTransport(self, worker, epoch, max_frame_bytes, max_unexpected_bytes)
+            transport = MemoryTransport(self, worker, generation, max_frame_bytes, max_unexpected_bytes)
             self.transports[worker] = transport
             for other in self.transports.values():  # one of them may wait for this worker in connect
                 other._waiter.wake()
@@ -59,15 +59,15 @@ class MemoryTransport:
     """``Transport`` within a process; see there for what the methods promise. Made by ``MemoryNetwork.transport``."""
 
     def __init__(
-        self, network: MemoryNetwork, worker: int, epoch: int, max_frame_bytes: int, max_unexpected_bytes: int
+        self, network: MemoryNetwork, worker: int, generation: int, max_frame_bytes: int, max_unexpected_bytes: int
     ) -> None:
         self.worker = worker
-        self.epoch = epoch
+        self.generation = generation
         self._network = network
         self._max_frame_bytes = max_frame_bytes
         self._max_unexpected_bytes = max_unexpected_bytes
         self._links: set[int] = set()
-        self._inboxes: dict[int, Inbox] = {worker: Inbox(worker, epoch, max_unexpected_bytes)}
+        self._inboxes: dict[int, Inbox] = {worker: Inbox(worker, generation, max_unexpected_bytes)}
         self._lost: dict[int, str] = {}
         self._sent_to: set[int] = set()
         self._broken: dict[int, str] = {}
@@ -117,7 +117,7 @@ class MemoryTransport:
                 missing = [peer for peer in wanted if peer not in self._links and not self._link(peer)]
             if not missing:
                 return
-            self._waiter.check_interrupts(self.epoch)
+            self._waiter.check_interrupts(self.generation)
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise WaitTimeoutError(
@@ -150,7 +150,7 @@ class MemoryTransport:
         length = sum(map(len, views))
         if length > self._max_frame_bytes:
             raise ValueError(f"{tag} has {length} bytes, a frame at most {self._max_frame_bytes}: send it in parts")
-        encoded = encode_header(self.epoch, tag, tensors, length)
+        encoded = encode_header(self.generation, tag, tensors, length)
         handle = Handle("send", dst, tag, self._waiter.failures)
         with self._network.lock:
             if self._waiter.closed or (dst not in self._links and dst != self.worker):
@@ -193,7 +193,7 @@ class MemoryTransport:
 
     def wait(self, handles: Handle | Iterable[Handle], timeout_s: float) -> None:
         """Block until all are done well or one has failed; see ``Transport.wait``."""
-        self._waiter.wait(handles, timeout_s, self.epoch, self._check_links)
+        self._waiter.wait(handles, timeout_s, self.generation, self._check_links)
 
     def poll(self) -> None:
         """Bytes have moved when they were sent; only signals and interrupts are looked for."""
@@ -201,27 +201,29 @@ class MemoryTransport:
 
     def rest(self, until_s: float) -> None:
         """Block until a time, moving bytes meanwhile; see ``Transport.rest``."""
-        self._waiter.rest(until_s, self.epoch)
+        self._waiter.rest(until_s, self.generation)
 
-    def interrupt(self, reason: str, epoch: int | None = None) -> None:
+    def interrupt(self, reason: str, generation: int | None = None) -> None:
         """Wake the wait that is blocked, or the next one that would block; thread-safe. See ``Transport.interrupt``."""
-        self._waiter.interrupt(reason, epoch)
+        self._waiter.interrupt(reason, generation)
 
-    def advance_epoch(self, epoch: int, members: Iterable[int]) -> None:
-        """Edit the membership in place; see ``Transport.advance_epoch``."""
-        if epoch <= self.epoch:
-            raise ValueError(f"epoch {epoch} does not follow epoch {self.epoch}: epochs only grow")
+    def advance_generation(self, generation: int, members: Iterable[int]) -> None:
+        """Edit the membership in place; see ``Transport.advance_generation``."""
+        if generation <= self.generation:
+            raise ValueError(
+                f"generation {generation} does not follow generation {self.generation}: generations only grow"
+            )
         with self._network.lock:
-            self.epoch = epoch
+            self.generation = generation
             members = frozenset(members)
             self._former |= self._members - members
             self._members = members
             for peer in sorted(self._links - members - self._wanted):
-                detail = f"epoch {epoch} has begun without worker {peer}"
+                detail = f"generation {generation} has begun without worker {peer}"
                 self._unlink(peer, detail, InterruptedWaitError(detail))
                 self._network.transports[peer]._unlink(self.worker, "it has closed the connection")
             for peer, inbox in list(self._inboxes.items()):
-                inbox.advance(epoch, None)
+                inbox.advance(generation, None)
                 if peer not in members and peer not in self._wanted and peer != self.worker:
                     del self._inboxes[peer]
             self._sent_to.clear()
@@ -248,7 +250,7 @@ class MemoryTransport:
             here._links.add(there)
             here._lost.pop(there, None)
             if there not in here._inboxes:
-                here._inboxes[there] = Inbox(there, here.epoch, here._max_unexpected_bytes)
+                here._inboxes[there] = Inbox(there, here.generation, here._max_unexpected_bytes)
             here._waiter.wake()
         return True
 

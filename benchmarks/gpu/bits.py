@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elaswave.engine.checks.canary import hash_of
+from elaswave.engine.checks.determinism_check import hash_tensors
 from elaswave.models.gpt import GPTBlock
 from elaswave.models.llama import LlamaBlock
 
@@ -144,4 +144,4 @@ def bits_of(case: Case, device: torch.device, *, parameters_at: int = 0, values_
         gradient = torch.randn(out.shape, generator=generator, device=device).to(out.dtype)
         incoming = Place(Place.needed([gradient]), values_at, device).put(gradient)
         found = torch.autograd.grad(out, [*inputs, *parameters], incoming)
-    return hash_of([tensor.detach().cpu() for tensor in (out, *found)])
+    return hash_tensors([tensor.detach().cpu() for tensor in (out, *found)])

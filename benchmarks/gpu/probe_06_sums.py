@@ -13,7 +13,7 @@ from timing import Companion, time_issue, time_on_device
 
 from elaswave.blocks.shapes import LayerShape, TensorSlot, align
 from elaswave.devices import sums_kernel
-from elaswave.devices.sums_kernel import Chunks, Gradients, Run, add_by_kernel, add_by_operators, addresses_of
+from elaswave.devices.sums_kernel import Chunks, FlatRange, Gradients, add_by_kernel, add_by_operators, addresses_of
 from elaswave.state.sums import ExactAccumulator
 from elaswave.state.words import plane_dtypes
 
@@ -35,7 +35,7 @@ class Layer:
     def __init__(self, bench: Bench, sizes: list[int], dtype: torch.dtype, width: int, chunk: int = 4096) -> None:
         self.runs, offset = [], 0
         for numel in sizes:
-            self.runs.append(Run(offset, numel))
+            self.runs.append(FlatRange(offset, numel))
             offset = align(offset + numel)
         device = bench.device
         self.gradients = [(torch.randn(numel, device=device) * 1e-3).to(dtype) for numel in sizes]

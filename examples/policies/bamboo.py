@@ -39,8 +39,8 @@ from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Chain, Plan
 from elaswave.planning.policy import full_restart
-from elaswave.planning.policy.declared import replicates
-from elaswave.planning.policy.policy_parts import chain_of, fetch, gone_from, make_plan, renamed, unused
+from elaswave.planning.policy.policy_metadata import replicates
+from elaswave.planning.policy.policy_parts import chain_of, fallback_plan, fetch, gone_from, make_plan, unused
 from elaswave.planning.policy.replication import Replication
 from elaswave.planning.search.apportionment import evenly
 from elaswave.planning.search.pipelines import Ranges, ranges_of
@@ -79,7 +79,7 @@ def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterE
             restarted = full_restart.restart(cluster, costs, allocation, times, planned=event.kind == "drained")
             if event.kind == "lost":
                 restarted = replace(restarted, lost_work_s=times.backup_interval_s / 2)
-            return renamed(restarted, NAME, "a worker is lost whose layers no neighbour has")
+            return fallback_plan(restarted, NAME, "a worker is lost whose layers no neighbour has")
     lost_steps = 0.5 if is_hit and event.kind == "lost" else 0.0  # of the step in hand
     if event.kind != "slowed" and job.should_reconfigure(len(spare)):
         columns, missing = job.reconfigured(cluster)

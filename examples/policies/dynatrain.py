@@ -22,9 +22,9 @@ from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.policy import full_restart
-from elaswave.planning.policy.declared import replicates
 from elaswave.planning.policy.depths import best_of_depths
-from elaswave.planning.policy.policy_parts import fetch, gone_from, is_in, make_plan, renamed
+from elaswave.planning.policy.policy_metadata import replicates
+from elaswave.planning.policy.policy_parts import fallback_plan, fetch, gone_from, is_in, make_plan
 from elaswave.planning.policy.replication import Replication
 
 NAME = "dynatrain"
@@ -51,7 +51,7 @@ def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterE
     hit = len(is_in(allocation.workers, gone)) > 0
     if hit and not _is_covered(allocation, cluster):
         restarted = full_restart.restart(cluster, costs, allocation, RecoveryTimes(), planned=event.kind == "drained")
-        return renamed(restarted, NAME, "a stage has lost all of its workers")
+        return fallback_plan(restarted, NAME, "a stage has lost all of its workers")
     shape = best_of_depths(cluster, costs, allocation)
     stages = shape.chains[0].stages
     better = make_plan(

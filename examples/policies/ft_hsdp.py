@@ -22,7 +22,7 @@ from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policy.declared import replicates
+from elaswave.planning.policy.policy_metadata import replicates
 from elaswave.planning.policy.replication import Replication
 from elaswave_rivals import torchft
 
@@ -43,7 +43,7 @@ def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterE
     Raises:
         InfeasiblePlan: no whole replica is left, or memory.
     """
-    return torchft.plan(cluster, costs, allocation, event, times=TIMES, name="ft_hsdp")
+    return torchft.plan_torchft(cluster, costs, allocation, event, times=TIMES, name="ft_hsdp")
 
 
 @replicates(REPLICATION)
@@ -53,6 +53,6 @@ def plan_batch_kept(cluster: Cluster, costs: Costs, allocation: Allocation, even
     Raises:
         InfeasiblePlan: no whole replica is left, or memory.
     """
-    return torchft.plan(
+    return torchft.plan_torchft(
         cluster, costs, allocation, event, times=TIMES, keep_batch=True, name="ft_hsdp_batch_kept"
     )  # fmt: skip

@@ -29,8 +29,8 @@ from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, StageShare
 from elaswave.planning.policy import full_restart
-from elaswave.planning.policy.declared import replicates
-from elaswave.planning.policy.policy_parts import base_levels, fetch, is_in, make_plan, renamed, unused
+from elaswave.planning.policy.policy_metadata import replicates
+from elaswave.planning.policy.policy_parts import base_levels, fallback_plan, fetch, is_in, make_plan, unused
 from elaswave.planning.policy.replication import Replication
 from elaswave_rivals import torchft
 
@@ -62,7 +62,7 @@ def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterE
         return _stay(cluster, costs, allocation, "only standbys are concerned")
     if event.kind != "slowed" and not _has_peers(allocation, event):
         restarted = full_restart.restart(cluster, costs, allocation, RecoveryTimes(), planned=event.kind == "drained")
-        return renamed(restarted, NAME, "no worker is left from which a standby could read the state")
+        return fallback_plan(restarted, NAME, "no worker is left from which a standby could read the state")
     standbys = np.setdiff1d(unused(cluster, allocation), np.array(event.workers, dtype=np.int64))
     number = min(len(places), len(standbys))
     if event.kind == "slowed" and number < len(places):
@@ -81,7 +81,7 @@ def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterE
             reason=f"{number} standbys take over",
         )
     rest = ClusterEvent(kind=event.kind, workers=tuple(places[number:].tolist()))
-    stopped = torchft.plan(cluster, costs, swapped, rest, times=times, keep_batch=True, name=NAME)
+    stopped = torchft.plan_torchft(cluster, costs, swapped, rest, times=times, keep_batch=True, name=NAME)
     what = f"{number} standbys take over, {len(places) - number} more would be needed; {stopped.reason}"
     return replace(stopped, predicted_pause_s=pause_s, reason=what)
 
@@ -90,7 +90,7 @@ def _readmit(
     cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, times: RecoveryTimes
 ) -> Plan:  # fmt: skip
     """Whole pipelines of standbys begin to work where that is faster; the others stay standbys."""
-    found = torchft.plan(cluster, costs, allocation, event, times=times, keep_batch=True, name=NAME)
+    found = torchft.plan_torchft(cluster, costs, allocation, event, times=times, keep_batch=True, name=NAME)
     now = _stay(cluster, costs, allocation, "workers that have joined are standbys")
     return found if found.predicted_step_s < now.predicted_step_s else now
 

@@ -24,8 +24,8 @@ from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policy.declared import replicates
 from elaswave.planning.policy.depths import best_of_depths
+from elaswave.planning.policy.policy_metadata import replicates
 from elaswave.planning.policy.policy_parts import fetch, gone_from, is_in, make_plan
 from elaswave.planning.policy.replication import Replication
 

@@ -12,7 +12,7 @@ ElaswaveError
 │   ├── AuthenticationError    the other side does not hold the job's key
 │   ├── FrameError             malformed, oversized or unexpected bytes on a link
 │   ├── PeerLostError          the connection to a peer has ended
-│   ├── InterruptedWaitError   a wait was woken on purpose (a new epoch, the end of the job)
+│   ├── InterruptedWaitError   a wait was woken on purpose (a new generation, the end of the job)
 │   ├── WaitTimeoutError       a bounded wait has run out
 │   ├── BacklogError           more is waiting to be acknowledged than may be kept
 │   └── ProbeError             a link between two sites that cannot be measured
@@ -35,7 +35,7 @@ ElaswaveError
 ├── LaunchError                the system refuses a process or a folder that a job needs
 ├── RecoveryError              too much was lost to go on; says what
 ├── RetryError                 this agent's part has ended, and another one may take it: exit code 75
-├── FencedError                a worker that was declared lost has learned of it
+├── FencedOffError                a worker that was declared lost has learned of it
 └── StoppedBySignalError       the job was asked to end: exit code 128 + signal
 EndedBySignal                  no error: a signal that unwinds a command, as KeyboardInterrupt does
 """
@@ -233,7 +233,7 @@ class ControlError(ElaswaveError):
     """`elaswave ctl`: no job runs there, it cannot be talked to, or what was asked for is not done. Says why."""
 
 
-class FencedError(ElaswaveError):
+class FencedOffError(ElaswaveError):
     """This worker was declared lost; the others go on without it, and nothing that it does counts."""
 
 

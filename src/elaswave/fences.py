@@ -60,7 +60,7 @@ class TopK(NamedTuple):
         return ("ada" if self.is_adaptive else "") + f"topk{self.ratio}" + ("-own" if self.has_own_mask else "")
 
 
-class Rows(NamedTuple):
+class TopKRows(NamedTuple):
     """Rows of equal length of a tensor under ``topk``."""
 
     num_rows: int
@@ -182,11 +182,11 @@ def is_codec(text: str) -> bool:
     return text in CODECS or top_k_of(text) is not None
 
 
-def rows_of(ratio: int, num_elements: int) -> tuple[Rows, ...]:
+def rows_of(ratio: int, num_elements: int) -> tuple[TopKRows, ...]:
     """The rows of a tensor under ``topk``: the full ones, then what is left."""
     full, rest = divmod(num_elements, ROW_ELEMENTS)
-    found = [Rows(full, ROW_ELEMENTS, -(-ROW_ELEMENTS // ratio))] if full else []
-    return (*found, *([Rows(1, rest, -(-rest // ratio))] if rest else ()))
+    found = [TopKRows(full, ROW_ELEMENTS, -(-ROW_ELEMENTS // ratio))] if full else []
+    return (*found, *([TopKRows(1, rest, -(-rest // ratio))] if rest else ()))
 
 
 def fence_of(text: str) -> Fence:

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from elaswave.planning.plan import Plan
-from elaswave.planning.policy.declared import Declared, Start, declares
 from elaswave.planning.policy.policies import TimedPlanner
+from elaswave.planning.policy.policy_metadata import PolicyMetadata, Start, declares
 from elaswave.planning.policy.replication import Replication
 from elaswave_rivals import oobleck, recycle, torchft
 
@@ -26,28 +26,30 @@ def _policy(
     plan: Callable[..., Plan], replication: Replication, *, start: Start = "configured", own_steps: bool = False,
     runs_here: bool = True, is_candidate: bool = False, **settings: Any,
 ) -> TimedPlanner:  # fmt: skip
-    declared = Declared(
+    declared = PolicyMetadata(
         replication=replication, start=start, own_steps=own_steps, runs_here=runs_here, is_candidate=is_candidate
     )
     return declares(declared)(partial(plan, **settings))
 
 
 POLICIES: Mapping[str, TimedPlanner] = {
-    "recycle": _policy(recycle.plan, recycle.REPLICATION, own_steps=True, runs_here=False),
+    "recycle": _policy(recycle.plan_recycle, recycle.REPLICATION, own_steps=True, runs_here=False),
     "recycle_normalized": _policy(
-        recycle.plan, recycle.REPLICATION, is_candidate=True, staggered_optimizer=False, name="recycle_normalized"
+        recycle.plan_recycle, recycle.REPLICATION, is_candidate=True, staggered_optimizer=False,
+        name="recycle_normalized"
     ),
     "recycle_rerouting": _policy(
-        recycle.plan, recycle.REPLICATION, is_candidate=True, normalize=False, staggered_optimizer=False,
+        recycle.plan_recycle, recycle.REPLICATION, is_candidate=True, normalize=False, staggered_optimizer=False,
         name="recycle_rerouting",
     ),
-    "torchft": _policy(torchft.plan, torchft.REPLICATION),
+    "torchft": _policy(torchft.plan_torchft, torchft.REPLICATION),
     "torchft_batch_kept": _policy(
-        torchft.plan, torchft.REPLICATION, is_candidate=True, keep_batch=True, name="torchft_batch_kept"
+        torchft.plan_torchft, torchft.REPLICATION, is_candidate=True, keep_batch=True, name="torchft_batch_kept"
     ),
-    "oobleck": _policy(oobleck.plan, oobleck.REPLICATION, start="templates", runs_here=False),
+    "oobleck": _policy(oobleck.plan_oobleck, oobleck.REPLICATION, start="templates", runs_here=False),
     "oobleck_aligned": _policy(
-        oobleck.plan, oobleck.REPLICATION, start="templates", is_candidate=True, aligned=True, name="oobleck_aligned"
+        oobleck.plan_oobleck, oobleck.REPLICATION, start="templates", is_candidate=True, aligned=True,
+        name="oobleck_aligned"
     ),
 }  # fmt: skip
 """By name, in the order in which tables show them."""

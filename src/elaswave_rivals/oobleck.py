@@ -46,10 +46,10 @@ from elaswave.planning.policy.policy_parts import (
     balanced_ranges,
     chain_of,
     copy_s,
+    fallback_plan,
     gone_from,
     is_in,
     make_plan,
-    renamed,
     unused,
 )
 from elaswave.planning.policy.replication import Replication
@@ -66,7 +66,7 @@ REPLICATION = Replication(
 )
 
 
-def plan(
+def plan_oobleck(
     cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None,
     num_faults: int = 1, aligned: bool = False, name: str = NAME,
 ) -> Plan:  # fmt: skip
@@ -92,7 +92,7 @@ def plan(
     fleet.drop(gone)
     if not fleet.covers_model():
         restarted = full_restart.restart(cluster, costs, allocation, times, planned=event.kind == "drained")
-        return renamed(restarted, name, "all copies of a layer are lost")
+        return fallback_plan(restarted, name, "all copies of a layer are lost")
     fleet.mend()
     fleet.take_in(unused(cluster, allocation).tolist(), num_faults + 1)
     after, transfers = fleet.allocation(), fleet.transfers()
@@ -131,7 +131,7 @@ def _slowed(
     )
     loss = ClusterEvent(kind="drained", workers=event.workers)
     try:
-        without = plan(
+        without = plan_oobleck(
             cluster.without(event.workers), costs, allocation, loss, times=times, num_faults=num_faults,
             aligned=aligned, name=name,
         )  # fmt: skip

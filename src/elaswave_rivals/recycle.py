@@ -45,11 +45,11 @@ from elaswave.planning.policy import full_restart
 from elaswave.planning.policy.policy_parts import (
     base_levels,
     copy_s,
+    fallback_plan,
     fetch,
     gone_from,
     is_in,
     make_plan,
-    renamed,
     unused,
 )
 from elaswave.planning.policy.replication import Replication
@@ -68,7 +68,7 @@ REPLICATION = Replication(
 )
 
 
-def plan(
+def plan_recycle(
     cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None,
     normalize: bool = True, staggered_optimizer: bool = True, name: str = NAME,
 ) -> Plan:  # fmt: skip
@@ -93,7 +93,7 @@ def plan(
     chains = [_without(chain, gone) for chain in allocation.chains]
     if any(chain is None for chain in chains):
         restarted = full_restart.restart(cluster, costs, allocation, times, planned=event.kind == "drained")
-        return renamed(restarted, name, "a stage has lost all of its workers")
+        return fallback_plan(restarted, name, "a stage has lost all of its workers")
     after = replace(allocation, chains=tuple(chain for chain in chains if chain is not None))
     transfers: list[StateTransfer] = []
     after = _readmit(cluster, costs, after, transfers)
@@ -131,7 +131,7 @@ def _slowed(
         return now
     loss = ClusterEvent(kind="lost", workers=event.workers)
     try:
-        without = plan(
+        without = plan_recycle(
             cluster.without(event.workers), costs, allocation, loss, times=times, normalize=normalize,
             staggered_optimizer=staggered_optimizer, name=name,
         )  # fmt: skip

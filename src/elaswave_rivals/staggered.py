@@ -30,7 +30,7 @@ from elaswave.planning.costs.schedules import splits_backwards
 from elaswave.planning.costs.step_time.work import (
     FORWARD,
     Durations,
-    Flow,
+    StepGraph,
     TransferSeconds,
     durations_of,
     run_in_order,
@@ -94,7 +94,7 @@ def repeat_programs(
     Raises:
         InvalidProgramError: programs that wait for each other for ever.
     """
-    flow = Flow(layout, durations, transfer_s)
+    flow = StepGraph(layout, durations, transfer_s)
     encoded = flow.encode(programs)
     position = {worker: index for index, worker in enumerate(flow.workers)}
     members = [[position[worker] for worker in stage.workers] for stage in layout.stages]
@@ -164,7 +164,7 @@ def _overheads_s(costs: Costs, stages: Sequence[HeldLayers]) -> list[float]:
 
 def _first_arrivals_s(layout: Layout, durations: Durations, transfer_s: TransferSeconds) -> dict[int, float]:
     """Worker -> when the first micro-batch can be at its stage: where stages end up that never wait for each other."""
-    flow = Flow(layout, durations, transfer_s)
+    flow = StepGraph(layout, durations, transfer_s)
     first = [float("inf")] * len(layout.stages)
     arrives = 0.0
     for node, hop in enumerate(flow.hops):

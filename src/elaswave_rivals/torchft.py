@@ -41,7 +41,7 @@ REPLICATION = Replication(
 )
 
 
-def plan(
+def plan_torchft(
     cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None,
     keep_batch: bool = False, name: str = NAME,
 ) -> Plan:  # fmt: skip
@@ -101,7 +101,7 @@ def _slowed(
     )
     loss = ClusterEvent(kind="lost", workers=event.workers)
     try:
-        without = plan(
+        without = plan_torchft(
             cluster.without(event.workers), costs, allocation, loss, times=times, keep_batch=keep_batch, name=name
         )
     except InfeasiblePlan:

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from elaswave.channel.client import ControlClient
-from elaswave.channel.server import ControlServer, TurnedAway
-from elaswave.channel.wire import COORDINATOR, Kind, Session, encode
-from elaswave.protocol.leadership.heads import Head
+from elaswave.channel.server import ControlServer, RefusedPeer
+from elaswave.channel.wire import COORDINATOR, ControlFrameKind, Session, encode_payload
+from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.transport import addresses
 from elaswave.transport.tls import Tls
 
@@ -79,7 +79,7 @@ class Coordinator:
         tls: Tls | None = None,
         on_message: Callable[[int, Any], None] = lambda peer, message: None,
         refusal: Callable[[int], str | None] = lambda peer: None,
-        turned_away: Callable[[int, Head], TurnedAway | None] = lambda peer, head: None,
+        turned_away: Callable[[int, StorePosition], RefusedPeer | None] = lambda peer, store_position: None,
         key_of: Callable[[int], bytes] | None = None,
         **options: Any,
     ) -> None:
@@ -106,7 +106,7 @@ class Coordinator:
                     tls=tls,
                     on_refused=self.refusals.append,
                     on_stranger=self.strangers.append,
-                    on_head=self._on_head,
+                    on_store_position=self._on_store_position,
                     refusal=refusal,
                     key_of=key_of,
                 )
@@ -123,9 +123,9 @@ class Coordinator:
         if isinstance(message, Say):
             self.server.send(peer, Tell(message.number))
 
-    def _on_head(self, peer: int, head: Head) -> TurnedAway | None:
-        self.heads.append((peer, head))
-        return self._turned_away(peer, head)
+    def _on_store_position(self, peer: int, store_position: StorePosition) -> RefusedPeer | None:
+        self.heads.append((peer, store_position))
+        return self._turned_away(peer, store_position)
 
     async def _serve(self) -> None:
         try:
@@ -219,12 +219,12 @@ class RawPeer:
 
     def say_hello(self, identity: int = 1) -> "RawPeer":
         """Opens the connection as a client does."""
-        self.session.write(Kind.OPEN, identity)
-        self.session.write(Kind.MESSAGE, 0, encode(Hello()))
+        self.session.write(ControlFrameKind.OPEN, identity)
+        self.session.write(ControlFrameKind.MESSAGE, 0, encode_payload(Hello()))
         return self.flush()
 
     def say(self, number: int, *, durable: bool = True) -> "RawPeer":
-        self.session.write(Kind.MESSAGE, number if durable else 0, encode(Say(number)))
+        self.session.write(ControlFrameKind.MESSAGE, number if durable else 0, encode_payload(Say(number)))
         return self.flush()
 
     def flush(self) -> "RawPeer":
@@ -247,7 +247,7 @@ class RawPeer:
         while True:
             while self.frames:
                 frame = self.frames.pop(0)
-                if frame.kind is Kind.ACK:
+                if frame.kind is ControlFrameKind.ACK:
                     return int(frame.number)
             self.receive()
 

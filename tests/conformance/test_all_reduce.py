@@ -78,7 +78,7 @@ def test_an_all_reduce_ends_when_a_member_is_lost(world):
     timer.join()
 
 
-def test_an_all_reduce_can_be_interrupted_and_done_again_in_the_next_epoch(world):
+def test_an_all_reduce_can_be_interrupted_and_done_again_in_the_next_generation(world):
     transports = world.linked(3)
 
     def interrupted(index):
@@ -93,7 +93,7 @@ def test_an_all_reduce_can_be_interrupted_and_done_again_in_the_next_epoch(world
         timer.join()
 
     def again(index):
-        transports[index].advance_epoch(1, [0, 1])
+        transports[index].advance_generation(1, [0, 1])
         return Voter(transports[index], [0, 1]).merge([index + 1])
 
     assert in_threads([lambda: again(0), lambda: again(1)]) == [[3], [3]]

@@ -121,15 +121,15 @@ def test_what_is_wanted_anew_takes_the_place_of_what_was_wanted(world: World) ->
     exchange(a, c, 1)
 
 
-def test_a_wanted_link_outlives_an_epoch_without_its_peer_and_any_other_does_not(world: World) -> None:
+def test_a_wanted_link_outlives_an_generation_without_its_peer_and_any_other_does_not(world: World) -> None:
     a, b, joiner = world.linked(3)
     a.want({2: joiner.address})
     for transport in (a, b):
-        transport.advance_epoch(1, [0, 1])
+        transport.advance_generation(1, [0, 1])
     assert a.peers == {1, 2} and b.peers == {0}
     until(lambda: joiner.peers == {0}, joiner, a, b)
     for transport in (a, joiner):
-        transport.advance_epoch(2, [0, 2])
+        transport.advance_generation(2, [0, 2])
     exchange(a, joiner, 1)
 
 

@@ -40,10 +40,10 @@ from tests.conformance.coordinators import (
 
 from elaswave.channel import client as client_module
 from elaswave.channel.client import ControlClient
-from elaswave.channel.server import ControlServer, TurnedAway
-from elaswave.channel.wire import Kind, agent_id
+from elaswave.channel.server import ControlServer, RefusedPeer
+from elaswave.channel.wire import ControlFrameKind, agent_id
 from elaswave.errors import BacklogError, ConfigError, FrameError
-from elaswave.protocol.leadership.heads import Head, beginning
+from elaswave.protocol.leadership.store_position import StorePosition, first_position
 from elaswave.transport import addresses
 from elaswave.transport.tls import Tls
 
@@ -84,8 +84,8 @@ def test_a_client_says_hello_first_and_then_everybody_talks(town):
         assert coordinator.log[[who for _, who, _ in coordinator.log].index(participant.client.peer)][0] == "connected"
         assert coordinator.hellos(participant.client.peer) == [1]
     assert coordinator.call(lambda: coordinator.server.peers) == [3, agent_id(0)]
-    assert coordinator.call(lambda: coordinator.server.heard_s(3)) >= 0
-    assert coordinator.call(lambda: coordinator.server.heard_s(4)) is None
+    assert coordinator.call(lambda: coordinator.server.last_heartbeat_s(3)) >= 0
+    assert coordinator.call(lambda: coordinator.server.last_heartbeat_s(4)) is None
     assert worker.client.connected and worker.client.disconnected_s == 0
     assert worker.client.close(PATIENCE_S)
     until(lambda: coordinator.events(3) == ["connected", "closed"])
@@ -229,15 +229,15 @@ def test_everything_is_said_again_to_a_new_coordinator(town):
 
 
 def test_the_newest_head_is_said_to_each_new_coordinator_before_anything_else(one_town):
-    heads = [Head(1, 1, 0, b"")]
-    first = one_town.coordinator(head=lambda: heads[-1])
+    heads = [StorePosition(1, 1, 0, b"")]
+    first = one_town.coordinator(store_position=lambda: heads[-1])
     told, idle = one_town.participant(2), one_town.participant(3)
     told.works()
-    heads.append(Head(1, 1, 1, b"one"))
+    heads.append(StorePosition(1, 1, 1, b"one"))
     told.works()
     until(lambda: idle.num_hellos)
     first.close()
-    second = one_town.coordinator(head=lambda: Head(1, 2, 0, b""))
+    second = one_town.coordinator(store_position=lambda: StorePosition(1, 2, 0, b""))
     told.works()
     idle.works()
     assert second.heads == [(2, heads[-1])], "nothing was sent to the other one"
@@ -245,22 +245,22 @@ def test_the_newest_head_is_said_to_each_new_coordinator_before_anything_else(on
     third = one_town.coordinator()
     told.works()
     idle.works()
-    assert sorted(third.heads) == [(2, Head(1, 2, 0, b"")), (3, Head(1, 2, 0, b""))]
+    assert sorted(third.heads) == [(2, StorePosition(1, 2, 0, b"")), (3, StorePosition(1, 2, 0, b""))]
     assert [what for what, peer, _ in third.log if peer == 2][:2] == ["connected", "message"]
 
 
 def test_who_is_of_another_founding_of_the_job_is_told_so_and_takes_no_place(one_town):
     """It has the id of a member, which keeps its connection."""
     coordinator = one_town.coordinator(
-        turned_away=lambda peer, head: TurnedAway(Tell(404)) if head.founded != 2 else None
+        turned_away=lambda peer, store_position: RefusedPeer(Tell(404)) if store_position.job_generation != 2 else None
     )
-    member = one_town.participant(2, founded=2)
+    member = one_town.participant(2, job_generation=2)
     member.works()
-    stranger = one_town.participant(2, founded=1)
+    stranger = one_town.participant(2, job_generation=1)
     until(lambda: stranger.heard.count(404) >= 2)
     member.works()
     assert coordinator.events(2) == ["connected"] and coordinator.hellos(2) == [1]
-    assert {head for _, head in coordinator.heads} == {beginning(1), beginning(2)}
+    assert {store_position for _, store_position in coordinator.heads} == {first_position(1), first_position(2)}
 
 
 def test_a_killed_coordinator_loses_nothing(town, tmp_path):
@@ -335,11 +335,11 @@ def test_a_peer_was_heard_by_the_servers_own_clock(one_town):
     """The clock of a coordinator stands still while its process does not run."""
     times = {"now_s": 100.0}
     coordinator = one_town.coordinator(now_s=lambda: times["now_s"])
-    assert coordinator.call(lambda: coordinator.server.heard_s(5)) is None, "it is not connected"
+    assert coordinator.call(lambda: coordinator.server.last_heartbeat_s(5)) is None, "it is not connected"
     peer = one_town.raw_peer(own=5).authenticate().say_hello(1)
     assert peer.say(1).acknowledged() == 1
     times["now_s"] = 103.0
-    assert coordinator.call(lambda: coordinator.server.heard_s(5)) == 3.0
+    assert coordinator.call(lambda: coordinator.server.last_heartbeat_s(5)) == 3.0
 
 
 def test_the_newest_connection_of_a_peer_replaces_the_older_one(one_town):
@@ -436,16 +436,16 @@ def test_what_is_sent_while_hello_is_made_follows_it(one_town):
 
 def test_facts_are_said_on_every_connection_after_what_was_not_acknowledged(one_town):
     """Also after what is sent while they are being told: the end of a job must not overtake its last loss."""
-    facts, during = [Say(8), Say(9)], [2]
+    replayed_state, during = [Say(8), Say(9)], [2]
 
     def tell():
         for number in during:
             worker.send(Say(number), durable=True)
         during.clear()
-        return facts
+        return replayed_state
 
     heard = []
-    worker = ControlClient(one_town.listen, KEY, 8, Tell, heard.append, lambda: Hello(1), facts=tell)
+    worker = ControlClient(one_town.listen, KEY, 8, Tell, heard.append, lambda: Hello(1), replayed_state=tell)
     worker.send(Say(1), durable=True)
     worker.start()
     first = one_town.coordinator()
@@ -455,7 +455,7 @@ def test_facts_are_said_on_every_connection_after_what_was_not_acknowledged(one_
     first.close()
     until(lambda: not worker.connected)
     worker.send(Say(3), durable=True)
-    facts.pop(0)
+    replayed_state.pop(0)
     second = one_town.coordinator()
     until(lambda: len(second.said(8)) == 2)
     assert second.said(8) == [3, 9]
@@ -466,7 +466,7 @@ def test_what_is_sent_while_facts_are_told_neither_overtakes_them_nor_is_overtak
     """As the end of a worker, which must come after its parts of checkpoints and after its losses."""
     coordinator = one_town.coordinator()
 
-    def facts():
+    def replayed_state():
         # As another thread would: before the facts have been read, and after that.
         assert worker.send(Say(2), durable=True)
         found = [Say(3)]
@@ -474,7 +474,7 @@ def test_what_is_sent_while_facts_are_told_neither_overtakes_them_nor_is_overtak
         return found
 
     heard = []
-    worker = ControlClient(one_town.listen, KEY, 8, Tell, heard.append, Hello, facts=facts)
+    worker = ControlClient(one_town.listen, KEY, 8, Tell, heard.append, Hello, replayed_state=replayed_state)
     worker.send(Say(1), durable=True)
     worker.start()
     until(lambda: len(heard) == 4)
@@ -627,7 +627,7 @@ def test_a_coordinator_that_sends_what_it_may_not_is_left(one_town, caplog):
     coordinator.call(lambda: coordinator.server.send(3, Tell(1, bytes(2000))))
     until(lambda: "a message of 20" in worker.client.trouble)
     until(lambda: worker.client.connected)
-    coordinator.call(lambda: coordinator.server._peers[3].write(Kind.OPEN, 0, b""))
+    coordinator.call(lambda: coordinator.server._peers[3].write(ControlFrameKind.OPEN, 0, b""))
     until(lambda: "OPEN from the coordinator, which only clients may send" in worker.client.trouble)
     assert "worker 3 has no connection to the coordinator: a message of 20" in caplog.text
     worker.works()

@@ -8,7 +8,7 @@ import pytest
 from tests.conformance.coordinators import KEY, KINDS, Hello, RawPeer, Say, Tell, Town, until
 
 from elaswave.channel.client import ControlClient
-from elaswave.channel.wire import COORDINATOR, PROTOCOL_VERSION, Kind, encode
+from elaswave.channel.wire import COORDINATOR, PROTOCOL_VERSION, ControlFrameKind, encode_payload
 from elaswave.transport import unauthenticated
 from elaswave.transport.handshake import Dialler
 
@@ -60,7 +60,7 @@ def reasons(coordinator, text: str) -> None:
     until(lambda: any(text in reason for reason in coordinator.refusals))
 
 
-def frame(version=PROTOCOL_VERSION, kind=Kind.MESSAGE, length=0, number=0) -> bytes:
+def frame(version=PROTOCOL_VERSION, kind=ControlFrameKind.MESSAGE, length=0, number=0) -> bytes:
     return struct.pack("<BBIIQ", version, kind, 0, length, number)
 
 
@@ -196,13 +196,28 @@ def test_somebody_who_wants_another(one_world):
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (lambda session: session.write(Kind.MESSAGE, 1, encode(Say(1))), "MESSAGE from worker 66, which may not"),
-        (lambda session: session.write(Kind.HEARTBEAT), "HEARTBEAT from worker 66, which may not"),
-        (lambda session: (session.write(Kind.OPEN, 1), session.write(Kind.ACK, 1)), "ACK from worker 66"),
-        (lambda session: (session.write(Kind.OPEN, 1), session.write(Kind.OPEN, 1)), "opened its connection twice"),
-        (lambda session: session.write(Kind.MESSAGE, 0, b"\xc1"), "a malformed message from worker 66"),
-        (lambda session: session.write(Kind.MESSAGE, 0, encode(Tell(1))), "a malformed message from worker 66"),
-        (lambda session: session.write(Kind.MESSAGE, 0, encode(Hello()) + b"x"), "a malformed message from worker 66"),
+        (
+            lambda session: session.write(ControlFrameKind.MESSAGE, 1, encode_payload(Say(1))),
+            "MESSAGE from worker 66, which may not",
+        ),
+        (lambda session: session.write(ControlFrameKind.HEARTBEAT), "HEARTBEAT from worker 66, which may not"),
+        (
+            lambda session: (session.write(ControlFrameKind.OPEN, 1), session.write(ControlFrameKind.ACK, 1)),
+            "ACK from worker 66",
+        ),
+        (
+            lambda session: (session.write(ControlFrameKind.OPEN, 1), session.write(ControlFrameKind.OPEN, 1)),
+            "opened its connection twice",
+        ),
+        (lambda session: session.write(ControlFrameKind.MESSAGE, 0, b"\xc1"), "a malformed message from worker 66"),
+        (
+            lambda session: session.write(ControlFrameKind.MESSAGE, 0, encode_payload(Tell(1))),
+            "a malformed message from worker 66",
+        ),
+        (
+            lambda session: session.write(ControlFrameKind.MESSAGE, 0, encode_payload(Hello()) + b"x"),
+            "a malformed message from worker 66",
+        ),
         (lambda session: session.write(9), "a malformed message from worker 66: 9 is not a valid Kind"),
         (lambda session: session._leaving.append(frame(length=1 << 31)), "a message of 2147483648 bytes from worker"),
         (
@@ -228,9 +243,9 @@ def test_frames_that_somebody_on_the_way_has_touched(one_world, how):
     raw_peer = town.raw_peer().authenticate().say_hello()
     session = raw_peer.session
     until(lambda: coordinator.events(66) == ["connected"])
-    session.write(Kind.MESSAGE, 1, encode(Say(1)))
+    session.write(ControlFrameKind.MESSAGE, 1, encode_payload(Say(1)))
     first = session.take()
-    session.write(Kind.MESSAGE, 2, encode(Say(2)))
+    session.write(ControlFrameKind.MESSAGE, 2, encode_payload(Say(2)))
     second = session.take()
     if how == "changed":
         raw_peer.write(first[:20] + bytes([first[20] ^ 1]) + first[21:])

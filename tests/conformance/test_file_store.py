@@ -17,12 +17,12 @@ from elaswave.store.interface import Store
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    epoch: int
+    generation: int
     reason: str = ""
 
 
 class Decided(msgspec.Struct, frozen=True, tag=True):
-    epoch: int
+    generation: int
     vector: bytes = b""
 
 
@@ -236,7 +236,7 @@ from pathlib import Path
 import msgspec
 from elaswave.store.file_store import FileStore
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    epoch: int
+    generation: int
     reason: str = ""
 store = FileStore(Path(sys.argv[1]), Raised)
 store.append(Raised(7))

@@ -1,4 +1,4 @@
-"""Sockets only: an epoch that moves while a frame is half-way across. These paths are reached on purpose."""
+"""Sockets only: a generation that moves while a frame is half-way across. These paths are reached on purpose."""
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ def half_sent(a, b, out=None) -> tuple[Handle, Handle]:
     return sent, received
 
 
-def follow_up(a, b, epoch):
-    """The link still works in the new epoch."""
+def follow_up(a, b, generation):
+    """The link still works in the new generation."""
     finish([b.recv(0, TAG), a.send(1, TAG, torch.ones(BIG // 8))], a, b)
     finish([a.recv(1, TAG), b.send(0, TAG, torch.ones(3))], a, b)
-    assert a.epoch == b.epoch == epoch
+    assert a.generation == b.generation == generation
 
 
 @pytest.mark.parametrize("with_out", [True, False])
@@ -36,15 +36,15 @@ def test_a_half_received_buffer_is_never_written_again(socket_world, with_out):
     a, b = socket_world.linked(2)
     out = torch.zeros(BIG, dtype=torch.int64)
     sent, received = half_sent(a, b, out if with_out else None)
-    b.advance_epoch(1, [0, 1])
-    with pytest.raises(InterruptedWaitError, match="epoch 1"):
+    b.advance_generation(1, [0, 1])
+    with pytest.raises(InterruptedWaitError, match="generation 1"):
         b.wait(received, PATIENCE_S)
     assert received.result is None
     out.fill_(5)
     finish([sent], a, b)  # the reader drains, so that the send can end
     settle(a, b)
     assert out.unique().tolist() == [5]
-    a.advance_epoch(1, [0, 1])
+    a.advance_generation(1, [0, 1])
     follow_up(a, b, 1)
 
 
@@ -53,7 +53,7 @@ def test_a_half_received_frame_that_nobody_asked_for_is_dropped(socket_world):
     sent = a.send(1, TAG, torch.ones(BIG, dtype=torch.int64))
     until(lambda: b.bytes_received.get(0, 0) > 1 << 20, b)
     for transport in (a, b):
-        transport.advance_epoch(1, [0, 1])
+        transport.advance_generation(1, [0, 1])
     assert sent.error is not None
     handle = b.recv(0, TAG)
     settle(a, b)
@@ -69,17 +69,17 @@ def test_a_half_sent_frame_is_finished_from_a_private_copy(socket_world):
     sent = a.send(1, TAG, values)
     queued = a.send(1, TAG._replace(a=1), torch.ones(BIG))
     until(lambda: b.bytes_received.get(0, 0) > 1 << 20, b)
-    a.advance_epoch(1, [0, 1])
+    a.advance_generation(1, [0, 1])
     for handle in (sent, queued):
-        with pytest.raises(InterruptedWaitError, match="epoch 1"):
+        with pytest.raises(InterruptedWaitError, match="generation 1"):
             a.wait(handle, PATIENCE_S)
     values.fill_(-1)  # the memory is the caller's again
-    finish([received], a, b)  # the receiver is still in the old epoch and gets the frame that was begun, whole
+    finish([received], a, b)  # the receiver is still in the old generation and gets the frame that was begun, whole
     assert torch.equal(out, torch.arange(BIG))
     never = b.recv(0, TAG._replace(a=1))
     settle(a, b)
     assert not never.done  # the frame that was not begun is not sent
-    b.advance_epoch(1, [0, 1])
+    b.advance_generation(1, [0, 1])
     follow_up(a, b, 1)
 
 
@@ -92,9 +92,9 @@ def test_both_sides_edit_while_both_send(socket_world):
     a.send(1, TAG, values)
     b.send(0, TAG, values)
     until(lambda: min(a.bytes_received.get(1, 0), b.bytes_received.get(0, 0)) > 1 << 20, a, b)
-    for epoch in (1, 2):
+    for generation in (1, 2):
         for transport in (a, b):
-            transport.advance_epoch(epoch, [0, 1])
+            transport.advance_generation(generation, [0, 1])
     for out in (values, out_a, out_b):
         out.fill_(5)
     follow_up(a, b, 2)
@@ -102,12 +102,12 @@ def test_both_sides_edit_while_both_send(socket_world):
     assert out_a.unique().tolist() == out_b.unique().tolist() == [5]
 
 
-def test_a_frame_of_a_newer_epoch_that_is_half_received_at_the_edit_counts(socket_world):
+def test_a_frame_of_a_newer_generation_that_is_half_received_at_the_edit_counts(socket_world):
     a, b = socket_world.linked(2)
-    a.advance_epoch(1, [0, 1])
+    a.advance_generation(1, [0, 1])
     sent = a.send(1, TAG, torch.arange(BIG))
     until(lambda: b.bytes_received.get(0, 0) > 1 << 20, b)
-    b.advance_epoch(1, [0, 1])
+    b.advance_generation(1, [0, 1])
     out = torch.zeros(BIG, dtype=torch.int64)
     finish([sent, b.recv(0, TAG, out)], a, b)
     assert torch.equal(out, torch.arange(BIG))
@@ -129,7 +129,7 @@ def test_a_member_that_leaves_with_a_frame_half_way(socket_world, leaver):
     sent, received = half_sent(a, b, out)
     stayer = b if leaver == "sender" else a
     for transport in (stayer, c):
-        transport.advance_epoch(1, [stayer.worker, 2])
+        transport.advance_generation(1, [stayer.worker, 2])
     handle = received if leaver == "sender" else sent
     with pytest.raises(InterruptedWaitError):
         stayer.wait(handle, PATIENCE_S)

@@ -375,7 +375,7 @@ def test_no_descriptor_is_left_behind(stream_world, tmp_path):
         with pytest.raises(WaitTimeoutError):
             a.connect({7: f"unix:{tmp_path}/nobody.sock", 8: c.address}, 0.02)
         for transport in (a, b):
-            transport.advance_epoch(1, [0, 1])
+            transport.advance_generation(1, [0, 1])
         with pytest.raises(ValueError, match="has no port"):
             a.connect({9: "tcp:127.0.0.1"}, 0.02)
         for transport in transports:

@@ -1,8 +1,8 @@
 """Sockets only, real processes: a worker is killed in the middle of a 64 MiB transfer. No worker may hang.
 
 Three workers stream to each other without end. One is killed by SIGKILL at a random moment; the survivors must see
-PeerLostError, advance the epoch, and exchange checked data among themselves. The quick suite does a few rounds; all
-hundred of each kind of socket are
+PeerLostError, advance the generation, and exchange checked data among themselves. The quick suite does a few rounds;
+all hundred of each kind of socket are
 
     python -m pytest tests/conformance/test_kills.py -m slow
 """
@@ -48,8 +48,8 @@ def work(worker: int, listen: str, pipe: Connection) -> None:
     except PeerLostError as error:
         lost, woke_at = error.worker, time.monotonic()
     survivors = [peer for peer in WORKERS if peer != lost]
-    transport.advance_epoch(1, survivors)
-    # The memory of the old epoch is ours again: use it at once, with the tags that were interrupted.
+    transport.advance_generation(1, survivors)
+    # The memory of the old generation is ours again: use it at once, with the tags that were interrupted.
     values.fill_(100 + worker)
     peer = next(peer for peer in survivors if peer != worker)
     outs[peer].zero_()

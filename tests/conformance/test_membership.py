@@ -1,4 +1,5 @@
-"""Every transport: waits can be interrupted, peers come and go singly, and an older epoch cannot affect anything."""
+"""Every transport: waits can be interrupted, peers come and go singly, and an older generation cannot affect
+anything."""
 
 import threading
 import time
@@ -21,9 +22,9 @@ def outcome(handle):
 def test_a_wait_on_a_live_silent_peer_can_be_interrupted(world):
     a, b = world.linked(2)
     handle = b.recv(0, TAG)
-    timer = threading.Timer(0.05, b.interrupt, ["a new epoch"])
+    timer = threading.Timer(0.05, b.interrupt, ["a new generation"])
     timer.start()
-    with pytest.raises(InterruptedWaitError, match="a new epoch"):
+    with pytest.raises(InterruptedWaitError, match="a new generation"):
         b.wait(handle, PATIENCE_S)
     timer.join()
     assert not handle.done and b.peers == {0}  # nothing is lost by it
@@ -41,17 +42,17 @@ def test_an_interrupt_before_the_wait_is_not_lost_and_is_used_up_once(world):
     b.wait(handle, PATIENCE_S)
 
 
-def test_an_interrupt_for_an_epoch_that_has_begun_is_void(world):
+def test_an_interrupt_for_an_generation_that_has_begun_is_void(world):
     a, b = world.linked(2)
-    b.interrupt("to epoch 1", epoch=1)
+    b.interrupt("to generation 1", generation=1)
     for transport in (a, b):
-        transport.advance_epoch(1, [0, 1])
+        transport.advance_generation(1, [0, 1])
     handle = b.recv(0, TAG)
     with pytest.raises(WaitTimeoutError):
         b.wait(handle, 0.01)
-    b.interrupt("to epoch 2", epoch=2)
-    b.interrupt("to epoch 1, late", epoch=1)
-    with pytest.raises(InterruptedWaitError, match="to epoch 2"):
+    b.interrupt("to generation 2", generation=2)
+    b.interrupt("to generation 1, late", generation=1)
+    with pytest.raises(InterruptedWaitError, match="to generation 2"):
         b.wait(handle, PATIENCE_S)
 
 
@@ -67,9 +68,9 @@ def test_a_rest_moves_bytes_until_its_time(world):
 
 def test_a_rest_can_be_interrupted(world):
     a, _ = world.linked(2)
-    timer = threading.Timer(0.05, a.interrupt, ["a new epoch"])
+    timer = threading.Timer(0.05, a.interrupt, ["a new generation"])
     timer.start()
-    with pytest.raises(InterruptedWaitError, match="a new epoch"):
+    with pytest.raises(InterruptedWaitError, match="a new generation"):
         a.rest(time.monotonic() + PATIENCE_S)
     timer.join()
 
@@ -151,8 +152,8 @@ def test_a_lost_link_over_which_something_was_sent_fails_the_next_wait_that_woul
     for _ in range(2):
         with pytest.raises(PeerLostError, match="worker 0"):
             c.wait(c.recv(1, TAG), PATIENCE_S)
-    c.advance_epoch(1, (1, 2))
-    b.advance_epoch(1, (1, 2))
+    c.advance_generation(1, (1, 2))
+    b.advance_generation(1, (1, 2))
     finish([b.send(2, TAG, torch.ones(1)), again := c.recv(1, TAG)], b, c)
     c.wait(again, PATIENCE_S)
 
@@ -160,7 +161,7 @@ def test_a_lost_link_over_which_something_was_sent_fails_the_next_wait_that_woul
 def test_a_link_that_is_made_again_does_not_hide_that_frames_were_lost_with_the_one_before(world):
     a, b, c = world.linked(3)
     finish([c.send(0, TAG, torch.ones(1))], c)
-    a.advance_epoch(1, (0, 1))  # it closes its end of the link
+    a.advance_generation(1, (0, 1))  # it closes its end of the link
     until(lambda: c.peers == {1}, c)
     link([a, c])
     assert c.peers == {0, 1}
@@ -211,68 +212,68 @@ def test_what_a_peer_sent_is_kept_even_if_its_end_is_met_by_a_send(world):
     assert sent.done
 
 
-def test_an_epoch_fails_what_is_pending_and_gives_its_memory_back(world):
+def test_an_generation_fails_what_is_pending_and_gives_its_memory_back(world):
     a, b = world.linked(2)
     out = torch.zeros(4)
     handles = [b.recv(0, TAG, out), b.recv(0, TAG._replace(a=1)), b.recv(1, TAG)]
-    b.advance_epoch(1, [0, 1])
+    b.advance_generation(1, [0, 1])
     for handle in handles:
-        with pytest.raises(InterruptedWaitError, match="epoch 1 has begun"):
+        with pytest.raises(InterruptedWaitError, match="generation 1 has begun"):
             b.wait(handle, PATIENCE_S)
-    a.send(1, TAG, torch.ones(4))  # of epoch 0, to the tag that waited
+    a.send(1, TAG, torch.ones(4))  # of generation 0, to the tag that waited
     settle(a, b)
     assert not out.any()
 
 
-def test_late_frames_of_an_older_epoch_are_dropped(world):
+def test_late_frames_of_an_older_generation_are_dropped(world):
     a, b = world.linked(2)
     for size in (4, 1 << 20):
         a.send(1, TAG, torch.ones(size))
-    b.advance_epoch(1, [0, 1])
+    b.advance_generation(1, [0, 1])
     out = torch.zeros(4)
     handle = b.recv(0, TAG, out)
     settle(a, b)
     a.send(1, TAG, torch.ones(4))
     settle(a, b)
     assert outcome(handle) == "pending" and not out.any()
-    a.advance_epoch(1, [0, 1])
+    a.advance_generation(1, [0, 1])
     finish([handle, a.send(1, TAG, torch.full((4,), 2.0))], a, b)
     assert out.tolist() == [2.0] * 4
 
 
-def test_frames_that_had_arrived_are_forgotten_with_their_epoch(world):
+def test_frames_that_had_arrived_are_forgotten_with_their_generation(world):
     a, b = world.linked(2)
     finish([a.send(1, TAG, torch.ones(1))], a)
     settle(a, b)
     for transport in (a, b):
-        transport.advance_epoch(1, [0, 1])
+        transport.advance_generation(1, [0, 1])
     handle = b.recv(0, TAG)
     settle(a, b)
     assert outcome(handle) == "pending"
 
 
-def test_frames_of_newer_epochs_are_kept_until_their_time(world):
+def test_frames_of_newer_generations_are_kept_until_their_time(world):
     a, b = world.linked(2)
     posted = b.recv(0, TAG)
-    for epoch in (1, 2, 5):
-        a.advance_epoch(epoch, [0, 1])
-        finish([a.send(1, TAG, torch.tensor([epoch]))], a)
+    for generation in (1, 2, 5):
+        a.advance_generation(generation, [0, 1])
+        finish([a.send(1, TAG, torch.tensor([generation]))], a)
     settle(a, b)
     assert outcome(posted) == "pending"
-    b.advance_epoch(2, [0, 1])
+    b.advance_generation(2, [0, 1])
     handle = b.recv(0, TAG)
     finish([handle], a, b)
     assert handle.result.item() == 2
-    assert outcome(b.recv(0, TAG)) == "pending"  # that of epoch 1 is gone
-    b.advance_epoch(5, [0, 1])
+    assert outcome(b.recv(0, TAG)) == "pending"  # that of generation 1 is gone
+    b.advance_generation(5, [0, 1])
     handle = b.recv(0, TAG)
     finish([handle], a, b)
     assert handle.result.item() == 5
 
 
-def test_frames_of_newer_epochs_are_bounded(world):
+def test_frames_of_newer_generations_are_bounded(world):
     a, b = world.linked(2, max_unexpected_bytes=1000)
-    a.advance_epoch(1, [0, 1])
+    a.advance_generation(1, [0, 1])
     a.send(1, TAG, torch.zeros(600, dtype=torch.uint8))
     settle(a, b)
     assert b.peers == {0}
@@ -282,51 +283,51 @@ def test_frames_of_newer_epochs_are_bounded(world):
 
 def test_late_frames_cost_no_memory(world):
     a, b = world.linked(2, max_unexpected_bytes=1000)
-    b.advance_epoch(1, [0, 1])
+    b.advance_generation(1, [0, 1])
     for _ in range(5):
         a.send(1, TAG, torch.zeros(900, dtype=torch.uint8))
     settle(a, b)
     assert b.peers == {0}
 
 
-def test_frames_of_epochs_that_were_passed_over_cost_no_memory(world):
+def test_frames_of_generations_that_were_passed_over_cost_no_memory(world):
     a, b = world.linked(2, max_unexpected_bytes=1000)
-    for epoch in (1, 3, 5):
-        a.advance_epoch(epoch, [0, 1])
+    for generation in (1, 3, 5):
+        a.advance_generation(generation, [0, 1])
         finish([a.send(1, TAG, torch.zeros(900, dtype=torch.uint8))], a)
         settle(a, b)
         assert b.peers == {0}
-        b.advance_epoch(epoch + 1, [0, 1])
+        b.advance_generation(generation + 1, [0, 1])
     for transport in (a, b):
-        transport.advance_epoch(7, [0, 1])
+        transport.advance_generation(7, [0, 1])
     finish([a.send(1, TAG, torch.zeros(1000, dtype=torch.uint8)), b.recv(0, TAG)], a, b)
 
 
-def test_an_epoch_makes_room_for_new_unexpected_bytes(world):
+def test_an_generation_makes_room_for_new_unexpected_bytes(world):
     a, b = world.linked(2, max_unexpected_bytes=1000)
-    for epoch in range(1, 5):
+    for generation in range(1, 5):
         a.send(1, TAG, torch.zeros(900, dtype=torch.uint8))
         settle(a, b)
         for transport in (a, b):
-            transport.advance_epoch(epoch, [0, 1])
+            transport.advance_generation(generation, [0, 1])
     a.send(1, TAG, torch.zeros(900, dtype=torch.uint8))
     finish([b.recv(0, TAG)], a, b)
 
 
-def test_epochs_only_grow(world):
-    a, _ = world.linked(2, epoch=3)
-    for epoch in (2, 3):
-        with pytest.raises(ValueError, match="epochs only grow"):
-            a.advance_epoch(epoch, [0, 1])
-    a.advance_epoch(4, [0, 1])
-    assert a.epoch == 4
+def test_generations_only_grow(world):
+    a, _ = world.linked(2, generation=3)
+    for generation in (2, 3):
+        with pytest.raises(ValueError, match="generations only grow"):
+            a.advance_generation(generation, [0, 1])
+    a.advance_generation(4, [0, 1])
+    assert a.generation == 4
 
 
 def test_links_to_workers_that_have_left_are_closed_and_the_others_stay(world):
     a, b, c = world.linked(3)
     gone = [c.recv(0, TAG), c.recv(1, TAG)]
     for transport in (b, c):
-        transport.advance_epoch(1, [1, 2])
+        transport.advance_generation(1, [1, 2])
     assert c.peers == {1} and [outcome(handle) for handle in gone] == ["InterruptedWaitError"] * 2
     with pytest.raises(PeerLostError, match="without worker 0"):
         c.wait(c.recv(0, TAG), PATIENCE_S)
@@ -338,13 +339,13 @@ def test_a_stopped_worker_that_wakes_up_cannot_affect_anything(world):
     a, b, c = world.linked(3)
     a.send(2, TAG, torch.full((4,), 666.0))  # under way when it stops
     for transport in (b, c):
-        transport.advance_epoch(1, [0, 1, 2])  # an edit that keeps it
+        transport.advance_generation(1, [0, 1, 2])  # an edit that keeps it
     out = torch.zeros(4)
     handle = c.recv(0, TAG, out)
     a.send(2, TAG, torch.full((4,), 666.0))
     settle(a, b, c)
     for transport in (b, c):
-        transport.advance_epoch(2, [1, 2])  # and one that does not
+        transport.advance_generation(2, [1, 2])  # and one that does not
     assert outcome(handle) == "InterruptedWaitError"
     handle = c.recv(1, TAG, out)
     sent = [a.send(peer, TAG, torch.full((4,), 666.0)) for peer in (1, 2)]
@@ -374,19 +375,19 @@ def test_a_newcomer_is_linked_while_the_others_go_on(world):
     )
     finish([handle, a.send(1, TAG, torch.ones(1))], a, b)
     for transport in (a, b, c):
-        transport.advance_epoch(1, [0, 1, 2])
+        transport.advance_generation(1, [0, 1, 2])
     finish([c.recv(0, TAG), a.send(2, TAG, torch.ones(1))], a, c)
 
 
 def test_a_newcomer_whose_link_an_edit_closed_may_come_again(world):
     a, b = world.linked(2)
     for transport in (a, b):
-        transport.advance_epoch(1, [0, 1])
-    c = world.make(2, epoch=1)
+        transport.advance_generation(1, [0, 1])
+    c = world.make(2, generation=1)
     link([a, b, c])
     for transport in (a, b):
-        transport.advance_epoch(2, [0, 1])  # the edit does not know the newcomer yet
+        transport.advance_generation(2, [0, 1])  # the edit does not know the newcomer yet
     until(lambda: not c.peers, c)
-    c.advance_epoch(2, [0, 1, 2])
+    c.advance_generation(2, [0, 1, 2])
     link([a, b, c])
     finish([c.recv(0, TAG), a.send(2, TAG, torch.ones(1))], a, c)

@@ -304,7 +304,7 @@ def test_a_world_of_one_kind_is_what_it_says(world: World):
     a, b = world.linked(2)
     kind = "tcp" if world.kind == "tls" else world.kind
     assert a.address.startswith(f"{kind}:") and a.address != b.address
-    assert (a.worker, a.epoch, a.peers) == (0, 0, frozenset({1}))
+    assert (a.worker, a.generation, a.peers) == (0, 0, frozenset({1}))
 
 
 def test_a_worker_has_one_transport_in_a_memory_network():

@@ -25,9 +25,9 @@ from elaswave.channel.wire import FIRST_AGENT, is_reader, operator_id, role_of
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import AuthenticationError, ControlError
 from elaswave.job.control_file import remove_control_file, write_control_file
-from elaswave.job.key_files import LESSER, JobKey, Role, next_file, role_key, secrets_for
+from elaswave.job.key_files import LESSER, JobKey, KeyRole, next_file, role_key, secrets_for
 from elaswave.job.network import JobNetwork
-from elaswave.transport.addresses import Place
+from elaswave.transport.addresses import Endpoint
 from elaswave.transport.handshake import Secrets
 
 PATIENCE_S = 20.0
@@ -48,7 +48,7 @@ class Job:
 
     def write_control_file(self, address: str) -> None:
         """As the launcher does."""
-        write_control_file(self.run_dir, JobNetwork(address, address, address, Place(address)), self.key_file)
+        write_control_file(self.run_dir, JobNetwork(address, address, address, Endpoint(address)), self.key_file)
 
     def serves(self, answer: Callable[[Any], list[Any]], **options: Any) -> Coordinator:
         """Starts a coordinator that answers each message with these; None hangs up."""
@@ -190,13 +190,13 @@ def test_a_key_that_cannot_be_read_is_an_error_at_once(job: Job) -> None:
         OperatorClient(job.run_dir)
 
 
-@pytest.mark.parametrize("role", [Role.JOB, *LESSER])
-def test_an_operator_says_by_its_id_what_its_key_is_for(job: Job, tmp_path: Path, role: Role) -> None:
+@pytest.mark.parametrize("role", [KeyRole.JOB, *LESSER])
+def test_an_operator_says_by_its_id_what_its_key_is_for(job: Job, tmp_path: Path, role: KeyRole) -> None:
     path = tmp_path / "own.key"
     path.write_bytes(role_key(JobKey(KEY, None), role).text)
     path.chmod(0o600)
     coordinator = job.serves(taken_and_written)
-    if role is Role.JOINING:
+    if role is KeyRole.JOINING:
         with pytest.raises(ControlError, match="own.key is a joining key of the job: what is asked for needs its key"):
             OperatorClient(job.run_dir, path)
         return
@@ -204,24 +204,24 @@ def test_an_operator_says_by_its_id_what_its_key_is_for(job: Job, tmp_path: Path
         asked = client.ask(lambda request: AskCheckpoint(request=request, wait=True), PATIENCE_S)
         assert [answer.decided for answer in asked if isinstance(answer, Answer)] == ["taken", "written"]
     ((_, peer, _), *_) = coordinator.log
-    assert is_reader(peer) is (role is Role.READING)
+    assert is_reader(peer) is (role is KeyRole.READING)
 
 
 @pytest.mark.parametrize(
     ("role", "own"),
     [
-        (Role.READING, operator_id(1)),
-        (Role.READING, FIRST_AGENT),
-        (Role.STEERING, 1),
-        (Role.STEERING, operator_id(1, Role.READING)),
-        (Role.JOINING, operator_id(1)),
-        (Role.JOINING, operator_id(1, Role.CHANGING)),
-        (Role.STEERING, operator_id(1, Role.CHANGING)),
-        (Role.CHANGING, operator_id(1)),
-        (Role.JOB, 1),
+        (KeyRole.READING, operator_id(1)),
+        (KeyRole.READING, FIRST_AGENT),
+        (KeyRole.STEERING, 1),
+        (KeyRole.STEERING, operator_id(1, KeyRole.READING)),
+        (KeyRole.JOINING, operator_id(1)),
+        (KeyRole.JOINING, operator_id(1, KeyRole.CHANGING)),
+        (KeyRole.STEERING, operator_id(1, KeyRole.CHANGING)),
+        (KeyRole.CHANGING, operator_id(1)),
+        (KeyRole.JOB, 1),
     ],
 )
-def test_a_key_is_good_for_ids_of_its_own_role_alone(job: Job, role: Role, own: int) -> None:
+def test_a_key_is_good_for_ids_of_its_own_role_alone(job: Job, role: KeyRole, own: int) -> None:
     """Whoever claims another one proves nothing, nor with the job's key itself, which no connection uses."""
     coordinator = job.serves(lambda message: [])
     peer = job.town.raw_peer(own=own, key=JobKey(KEY, None).held(role))
@@ -242,11 +242,11 @@ def test_who_changes_the_key_is_let_in_by_either(job: Job, held: Secrets) -> Non
         asked = client.ask(lambda request: AskKey(request=request, key=NEW.secret), PATIENCE_S)
         assert [answer.decided for answer in asked if isinstance(answer, Answer)] == ["taken", "written"]
     ((_, peer, _), *_) = coordinator.log
-    assert role_of(peer) is Role.CHANGING
+    assert role_of(peer) is KeyRole.CHANGING
 
 
 @pytest.mark.parametrize("role", LESSER)
-def test_a_lesser_key_changes_no_key(job: Job, tmp_path: Path, role: Role) -> None:
+def test_a_lesser_key_changes_no_key(job: Job, tmp_path: Path, role: KeyRole) -> None:
     path = tmp_path / "own.key"
     path.write_bytes(role_key(JobKey(KEY, None), role).text)
     path.chmod(0o600)
@@ -256,8 +256,8 @@ def test_a_lesser_key_changes_no_key(job: Job, tmp_path: Path, role: Role) -> No
         OperatorClient(job.run_dir, path, new_key=NEW)
 
 
-@pytest.mark.parametrize("role", [Role.JOB, Role.STEERING, Role.READING])
-def test_an_old_key_and_all_made_of_it_are_refused_with_the_reason(job: Job, tmp_path: Path, role: Role) -> None:
+@pytest.mark.parametrize("role", [KeyRole.JOB, KeyRole.STEERING, KeyRole.READING])
+def test_an_old_key_and_all_made_of_it_are_refused_with_the_reason(job: Job, tmp_path: Path, role: KeyRole) -> None:
     job.serves(lambda message: [], held=Secrets((NEW.secret,), retired=(KEY,)))
     path = tmp_path / "own.key"
     path.write_bytes(role_key(JobKey(KEY, None), role).text)
@@ -288,7 +288,7 @@ def test_the_next_key_of_the_job_is_spoken_by_where_the_command_was_killed_that_
     job.serves(taken_and_written)
     with OperatorClient(job.run_dir) as client:
         assert asked_for_status(client) == "written"
-    next_file(job.key_file).write_bytes(role_key(NEW, Role.READING).text)
+    next_file(job.key_file).write_bytes(role_key(NEW, KeyRole.READING).text)
     with OperatorClient(job.run_dir) as client:
         assert asked_for_status(client) == "written"
 

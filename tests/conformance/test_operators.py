@@ -7,8 +7,16 @@ import pytest
 from tests.conformance.coordinators import Say, Tell, Town, until
 
 from elaswave.channel.server import PeerLimits
-from elaswave.channel.wire import COORDINATOR, FIRST_OPERATOR, Kind, encode, is_operator, operator_id, peer_name
-from elaswave.protocol.leadership.heads import Head
+from elaswave.channel.wire import (
+    COORDINATOR,
+    FIRST_OPERATOR,
+    ControlFrameKind,
+    encode_payload,
+    is_operator,
+    operator_id,
+    peer_name,
+)
+from elaswave.protocol.leadership.store_position import StorePosition
 
 OPERATOR = operator_id(5)
 LIMITS = PeerLimits(message_bytes_max=4096, outbox_bytes_max=1 << 20, frames_per_s=10.0)
@@ -50,7 +58,9 @@ def test_several_at_a_time_are_heard_and_forgotten_when_they_go(world):
 def test_what_one_has_heard_of_the_history_is_not_asked_for(world):
     town, coordinator = world
     operator = town.raw_peer(own=OPERATOR).authenticate()
-    operator.session.write(Kind.HEAD, payload=msgspec.msgpack.encode(Head(99, 99, 99, b"forged")))
+    operator.session.write(
+        ControlFrameKind.STORE_POSITION, payload=msgspec.msgpack.encode(StorePosition(99, 99, 99, b"forged"))
+    )
     operator.flush()
     operator.say_hello()
     until(lambda: coordinator.events(OPERATOR) == ["connected"])
@@ -62,7 +72,7 @@ def test_one_that_says_too_much_is_cut_off(world):
     operator = town.raw_peer(own=OPERATOR).authenticate().say_hello()
     until(lambda: coordinator.events(OPERATOR) == ["connected"])
     for _ in range(200):
-        operator.session.write(Kind.HEARTBEAT)
+        operator.session.write(ControlFrameKind.HEARTBEAT)
     operator.flush()
     assert operator.is_refused()
     until(lambda: any("operator 5 sends more than 10 frames a second" in reason for reason in coordinator.refusals))
@@ -72,7 +82,7 @@ def test_one_with_a_large_message_is_cut_off(world):
     town, coordinator = world
     operator = town.raw_peer(own=OPERATOR).authenticate().say_hello()
     until(lambda: coordinator.events(OPERATOR) == ["connected"])
-    operator.session.write(Kind.MESSAGE, 0, encode(Say(1, "x" * 5000)))
+    operator.session.write(ControlFrameKind.MESSAGE, 0, encode_payload(Say(1, "x" * 5000)))
     operator.flush()
     assert operator.is_refused()
     until(lambda: any("bytes from operator 5; at most 4096" in reason for reason in coordinator.refusals))

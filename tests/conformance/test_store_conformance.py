@@ -22,12 +22,12 @@ from elaswave.store.interface import Owner, Store
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    epoch: int
+    generation: int
     reason: str = ""
 
 
 class Decided(msgspec.Struct, frozen=True, tag=True):
-    epoch: int
+    generation: int
     vector: bytes = b""
 
 

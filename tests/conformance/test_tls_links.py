@@ -10,10 +10,10 @@ from tests.certificates import client_only_tls, expired_tls, job_tls, misnamed_t
 from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads, link, until
 
 from elaswave.errors import AuthenticationError, WaitTimeoutError
-from elaswave.transport.addresses import Place
+from elaswave.transport.addresses import Endpoint
 from elaswave.transport.frames import Tag
 from elaswave.transport.stream import StreamTransport
-from elaswave.transport.tls import TlsError, failure
+from elaswave.transport.tls import TlsError, tls_failure
 
 TAG = Tag(channel=1, step=1, attempt=0)
 EITHER = (AuthenticationError, WaitTimeoutError)
@@ -22,7 +22,7 @@ as an end of the stream."""
 
 
 def transport(worker, tls, listen="tcp:127.0.0.1"):
-    return StreamTransport(worker, key=KEY, listen=Place(listen, tls=tls))
+    return StreamTransport(worker, key=KEY, listen=Endpoint(listen, tls=tls))
 
 
 def meet(dialler, listener, seen_by_dialler, caplog, error=AuthenticationError):
@@ -147,5 +147,5 @@ def test_a_handshake_that_is_cut_off_is_begun_again(caplog):
 )
 def test_only_what_the_other_side_says_counts_against_it(error, is_over):
     error.reason = error.verify_message = error.args[1]  # as OpenSSL's have them
-    found = failure(error)
+    found = tls_failure(error)
     assert isinstance(found, TlsError) != is_over and isinstance(found, ConnectionError)

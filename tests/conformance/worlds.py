@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.certificates import job_tls
 from tests.memory_transport import MemoryNetwork
 
-from elaswave.transport.addresses import Place
+from elaswave.transport.addresses import Endpoint
 from elaswave.transport.interface import Handle, Transport
 from elaswave.transport.stream import StreamTransport
 
@@ -43,10 +43,10 @@ class World:
         self.transports.append(transport)
         return transport
 
-    def place(self) -> Place:
+    def place(self) -> Endpoint:
         """Where transports of this world's kind listen."""
         listen = f"unix:{self.folder}" if self.kind == "unix" else "tcp:127.0.0.1"
-        return Place(listen, tls=job_tls() if self.kind == "tls" else None)
+        return Endpoint(listen, tls=job_tls() if self.kind == "tls" else None)
 
     def linked(self, num_workers: int, **options: object) -> list[Transport]:
         """Workers 0, 1, ... with links between all of them."""

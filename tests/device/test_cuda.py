@@ -16,9 +16,15 @@ from tests.unit.shapes import make_shape
 
 from elaswave.blocks.grids import INITIAL_EXPONENT
 from elaswave.config.schema import OptimizerConfig
-from elaswave.devices.interface import read, wait_for
+from elaswave.devices.interface import read_tensors, wait_for
 from elaswave.errors import WorkerError
-from elaswave.state.device_sums import DeviceAccumulator, add_up, checksum, pieces_of, reduced_gradient
+from elaswave.state.device_sums import (
+    DeviceAccumulator,
+    add_planes_on_device,
+    checksum_on_device,
+    pieces_of,
+    reduced_gradient_on_device,
+)
 from elaswave.state.device_verify import Found, run_hashes, square_sums
 from elaswave.state.sums import ExactAccumulator
 from elaswave.state.verify import run_hash
@@ -131,7 +137,7 @@ def test_others_go_on_without_a_worker_whose_device_fails(
     assert job.computation == whole.computation
     (lost,) = [each for each in job.result.recoveries if each.kind == "lost"]
     assert (lost.worker, lost.detected_by) == (3, detected_by)
-    assert any(words in epoch.reason for epoch in job.result.epochs)
+    assert any(words in generation.reason for generation in job.result.generations)
 
 
 def test_the_same_fault_of_two_devices_ends_the_job(tmp_path: Path) -> None:
@@ -171,7 +177,7 @@ def test_tensors_travel_in_the_order_of_the_queue(cuda: Any) -> None:
     assert copy.is_pinned() and torch.equal(copy, torch.arange(1 << 22, dtype=torch.float32) * 2)
     out = torch.empty_like(brought)
     cuda.bring_into(copy, out)
-    (again,) = read(cuda, [out], nothing)
+    (again,) = read_tensors(cuda, [out], nothing)
     assert torch.equal(again, copy)
 
 
@@ -252,10 +258,10 @@ def test_means_of_blocks_that_lie_side_by_side_are_the_processors(cuda: Any, wid
     exponents, runs = [INITIAL_EXPONENT] * len(SHAPE.tensors), [(0, 32), (64, 128), (160, SHAPE.size)]
     pieces = pieces_of(SHAPE, runs)
     parts = [torch.cat([plane[start:stop] for start, stop in runs]) for plane in host.planes]
-    total = add_up([tuple(part.to(cuda.place) for part in parts)])
-    found = reduced_gradient(total, pieces, exponents, 3, 1, width).cpu()
-    assert torch.equal(found, reduced_gradient(total.cpu(), pieces, exponents, 3, 1, width))
-    assert int(checksum(total, pieces)) == int(checksum(total.cpu(), pieces))
+    total = add_planes_on_device([tuple(part.to(cuda.place) for part in parts)])
+    found = reduced_gradient_on_device(total, pieces, exponents, 3, 1, width).cpu()
+    assert torch.equal(found, reduced_gradient_on_device(total.cpu(), pieces, exponents, 3, 1, width))
+    assert int(checksum_on_device(total, pieces)) == int(checksum_on_device(total.cpu(), pieces))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])

@@ -73,7 +73,7 @@ def test_steps_take_what_was_predicted_and_data_loses_nobody(tmp_path: Path, mbi
             "control.hosts": 2,
         }
         with Agents(tmp_path / "job", apart, f"{one.address}:7077") as agents:
-            started = [agents.start(f"h{host.number}", founds=True, before=host.enter()) for host in world.hosts]
+            started = [agents.start(f"h{host.number}", creates_job=True, before=host.enter()) for host in world.hosts]
             for wire in world.wires(world.hosts, world.hosts):
                 wire.delay_s, wire.rate_bytes_per_s = DELAY_S, mbit_per_s * 1e6 / 8
             assert [agent.end() for agent in started] == [0, 0]

@@ -63,11 +63,11 @@ def job_of_three(folder: Path, **settings: Any) -> Iterator[tuple[World, Agents,
 
 
 def start(agents: Agents, host: Host, *options: str) -> AgentProcess:
-    return agents.start(f"h{host.number}", *options, founds=True, before=host.enter())
+    return agents.start(f"h{host.number}", *options, creates_job=True, before=host.enter())
 
 
 def one_event(losses: Sequence[dict[str, Any]], num_workers: int) -> bool:
-    return len(losses) == num_workers and len({each["epoch"] for each in losses}) == 1
+    return len(losses) == num_workers and len({each["generation"] for each in losses}) == 1
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,9 @@ def test_a_host_whose_port_is_forwarded_takes_part(tmp_path: Path) -> None:
     with World(2) as world, HiddenHost(world.hosts[1], {port: port for port in PORTS}) as hidden:
         settings = {**TWO, **HOSTS, "run.steps": 40}
         with Agents(tmp_path, settings, f"{world.hosts[0].address}:7077") as agents:
-            founder = agents.start("h1", founds=True, before=world.hosts[0].enter())
+            founder = agents.start("h1", creates_job=True, before=world.hosts[0].enter())
             options = behind(world.hosts[1].address)
-            other = agents.start("h2", *options, founds=True, before=hidden.enter())
+            other = agents.start("h2", *options, creates_job=True, before=hidden.enter())
             assert (founder.end(), other.end()) == (0, 0), (founder.text, other.text)
         assert recoveries(agents, "lost") == []
         assert finished(agents.run_dir).computation == run_job(tmp_path / "one", {**TWO, "run.steps": 40}).computation
@@ -43,7 +43,7 @@ def test_a_host_whose_port_becomes_another_one_is_refused_and_both_sides_say_why
         if comes == "later":
             settings |= {"control.hosts": 1, "layout.widths": "[1]", "elastic.num_followers": 0}
         with Agents(tmp_path, settings, f"{world.hosts[0].address}:7077") as agents:
-            founder = agents.start("h1", "--slots", "1", founds=True, before=world.hosts[0].enter())
+            founder = agents.start("h1", "--slots", "1", creates_job=True, before=world.hosts[0].enter())
             if comes == "later":
                 agents.wait_for_step(3)
             options = (*behind(world.hosts[1].address), "--slots", "1")

@@ -22,7 +22,9 @@ def test_a_host_is_lost_and_the_other_one_goes_on_to_the_same_bits(tmp_path: Pat
     with World(2) as world:
         settings = {**TWO, "control.hosts": 2, "net.trusted": True}
         with Agents(tmp_path, settings, f"{world.hosts[0].address}:7077") as agents:
-            founder, other = [agents.start(f"h{host.number}", founds=True, before=host.enter()) for host in world.hosts]
+            founder, other = [
+                agents.start(f"h{host.number}", creates_job=True, before=host.enter()) for host in world.hosts
+            ]
             agents.wait_for_step(3)
             world.hosts[1].kill()
             assert founder.end() == 0, founder.text

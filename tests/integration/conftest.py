@@ -8,11 +8,11 @@ from tests.integration.jobs import Calm, Job, run_job
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forked_templates() -> Iterator[None]:
+def forked_forkservers() -> Iterator[None]:
     """Processes of tests have threads of pytest's, for which a trainer would start a fresh interpreter for each job: it
     loads torch anew, for seconds. Tests of that way ask for it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("elaswave.api.trainer.template_environment", lambda: None)
+        monkeypatch.setattr("elaswave.api.trainer.forkserver_environment", lambda: None)
         yield
 
 

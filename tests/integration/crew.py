@@ -12,7 +12,7 @@ import msgspec
 from tests.integration.jobs import small_config
 from tests.memory_transport import MemoryNetwork
 
-from elaswave.blocks.placement import Role, place_blocks
+from elaswave.blocks.placement import ReplicaRole, place_blocks
 from elaswave.data.sampler import Draw
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.probe import NoProbe
@@ -25,8 +25,8 @@ from elaswave.protocol.messages import InForce
 from elaswave.protocol.step.ballot import Request
 from elaswave.protocol.step.engine import Ports
 from elaswave.protocol.step.execution import Life, T
-from elaswave.protocol.step.facts import Facts
 from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.replayed_state import ReplayedState
 from elaswave.state.store import BlockStore, HeldBlock
 from elaswave.training.definition import Training as Definition
 from elaswave.types import Layout, Program
@@ -110,7 +110,7 @@ def train(
         outbox: Any = SimpleNamespace(request=lambda: Request.NONE)
         machine: Machine = WorkerMachine(
             Ports(worker, terms_of(blueprint), engine, links, watch, outbox, disk),
-            Facts(),
+            ReplayedState(),
             InForce(layout, placement, blueprint.execution),
             store.held,
             progress,
@@ -127,15 +127,15 @@ def train(
             transport.close()
     losses = crew[0][1]
     assert all(each[1] == losses for each in crew), "workers disagree on the losses"
-    digests: dict[Role, Counter[str]] = {role: Counter() for role in Role}
+    digests: dict[ReplicaRole, Counter[str]] = {role: Counter() for role in ReplicaRole}
     for machine, _, _ in crew:
         for role, total in digests.items():
             for name, part in BlockStore(machine.copies).digest_parts(role).items():
                 total[name] = (total[name] + part) % 2**64
     return Training(
         losses,
-        dict(digests[Role.OWNER]),
-        dict(digests[Role.FOLLOWER]),
+        dict(digests[ReplicaRole.OWNER]),
+        dict(digests[ReplicaRole.FOLLOWER]),
         {machine.worker: machine.execution.program for machine, _, _ in crew},
         {
             trace.worker: [

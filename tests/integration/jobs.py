@@ -56,7 +56,7 @@ class QuietReporter:
         loss: float,
         tokens_per_s: float,
         data_pass: int,
-        epoch: int,
+        generation: int,
         layout_name: str,
         unit: str,
     ) -> None:

@@ -33,7 +33,7 @@ def test_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
     with Agents(tmp_path, {**settings, "control.hosts": 3}, f"127.0.0.1:{free_port()}") as agents:
         # Before anybody founds the job: they wait, and both hear what is trained before either says that it is there.
         pair = [agents.start("b", joins=True), agents.start("b", joins=True)]
-        founder = agents.start("a", founds=True)
+        founder = agents.start("a", creates_job=True)
         needless = agents.wait_for(lambda: [one for one in pair if "nothing to do" in one.text], "the end of one")[0]
         (follower,) = (one for one in pair if one is not needless)
         assert needless.end() == 0, needless.text
@@ -47,7 +47,7 @@ def test_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
         assert other.end() == 2 and "was given another configuration" in other.text, other.text
         assert narrow.end() == 2 and "has 1 beside the coordinator's, but 2 workers may run" in narrow.text, narrow.text
         assert (founder.end(), follower.end(), third.end()) == (0, 0, 0), (founder.text, follower.text, third.text)
-        late = agents.start("a", founds=True)
+        late = agents.start("a", creates_job=True)
         assert late.end() == 0 and "the job is finished already" in late.text
     assert "finished 30 steps" in founder.text and "finished 30 steps" in follower.text
     job = finished(agents.run_dir)
@@ -71,7 +71,7 @@ def test_the_host_of_the_coordinator_is_lost_and_another_candidate_goes_on(tmp_p
             ",".join(f"127.0.0.1:{port}" for port in ports),
         ) as agents,
     ):
-        first = agents.start("a", founds=True)
+        first = agents.start("a", creates_job=True)
         agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the founder")
         second = agents.start("b")
         agents.wait_for_step(4)
@@ -91,7 +91,7 @@ def test_the_host_of_the_coordinator_is_lost_and_another_candidate_goes_on(tmp_p
 def test_hosts_that_are_lost_come_and_leave_change_no_bit(tmp_path: Path) -> None:
     settings = {**FOUR, "run.steps": 100_000, "optimizer.schedule": "constant"}
     with Agents(tmp_path, {**settings, "control.hosts": 2}, f"127.0.0.1:{free_port()}") as agents:
-        founder = agents.start("a", founds=True)
+        founder = agents.start("a", creates_job=True)
         lost = agents.start("b")
         agents.wait_for_step(3)
         lost.signal(signal.SIGKILL)
@@ -103,7 +103,9 @@ def test_hosts_that_are_lost_come_and_leave_change_no_bit(tmp_path: Path) -> Non
         founder.signal(signal.SIGTERM)
         assert founder.end() == 143, founder.text
     losses, joins, leaves = (recoveries(agents, kind) for kind in ("lost", "joined", "drained"))
-    assert {each["worker"] for each in losses} == {1, 3} and len({each["epoch"] for each in losses}) == 1, "one event"
+    assert {each["worker"] for each in losses} == {1, 3} and len({each["generation"] for each in losses}) == 1, (
+        "one event"
+    )
     assert {each["worker"] for each in joins} == {each["worker"] for each in leaves} == {4, 5}
     steps = max(event["step"] for event in agents.events("step"))
     settings["run.steps"] = steps
@@ -119,7 +121,7 @@ def test_a_host_whose_address_does_not_answer_is_refused_with_words_on_both_side
     hosts = 2 if comes == "at the beginning" else 1
     settings = {**FOUR, "layout.widths": "[2]", "elastic.num_followers": 1, "run.steps": 100_000}
     with Agents(tmp_path, {**settings, "control.hosts": hosts}, f"127.0.0.1:{free_port()}") as agents:
-        founder = agents.start("a", founds=True)
+        founder = agents.start("a", creates_job=True)
         if comes == "later":
             agents.wait_for_step(3)
         # A worker takes connections at 127.0.0.1, and says 127.0.0.9, where nobody listens.
@@ -141,7 +143,7 @@ def test_hosts_share_only_checkpoints_and_one_folder_tells_of_all_workers(tmp_pa
     shared = ("--checkpoints", str(tmp_path / "shared"))
     own = ("--run-dir", str(tmp_path / "own"))
     with Agents(tmp_path, settings, f"127.0.0.1:{free_port()}") as agents:
-        founder, other = agents.start("a", *shared, founds=True), agents.start("b", *own, *shared)
+        founder, other = agents.start("a", *shared, creates_job=True), agents.start("b", *own, *shared)
         agents.wait_for_step(3)
         (log,) = (tmp_path / "own" / "logs").glob("worker-1.log")
         with log.open("a") as file:
@@ -162,7 +164,7 @@ def test_hosts_share_only_checkpoints_and_one_folder_tells_of_all_workers(tmp_pa
     settings["run.steps"] = steps + 5
     again = Agents(tmp_path / "again", settings, f"127.0.0.1:{free_port()}", run_dir=agents.run_dir)
     with again:
-        founder, other = again.start("a", *shared, founds=True), again.start("b", *own, *shared)
+        founder, other = again.start("a", *shared, creates_job=True), again.start("b", *own, *shared)
         assert (founder.end(), other.end()) == (0, 0), (founder.text, other.text)
     assert "its result is in the run folder of the coordinator's host" in other.text
     reference = run_job(tmp_path / "reference", {**settings, "control.hosts": 1})
@@ -180,7 +182,7 @@ def test_hosts_share_only_checkpoints_and_one_folder_tells_of_all_workers(tmp_pa
 )
 def test_an_agent_that_waits_for_others_stops_when_it_is_told_to(tmp_path: Path, how: str, code: int) -> None:
     with Agents(tmp_path, {**SMALL, "control.hosts": 2, "net.trusted": True}, f"127.0.0.1:{free_port()}") as agents:
-        agent = agents.start("h1", founds=True)
+        agent = agents.start("h1", creates_job=True)
         agents.wait_for(lambda: "host h1 has come: 1 of 2" in agent.text, "the coordinator")
         if how == "ctl":
             assert main(["ctl", str(agents.run_dir), "stop"]) == 0

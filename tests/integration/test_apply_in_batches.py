@@ -72,7 +72,7 @@ class DiesBetweenBatches(Probe):
         """Versions of the copies of each worker that reports, where they are not all the same."""
 
     def reached(self, phase: Phase, index: int, machine: Machine) -> None:
-        if (phase, machine.step) != ("apply", STEP) or self.job.new_epochs:
+        if (phase, machine.step) != ("apply", STEP) or self.job.new_generations:
             return
         if machine.worker == LOST and index == 2:
             wait_until(lambda: len(self.waiting) == 3)

@@ -13,9 +13,9 @@ from tests.etcd_processes import needs_etcd
 from elaswave.config.policy_code import policies
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.planning.costs.analytic import analytic_costs
-from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 
-PREDICTED_ONLY = {name for name, planner in policies().items() if not declared_of(planner).runs_here}
+PREDICTED_ONLY = {name for name, planner in policies().items() if not policy_metadata_of(planner).runs_here}
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -8,7 +8,7 @@ import pytest
 from tests.integration.crew import Machine, train
 from tests.integration.test_any_layout import MODELS, pipelines_of_unequal_depth, regular, shared_boundary
 
-from elaswave.blocks.placement import Role
+from elaswave.blocks.placement import ReplicaRole
 from elaswave.engine.torch_engine import TorchEngine
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol.messages import LayoutChange
@@ -67,7 +67,7 @@ class Changing:
                 machine.planned.hold(
                     LayoutChange(
                         term=1,
-                        epoch=1,
+                        generation=1,
                         number=step,
                         layout=layout,
                         placement=placement,
@@ -112,7 +112,7 @@ def test_changes_do_not_show(tmp_path: Path, model: str, num_followers: int) -> 
         )
         for block, copy in machine.copies.items():
             assert machine.worker in machine.placement.holders(block)
-            assert (machine.placement.owner[block] == machine.worker) == (copy.role is Role.OWNER)
+            assert (machine.placement.owner[block] == machine.worker) == (copy.role is ReplicaRole.OWNER)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -80,11 +80,11 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(
 def test_a_loss_after_the_part_was_written_keeps_the_checkpoint(
     also_coordinator: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other parts are written a step later, in the next epoch; worker 3 lives until its own is known."""
+    """The other parts are written a step later, in the next generation; worker 3 lives until its own is known."""
     write, take = shard_writer.write_shard, checkpoints.Checkpoints.part
 
     def write_late(folder: Path, shard: str, pieces: object) -> list[WrittenItem]:
-        # The parts of the workers that survive wait until the epoch has risen, which worker 3's end brings about.
+        # The parts of the workers that survive wait until the generation has risen, which worker 3's end brings about.
         while "worker-3" not in shard and not list(tmp_path.glob("gone")):
             time.sleep(0.01)
         return write(folder, shard, pieces)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def _members(job: Job) -> tuple[int, ...]:
     """Those that the job has ended with."""
-    return job.result.epochs[-1].layout.workers
+    return job.result.generations[-1].layout.workers
 
 
 def test_a_loss_a_join_a_leave_and_a_slow_worker_change_no_bit(undisturbed: Job, tmp_path: Path) -> None:
@@ -31,8 +31,8 @@ def test_a_loss_a_join_a_leave_and_a_slow_worker_change_no_bit(undisturbed: Job,
     job = run_job(tmp_path, SETTINGS, probe=probe, faults=["kill:1@4", "join@8", "drain:0@44", "slow:2@46:0.5"])
     assert job.computation == undisturbed.computation
     assert _members(job) == (2, 3, 4)
-    assert "worker 4 has joined: epoch 3" in job.messages
-    assert "worker 0 has left, as it was asked to: epoch 4" in job.messages
+    assert "worker 4 has joined: generation 3" in job.messages
+    assert "worker 0 has left, as it was asked to: generation 4" in job.messages
     kinds = [(each.kind, each.worker) for each in job.result.recoveries]
     assert [each for each in kinds if each[0] != "migrated"] == [("lost", 1), ("joined", 4), ("drained", 0)]
     assert ("migrated", None) in kinds

@@ -20,7 +20,7 @@ from elaswave.channel.messages.operator import AskStatus, JobStatus, StatusAnswe
 from elaswave.cli.main import main
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError
-from elaswave.job.key_files import Role
+from elaswave.job.key_files import KeyRole
 from elaswave.job.key_making import write_role_key
 from elaswave.observability.events import LayoutChosen, read_events
 from elaswave.observability.processes import read_processes, signal_process
@@ -80,11 +80,11 @@ def test_status_checkpoint_and_stop(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert stat.S_IMODE((run_dir / CONTROL_FILE).stat().st_mode) == 0o600
         assert ctl(run_dir, "status", "--json") == 0
         status = json.loads(capsys.readouterr().out)
-        assert (status["state"], status["layout"], status["epoch"], status["term"]) == ("training", "[1,2]", 1, 1)
+        assert (status["state"], status["layout"], status["generation"], status["term"]) == ("training", "[1,2]", 1, 1)
         assert status["step"] >= 2 and status["total_steps"] == FOREVER and status["loss"] > 0
         assert status["rate"] > 0 and status["left_s"] > 0 and status["under_way"] == []
         assert [worker["stage"] for worker in status["workers"]] == [0, 1, 1]
-        assert all(worker["heard_s"] < PATIENCE_S for worker in status["workers"])
+        assert all(worker["last_heartbeat_s"] < PATIENCE_S for worker in status["workers"])
         copies = status["copies"]
         assert copies["num_wanted"] == copies["num_held"] == sum(w["num_owned_blocks"] for w in status["workers"])
         until_step(other, second, 1)
@@ -102,7 +102,7 @@ def test_status_checkpoint_and_stop(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert lines[0].startswith("asked: ") and lines[1].startswith("taken (step ")
 
         keys = Path(json.loads((run_dir / CONTROL_FILE).read_text())["key_file"]).parent
-        reading = write_role_key(keys, Role.READING)
+        reading = write_role_key(keys, KeyRole.READING)
         assert main(["ctl", "--key", str(reading), str(run_dir), "status"]) == 0
         assert "layout [1,2]" in capsys.readouterr().out
         assert main(["ctl", "--key", str(reading), str(run_dir), "stop"]) == 1
@@ -111,7 +111,7 @@ def test_status_checkpoint_and_stop(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert ctl(run_dir, "drain", "7") == 1
         assert "refused: " in capsys.readouterr().err
 
-        steering = write_role_key(keys, Role.STEERING)
+        steering = write_role_key(keys, KeyRole.STEERING)
         assert main(["ctl", "--key", str(steering), str(run_dir), "stop", "--wait"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("stopping: ") and lines[1].startswith("stopped: stopped after step ")
@@ -186,7 +186,7 @@ def test_a_worker_joins_and_another_leaves(tmp_path: Path, capsys: pytest.Captur
         joined = json.loads(capsys.readouterr().out)
         assert joined["decided"] == "joined" and "worker 3 is a member" in joined["reason"]
         assert ctl(run_dir, "drain", "0") == 0
-        assert "drained: worker 0 is no member of epoch" in capsys.readouterr().out
+        assert "drained: worker 0 is no member of generation" in capsys.readouterr().out
         with OperatorClient(run_dir) as client:
             assert [worker.worker for worker in status_of(client).workers] == [1, 2, 3]
         assert ctl(run_dir, "drain", "0") == 1

@@ -16,7 +16,7 @@ from elaswave.cli.main import cli
 from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
 from elaswave.faults.injection import FaultRecord, parse_faults
-from elaswave.observability.result import EpochRecord, RunResult, read_result
+from elaswave.observability.result import GenerationRecord, RunResult, read_result
 from elaswave.protocol.step.engine import PHASES
 from elaswave.types import Hop, Layout, Stage
 
@@ -84,10 +84,10 @@ def test_a_worker_that_joins_in_a_lost_ones_place_is_shown(tmp_path: Path, monke
 
 
 def test_who_has_joined_is_told_by_the_layouts() -> None:
-    def record(first_step: int, workers: tuple[int, ...], idle: tuple[int, ...] = ()) -> EpochRecord:
+    def record(first_step: int, workers: tuple[int, ...], idle: tuple[int, ...] = ()) -> GenerationRecord:
         routes = tuple((Hop(workers[index % len(workers)], 0, 0, 4),) for index in range(4))
         layout = Layout(stages=(Stage(start=0, stop=4, workers=workers),), routes=routes, idle=idle)
-        return EpochRecord(epoch=1, layout=layout, reason="", first_step=first_step)
+        return GenerationRecord(generation=1, layout=layout, reason="", first_step=first_step)
 
     records = [record(1, (0, 1)), record(4, (0,)), record(7, (0,), (2,)), record(9, (0, 2)), record(12, (0, 2), (3,))]
     joins = joins_of(records)

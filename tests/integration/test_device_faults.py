@@ -14,7 +14,7 @@ from tests.integration.unlucky import make_unlucky
 from elaswave.devices.interface import DeviceMemory
 from elaswave.devices.loopback import Loopback
 from elaswave.errors import WorkerError
-from elaswave.protocol.step.position import IDLE
+from elaswave.protocol.step.activity import IDLE
 
 ASSERTED = "CUDA error: device-side assert triggered"
 LOST = "CUDA error: uncorrectable ECC error encountered"
@@ -54,7 +54,7 @@ def test_others_go_on_without_a_worker_whose_context_is_broken(tmp_path: Path, u
     assert job.computation == unharmed.computation
     (recovery,) = job.result.recoveries
     assert (recovery.worker, recovery.detected_by) == (3, "exit")
-    said = job.result.epochs[-1].reason
+    said = job.result.generations[-1].reason
     assert f"broken device context: {ASSERTED} (met at step 4, in backward of micro-batch " in said
     assert "TORCH_USE_CUDA_DSA" not in said
     assert "TORCH_USE_CUDA_DSA" in (tmp_path / "logs" / "worker-3.log").read_text()

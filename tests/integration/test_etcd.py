@@ -166,7 +166,7 @@ def test_a_stranger_who_writes_to_etcd_ends_no_job_and_changes_no_bit(tmp_path: 
         def forge() -> None:
             (name,) = {key.partition("/")[0] for key in keys_in(member)}
             with closing(EtcdClient([member.endpoint], f"/elaswave/{name}/", HttpGateway(), STRANGERS)) as client:
-                client.founded = 1
+                client.job_generation = 1
                 puts = [client.put(key, b'{"term": 99, "holder": "x"}') for key in ("spec", "term", "beat", "outcome")]
                 puts += [client.put(f"rec/{number:016d}", b"forged") for number in range(90, 100)]
                 assert client.transact([], puts).succeeded

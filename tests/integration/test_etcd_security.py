@@ -36,7 +36,9 @@ def test_members_are_known_by_their_authority_and_clients_by_certificate_and_pas
     with cluster(1, *own, "--client-cert-auth", f"--trusted-ca-file={files}/ca.pem", scheme="https") as members:
         certified = security_of(files / "ca.pem", files / "own.pem", files / "own.key")
         gateways = [HttpGateway(certified), HttpGateway(security_of(files / "ca.pem", None, None)), HttpGateway()]
-        clients = [EtcdClient([members[0].endpoint], "/elaswave/job/", gateway, KEY, founded=7) for gateway in gateways]
+        clients = [
+            EtcdClient([members[0].endpoint], "/elaswave/job/", gateway, KEY, job_generation=7) for gateway in gateways
+        ]
         try:
             assert clients[0].transact([], [clients[0].put("k", b"v")]).succeeded
             for client in clients[1:]:
@@ -55,11 +57,11 @@ def test_members_are_known_by_their_authority_and_clients_by_certificate_and_pas
                 (Credentials("ann", "wrong"), "authentication failed.*; set control.store_credentials"),
                 (Credentials("ann", "secret"), "permission denied; give the user read and write permission"),
             ):
-                client = EtcdClient([members[0].endpoint], "/elaswave/job/", gateways[0], KEY, user, founded=7)
+                client = EtcdClient([members[0].endpoint], "/elaswave/job/", gateways[0], KEY, user, job_generation=7)
                 with pytest.raises(StoreError, match=problem):
                     client.transact([], [client.get("k")])
             root = EtcdClient(
-                [members[0].endpoint], "/elaswave/job/", gateways[0], KEY, Credentials("root", "r"), founded=7
+                [members[0].endpoint], "/elaswave/job/", gateways[0], KEY, Credentials("root", "r"), job_generation=7
             )
             assert root.transact([], [root.get("k")]).ranges[0][0].value == b"v"
             root._token = "expired.1"

@@ -93,7 +93,7 @@ def test_a_site_that_is_away_for_a_while_is_done_without_and_comes_back(tmp_path
     assert job.computation == alone
     kinds = {(each.kind, each.worker) for each in job.result.recoveries if each.kind in ("lost", "joined")}
     assert kinds == {("lost", 2), ("lost", 3), ("joined", 4), ("joined", 5)}
-    assert {each.layout.domain_of.get(5) for each in job.result.epochs if 5 in each.layout.workers} == {"virginia"}
+    assert {each.layout.domain_of.get(5) for each in job.result.generations if 5 in each.layout.workers} == {"virginia"}
 
 
 @pytest.mark.slow

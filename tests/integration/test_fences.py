@@ -102,7 +102,7 @@ def test_a_join_changes_no_bit(tmp_path: Path, codec: str) -> None:
     probe = WaitsFor(log_of(tmp_path / "joined"), "worker 4 has joined", step=8)
     job = run_job(tmp_path / "joined", settings | LAYOUTS["2x2"], probe=probe, faults=["kill:1@4", "join@8"])
     assert job.computation == undisturbed.computation
-    assert 4 in job.result.epochs[-1].layout.workers
+    assert 4 in job.result.generations[-1].layout.workers
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tests.integration.jobs import small_config
 from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 from torch import nn
 
-from elaswave.blocks.placement import Role
+from elaswave.blocks.placement import ReplicaRole
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Draw, Source
 from elaswave.errors import StateError, VoteError
@@ -119,7 +119,7 @@ def flip(values: torch.Tensor, place: int = 5) -> None:
     words[place] ^= 1 << (22 if flat.itemsize == 4 else 6)
 
 
-def held(machine: Machine, role: Role, *, buffers: bool = False) -> HeldBlock:
+def held(machine: Machine, role: ReplicaRole, *, buffers: bool = False) -> HeldBlock:
     return next(copy for copy in machine.copies.values() if copy.role is role and copy.is_buffers is buffers)
 
 
@@ -131,11 +131,11 @@ def working_copy(machine: Machine) -> None:
 
 
 def owned_master(machine: Machine) -> None:
-    flip(held(machine, Role.OWNER).slots["master"])
+    flip(held(machine, ReplicaRole.OWNER).slots["master"])
 
 
 def followed_master(machine: Machine) -> None:
-    flip(held(machine, Role.FOLLOWER).slots["master"])
+    flip(held(machine, ReplicaRole.FOLLOWER).slots["master"])
 
 
 def frozen(machine: Machine) -> None:
@@ -268,7 +268,7 @@ def test_of_three_copies_two_win_where_no_memory_has_changed(
     undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def act(machine: Machine) -> None:
-        flip(held(machine, Role.FOLLOWER).slots["exp_avg"])  # has no seal, and makes the next master another one
+        flip(held(machine, ReplicaRole.FOLLOWER).slots["exp_avg"])  # has no seal, and makes the next master another one
 
     job = run(tmp_path, monkeypatch, Strike(act, step=2), {"elastic.num_followers": 2})
     assert job.computation == undisturbed
@@ -279,7 +279,9 @@ def test_of_three_copies_two_win_where_no_memory_has_changed(
 def test_of_two_copies_none_is_right_and_the_job_goes_back(
     undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = run(tmp_path, monkeypatch, Strike(lambda machine: flip(held(machine, Role.OWNER).slots["exp_avg"]), step=2))
+    job = run(
+        tmp_path, monkeypatch, Strike(lambda machine: flip(held(machine, ReplicaRole.OWNER).slots["exp_avg"]), step=2)
+    )
     assert job.computation == undisturbed
     (decision,) = job.decisions
     assert decision.rollback == 0 and "no copy is known to be right" in decision.reason
@@ -293,7 +295,7 @@ def test_an_optimizers_state_that_decides_nothing_is_compared_within_one_period(
 ) -> None:
     settings = {"optimizer.ema_decay": 0.9, "run.steps": STEP + STATE_SAMPLE_PERIOD}
     before = run(tmp_path / "before", monkeypatch, settings=settings)
-    strike = Strike(lambda machine: flip(held(machine, Role.FOLLOWER).slots["ema"]))
+    strike = Strike(lambda machine: flip(held(machine, ReplicaRole.FOLLOWER).slots["ema"]))
     job = run(tmp_path / "after", monkeypatch, strike, settings)
     assert job.computation == before.computation
     assert "in its state" in job.decisions[0].reason and "the certificate does not hold" in job.decisions[0].reason
@@ -342,7 +344,7 @@ def test_an_optimizers_state_that_changes_shortly_before_it_is_written_is_found(
 ) -> None:
     """It has no seal, and no vote comes after the last step. In APPLY it makes a wrong master too, which is sealed."""
     settings: dict[str, Any] = {"elastic.num_followers": num_followers, "run.checkpoint_every": 2}
-    strike = Strike(lambda machine: flip(held(machine, Role.OWNER).slots["exp_avg"]), step=step, phase=phase)
+    strike = Strike(lambda machine: flip(held(machine, ReplicaRole.OWNER).slots["exp_avg"]), step=step, phase=phase)
     job = run(tmp_path, monkeypatch, strike, settings)
     assert strike.has_struck and job.computation == undisturbed
     (decision,) = job.decisions

@@ -22,13 +22,13 @@ FOUR = {
 def killed_and_started_again(folder: Path, settings: dict[str, Any], coordinator: str) -> None:
     """A launcher starts the founder's agent again at once; those of other hosts wait for a coordinator then."""
     with Agents(folder, {**FOUR, "control.hosts": 2, **settings}, coordinator) as agents:
-        founder = agents.start("a", founds=True)
+        founder = agents.start("a", creates_job=True)
         agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the founder")
         other = agents.start("c")
         agents.wait_for_step(12)
         founder.signal(signal.SIGKILL)
         founder.process.wait()
-        again = agents.start("a", founds=True)
+        again = agents.start("a", creates_job=True)
         assert other.end() == 75, other.text
         assert "the job was founded again since this agent has come" in other.text, other.text
         later = agents.start("c")

@@ -54,7 +54,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, probe: Probe, **options: 
 
 
 class DiesAt(Probe):
-    """One worker dies at the first action of a phase of a step, in the first epoch.
+    """One worker dies at the first action of a phase of a step, in the first generation.
 
     Args:
         worker, step, phase: where.
@@ -81,7 +81,12 @@ class DiesAsAChangeComes(Probe):
 
     def reached(self, phase: Phase, index: int, machine: Machine) -> None:
         self.placement = machine.placement
-        if self.job.new_epochs or index or (phase, machine.ledger.change) != ("apply", 1) or machine.layout == BETTER:
+        if (
+            self.job.new_generations
+            or index
+            or (phase, machine.ledger.change) != ("apply", 1)
+            or machine.layout == BETTER
+        ):
             return
         self.step = machine.step
         if machine.worker == 3:
@@ -125,7 +130,7 @@ def test_a_job_may_end_while_blocks_are_copied(
     assert {name for name, digest in job.digests.items() if followed[name] != digest}, "no block was being copied"
 
 
-def test_a_change_that_one_worker_never_held_is_void_in_the_next_epoch(
+def test_a_change_that_one_worker_never_held_is_void_in_the_next_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
 ) -> None:
     """All survivors have held it since step 3 at the latest; it needs the worker that is lost."""
@@ -149,23 +154,23 @@ class DiesWithItsReport(Probe):
     """The worker that reports steps dies before its report of step 4 is out, and once another one has begun step 5.
 
     Args:
-        reporters: epoch -> the worker that dies in it, and the other one.
+        reporters: generation -> the worker that dies in it, and the other one.
     """
 
     def __init__(self, reporters: dict[int, tuple[int, int]]) -> None:
         self.reporters = reporters
-        self.begun = {epoch: threading.Event() for epoch in reporters}
+        self.begun = {generation: threading.Event() for generation in reporters}
 
     def reached(self, phase: Phase, index: int, machine: Machine) -> None:
-        epoch = machine.member.epoch
-        if machine.step == 5 and epoch in self.reporters and machine.worker == self.reporters[epoch][1]:
-            self.begun[epoch].set()
+        generation = machine.member.generation
+        if machine.step == 5 and generation in self.reporters and machine.worker == self.reporters[generation][1]:
+            self.begun[generation].set()
 
     def on_message(self, message: FromWorker) -> None:
-        if not isinstance(message, StepReport) or message.step != 4 or message.epoch not in self.reporters:
+        if not isinstance(message, StepReport) or message.step != 4 or message.generation not in self.reporters:
             return
-        if message.worker == self.reporters[message.epoch][0]:
-            assert self.begun[message.epoch].wait(JOB_TIMEOUT_S / 2)
+        if message.worker == self.reporters[message.generation][0]:
+            assert self.begun[message.generation].wait(JOB_TIMEOUT_S / 2)
             self.job.kill(message.worker)
             raise Killed
 
@@ -175,7 +180,7 @@ def test_what_the_lost_worker_did_not_report_is_reported_by_the_next(
 ) -> None:
     probe = DiesWithItsReport({1: (0, 1)})
     job = run(tmp_path, monkeypatch, probe, on_message=probe.on_message)
-    assert [(report.worker, report.epoch) for report in job.reports if report.step == 4] == [(1, 1)]
+    assert [(report.worker, report.generation) for report in job.reports if report.step == 4] == [(1, 1)]
     assert job.computation == undisturbed.computation
 
 
@@ -198,7 +203,7 @@ def test_reports_of_steps_that_are_made_again_are_forgotten(
     probe = DiesWithItsReport({1: (0, 1), 2: (1, 2)})
     job = run(tmp_path, monkeypatch, probe, on_message=probe.on_message, restart_in={2})
     assert [decision.rollback for decision in job.decisions] == [0, None]
-    assert [(report.worker, report.epoch) for report in job.reports if report.step == 4] == [(2, 2)]
+    assert [(report.worker, report.generation) for report in job.reports if report.step == 4] == [(2, 2)]
     assert job.computation == undisturbed.computation
 
 
@@ -218,7 +223,7 @@ def test_a_checkpoint_that_a_loss_has_prevented_is_made_up_for(
     """What worker 3 owned after step 3 is written by the worker that owns it now."""
     job = run(tmp_path, monkeypatch, DiesAt(3, 3, "gather"), settings={"run.checkpoint_every": 3})
     assert [decision.checkpoint for decision in job.decisions] == [True]
-    written = {shard.worker for shard in job.shards if shard.standing.step == 3 and shard.standing.epoch == 2}
+    written = {shard.worker for shard in job.shards if shard.standing.step == 3 and shard.standing.generation == 2}
     assert written == {0, 1, 2}
     assert job.computation == undisturbed.computation
 
@@ -237,7 +242,7 @@ def test_a_worker_that_only_its_peers_miss_is_lost_by_its_links(
             raise Killed
 
     job = run(tmp_path, monkeypatch, Vanishes(2, 3, "backward"))
-    [suspicion] = job.new_epochs[0].suspicions
+    [suspicion] = job.new_generations[0].suspicions
     assert (suspicion.worker, suspicion.detected_by) == (2, "link")
     assert job.computation == undisturbed.computation
 
@@ -280,7 +285,7 @@ class DiesBeforeItFills(DiesAt):
         super().reached(phase, index, machine)
 
     def on_message(self, message: FromWorker) -> None:
-        if isinstance(message, Installed) and (message.worker, message.epoch) == (0, 2):
+        if isinstance(message, Installed) and (message.worker, message.generation) == (0, 2):
             wait_until(lambda: self.begun == {1, 3})
             self.job.kill(0)
             raise Killed

@@ -42,8 +42,10 @@ def _other(words: Joining, **changes: Any) -> Joining:
     return msgspec.structs.replace(words, **changes)
 
 
-def _other_canary(words: Joining, place: int, **changes: Any) -> Joining:
-    return _other(words, canaries={**words.canaries, place: words.canaries[place] + 1}, **changes)
+def _other_determinism_hash(words: Joining, place: int, **changes: Any) -> Joining:
+    return _other(
+        words, determinism_hashes={**words.determinism_hashes, place: words.determinism_hashes[place] + 1}, **changes
+    )
 
 
 DIFFERENCES: list[Any] = [
@@ -77,13 +79,13 @@ DIFFERENCES: list[Any] = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        lambda words: _other_canary(words, ENVIRONMENT, environment="Processor B"),
+        lambda words: _other_determinism_hash(words, ENVIRONMENT, environment="Processor B"),
         "it computes other bits: it has Processor B, and the job ",
         id="processor",
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        lambda words: _other_canary(words, ENVIRONMENT + 1),
+        lambda words: _other_determinism_hash(words, ENVIRONMENT + 1),
         "layers of the same kind as embedding give other bits there, forward or backward",
         id="a layer",
         marks=pytest.mark.slow,

@@ -39,8 +39,8 @@ class Kept:
         run = engine.run
 
         def look_and_run(*arguments: Any, **options: Any) -> Any:
-            flights = engine.compute._flights
-            fronts = [*flights._forwards.values(), *flights._backwards.values()]
+            in_flight = engine.compute._in_flight_microbatches
+            fronts = [*in_flight._forwards.values(), *in_flight._backwards.values()]
             storages = {
                 tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
                 for front in fronts

@@ -17,7 +17,7 @@ from elaswave.cli.main import main
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError
 from elaswave.job.control_file import read_control_file
-from elaswave.job.key_files import Role, next_file, read_key
+from elaswave.job.key_files import KeyRole, next_file, read_key
 from elaswave.job.key_making import begin_change, write_role_key
 from elaswave.observability.processes import read_processes, signal_process
 
@@ -38,7 +38,7 @@ def test_a_key_is_changed_under_losses_and_no_bit_changes(tmp_path: Path, capsys
         until_step(run_dir, process, 1)
         file = Path(read_control_file(run_dir).key_file)
         keys = [read_key(file).secret]
-        steering = write_role_key(file.parent, Role.STEERING)
+        steering = write_role_key(file.parent, KeyRole.STEERING)
         kill(run_dir, "worker")  # it is missed, and another one started, while the key is changed
         with OperatorClient(run_dir, steering) as stands:
             status_of(stands)
@@ -87,14 +87,14 @@ def test_the_key_of_a_job_of_several_hosts_inside_tls(tmp_path: Path, capsys: py
     net = ["--set", "net.tls=required", "--set", f"net.keys={keys_of('job')}"]
     settings = {**SMALL, "control.hosts": 2, "layout.widths": "[1,1]", "run.steps": FOREVER, "elastic.respawn": True}
     with Agents(tmp_path, settings, f"127.0.0.1:{free_port()}") as agents:
-        first, second = agents.start("a", *net, founds=True), agents.start("b", *net, joins=True)
+        first, second = agents.start("a", *net, creates_job=True), agents.start("b", *net, joins=True)
         agents.wait_for_step(1)
         assert rotate(agents.run_dir) == 0, capsys.readouterr()
         assert "joining.key: of the old key; remove it, and make it anew" in capsys.readouterr().out
         late = agents.start("c", *net, "--slots", "1", joins=True)  # with the old joining key
         assert late.end() == 75 and "the job's key was changed while the job runs" in late.text
         (tmp_path / "joining.key").unlink()
-        write_role_key(tmp_path, Role.JOINING)
+        write_role_key(tmp_path, KeyRole.JOINING)
         fourth = agents.start("d", *net, "--slots", "1", joins=True)
         agents.wait_for(lambda: recoveries(agents, "joined"), "the worker of a host that has the new joining key")
         kill(agents.run_dir, "coordinator")

@@ -140,10 +140,10 @@ DRAINS = [
     pytest.param(Case("reduce", receives), id="target, as copies come", marks=SLOW),
     pytest.param(Case("vote", receives), id="target, with copies that no vote has counted", marks=SLOW),
     pytest.param(Case("apply", receives), id="target, with copies that a vote has counted", marks=SLOW),
-    pytest.param(Case("forward", leaves, over="epoch 2"), id="leaver, before it sends anything", marks=SLOW),
-    pytest.param(Case("reduce", leaves, over="epoch 2"), id="leaver, as it sends copies"),
+    pytest.param(Case("forward", leaves, over="generation 2"), id="leaver, before it sends anything", marks=SLOW),
+    pytest.param(Case("reduce", leaves, over="generation 2"), id="leaver, as it sends copies"),
     pytest.param(
-        Case("gather", leaves, over="epoch 2"), id="leaver, as others learn that they own its blocks", marks=SLOW
+        Case("gather", leaves, over="generation 2"), id="leaver, as others learn that they own its blocks", marks=SLOW
     ),
     pytest.param(Case("reduce", receives, of_coordinator=True), id="coordinator", marks=SLOW),
     pytest.param(Case("vote", leaves, of_coordinator=True), id="coordinator, before a vote", marks=SLOW),
@@ -155,15 +155,15 @@ DRAINS = [
 def test_a_kill_during_a_drain_changes_no_bit(undisturbed: Job, tmp_path: Path, case: Case) -> None:
     job, marker = _run(tmp_path, case, f"worker {LEAVER} has left", [f"drain:{LEAVER}@5"])
     _check(job, case, marker, undisturbed)
-    assert LEAVER not in job.result.epochs[-1].layout.workers
+    assert LEAVER not in job.result.generations[-1].layout.workers
 
 
 JOINS = [
-    pytest.param(Case("reduce", first_to_send, over="epoch 3"), id="source"),
-    pytest.param(Case("vote", first_to_send, over="epoch 3"), id="source, before a vote"),
-    pytest.param(Case("forward", joins, over="epoch 3"), id="joiner, in its first step"),
-    pytest.param(Case("reduce", receives, over="epoch 3"), id="joiner, as copies come"),
-    pytest.param(Case("apply", joins, over="epoch 3"), id="joiner, after its first vote"),
+    pytest.param(Case("reduce", first_to_send, over="generation 3"), id="source"),
+    pytest.param(Case("vote", first_to_send, over="generation 3"), id="source, before a vote"),
+    pytest.param(Case("forward", joins, over="generation 3"), id="joiner, in its first step"),
+    pytest.param(Case("reduce", receives, over="generation 3"), id="joiner, as copies come"),
+    pytest.param(Case("apply", joins, over="generation 3"), id="joiner, after its first vote"),
     pytest.param(Case("forward", joins, of_coordinator=True), id="coordinator, as a joiner has come in"),
     pytest.param(Case("reduce", receives, of_coordinator=True), id="coordinator, as copies are sent"),
 ]
@@ -174,7 +174,7 @@ JOINS = [
 def test_a_kill_during_a_join_changes_no_bit(undisturbed: Job, tmp_path: Path, case: Case) -> None:
     job, marker = _run(tmp_path, case, "has joined", ["join@5"])
     _check(job, case, marker, undisturbed)
-    members = job.result.epochs[-1].layout.workers
+    members = job.result.generations[-1].layout.workers
     lost = {each.worker for each in job.result.recoveries if each.kind == "lost"}
     assert set(members) == {0, 1, 2, 3, JOINER} - lost
 
@@ -200,7 +200,7 @@ def test_a_joiner_that_is_killed_before_it_is_admitted_disturbs_nobody(
     assert marker.exists()
     assert job.computation == undisturbed.computation
     assert not [each for each in job.result.recoveries if each.kind in ("lost", "joined")]
-    assert job.result.epochs[-1].layout.workers == (0, 1, 2, 3)
+    assert job.result.generations[-1].layout.workers == (0, 1, 2, 3)
 
 
 CHANGES = [
@@ -228,10 +228,10 @@ def test_a_kill_during_a_planned_change_changes_no_bit(
         own(self, message)
         if message.step == 3:
             planned = Replanned(BETTER, ExecutionParameters(), "a test wants it", 0.1)
-            change = self._planner.change(planned, self.core.epoch, self.core.in_force())
+            change = self._planner.change(planned, self.core.generation, self.core.in_force())
             assert change is not None
             self.feed(change)
 
     monkeypatch.setattr(JobDriver, "_after_step", plans)
-    job, marker = _run(tmp_path, case, "epoch 2", [])
+    job, marker = _run(tmp_path, case, "generation 2", [])
     _check(job, case, marker, undisturbed)

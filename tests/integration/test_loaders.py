@@ -27,7 +27,7 @@ def with_loaders(
     monkeypatch: pytest.MonkeyPatch, num_loaders: int, samples: Callable[[TokenSamples], Any] = lambda samples: samples
 ) -> None:
     """Lets jobs that are started from now on have loaders; `samples` may stand between them and the tokens."""
-    setup = local_job.TemplateSetup
+    setup = local_job.ForkServerSetup
 
     def made(**options: Any) -> Any:
         training = builtin_training(options["config"])
@@ -39,7 +39,7 @@ def with_loaders(
         )
         return setup(**options)
 
-    monkeypatch.setattr(local_job, "TemplateSetup", made)
+    monkeypatch.setattr(local_job, "ForkServerSetup", made)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_data_that_end_their_process_end_the_job(tmp_path: Path, monkeypatch: py
         run_job(tmp_path, {**SETTINGS, "run.eval_every": 0})
 
 
-class KillsTheTemplate:
+class KillsTheForkServer:
     """Kills the template from a worker, and keeps what processes there were; a probe of every worker."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -149,13 +149,13 @@ class KillsTheTemplate:
         if (machine.worker, machine.step, phase, index) == (0, 3, "forward", 0):
             found = read_processes(self._run_dir)
             (self._run_dir / "seen.json").write_bytes(msgspec.json.encode(found))
-            os.kill(next(process.pid for process in found if process.role == "template"), signal.SIGKILL)
+            os.kill(next(process.pid for process in found if process.role == "forkserver"), signal.SIGKILL)
 
 
 def test_loaders_end_with_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_loaders(monkeypatch, 2)
     with pytest.raises(RecoveryError, match="the template process, .* was killed by SIGKILL"):
-        run_job(tmp_path, SETTINGS, probe=KillsTheTemplate(tmp_path))
+        run_job(tmp_path, SETTINGS, probe=KillsTheForkServer(tmp_path))
     seen = msgspec.json.decode((tmp_path / "seen.json").read_bytes(), type=list[RunProcess])
     assert sum(process.role == "loader" for process in seen) == 8
     assert not [process for process in seen if process.role != "launcher" and lives(process)]

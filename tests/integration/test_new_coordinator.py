@@ -21,7 +21,7 @@ from elaswave.coordinator.records.checkpoints import CheckpointFinder, Checkpoin
 from elaswave.coordinator.records.recorder import RunRecorder
 from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.errors import RecoveryError, StoppedBySignalError
-from elaswave.launcher import local_job, own_coordinators
+from elaswave.launcher import coordinator_supervisor, local_job
 from elaswave.protocol import events
 from elaswave.protocol.detection.detector import Detector
 from elaswave.protocol.step.engine import Phase
@@ -43,13 +43,13 @@ class StopsWithItsCoordinator:
 def test_a_worker_that_never_finds_the_new_coordinator_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
-    run, pid = own_coordinators.run_coordinator, tmp_path / "pid"
+    run, pid = coordinator_supervisor.run_coordinator, tmp_path / "pid"
 
     def run_known(setup: CoordinatorSetup) -> int:
         pid.write_text(str(os.getpid()))
         return run(setup)
 
-    monkeypatch.setattr(own_coordinators, "run_coordinator", run_known)
+    monkeypatch.setattr(coordinator_supervisor, "run_coordinator", run_known)
     job = run_job(tmp_path / "run", {"run.steps": 4}, probe=StopsWithItsCoordinator(pid))
     assert [recovery.worker for recovery in job.result.recoveries if recovery.kind == "lost"] == [1]
     assert job.computation == calm({"run.steps": 4}).computation
@@ -85,7 +85,7 @@ def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(tm
 
     job = run_job(tmp_path / "run", {"run.steps": 5}, faults=["kill:2@3:backward"], before_effect=die)
     (lost,) = [recovery for recovery in job.result.recoveries if recovery.kind == "lost"]
-    assert (lost.worker, lost.step, lost.phase, lost.epoch, lost.outcome) == (2, 3, "backward", 2, "retried")
+    assert (lost.worker, lost.step, lost.phase, lost.generation, lost.outcome) == (2, 3, "backward", 2, "retried")
     assert any(line.startswith("worker 2 (stage 1) lost in backward of step 3") for line in job.messages), job.messages
 
 
@@ -94,7 +94,7 @@ def test_a_coordinator_that_hangs_is_followed_by_another(
 ) -> None:
     hung = tmp_path / "hung"
     monkeypatch.setattr(local_job, "ControlClient", functools.partial(ControlClient, silence_timeout_s=1.0))
-    monkeypatch.setattr(own_coordinators, "COORDINATOR_HUNG_S", 2.0)
+    monkeypatch.setattr(coordinator_supervisor, "COORDINATOR_HUNG_S", 2.0)
 
     def hang(effect: events.CoordinatorEffect) -> None:
         if isinstance(effect, events.Decided) and not hung.exists():
@@ -109,13 +109,13 @@ def test_a_coordinator_that_hangs_is_followed_by_another(
     assert job.computation == calm(settings).computation
 
 
-@pytest.mark.parametrize("kind", [events.Persist, pytest.param(events.NewEpoch, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [events.Persist, pytest.param(events.NewGeneration, marks=pytest.mark.slow)])
 def test_a_coordinator_that_fails_while_it_deals_with_a_loss_ends_the_job(tmp_path: Path, kind: type) -> None:
     """A worker's end is noticed by no message; what goes wrong then must end the job, not leave it waiting."""
 
     def fail(effect: events.CoordinatorEffect) -> None:
         if isinstance(effect, kind) and (
-            not isinstance(effect, events.Persist) or isinstance(effect.record, events.NewEpochRecord)
+            not isinstance(effect, events.Persist) or isinstance(effect.record, events.NewGenerationRecord)
         ):
             raise OSError("no space left on device")
 
@@ -213,7 +213,7 @@ def test_what_a_coordinator_has_acknowledged_does_not_die_with_it(
         "step-00000004",
     ]
     assert len(job.result.losses) == 4
-    assert job.result.epochs[0].epoch == 1 and job.result.epochs[0].first_step == 1
+    assert job.result.generations[0].generation == 1 and job.result.generations[0].first_step == 1
     monkeypatch.undo()
     assert job.computation == calm(settings).computation
 

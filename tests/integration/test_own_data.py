@@ -171,7 +171,7 @@ class Lookup(nn.Module):
 def test_each_process_has_its_own_place_in_files_that_were_open_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr("elaswave.api.trainer.template_environment", WAYS[way])
+    monkeypatch.setattr("elaswave.api.trainer.forkserver_environment", WAYS[way])
     path = tmp_path / "records"
     path.write_bytes(torch.rand(50, 8, generator=torch.Generator().manual_seed(0)).numpy().tobytes())
     records = Records(path)

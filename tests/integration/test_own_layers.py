@@ -193,7 +193,7 @@ def train_script(folder: Path, widths: list[int], faults: tuple[str, ...] = ()) 
 
 
 def test_a_script_trains_it_through_two_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elaswave.api.trainer.template_environment", lambda: None)
+    monkeypatch.setattr("elaswave.api.trainer.forkserver_environment", lambda: None)
     trainer, expected = train_script(tmp_path / "one", [1])
     _, found = train_script(tmp_path / "four", [2, 2], ("kill:3@2:backward", "kill:2@4:gather"))
     assert found == expected

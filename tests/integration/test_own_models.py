@@ -33,7 +33,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def use(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elaswave.api.trainer.template_environment", WAYS[way])
+    monkeypatch.setattr("elaswave.api.trainer.forkserver_environment", WAYS[way])
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +384,7 @@ def test_what_the_fresh_interpreter_cannot_load_is_named(tmp_path, monkeypatch):
     with pytest.raises(LaunchError, match="what the script trains cannot be loaded: ModuleNotFoundError: .*ghost"):
         train(tmp_path / "run", {"layout.widths": [1]}, loss=ghost.loss)
     seeded = environment_to_compute() | {"PYTHONHASHSEED": "4294967295"}
-    monkeypatch.setattr("elaswave.api.trainer.template_environment", lambda: seeded)
+    monkeypatch.setattr("elaswave.api.trainer.forkserver_environment", lambda: seeded)
     with pytest.raises(UsageError, match="a new Python has other hashes than this process"):
         train(tmp_path / "third", {"layout.widths": [1]})
     monkeypatch.setattr(sys, "executable", "")
@@ -400,7 +400,7 @@ def test_the_template_forks_the_coordinators_of_a_script(tmp_path, monkeypatch, 
 
     def look(step: int, loss: float, metrics: object) -> None:
         for process in read_processes(run):
-            if process.role == "template":
+            if process.role == "forkserver":
                 templates.add(process.pid)
             elif process.role != "launcher":
                 fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()

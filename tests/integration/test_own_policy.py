@@ -36,7 +36,7 @@ def killed(tmp_path: Path, body: str, more: Mapping[str, Any] = {}) -> Job:
 def test_the_policys_layout_is_in_force_and_the_bits_stay(tmp_path: Path, reference: Job) -> None:
     job = killed(tmp_path, FLAT)
     assert job.computation == reference.computation
-    before, after = job.result.epochs
+    before, after = job.result.generations
     assert {len(route) for route in before.layout.routes} == {2}
     assert {len(route) for route in after.layout.routes} == {1}
     assert {hop.worker for route in after.layout.routes for hop in route} == {0, 2, 3}
@@ -48,7 +48,7 @@ def test_the_policys_layout_is_in_force_and_the_bits_stay(tmp_path: Path, refere
 def test_one_that_raises_leaves_the_survivors_where_they_are_and_says_so(tmp_path: Path, reference: Job) -> None:
     job = killed(tmp_path, "def plan(*_): raise KeyError('no such thing')")
     assert job.computation == reference.computation
-    _, after = job.result.epochs
+    _, after = job.result.generations
     assert {len(route) for route in after.layout.routes} == {2}
     what = f"policy {tmp_path / 'own.py'}:plan raised KeyError: 'no such thing'"
     assert what in after.reason and "survivors keep their stages" in after.reason
@@ -62,6 +62,6 @@ def test_it_plans_for_the_worker_that_joins_in_place_of_the_lost_one(tmp_path: P
     undisturbed = run_job(tmp_path / "undisturbed", SMALL | more)
     job = killed(tmp_path, FLAT, more)
     assert job.computation == undisturbed.computation
-    last = job.result.epochs[-1]
+    last = job.result.generations[-1]
     assert last.layout.workers == (0, 2, 3, 4) and {len(route) for route in last.layout.routes} == {1}
     assert f"{tmp_path / 'own.py'}:plan: one stage of all workers" in last.reason

@@ -19,7 +19,7 @@ from tests.integration.thread_jobs import Machine, ThreadJob
 from tests.own_models import KINDS, WIDTH, Head, Mix, Normed, Points, numbers, settings_of, training_of
 
 from elaswave.api.export import initial_weights, stored_weights
-from elaswave.blocks.placement import Role, place_blocks
+from elaswave.blocks.placement import ReplicaRole, place_blocks
 from elaswave.checkpoints.checkpoint import shard_folder
 from elaswave.checkpoints.commit import commit_checkpoint
 from elaswave.checkpoints.format import CheckpointMeta
@@ -224,8 +224,8 @@ def digests_of(blueprint: Blueprint, layout: Layout, checkpoint: tuple[Path, Che
     followers: list[Mapping[str, int]] = []
     for worker in layout.workers:
         here, store, _ = materialise(blueprint, worker, layout, placement, checkpoint)
-        owners += [store.digest_parts(Role.OWNER), frozen_digests(here, layout, worker)]
-        followers.append(store.digest_parts(Role.FOLLOWER))
+        owners += [store.digest_parts(ReplicaRole.OWNER), frozen_digests(here, layout, worker)]
+        followers.append(store.digest_parts(ReplicaRole.FOLLOWER))
     found = add_digests(owners)
     if len(layout.workers) > 1:
         copied = add_digests(followers)

@@ -17,7 +17,6 @@ from elaswave.engine.torch_engine import TorchEngine
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.step.engine import Committed
 from elaswave.protocol.step.execution import Life
-from elaswave.state import sums
 
 STEP = 2
 LAYOUT = make_layout(widths=(2,), layers_per_stage=(4,), num_microbatches=5)
@@ -30,17 +29,17 @@ def flip_received(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None
 
 def flip_total(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next total that this worker's thread makes, after all have come, lacks a bit."""
-    add_up, thread = sums.add_up, threading.get_ident()
+    add_up, thread = reduction._add_planes, threading.get_ident()
 
     def wrong(parts: Any) -> torch.Tensor:
         if threading.get_ident() != thread:
             return add_up(parts)
-        monkeypatch.setattr(sums, "add_up", add_up)
+        monkeypatch.setattr(reduction, "_add_planes", add_up)
         total = add_up(parts)
         total[0] ^= 1 << 40
         return total
 
-    monkeypatch.setattr(sums, "add_up", wrong)
+    monkeypatch.setattr(reduction, "_add_planes", wrong)
 
 
 Spoil = Callable[[Reduction, pytest.MonkeyPatch], None]

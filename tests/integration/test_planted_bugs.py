@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.integration.jobs import Job, QuietReporter, flip_bit, run_job
 
-from elaswave.blocks.placement import Role
+from elaswave.blocks.placement import ReplicaRole
 from elaswave.errors import WorkerError
 from elaswave.protocol.step.soundness import STATE_SAMPLE_PERIOD
 from elaswave.state.store import HeldBlock
@@ -116,7 +116,7 @@ class CorruptedBaseCopy:
 
 def followed(machine: Machine) -> HeldBlock:
     """The first block that a worker follows."""
-    return next(copy for copy in machine.copies.values() if copy.role is Role.FOLLOWER)
+    return next(copy for copy in machine.copies.values() if copy.role is ReplicaRole.FOLLOWER)
 
 
 def run_twice(program: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -134,13 +134,13 @@ def flip_gradient(machine: Machine) -> None:
 
 
 def flip_owned_gradient(machine: Machine) -> None:
-    gradient = next(copy for copy in machine.copies.values() if copy.role is Role.OWNER).gradient
+    gradient = next(copy for copy in machine.copies.values() if copy.role is ReplicaRole.OWNER).gradient
     assert gradient is not None
     flip_bit(gradient, 7, 0)
 
 
 def own_it_too(machine: Machine) -> None:
-    followed(machine).role = Role.OWNER
+    followed(machine).role = ReplicaRole.OWNER
 
 
 def another_next_layout(machine: Machine) -> None:

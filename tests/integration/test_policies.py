@@ -63,21 +63,21 @@ def test_a_baseline_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, referenc
     settings = EMULATED | {"elastic.policy": f'"{policy}"', "run.checkpoint_every": 2}
     job = run_job(tmp_path / "run", settings, faults=["kill:1@5:backward", "kill:5@8:gather"])
     assert job.computation == reference.computation
-    assert [record.epoch for record in job.result.epochs] == [1, 2, 3]
-    assert all(record.reason for record in job.result.epochs)
+    assert [record.generation for record in job.result.generations] == [1, 2, 3]
+    assert all(record.reason for record in job.result.generations)
     expected = "starts over" if policy == "full_restart" else policy
-    assert all(expected in record.reason for record in job.result.epochs[1:])
+    assert all(expected in record.reason for record in job.result.generations[1:])
     if policy == "torchft_batch_kept":  # whole groups have left
-        assert {len(route) for route in job.result.epochs[1].layout.routes} == {2}
-        busy = {hop.worker for route in job.result.epochs[1].layout.routes for hop in route}
-        assert len(busy) == 4 and set(job.result.epochs[1].layout.workers) == {0, 2, 3, 4, 5}
+        assert {len(route) for route in job.result.generations[1].layout.routes} == {2}
+        busy = {hop.worker for route in job.result.generations[1].layout.routes for hop in route}
+        assert len(busy) == 4 and set(job.result.generations[1].layout.workers) == {0, 2, 3, 4, 5}
 
 
 @SLOW
 def test_a_full_restart_without_a_checkpoint_begins_again(tmp_path: Path, reference: Job) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"elastic.policy": '"full_restart"'}, faults=["kill:1@5:vote"])
     assert job.computation == reference.computation
-    assert [record.first_step for record in job.result.epochs] == [1, 1]
+    assert [record.first_step for record in job.result.generations] == [1, 1]
 
 
 @SLOW
@@ -86,7 +86,7 @@ def test_spares_take_the_places_of_lost_workers_in_a_full_restart(tmp_path: Path
     job = run_job(tmp_path / "run", settings, faults=["join@1", "join@1", "kill:1@32:backward"])
     whole = run_job(tmp_path / "whole", EMULATED | {"run.steps": 40})
     assert job.computation == whole.computation
-    *_, before, after = (record.layout for record in job.result.epochs)
+    *_, before, after = (record.layout for record in job.result.generations)
     assert before.idle == (6, 7), "workers that have joined stand by"
     busy = {hop.worker for route in after.routes for hop in route}
     assert len(busy) == 6 and 1 not in busy and busy & {6, 7}, "and are used when all begin again"
@@ -96,7 +96,7 @@ def test_spares_take_the_places_of_lost_workers_in_a_full_restart(tmp_path: Path
 @pytest.mark.slow
 def test_torchfts_batch_shrinks(tmp_path: Path, reference: Job) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"elastic.policy": '"torchft"'}, faults=["kill:1@5:backward"])
-    before, after = (record.layout for record in job.result.epochs)
+    before, after = (record.layout for record in job.result.generations)
     assert (before.num_microbatches, after.num_microbatches) == (6, 4)
     assert job.result.losses[:4] == reference.result.losses[:4]
     assert job.result.losses[4:] != reference.result.losses[4:]
@@ -110,7 +110,7 @@ def test_steps_that_are_repeated_with_a_smaller_batch_have_other_losses(tmp_path
     settings = EMULATED | {"elastic.policy": '"torchft"', "elastic.num_followers": 0, "run.checkpoint_every": 2}
     is_durable = (tmp_path / "run" / "checkpoints" / "step-00000004").exists
     job = run_job(tmp_path / "run", settings, faults=["kill:1@6:backward"], probe=HeldUntil(1, 6, is_durable))
-    assert [record.first_step for record in job.result.epochs] == [1, 5]
+    assert [record.first_step for record in job.result.generations] == [1, 5]
     assert job.result.losses[:4] == reference.result.losses[:4]
     assert job.result.losses[4] != reference.result.losses[4]
     committed = [event for event in read_events(job.run_dir / EVENTS_FILE) if isinstance(event, StepCommitted)]
@@ -148,10 +148,10 @@ def test_every_layout_says_what_was_predicted_and_what_it_took(tmp_path: Path) -
     told: set[tuple[int, int]] = set()  # predictions are in the log before what they are about
     for event in events:
         if isinstance(event, StepTimePredicted | LayoutChosen) and event.predicted_step_s is not None:
-            told.add((event.epoch, event.change))
+            told.add((event.generation, event.change))
         elif isinstance(event, StepTimeMeasured) and event.predicted_step_s is not None:
-            assert (event.epoch, event.change) in told
-    first, last = job.result.epochs[0], job.result.epochs[-1]
+            assert (event.generation, event.change) in told
+    first, last = job.result.generations[0], job.result.generations[-1]
     for record in (first, last):
         assert record.predicted_step_s is not None and record.measured_step_s is not None
         assert record.schedule in ("1f1b", "zero-bubble", "zero-bubble-h2")
@@ -163,7 +163,7 @@ def test_every_layout_says_what_was_predicted_and_what_it_took(tmp_path: Path) -
 def test_without_rebalancing_the_interim_layout_stays(tmp_path: Path, reference: Job) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"elastic.rebalance": False}, faults=["kill:1@3:backward"])
     assert job.computation == reference.computation
-    assert [(record.epoch, record.change) for record in job.result.epochs] == [(1, 0), (2, 0)]
+    assert [(record.generation, record.change) for record in job.result.generations] == [(1, 0), (2, 0)]
 
 
 @pytest.mark.slow

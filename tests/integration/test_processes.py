@@ -27,7 +27,7 @@ class Look:
             deadline_s = time.monotonic() + WAIT_S
             while time.monotonic() < deadline_s:
                 processes = read_processes(self.run_dir)
-                if [process.role for process in processes] == ["launcher", "template", "worker", "coordinator"]:
+                if [process.role for process in processes] == ["launcher", "forkserver", "worker", "coordinator"]:
                     break
                 time.sleep(0.01)  # the launcher writes the file when it has time
             found = [
@@ -44,7 +44,7 @@ def test_the_processes_of_a_job_are_named_and_workers_are_killed_before_others(t
     found = json.loads(look.file.read_text())
     assert [(role, number, score) for role, number, _, score in found] == [
         ("launcher", 0, own),
-        ("template", 0, own),
+        ("forkserver", 0, own),
         ("worker", 0, max(own, WORKER_SCORE)),
         ("coordinator", 2, own),
     ]

@@ -65,8 +65,8 @@ def _check_kill(run_dir: Path, reference: Job, layout: str, worker: int, phase: 
     assert recovery.detect_s is not None and 0 <= recovery.detect_s <= recovery.total_s
     alone = layout != "2x2" and worker == (0 if layout == "[1,3]" else 3)
     assert (recovery.critical_bytes > 0) is alone  # a whole stage is lost: its parameters have to move
-    assert [epoch.epoch for epoch in job.result.epochs] == [1, 2]
-    assert worker not in job.result.epochs[-1].layout.workers
+    assert [generation.generation for generation in job.result.generations] == [1, 2]
+    assert worker not in job.result.generations[-1].layout.workers
     assert any(f"worker {worker} (stage" in message for message in job.messages)
 
 
@@ -139,13 +139,13 @@ def test_two_followers_survive_the_loss_of_any_two_at_once(tmp_path: Path, refer
     job = _survive(
         tmp_path / "run", reference, ["kill:0@3:backward", "kill:1@3:backward"], {"elastic.num_followers": 2}
     )
-    assert job.result.epochs[-1].layout.workers == (2, 3)
+    assert job.result.generations[-1].layout.workers == (2, 3)
 
 
 @pytest.mark.slow
 def test_followers_are_replicated_again_so_that_a_later_loss_is_survived_too(tmp_path: Path, reference: Job) -> None:
     job = _survive(tmp_path / "run", reference, ["kill:0@2:forward", "kill:1@4:gather", "kill:2@6:vote"])
-    assert job.result.epochs[-1].layout.workers == (3,)
+    assert job.result.generations[-1].layout.workers == (3,)
 
 
 @pytest.mark.parametrize("replicated_bytes", [12 * 1024, pytest.param(1 << 20, marks=pytest.mark.slow)])
@@ -206,14 +206,17 @@ class _KillBefore:
     [
         events.Send,
         events.Decided,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (events.Persist, events.NewEpoch, events.Resumed)),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (events.Persist, events.NewGeneration, events.Resumed)
+        ),
     ],
 )
 def test_the_coordinator_dies_in_the_middle_of_a_recovery(tmp_path: Path, reference: Job, kind: type) -> None:
     killer = _KillBefore(kind, tmp_path / "killed")
     job = _survive(tmp_path / "run", reference, ["kill:2@3:backward"], before_effect=killer)
     assert (tmp_path / "killed").exists()
-    assert job.result.epochs[-1].layout.workers == (0, 1, 3)
+    assert job.result.generations[-1].layout.workers == (0, 1, 3)
 
 
 def test_a_kill_during_a_recovery(tmp_path: Path, reference: Job) -> None:
@@ -235,7 +238,7 @@ def test_a_kill_during_a_recovery(tmp_path: Path, reference: Job) -> None:
 
     job = _survive(tmp_path / "run", reference, [], probe=WritePid(), before_effect=kill_third)
     assert (tmp_path / "killed").exists()
-    assert job.result.epochs[-1].layout.workers == (0, 2)
+    assert job.result.generations[-1].layout.workers == (0, 2)
 
 
 def test_a_worker_that_wakes_up_after_it_was_declared_lost_ends_itself_and_changes_nothing(
@@ -254,7 +257,7 @@ def test_a_worker_that_wakes_up_after_it_was_declared_lost_ends_itself_and_chang
     log = tmp_path / "run" / "logs" / "worker-1.log"
 
     def wake() -> None:
-        _wait_until(lambda: "epoch 2" in (tmp_path / "run" / "logs" / "coordinator.log").read_text())
+        _wait_until(lambda: "generation 2" in (tmp_path / "run" / "logs" / "coordinator.log").read_text())
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGCONT)
         over.wait(60)  # `run_job` counts threads before and after
 
@@ -298,6 +301,6 @@ def test_the_line_on_the_terminal_says_what_happened(tmp_path: Path, reference: 
     (line,) = [message for message in reporter.messages if "lost in" in message]
     assert line.startswith("worker 3 (stage 1) lost in backward of step 3 (")
     assert re.search(
-        r"epoch 2, \d+ micro-batches rerouted, \d+ blocks promoted, 0 B moved, going on after \d+ ms", line
+        r"generation 2, \d+ micro-batches rerouted, \d+ blocks promoted, 0 B moved, going on after \d+ ms", line
     )
     assert ", step redone in " in line

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.integration.jobs import Job, run_job, small_config
 from tests.reference import Recipe, Reference, microbatch_gradients, reference_run
 
-from elaswave.blocks.placement import Role
+from elaswave.blocks.placement import ReplicaRole
 from elaswave.engine.blueprint import Blueprint
 from elaswave.models.layers import ModelSpec, build_layer
 from elaswave.state.store import BlockStore
@@ -105,7 +105,7 @@ class GradientRecorder:
             for layer, accumulator in machine.engine.compute.accumulators.items():
                 self.wrap(machine, layer, accumulator)
         if (phase, index) == ("apply", 0):
-            owned = {held.block.id: held.gradient for held in BlockStore(machine.copies).with_role(Role.OWNER)}
+            owned = {held.block.id: held.gradient for held in BlockStore(machine.copies).with_role(ReplicaRole.OWNER)}
             torch.save(owned, self.folder / f"mean-{machine.step}-{machine.worker}.pt")
 
     def wrap(self, machine: Any, layer: int, accumulator: Any) -> None:

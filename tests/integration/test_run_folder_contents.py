@@ -15,7 +15,7 @@ from tests.trace_format import validate_trace
 
 from elaswave.observability.events import Event, RunFinished, RunStarted, StepCommitted, read_events
 from elaswave.observability.result import read_digests, read_result
-from elaswave.observability.summary import summarize
+from elaswave.observability.summary import summarize_run
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
@@ -75,7 +75,7 @@ def test_the_files_of_a_complete_run_agree(tmp_path: Path) -> None:
     received = sum(event["ph"] == "b" and event["cat"] == "receive" for event in trace["traceEvents"])
     assert sent == received > 0
 
-    summary = summarize(folder)
+    summary = summarize_run(folder)
     assert summary.status == "finished"
     assert sum(stage.num_parameters or 0 for stage in summary.stages) == sum(
         worker.holdings.num_owned_parameters for worker in summary.workers if worker.holdings is not None
@@ -95,10 +95,10 @@ def run_until_terminated(command: list[str], folder: Path, steps: int) -> None:
     )
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        while not (folder / "events.jsonl").exists() or summarize(folder).steps < steps:
+        while not (folder / "events.jsonl").exists() or summarize_run(folder).steps < steps:
             assert process.poll() is None and time.monotonic() < deadline, "no step within the time"
             time.sleep(0.02)
-        assert summarize(folder).status == "unfinished"
+        assert summarize_run(folder).status == "unfinished"
         assert run(elaswave("inspect", str(folder))).returncode == 0
         assert run(elaswave("inspect", "diff", str(folder), str(folder))).returncode == 2
         process.send_signal(signal.SIGTERM)
@@ -114,7 +114,7 @@ def test_an_interrupted_run_is_told_as_such_and_ends_as_if_it_had_not_been(tmp_p
     folder, whole = tmp_path / "run", tmp_path / "whole"
     warm_up = ("--set", "optimizer.warmup_steps=3")
     run_until_terminated(train(folder, "--profile", *warm_up, steps=100_000), folder, steps=5)
-    summary = summarize(folder)
+    summary = summarize_run(folder)
     assert (summary.status, summary.checkpoints[-1].step) == ("interrupted", summary.steps)
     assert not (folder / "result.json").exists()
     assert list(folder.glob("*.part")) == []

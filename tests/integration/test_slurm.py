@@ -228,6 +228,6 @@ def test_one_allocation_goes_on_without_a_node_that_is_lost(cluster: Cluster, tm
     assert list(job.run_dir.glob("checkpoints/step-*")), output
     settings = {**SETTINGS, "run.steps": job.steps}
     losses = [event.recovery for event in read_events(job.events) if isinstance(event, Recovered)]
-    assert len({each.epoch for each in losses}) == 1 and {each.worker for each in losses} == {1, 3}, losses
+    assert len({each.generation for each in losses}) == 1 and {each.worker for each in losses} == {1, 3}, losses
     run_job(job.run_dir, settings, resume=True)
     assert finished(job.run_dir).computation == run_job(tmp_path / "reference", settings).computation

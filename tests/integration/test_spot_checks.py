@@ -13,7 +13,7 @@ from tests.integration.thread_jobs import ThreadJob
 from tests.own_models import WIDTH, Head, Mix, settings_of, training_of
 from torch import nn
 
-from elaswave.engine.checks.spot_checks import Kind, SpotChecks
+from elaswave.engine.checks.spot_checks import CheckKind, SpotChecks
 from elaswave.errors import WorkerError
 from elaswave.models.calls import draw_key
 from elaswave.models.layers import Layer
@@ -69,7 +69,7 @@ def training(**strikes: Strike) -> Training:
     return training_of(*[Layer(f"l{index}", build) for index, build in enumerate(builds)])
 
 
-def places(kind: Kind, seed: int) -> list[tuple[int, int]]:
+def places(kind: CheckKind, seed: int) -> list[tuple[int, int]]:
     """(step, micro-batch) at which the layer is checked."""
     spots = SpotChecks(seed, 0.005, NUM_MICROBATCHES, 2)
     found = []
@@ -112,7 +112,7 @@ class Once:
 def test_a_processor_that_is_wrong_once_is_lost_and_the_bits_are_right(
     where: str, schedule: str, undisturbed: ThreadJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strike = Once(places(Kind.RUN, undisturbed.config.run.seed)[-1])
+    strike = Once(places(CheckKind.RUN, undisturbed.config.run.seed)[-1])
     job = job_of(tmp_path, training(**{where: strike}), **{"layout.schedule": schedule}).run(monkeypatch)
     (failed,) = job.failures
     assert f"worker {failed.worker}" == strike.struck and [decision.lost for decision in job.decisions] == [
@@ -141,7 +141,7 @@ def test_a_processor_that_has_become_wrong_for_good_is_lost_and_nothing_is_kept_
     undisturbed: ThreadJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has handed on wrong numbers before its check is due: others have computed with them."""
-    step, microbatch = next(each for each in places(Kind.PROBE, undisturbed.config.run.seed) if each[1] >= 4)
+    step, microbatch = next(each for each in places(CheckKind.PROBE, undisturbed.config.run.seed) if each[1] >= 4)
     strike = ForGood(step, microbatch % 2)
     job = job_of(tmp_path, training(forward=strike)).run(monkeypatch)
     (failed,) = job.failures
@@ -160,13 +160,13 @@ def test_a_layer_that_becomes_nondeterministic_ends_the_job_by_name(
     job = job_of(tmp_path, training(forward=late))
     with pytest.raises(AssertionError, match=r"layer l1 is not deterministic.*; the same error has ended worker [01]"):
         job.run(monkeypatch)
-    step = next(step for step, _ in places(Kind.RUN, undisturbed.config.run.seed) if step >= 5)
+    step = next(step for step, _ in places(CheckKind.RUN, undisturbed.config.run.seed) if step >= 5)
     assert {each.signature for each in job.failures} == {f"SpotCheckError at step {step}, layer {STRUCK}"}
     assert all(report.step < step for report in job.reports)
 
 
 def test_without_checks_nobody_notices(undisturbed: ThreadJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    strike = Once(places(Kind.RUN, undisturbed.config.run.seed)[-1])
+    strike = Once(places(CheckKind.RUN, undisturbed.config.run.seed)[-1])
     job = job_of(tmp_path, training(forward=strike), **{"elastic.spot_checks": 0}).run(monkeypatch)
     assert strike.struck and not job.failures and job.computation != undisturbed.computation
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.integration.jobs import flip_bit, run_job
 
-from elaswave.blocks.placement import Role
+from elaswave.blocks.placement import ReplicaRole
 from elaswave.errors import RecoveryError, StateError
 from elaswave.state.digests import add_digests
 from elaswave.state.store import BlockStore
@@ -27,7 +27,7 @@ class DigestWriter:
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
         if (machine.step, machine.attempt, phase, index) == (4, 1, "forward", 0):
-            for role in Role:
+            for role in ReplicaRole:
                 parts = json.dumps(BlockStore(machine.copies).digest_parts(role))
                 (self.folder / f"{role.name}-{machine.worker}.json").write_text(parts)
 
@@ -37,7 +37,7 @@ def test_a_digest_from_followers_alone_is_that_of_the_owners(widths: list[int], 
     settings = {"optimizer.schedule": "constant", "layout.widths": widths}
     expected = run_job(tmp_path / "three", settings | {"run.steps": 3}).digests
     run_job(tmp_path / "four", settings | {"run.steps": 4}, probe=DigestWriter(tmp_path))
-    for role in Role:
+    for role in ReplicaRole:
         parts = [json.loads(file.read_text()) for file in tmp_path.glob(f"{role.name}-*.json")]
         assert len(parts) == sum(widths)
         assert all(hexadecimal(part) != expected for part in parts)  # no worker holds everything
@@ -61,7 +61,7 @@ def test_a_copy_that_differs_after_the_last_step_is_found(
     class FlipAtTheEnd:
         def reached(self, phase: str, index: int, machine: Any) -> None:
             if (machine.worker, machine.step, phase, index) == (1, 4, "apply", len(machine.copies) - 1):
-                flip_bit(next(BlockStore(machine.copies).with_role(Role.FOLLOWER)).slots["exp_avg"], 0, 0)
+                flip_bit(next(BlockStore(machine.copies).with_role(ReplicaRole.FOLLOWER)).slots["exp_avg"], 0, 0)
 
     with pytest.raises(error, match=told):
         run_job(tmp_path, SHORT | {"layout.widths": [2, 2], "elastic.verify": verify}, probe=FlipAtTheEnd())

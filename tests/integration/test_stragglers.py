@@ -63,11 +63,11 @@ def test_a_slow_worker_gets_less_to_do_and_more_again_when_it_is_fast(tmp_path: 
     assert job.computation == reference.computation
     assert ("slowed", 1) in [(each.kind, each.worker) for each in job.result.recoveries]
     assert not any(each.is_failure for each in job.result.recoveries)
-    slow = next(record for record in job.result.epochs if "worker 1 computes at 0." in record.reason)
+    slow = next(record for record in job.result.generations if "worker 1 computes at 0." in record.reason)
     assert slow.change and slow.reason.startswith("elaswave: ")
     assert any("worker 1 computes at 0." in message and "the layout changes" in message for message in job.messages)
-    assert work_of(slow.layout, 1) < work_of(job.result.epochs[0].layout, 1)
-    fast = next(record for record in job.result.epochs if record.first_step > 22 and "worker 1" in record.reason)
+    assert work_of(slow.layout, 1) < work_of(job.result.generations[0].layout, 1)
+    fast = next(record for record in job.result.generations if record.first_step > 22 and "worker 1" in record.reason)
     assert work_of(fast.layout, 1) > work_of(slow.layout, 1)
 
 
@@ -82,7 +82,7 @@ def test_a_worker_that_stays_too_slow_for_any_work_leaves(
     assert job.computation == reference.computation
     assert any("worker 1 leaves: it is too slow for any work" in message for message in job.messages)
     assert not any(each.is_failure for each in job.result.recoveries)
-    assert job.result.epochs[-1].layout.workers == (0, 2, 3)
+    assert job.result.generations[-1].layout.workers == (0, 2, 3)
 
 
 @pytest.mark.slow
@@ -92,7 +92,9 @@ def test_a_slow_worker_is_known_to_the_plans_after_a_loss_and_to_a_new_coordinat
     faults = ["slow:1@4:0.2", "kill:coordinator@20", "kill:2@24:backward"]
     job = run_job(tmp_path / "run", LAYERS, faults=faults)
     assert job.computation == reference.computation
-    assert any("worker 1 computes at 0." in record.reason for record in job.result.epochs if record.first_step <= 20)
-    last = job.result.epochs[-1].layout
+    assert any(
+        "worker 1 computes at 0." in record.reason for record in job.result.generations if record.first_step <= 20
+    )
+    last = job.result.generations[-1].layout
     assert last.workers == (0, 1, 3)
     assert work_of(last, 1) < work_of(last, 0)

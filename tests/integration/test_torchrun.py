@@ -43,7 +43,7 @@ def is_agent(pid: int) -> bool:
 @pytest.mark.usefixtures("entry_points")
 def test_an_agent_that_is_killed_is_started_again_and_the_other_nodes_agents_go_on(tmp_path: Path, calm: Calm) -> None:
     with Agents(tmp_path, {**SETTINGS, "control.hosts": 2}, f"127.0.0.1:{free_port()}") as agents:
-        first = agents.start("a", founds=True, launcher=torchrun(0))
+        first = agents.start("a", creates_job=True, launcher=torchrun(0))
         second = agents.start("b", launcher=torchrun(1))
         agents.wait_for_step(3)
         (agent,) = (
@@ -59,7 +59,7 @@ def test_an_agent_that_is_killed_is_started_again_and_the_other_nodes_agents_go_
 def test_what_another_try_would_meet_again_is_no_failure_to_torchrun(tmp_path: Path) -> None:
     settings = {"run.steps": -1}
     with Agents(tmp_path, settings, f"127.0.0.1:{free_port()}") as agents:
-        agent = agents.start("a", founds=True, launcher=torchrun(3))
+        agent = agents.start("a", creates_job=True, launcher=torchrun(3))
         assert agent.end() == 0, agent.text
     assert agent.text.count("run.steps: ") == 1, "it is not tried again"
     assert "exit code 2; torchrun is told 0" in agent.text

@@ -34,14 +34,14 @@ from elaswave.devices.opening import open_device
 from elaswave.engine import torch_engine
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.probe import NoProbe, Probe
-from elaswave.errors import FencedError
+from elaswave.errors import FencedOffError
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol import events
 from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors
 from elaswave.protocol.coordinator.driver import CoordinatorDriver
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.messages import (
-    FIRST_EPOCH,
+    FIRST_GENERATION,
     CoreToWorker,
     Decision,
     Evidence,
@@ -52,7 +52,7 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
-from elaswave.protocol.step.duties import pending_after
+from elaswave.protocol.step.due_work import pending_after
 from elaswave.protocol.step.engine import Phase
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.moves import refilled
@@ -60,7 +60,7 @@ from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
 from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker import process as worker_module
-from elaswave.worker.failure import failure
+from elaswave.worker.failure import failure_message
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.process import Worker
 from elaswave.worker.setup import WorkerSetup
@@ -85,7 +85,7 @@ class ThreadJob(CoordinatorDriver):
         on_message: called with each message of a live worker before the coordinator handles it, in the worker's own
             thread. It may `kill`.
         on_effect: called before each effect of the coordinator's machine; returns whether it is to be carried out.
-        restart_in: epochs whose losses lead back to the beginning, as a policy of restarting asks for.
+        restart_in: generations whose losses lead back to the beginning, as a policy of restarting asks for.
         machine_class: of every worker's machine; replaced to plant bugs.
         training: what is trained; None: what the configuration describes.
     """
@@ -111,7 +111,7 @@ class ThreadJob(CoordinatorDriver):
         self.evaluated_metrics: dict[int, dict[str, float]] = {}
         """Step -> metrics of the evaluation."""
         self.shards: list[ShardWritten] = []
-        self.new_epochs: list[events.NewEpoch] = []
+        self.new_generations: list[events.NewGeneration] = []
         self.decisions: list[Decision] = []
         self.searches: list[events.FindCheckpoint] = []
         self.finished: dict[int, Finished] = {}
@@ -136,7 +136,7 @@ class ThreadJob(CoordinatorDriver):
         )
         network = MemoryNetwork()
         self._transports = {
-            worker: network.transport(worker, epoch=FIRST_EPOCH) for worker in self.blueprint.layout.workers
+            worker: network.transport(worker, generation=FIRST_GENERATION) for worker in self.blueprint.layout.workers
         }
         self.mailboxes = {worker: Mailbox(worker, transport) for worker, transport in self._transports.items()}
 
@@ -216,7 +216,7 @@ class ThreadJob(CoordinatorDriver):
             here = refilled(blocks, before.layout, before.placement, num_followers, elements, width)
             placement = target_placement(layout, blocks, here, num_followers=num_followers, scatter_width=width)
             execution = ExecutionParameters()
-            self.feed(events.ChangePlanned(self.core.epoch, layout, placement, execution, "a test wants it"))
+            self.feed(events.ChangePlanned(self.core.generation, layout, placement, execution, "a test wants it"))
 
     # ------------------------------------------------------------------------------------------------- the workers
 
@@ -257,10 +257,10 @@ class ThreadJob(CoordinatorDriver):
             made = Crewmate(setup, client, mailbox, transport)
             self._receive(worker, mailbox.hello())
             made.train()
-        except (Killed, FencedError):
+        except (Killed, FencedOffError):
             pass
         except BaseException as error:
-            said = failure(worker, error, made.whereabouts)
+            said = failure_message(worker, error, made.failure_location)
             with self._lock:
                 if worker in self._dead:
                     return
@@ -289,7 +289,7 @@ class ThreadJob(CoordinatorDriver):
             if isinstance(message, Registered | Report | Installed | Unsound):
                 self.feed(message)
             elif isinstance(message, LinkLost):
-                if self.core.believes(worker, message.peer, message.epoch):
+                if self.core.believes(worker, message.peer, message.generation):
                     self.feed(events.Suspected(message.peer, "link", message.detail))
             elif isinstance(message, StepReport):
                 evidence = Evidence(
@@ -300,7 +300,7 @@ class ThreadJob(CoordinatorDriver):
                     change=message.change,
                     checkpoint=message.checkpoint,
                 )
-                self.hears_vote(worker, evidence, message.epoch)
+                self.hears_vote(worker, evidence, message.generation)
                 self.reports.append(message)
             elif isinstance(message, EvaluationReport):
                 self.evaluations[message.step] = message.loss
@@ -315,7 +315,7 @@ class ThreadJob(CoordinatorDriver):
 
     def feed(self, event: events.CoordinatorEvent) -> None:
         """Tells the machine of an event, and does what it asks for."""
-        self.core.restarts = self.core.epoch in self._restart_in
+        self.core.restarts = self.core.generation in self._restart_in
         super().feed(event)
 
     def carry_out_one(self, effect: events.CoordinatorEffect) -> None:
@@ -368,7 +368,7 @@ class ThreadJob(CoordinatorDriver):
     def ends(self) -> dict[int, MemberEnd]:
         """As workers have said."""
         return {
-            worker: MemberEnd(message.standing.epoch, message.standing.step)
+            worker: MemberEnd(message.standing.generation, message.standing.step)
             for worker, message in self.finished.items()
         }
 
@@ -387,9 +387,9 @@ class ThreadJob(CoordinatorDriver):
         """All workers may end."""
         self._dismiss()
 
-    def on_new_epoch(self, effect: events.NewEpoch) -> None:
-        """Ends of the old epoch do not count."""
-        self.new_epochs.append(effect)
+    def on_new_generation(self, effect: events.NewGeneration) -> None:
+        """Ends of the old generation do not count."""
+        self.new_generations.append(effect)
         self.finished.clear()
 
     def on_decided(self, effect: events.Decided) -> None:

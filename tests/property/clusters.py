@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.planning.costs.machines import Cluster, DeviceSpec, FrequencyLevel
 from elaswave.planning.costs.network import NetworkLink
 
 LINK = NetworkLink(bandwidth_bytes_per_s=1e9)
@@ -51,7 +51,7 @@ def make_cluster(
         speed=np.array(speeds, dtype=np.float64),
         memory_bytes=np.broadcast_to(np.array(memory_bytes, dtype=np.float64), (number,)).copy(),
         device=np.zeros(number, dtype=np.int64),
-        devices=(Device(name="d", flops_per_s=1.0, memory_bytes=1e9, levels=levels, idle_power_w=10.0),),
+        devices=(DeviceSpec(name="d", flops_per_s=1.0, memory_bytes=1e9, levels=levels, idle_power_w=10.0),),
         within_node=LINK,
         between_nodes=LINK,
         power_limit_w=power_limit_w,

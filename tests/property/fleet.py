@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from elaswave.protocol.detection.awake import TICK_S
-from elaswave.protocol.detection.detector import Detector, Position, Suspicion
+from elaswave.protocol.detection.active_time import TICK_S
+from elaswave.protocol.detection.detector import Detector, Suspicion, WorkerActivity
 
 INTERVAL_S = 0.25
 Draw = Callable[[random.Random], float]
@@ -131,7 +131,7 @@ class Fleet:
                 stays.append(Stay(meet_s + 0.02, step, "gather", False))
         self._step_end_s = meet_s + 0.025
 
-    def _position(self, worker: int, at_s: float) -> Position:
+    def _position(self, worker: int, at_s: float) -> WorkerActivity:
         while self._step_end_s <= at_s:
             self._plan_step()
         stays = self._stays[worker]
@@ -143,7 +143,7 @@ class Fleet:
             index = 0
         self._at[worker] = index
         stay = stays[index]
-        return Position(1, stay.step, 1, stay.label, stay.computing, stay.waiting_on, at_s - stay.at_s)
+        return WorkerActivity(1, stay.step, 1, stay.label, stay.computing, stay.waiting_on, at_s - stay.at_s)
 
     def _starved_until(self, worker: int, at_s: float) -> float:
         from_s, until_s = self._starved[worker]
@@ -157,7 +157,7 @@ class Fleet:
         for worker in self._workers:
             detector.joined(worker, 0.0)
             heapq.heappush(beats, (rng.uniform(0, INTERVAL_S), worker, 0.0))
-        tick_s, awake_s, next_draw_s, hushed_until_s, looked_s = 0.0, 0.0, 1.0, 0.0, 0.0
+        tick_s, active_s, next_draw_s, hushed_until_s, looked_s = 0.0, 0.0, 1.0, 0.0, 0.0
         while tick_s < duration_s:
             if beats and beats[0][0] <= tick_s:
                 arrival_s, worker, _ = heapq.heappop(beats)
@@ -168,14 +168,14 @@ class Fleet:
                 self._position(worker, arrival_s)  # whether it is starved then is known now
                 sent_s = max(arrival_s, hushed_until_s, self._starved_until(worker, arrival_s))
                 if sent_s == arrival_s:
-                    detector.heartbeat(worker, self._position(worker, sent_s), max(sent_s, awake_s))
+                    detector.heartbeat(worker, self._position(worker, sent_s), max(sent_s, active_s))
                     sent_s += INTERVAL_S + noise.heartbeat_s(rng)
                 heapq.heappush(beats, (sent_s, worker, 0.0))
                 continue
-            now_s = max(tick_s, awake_s)
+            now_s = max(tick_s, active_s)
             if now_s >= next_draw_s:
                 next_draw_s = now_s + 1.0
-                awake_s = now_s + noise.coordinator_s(rng)
+                active_s = now_s + noise.coordinator_s(rng)
                 hushed_until_s = now_s + noise.machine_s(rng)
             if self._agent_looks:
                 for worker in detector.quiet:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.property.fleet import Fleet, Noise, Stop
 
-from elaswave.protocol.detection import awake
+from elaswave.protocol.detection import active_time
 from elaswave.protocol.detection import detector as detection
-from elaswave.protocol.detection.detector import Detector, Position
-from elaswave.protocol.step.position import IDLE, blame
+from elaswave.protocol.detection.detector import Detector, WorkerActivity
+from elaswave.protocol.step.activity import IDLE, blame
 
 
 def rarely(probability: float, low_s: float, high_s: float) -> Callable[[Random], float]:
@@ -161,7 +161,7 @@ def test_after_a_silence_of_all_nobody_is_lost_by_silence_in_any_order_of_first_
                 next_beat_s[worker] = now_s if words[worker] == "a heartbeat" else now_s + 0.25
             if (now_s <= cut_s or worker in has_spoken) and now_s >= next_beat_s[worker]:
                 next_beat_s[worker] = now_s + 0.25
-                detector.heartbeat(worker, Position(1, 1 + int(now_s), 1, "vote", False, (), 0.01), now_s)
+                detector.heartbeat(worker, WorkerActivity(1, 1 + int(now_s), 1, "vote", False, (), 0.01), now_s)
         found += detector.tick(now_s)
     assert {suspicion.detected_by for suspicion in found} <= {"link"}, found
     if "it has lost a link" not in words:
@@ -172,8 +172,8 @@ def test_after_a_silence_of_all_nobody_is_lost_by_silence_in_any_order_of_first_
 
 WORKERS = st.integers(0, 4)
 POSITIONS = st.builds(
-    Position,
-    epoch=st.integers(1, 2),
+    WorkerActivity,
+    generation=st.integers(1, 2),
     step=st.integers(0, 3),
     attempt=st.integers(1, 2),
     label=st.sampled_from(["0F0", "1B1", "reduce", "vote", "apply", "gather", "recover", "idle", "start"]),
@@ -221,7 +221,7 @@ def play(calls: list) -> list[tuple[float, object]]:
             if name == "joined":
                 watched.add(arguments[0])
         assert detector.workers == tuple(sorted(watched))
-        assert now_s <= detector.next_tick_s(now_s) <= now_s + awake.TICK_S
+        assert now_s <= detector.next_tick_s(now_s) <= now_s + active_time.TICK_S
     return told
 
 
@@ -250,16 +250,16 @@ def test_complaints_that_come_together_give_one_answer_in_any_order(pairs: list[
 
 
 @given(st.lists(POSITIONS, min_size=1, max_size=6))
-def test_blame_names_an_end_of_the_chains(positions: list[Position]):
-    workers = dict(enumerate(positions))
-    if all(position.label in IDLE for position in positions):
+def test_blame_names_an_end_of_the_chains(activities: list[WorkerActivity]):
+    workers = dict(enumerate(activities))
+    if all(activity.label in IDLE for activity in activities):
         return
     worker = blame(workers)
     assert worker == blame(dict(reversed(workers.items())))
     # A worker that can be reached from the one named can also reach it: that one waits only for its own circle.
     edges = {
-        own: {other for other in position.waiting_on if other in workers and other != own}
-        for own, position in workers.items()
+        own: {other for other in activity.waiting_on if other in workers and other != own}
+        for own, activity in workers.items()
     }
 
     def reach(start: int) -> set[int]:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.property.layouts import layouts
 
-from elaswave.blocks.domains import hosts_of, sites_of
+from elaswave.blocks.domains import hosts_of, workers_by_site
 from elaswave.blocks.placement import make_blocks, place_blocks
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.search.recovery import choose_followers, promote, survivor_layout
@@ -88,7 +88,7 @@ def test_a_target_keeps_each_block_on_two_hosts_and_is_its_own_target(job, data)
 
 
 def test_a_target_has_copies_on_three_hosts_where_there_are_three():
-    """Partners alone put a block on two of them."""
+    """Replica peers alone put a block on two of them."""
     layout = make_layout(widths=[3, 3], layers_per_stage=[1, 1], num_microbatches=3)
     blocks = make_blocks([60, 60], 5)
     before = place_blocks(layout, blocks, num_followers=2, scatter_width=2)
@@ -108,7 +108,7 @@ def test_copies_inside_a_site_never_leave_it_and_are_as_many_as_it_has_room_for(
     layout = replace(layout, copies="inside")
 
     def is_right(placement, exactly):
-        sites = sites_of(layout)
+        sites = workers_by_site(layout)
         for block in range(len(blocks)):
             (here,) = (members for members in sites.values() if placement.owner[block] in members)
             near = [worker for worker in placement.followers[block] if worker in here]
@@ -131,7 +131,7 @@ def test_copies_inside_a_site_never_leave_it_and_are_as_many_as_it_has_room_for(
         placement = before
         before = choose_followers(placement, blocks, layout, max_elements=20, **arguments)
     counts = [sum(w in s for w in (o, *f)) for o, f in zip(placement.owner, placement.followers, strict=True)
-              for s in sites_of(layout).values() if o in s]  # fmt: skip
+              for s in workers_by_site(layout).values() if o in s]  # fmt: skip
     sizes = [len([w for w in s if w in layout.active]) for o in placement.owner
-             for s in sites_of(layout).values() if o in s]  # fmt: skip
+             for s in workers_by_site(layout).values() if o in s]  # fmt: skip
     assert all(count >= min(num_followers + 1, size) for count, size in zip(counts, sizes, strict=True))

@@ -31,17 +31,22 @@ CUTS = st.lists(st.integers(0, 20), max_size=8)
 
 
 @given(
-    epoch=st.integers(0, (1 << 32) - 1),
+    generation=st.integers(0, (1 << 32) - 1),
     tag=TAGS,
     dtype=DTYPES,
     shape=st.lists(st.integers(0, 4), max_size=7),
 )
-def test_a_header_tells_what_the_frame_holds(epoch, tag, dtype, shape):
+def test_a_header_tells_what_the_frame_holds(generation, tag, dtype, shape):
     tensor = torch.zeros(shape, dtype=dtype)
-    data = encode_header(epoch, tag, tensor, tensor.nbytes)
+    data = encode_header(generation, tag, tensor, tensor.nbytes)
     assert len(data) == HEADER_BYTES
     header = decode_header(b"???" + data, 3, 1 << 40)
-    assert (header.epoch, header.tag, header.shape, header.length) == (epoch, tag, tuple(shape), tensor.nbytes)
+    assert (header.generation, header.tag, header.shape, header.length) == (
+        generation,
+        tag,
+        tuple(shape),
+        tensor.nbytes,
+    )
     again = empty_tensor(header.dtype_code, header.shape)
     assert again.dtype == dtype and again.shape == tensor.shape
     assert sum(map(len, byte_views(tensor))) == tensor.nbytes

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from elaswave.channel.messages.agent import ToAgent, ToCoordinator
 from elaswave.channel.messages.operator import ToOperator
 from elaswave.channel.messages.worker import ToWorker
-from elaswave.channel.wire import COORDINATOR, Kind, Session, encode
+from elaswave.channel.wire import COORDINATOR, ControlFrameKind, Session, encode_payload
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.transport.frames import HEADER_BYTES, Tag, decode_header, empty_tensor, encode_header
 from elaswave.transport.handshake import Listener
@@ -129,9 +129,9 @@ def test_what_a_peer_with_the_key_may_say(side: str, payload: bytes, kind: int, 
     frames, error = heard(hearer, pieces(speaker.take(), cuts))
     assert (len(frames) == 1) != bool(error)
     for frame in frames:
-        assert frame.kind in Kind and frame.number == number
+        assert frame.kind in ControlFrameKind and frame.number == number
         if frame.message is not None:
-            again = encode(frame.message)
+            again = encode_payload(frame.message)
             assert msgspec.msgpack.Decoder(SIDES[side]).decode(again) == frame.message or b"\xcb\x7f\xf8" in again
     assert len(hearer._arrived) == 0 or error
 
@@ -142,7 +142,7 @@ def test_what_somebody_on_the_way_may_do_to_frames(data: st.DataObject, cuts: li
     """Whatever is done to a stream of frames, what is taken is a beginning of what was said."""
     speaker, hearer = joined(SIDES["coordinator"])
     for number in range(3):
-        speaker.write(Kind.HEARTBEAT, number)
+        speaker.write(ControlFrameKind.HEARTBEAT, number)
     good = speaker.take()
     said = data.draw(changed([good]))
     frames, error = heard(hearer, pieces(said, cuts))
@@ -187,8 +187,8 @@ def test_the_handshake_of_links(data: st.DataObject) -> None:
 FRAMES = [
     *HEADERS,
     *(
-        encode_header(epoch, Tag(1, step, 0), tensor, tensor.nbytes) + tensor.numpy().tobytes()
-        for epoch in (0, 1, 2)
+        encode_header(generation, Tag(1, step, 0), tensor, tensor.nbytes) + tensor.numpy().tobytes()
+        for generation in (0, 1, 2)
         for step, tensor in enumerate([torch.arange(5.0), torch.zeros(0), torch.ones(3, 2, dtype=torch.int64)])
     ),
 ]
@@ -207,7 +207,8 @@ def test_a_header_is_refused_or_consistent(data: bytes) -> None:
 
 
 def taken(stream: list[bytes]) -> tuple[list[tuple[int, Any]], str]:
-    """What a link in epoch 1 makes of bytes: the receives that are done with their content, and why the link ends."""
+    """What a link in generation 1 makes of bytes: the receives that are done with their content, and why the link
+    ends."""
     ours, theirs = socket.socketpair()
     failures = Failures()
     inbox = Inbox(1, 1, MAX_UNEXPECTED_BYTES)

@@ -20,14 +20,14 @@ from elaswave.models.foreign.server import (
     ONLY_HASH,
     PARAMETERS,
     Array,
-    Message,
     Numpy,
+    PartMessage,
     ProtocolError,
     Server,
-    decode,
-    decode_header,
-    encode,
-    hash_of,
+    decode_message,
+    decode_message_header,
+    encode_message,
+    hash_arrays,
 )
 
 LIMIT = 1 << 14
@@ -38,26 +38,26 @@ def array(*shape: int) -> Array:
 
 
 PARTS = [array(4, 4), array(4)]
-HASH = hash_of(PARTS)
+HASH = hash_arrays(PARTS)
 REQUESTS = [
-    Message(HELLO, 1),
-    Message(INITIAL, 2, step=3),
-    Message(PARAMETERS, 3, arrays=PARTS, hash=HASH, step=1),
-    Message(FORWARD, 4, arrays=[array(2, 4)], hash=HASH),
-    Message(FORWARD, 5, arrays=[array(2, 4)], hash=HASH, flags=ONLY_HASH),
-    Message(BACKWARD, 6, json.dumps({"inputs": 1}), [array(2, 4), array(2, 4)], hash=HASH),
+    PartMessage(HELLO, 1),
+    PartMessage(INITIAL, 2, step=3),
+    PartMessage(PARAMETERS, 3, arrays=PARTS, hash=HASH, step=1),
+    PartMessage(FORWARD, 4, arrays=[array(2, 4)], hash=HASH),
+    PartMessage(FORWARD, 5, arrays=[array(2, 4)], hash=HASH, flags=ONLY_HASH),
+    PartMessage(BACKWARD, 6, json.dumps({"inputs": 1}), [array(2, 4), array(2, 4)], hash=HASH),
 ]
-MESSAGES = [b"".join(encode(message)) for message in REQUESTS]
+MESSAGES = [b"".join(encode_message(message)) for message in REQUESTS]
 
 
-def taken(data: bytes) -> Message | None:
+def taken(data: bytes) -> PartMessage | None:
     """The message of some bytes; None: they are none."""
     if len(data) < HEADER_BYTES:
         return None
     try:
-        header = decode_header(data[:HEADER_BYTES], LIMIT)
+        header = decode_message_header(data[:HEADER_BYTES], LIMIT)
         body = memoryview(data)[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
-        return decode(header, body) if len(body) == header.body_bytes else None
+        return decode_message(header, body) if len(body) == header.body_bytes else None
     except ProtocolError:
         return None
 
@@ -75,9 +75,9 @@ def test_what_is_no_message_is_refused_and_what_is_one_is_within_its_bytes(data:
     if message is not None:
         assert sum(each.num_bytes for each in message.arrays) <= len(data)
         assert len(message.text) <= len(data) and len(message.arrays) * 8 <= len(data)
-        again = taken(b"".join(encode(message)))
+        again = taken(b"".join(encode_message(message)))
         assert again is not None and again._replace(arrays=()) == message._replace(arrays=())
-        assert hash_of(again.arrays) == hash_of(message.arrays)
+        assert hash_arrays(again.arrays) == hash_arrays(message.arrays)
 
 
 @FUZZ
@@ -89,7 +89,7 @@ def test_a_server_answers_whatever_it_is_asked(data: list[bytes]) -> None:
             continue
         answer: Any = asked.answer(message)
         assert answer.number == message.number
-        back = taken(b"".join(encode(answer)))
+        back = taken(b"".join(encode_message(answer)))
         assert back is not None and back.kind == answer.kind
         if answer.kind == FAILED:
             assert set(json.loads(answer.text)) == {"kind", "message", "traceback", "is_ours"}

@@ -11,7 +11,7 @@ from tests.property.test_sums import SHAPE, elements, exponent, exponents_of_ele
 from elaswave.blocks.grids import GRID_RULES, could_overflow, next_exponent
 from elaswave.hashing import MASK64, signed64
 from elaswave.state.sums import ExactAccumulator, checksum, reduced_gradient
-from elaswave.state.words import NarrowTerm, Planes, add_up, plane_dtypes, unused_bits
+from elaswave.state.words import NarrowTerm, Planes, add_planes, plane_dtypes, unused_bits
 
 WIDTH = 48
 MODULUS = 1 << WIDTH
@@ -49,14 +49,14 @@ def test_terms_are_integers_modulo_2_to_the_48(first: list[int], steps: list[tup
         getattr(term, verb)()
         kept, sign = {"put": (0, 1), "add": (1, 1), "subtract": (1, -1)}[verb]
         expected = [kept * had + sign * new for had, new in zip(expected, values, strict=True)]
-    assert add_up([planes]).tolist() == [word_of(value) for value in expected]
+    assert add_planes([planes]).tolist() == [word_of(value) for value in expected]
 
 
 @given(parts=st.lists(runs, min_size=1, max_size=5))
 def test_partial_sums_add_up_modulo_2_to_the_48(parts: list[list[int]]) -> None:
     planes = [planes_of(values) for values in parts]
     before = [plane.clone() for part in planes for plane in part]
-    assert add_up(planes).tolist() == [word_of(sum(column)) for column in zip(*parts, strict=True)]
+    assert add_planes(planes).tolist() == [word_of(sum(column)) for column in zip(*parts, strict=True)]
     assert all(map(torch.equal, (plane for part in planes for plane in part), before))
 
 
@@ -82,7 +82,7 @@ def test_neither_order_nor_grouping_shows_and_means_are_those_of_64_bits(parts, 
     order = data.draw(st.permutations(parts))
     middle = data.draw(st.integers(0, len(parts)))
     groups = [accumulated(group, exponents, WIDTH) for group in (order[:middle], order[middle:])]
-    total = add_up([group.planes for group in groups])
+    total = add_planes([group.planes for group in groups])
     mean = reduced_gradient(total, SHAPE, 0, exponents, len(parts), width=WIDTH)
     assert mean.view(torch.int32).equal(expected.view(torch.int32))
     assert checksum(total, SHAPE, 0) == sum(group.checksum for group in groups) & MASK64

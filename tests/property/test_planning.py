@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.programs import parse_programs, print_programs
 from tests.property.layouts import layouts, regular_layouts
 
-from elaswave.blocks.placement import holders_of_layers, make_blocks, partners_under, place_blocks
+from elaswave.blocks.placement import holders_of_layers, make_blocks, place_blocks, replica_peers_under
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.errors import ConfigError, InvalidProgramError
 from elaswave.planning.costs.schedules import SCHEDULES, in_flight_bounds
@@ -185,13 +185,13 @@ def test_placement(layout, data):
             preferred = workers - members if members.intersection(followers[:index]) else members
             if index or not elsewhere:  # partners on other hosts may be in any stage
                 assert follower in (preferred & free or free)
-    partners = partners_under(layout, width)
+    replica_peers = replica_peers_under(layout, width)
     for owner, followers in zip(placement.owner, placement.followers, strict=True):
-        assert not followers or followers[0] in partners[owner]
+        assert not followers or followers[0] in replica_peers[owner]
     sets = {frozenset(placement.holders(block.id)) for block in blocks}
     # A worker may be in several groups only where stages share layers; for each it has further followers of its own.
     num_groups = Counter(worker for members in set(members_of_layer) for worker in members)
-    assert len(sets) <= max(1, sum(num_groups[worker] * len(others) for worker, others in partners.items()))
+    assert len(sets) <= max(1, sum(num_groups[worker] * len(others) for worker, others in replica_peers.items()))
 
 
 @given(layouts, st.lists(st.integers(0, 200), min_size=12, max_size=12), st.integers(1, 40))

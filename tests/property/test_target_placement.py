@@ -13,8 +13,8 @@ from elaswave.blocks.placement import (
     Placement,
     holders_of_layers,
     make_blocks,
-    partners_under,
     place_blocks,
+    replica_peers_under,
 )
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.planning.programs.layout import make_layout
@@ -123,18 +123,18 @@ def test_rules(case, data):
         least = min(owned[worker] for worker in members)
         assert owned[target.owner[block.id]] - least <= largest[members], "nobody has more than one block too many"
     if wanted and told:
-        check_partners(layout, blocks, target, out, width)
+        check_replica_peers(layout, blocks, target, out, width)
 
 
-def check_partners(layout, blocks, target, out, width):
+def check_replica_peers(layout, blocks, target, out, width):
     """Few partners share an owner's blocks evenly, and further followers follow from them."""
     members_of_unit = holders_of_layers(layout)
     copies = zip(target.owner, target.followers, strict=True)
-    partners = partners_under(layout, width, excluded=out, copies=copies, firm=True)
+    replica_peers = replica_peers_under(layout, width, excluded=out, copies=copies, firm=True)
     num_blocks, first, sets = Counter(), Counter(), defaultdict(set)
     for block in blocks:
         members, (owner, *followers) = members_of_unit[block.layer], target.holders(block.id)
-        there = partners[owner]
+        there = replica_peers[owner]
         if inside := set(there).intersection(members):
             there = inside
         assert set(there).intersection(followers)
@@ -145,7 +145,7 @@ def check_partners(layout, blocks, target, out, width):
     for (members, owner, _, num_partners), count in first.items():
         assert count <= -(-num_blocks[members, owner] // num_partners)
     for (_, owner), found in sets.items():
-        assert len(found) <= len(partners[owner]), "one set of workers for each partner"
+        assert len(found) <= len(replica_peers[owner]), "one set of workers for each partner"
 
 
 @given(cases())

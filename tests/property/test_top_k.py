@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave.engine.boundaries.codecs import decode, encode, encode_at, is_codable, places_of
+from elaswave.engine.boundaries.codecs import decode_tensor, encode_at, encode_tensor, is_codable, places_of
 from elaswave.engine.boundaries.top_k import indices_of, largest
-from elaswave.engine.checks.canary import elsewhere
+from elaswave.engine.checks.determinism_check import elsewhere
 from elaswave.fences import ROW_ELEMENTS, coded_bytes
 
 few_values = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, -1e-40, 3.4e38, math.inf, -math.inf, math.nan])
@@ -49,7 +49,7 @@ def test_bytes_come_back_whatever_size_and_ratio(size: int, ratio: int, seed: in
     if not is_codable(values, codec):
         assert size < 40
         return
-    coded = encode(values, codec)
+    coded = encode_tensor(values, codec)
     assert coded is not None and len(coded) == coded_bytes(codec, (size,), 4)
     places = places_of(coded)
     assert places is not None
@@ -58,6 +58,6 @@ def test_bytes_come_back_whatever_size_and_ratio(size: int, ratio: int, seed: in
     expected = [flag for row in values.split(ROW_ELEMENTS) for flag in by_sorting(row.tolist(), -(-len(row) // ratio))]
     assert kept.tolist() == expected
     rounded = values.bfloat16().float()
-    assert decode(coded).equal(torch.where(kept, rounded, 0.0))
+    assert decode_tensor(coded).equal(torch.where(kept, rounded, 0.0))
     gradient = encode_at(values, places)
-    assert gradient is not None and decode(gradient, places).equal(torch.where(kept, rounded, 0.0))
+    assert gradient is not None and decode_tensor(gradient, places).equal(torch.where(kept, rounded, 0.0))

@@ -12,8 +12,8 @@ from elaswave.protocol.events import (
     Decided,
     End,
     FindCheckpoint,
-    NewEpoch,
-    NewEpochRecord,
+    NewGeneration,
+    NewGenerationRecord,
     Note,
     PendingWork,
     Persist,
@@ -26,7 +26,16 @@ from elaswave.protocol.events import (
     Suspected,
     TellAddresses,
 )
-from elaswave.protocol.messages import Copies, Decision, Evidence, Fenced, InForce, Prepare, Registered, Report
+from elaswave.protocol.messages import (
+    BlockReplicas,
+    Decision,
+    Evidence,
+    FencedOff,
+    InForce,
+    Prepare,
+    Registered,
+    Report,
+)
 from verify.simulator.job import Job, Model, model_of
 
 FIVE = Job(widths=(3, 2), num_microbatches=3)
@@ -83,8 +92,8 @@ def coordinator(
     )
 
 
-def registered(worker: int, epoch: int = 1, report: Report | None = None) -> Registered:
-    return Registered(worker=worker, address=f"unix:/{worker}", epoch=epoch, report=report)
+def registered(worker: int, generation: int = 1, report: Report | None = None) -> Registered:
+    return Registered(worker=worker, address=f"unix:/{worker}", generation=generation, report=report)
 
 
 def vote(step: int, attempt: int = 1, *, commits: bool = True, checkpoint: int = 0) -> Evidence:
@@ -98,7 +107,7 @@ def suspicion(worker: int) -> Suspected:
 
 def report(
     worker: int,
-    epoch: int,
+    generation: int,
     *,
     job: Job = THREE,
     evidence: Evidence | None = None,
@@ -115,14 +124,14 @@ def report(
     stage = model.layout.stages[model.layout.stage_of(worker)]
     return Report(
         worker=worker,
-        epoch=epoch,
+        generation=generation,
         evidence=evidence,
         step=step,
         attempt=attempt,
         prepared=prepared,
         parameters_step=base,
         layers=(stage.start, stage.stop),
-        copies=Copies(
+        copies=BlockReplicas(
             blocks=blocks,
             owned=[model.placement.owner[block] == worker for block in blocks],
             versions=[base] * len(blocks),
@@ -153,13 +162,15 @@ def _line(effect: CoordinatorEffect) -> str:
     if isinstance(effect, TellAddresses):
         return f"start {sorted(effect.addresses)}"
     if isinstance(effect, PlanRecovery):
-        return f"plan {effect.sequence} of epoch {effect.epoch}: {list(effect.members)} after step {effect.base}"
-    if isinstance(effect, NewEpoch):
-        return f"show epoch {effect.epoch}"
+        return (
+            f"plan {effect.sequence} of generation {effect.generation}: {list(effect.members)} after step {effect.base}"
+        )
+    if isinstance(effect, NewGeneration):
+        return f"show generation {effect.generation}"
     if isinstance(effect, Decided):
-        return f"decided {effect.decision.epoch}"
+        return f"decided {effect.decision.generation}"
     if isinstance(effect, Resumed):
-        return f"resumed {effect.epoch}"
+        return f"resumed {effect.generation}"
     if isinstance(effect, End):
         return f"end: {effect.reason}"
     if isinstance(effect, Note):
@@ -173,14 +184,14 @@ def _message(message: Any) -> str:
         again = "" if message.rollback is None else f", back to {message.rollback}"
         seen = "" if message.evidence is None else f", vote {message.evidence.step}.{message.evidence.attempt}"
         return (
-            f"decision {message.epoch} of term {message.term}: {list(message.members)} resume "
+            f"decision {message.generation} of term {message.term}: {list(message.members)} resume "
             f"{message.resume_step}.{message.resume_attempt}{seen}{again}"
         )
     if isinstance(message, Prepare):
-        return f"prepare {message.epoch} of term {message.term}: {list(message.members)}"
-    if isinstance(message, Fenced):
-        return f"fenced at {message.epoch}"
-    if isinstance(message, NewEpochRecord):
-        return f"new epoch {message.epoch}"
+        return f"prepare {message.generation} of term {message.term}: {list(message.members)}"
+    if isinstance(message, FencedOff):
+        return f"fenced at {message.generation}"
+    if isinstance(message, NewGenerationRecord):
+        return f"new generation {message.generation}"
     text = type(message).__name__.removesuffix("Record").lower()
-    return f"{text} {message.epoch}" if hasattr(message, "epoch") else f"{text} of term {message.term}"
+    return f"{text} {message.generation}" if hasattr(message, "generation") else f"{text} of term {message.term}"

@@ -7,7 +7,7 @@ from tests.protocol.machines import THREE, coordinator, registered, report, susp
 from elaswave.blocks.placement import place_blocks
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.planning.search.recovery import survivor_layout
-from elaswave.protocol.coordinator.transitions import State
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import (
     ChangePlanned,
     CheckpointFound,
@@ -32,8 +32,8 @@ PLACEMENT = model_of(THREE).placement
 TARGET = place_blocks(OTHER, model_of(THREE).blocks, num_followers=1, scatter_width=EVERYBODY)
 
 
-def planned(epoch=1, layout=OTHER):
-    return ChangePlanned(epoch, layout, TARGET, EXECUTION, "faster", 0.5)
+def planned(generation=1, layout=OTHER):
+    return ChangePlanned(generation, layout, TARGET, EXECUTION, "faster", 0.5)
 
 
 def training(records=()):
@@ -42,7 +42,7 @@ def training(records=()):
     core.begin()
     for worker in range(3):
         core.handle(registered(worker), 0.0)
-    assert core.state is State.TRAINING
+    assert core.state is CoordinatorState.TRAINING
     return core
 
 
@@ -68,7 +68,7 @@ def test_a_change_is_persisted_before_it_is_sent_to_every_member():
     first, *others = core.handle(planned(), 0.0)
     assert isinstance(first, Persist) and isinstance(first.record, LayoutChange)
     change = first.record
-    assert (change.epoch, change.number, change.layout, change.execution) == (1, 1, OTHER, EXECUTION)
+    assert (change.generation, change.number, change.layout, change.execution) == (1, 1, OTHER, EXECUTION)
     assert change.placement == TARGET
     assert others == [Send(worker, change) for worker in range(3)]
 
@@ -89,7 +89,7 @@ def test_a_plan_that_comes_too_late_is_dropped():
     core = training()
     core.handle(suspicion(2), 0.0)
     (note,) = core.handle(planned(), 0.0)
-    assert isinstance(note, Note) and "a plan for epoch 1 comes in epoch 2, collecting" in note.text
+    assert isinstance(note, Note) and "a plan for generation 1 comes in generation 2, collecting" in note.text
 
 
 def test_a_plan_for_other_workers_is_dropped():
@@ -146,7 +146,7 @@ def test_a_loss_before_the_vote_makes_the_change_void():
     assert (decision.change, decision.execution) == (0, ExecutionParameters())
     # The next one has a number of its own.
     two = tuple(decision.layout.workers)
-    effects = core.handle(planned(epoch=2, layout=decision.layout), 0.0)
+    effects = core.handle(planned(generation=2, layout=decision.layout), 0.0)
     assert isinstance(effects[0], Persist) and effects[0].record.number == 2
     assert [effect.worker for effect in effects[1:]] == list(two)
 
@@ -169,11 +169,13 @@ def test_a_new_coordinator_knows_that_its_predecessor_has_planned():
     assert core.has_planned
     records = [
         StartRecord(term=1),
-        LayoutChange(term=1, epoch=1, number=1, layout=OTHER, placement=TARGET, execution=EXECUTION, reason="faster"),
+        LayoutChange(
+            term=1, generation=1, number=1, layout=OTHER, placement=TARGET, execution=EXECUTION, reason="faster"
+        ),
     ]
     successor = training(records)
     assert successor.has_planned
-    decide(successor, 2, [report(0, epoch=2), report(1, epoch=2)])
+    decide(successor, 2, [report(0, generation=2), report(1, generation=2)])
     assert not successor.has_planned
 
 
@@ -182,7 +184,7 @@ def test_changes_of_before_a_decision_are_forgotten():
     change = core.handle(planned(), 0.0)[0].record
     decision = decide(core, 2, [report(0, 2, version=0), report(1, 2, version=0)])
     again = coordinator([change, decision])
-    effects = again.begin() + again.handle(registered(1, epoch=2), 0.0)
+    effects = again.begin() + again.handle(registered(1, generation=2), 0.0)
     assert not [m for m in messages_to(effects, 1) if isinstance(m, LayoutChange)]
     assert again.in_force() == (decision.layout, decision.placement, ExecutionParameters(), 0)
 
@@ -195,7 +197,7 @@ def test_a_return_to_a_checkpoint_makes_changes_void():
     core.handle(suspicion(0), 0.0)
     core.handle(suspicion(1), 0.0)
     core.handle(report(2, 3, evidence=changed_vote(2, 1)), 0.0)
-    assert core.state is State.ROLLING_BACK
+    assert core.state is CoordinatorState.ROLLING_BACK
     effects = core.handle(CheckpointFound(1, 1), 0.0)
     (decision,) = [effect.decision for effect in effects if isinstance(effect, Decided)]
     assert isinstance(decision, Decision)
@@ -206,23 +208,29 @@ def test_a_return_to_a_checkpoint_makes_changes_void():
 # ------------------------------------------------------------------------------------------------------------- member
 
 
-def change_of(epoch=1, number=1, term=1):
+def change_of(generation=1, number=1, term=1):
     return LayoutChange(
-        term=term, epoch=epoch, number=number, layout=OTHER, placement=TARGET, execution=EXECUTION, reason="faster"
+        term=term,
+        generation=generation,
+        number=number,
+        layout=OTHER,
+        placement=TARGET,
+        execution=EXECUTION,
+        reason="faster",
     )
 
 
-def test_a_member_holds_a_change_of_its_epoch():
+def test_a_member_holds_a_change_of_its_generation():
     member = Member(0, 1)
     assert member.handle(change_of()) == Hold(change_of())
-    assert isinstance(member.handle(change_of(epoch=2)), Ignored)
+    assert isinstance(member.handle(change_of(generation=2)), Ignored)
     assert member.state is MemberState.TRAINING
 
 
 def test_a_member_that_waits_for_a_decision_holds_nothing():
     member = Member(0, 1)
-    member.handle(Prepare(term=1, epoch=2, members=(0, 1), lost=(2,), reason=""))
-    assert isinstance(member.handle(change_of(epoch=2)), Ignored)
+    member.handle(Prepare(term=1, generation=2, members=(0, 1), lost=(2,), reason=""))
+    assert isinstance(member.handle(change_of(generation=2)), Ignored)
 
 
 def test_a_change_of_a_replaced_coordinator_is_ignored():

@@ -15,22 +15,22 @@ from tests.protocol.machines import (
 
 from elaswave.protocol.coordinator.decisions import can_reach
 from elaswave.protocol.coordinator.machine import Bounds, Coordinator
-from elaswave.protocol.coordinator.transitions import State
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import (
     CheckpointFound,
     Decided,
     End,
     EvidenceSeen,
     FindCheckpoint,
-    NewEpochRecord,
+    NewGenerationRecord,
     Persist,
     Record,
     Send,
     StartRecord,
     WorkerFailed,
 )
-from elaswave.protocol.messages import Copies, Decision, Installed, Report, Unsound
-from elaswave.protocol.step.salvage import Partial, Rows
+from elaswave.protocol.messages import BlockReplicas, Decision, Installed, Report, Unsound
+from elaswave.protocol.step.salvage import AccumulatedUnits, Partial
 
 
 def persisted(effects) -> list[Record]:
@@ -50,13 +50,13 @@ def test_a_loss_from_start_to_end():
     assert shown(machine.handle(registered(1), 0.0)) == ["persist start of term 1", "start [0, 1, 2]"]
     assert machine.handle(EvidenceSeen(vote(1), 1), 0.0) == []
     assert shown(machine.handle(suspicion(1), 0.0)) == [
-        "persist new epoch 2",
+        "persist new generation 2",
         "to 0: prepare 2 of term 1: [0, 2]",
         "to 2: prepare 2 of term 1: [0, 2]",
         "to 1: fenced at 2",
-        "show epoch 2",
+        "show generation 2",
     ]
-    assert machine.state is State.COLLECTING
+    assert machine.state is CoordinatorState.COLLECTING
     # Worker 0 has seen the vote on step 2; worker 2 has not, but it was prepared, as every voter is.
     assert machine.handle(report(0, 2, evidence=vote(2), step=2, prepared=True), 0.0) == []
     late = report(2, 2, evidence=vote(1), step=2, prepared=True)
@@ -69,8 +69,8 @@ def test_a_loss_from_start_to_end():
     ]
     assert set(decision_of(effects).placement.owner) <= {0, 2}
     assert (2, 1) in decision_of(effects).deliver, "its parameters are of step 1"
-    assert machine.state is State.TRAINING
-    installed = [Installed(worker=w, epoch=2, edit_s=0, promote_s=0, critical_bytes=0) for w in (0, 2, 0)]
+    assert machine.state is CoordinatorState.TRAINING
+    installed = [Installed(worker=w, generation=2, edit_s=0, promote_s=0, critical_bytes=0) for w in (0, 2, 0)]
     assert [shown(machine.handle(event, 0.0)) for event in installed] == [[], ["resumed 2"], []]
 
 
@@ -129,7 +129,7 @@ def test_a_lost_workers_late_vote_does_not_count():
     machine = started()
     lose_one(machine)
     assert shown(machine.handle(EvidenceSeen(vote(1), 1), 0.0)) == [
-        "note: a vote of epoch 1 comes after the decision of epoch 2"
+        "note: a vote of generation 1 comes after the decision of generation 2"
     ]
 
 
@@ -137,7 +137,7 @@ def test_a_new_coordinator_asks_again_and_decides_the_same():
     first = started()
     records = persisted(first.begin()) + persisted(first.handle(suspicion(1), 0.0))
     second = coordinator(records)
-    assert second.state is State.COLLECTING
+    assert second.state is CoordinatorState.COLLECTING
     assert shown(second.begin()) == [
         "persist term of term 2",
         "to 0: prepare 2 of term 2: [0, 2]",
@@ -156,7 +156,7 @@ def test_a_stored_decision_is_sent_under_the_term_of_whoever_sends_it():
     first = started()
     records = persisted(first.begin()) + lose_one(first)
     second = coordinator(records)
-    assert second.state is State.TRAINING
+    assert second.state is CoordinatorState.TRAINING
     assert shown(second.begin()) == ["persist term of term 2"]
     assert shown(second.handle(registered(0, 2, report(0, 2)), 0.0)) == [
         "to 0: prepare 2 of term 2: [0, 2]",
@@ -164,7 +164,7 @@ def test_a_stored_decision_is_sent_under_the_term_of_whoever_sends_it():
         "to 0: dial 2",
     ]
     assert shown(second.handle(registered(2, 2), 0.0)) == ["to 2: dial 2"], "it has installed it"
-    assert "note: worker 2 registers in epoch 3, the newest is 2" in shown(second.handle(registered(2, 3), 0.0))
+    assert "note: worker 2 registers in generation 3, the newest is 2" in shown(second.handle(registered(2, 3), 0.0))
     assert shown(second.handle(registered(1), 0.0)) == ["to 1: fenced at 2"]
 
 
@@ -176,7 +176,7 @@ def test_a_start_that_was_lost_is_said_again():
     for worker in range(3):
         records += persisted(first.handle(registered(worker), 0.0))
     second = coordinator(records)
-    assert second.state is State.TRAINING
+    assert second.state is CoordinatorState.TRAINING
     assert [shown(second.handle(registered(worker), 0.0)) for worker in range(3)] == [
         ["to 0: dial 1"],
         ["to 1: dial 1"],
@@ -185,7 +185,7 @@ def test_a_start_that_was_lost_is_said_again():
 
 
 def test_a_start_that_was_lost_is_said_before_the_question_about_a_loss():
-    """A worker that does not know its peers can neither leave an epoch nor report."""
+    """A worker that does not know its peers can neither leave a generation nor report."""
     first = coordinator()
     records = persisted(first.begin())
     for worker in range(3):
@@ -194,54 +194,54 @@ def test_a_start_that_was_lost_is_said_before_the_question_about_a_loss():
     for worker in (0, 2):
         assert shown(second.handle(registered(worker), 0.0)) == [f"to {worker}: dial 1"]
     assert shown(second.handle(suspicion(1), 0.0))[:4] == [
-        "persist new epoch 2",
+        "persist new generation 2",
         "start [0, 2]",
         "to 0: prepare 2 of term 2: [0, 2]",
         "to 2: prepare 2 of term 2: [0, 2]",
     ]
 
 
-def test_what_peers_say_counts_in_their_own_epoch():
+def test_what_peers_say_counts_in_their_own_generation():
     machine = started()
-    assert machine.believes(0, 1, epoch=1)
-    assert shown(machine.handle(suspicion(1), 0.0))[0] == "persist new epoch 2"
-    assert machine.believes(0, 2, epoch=2)
-    assert not machine.believes(0, 2, epoch=1), "links are made again with every new epoch"
-    assert not machine.believes(1, 2, epoch=2), "the one that says so is no member"
-    assert not machine.believes(0, 1, epoch=2), "the other one is no member any more"
+    assert machine.believes(0, 1, generation=1)
+    assert shown(machine.handle(suspicion(1), 0.0))[0] == "persist new generation 2"
+    assert machine.believes(0, 2, generation=2)
+    assert not machine.believes(0, 2, generation=1), "links are made again with every new generation"
+    assert not machine.believes(1, 2, generation=2), "the one that says so is no member"
+    assert not machine.believes(0, 1, generation=2), "the other one is no member any more"
     assert shown(machine.handle(suspicion(1), 0.0)) == ["note: the suspicion of worker 1 does not count"]
-    assert machine.epoch == 2
+    assert machine.generation == 2
 
 
 def test_reports_that_nobody_awaits():
     machine = started()
-    assert shown(machine.handle(report(0, 2), 0.0)) == ["note: a report of worker 0 for epoch 2 is not awaited"]
+    assert shown(machine.handle(report(0, 2), 0.0)) == ["note: a report of worker 0 for generation 2 is not awaited"]
     machine.handle(suspicion(1), 0.0)
-    assert shown(machine.handle(report(0, 1), 0.0)) == ["note: a report of worker 0 for epoch 1 is not awaited"]
+    assert shown(machine.handle(report(0, 1), 0.0)) == ["note: a report of worker 0 for generation 1 is not awaited"]
     assert shown(machine.handle(report(1, 2), 0.0)) == ["to 1: fenced at 2"]
     assert shown(machine.handle(CheckpointFound(1, 3), 0.0)) == [
         "note: the checkpoint that answers question 1 is not waited for"
     ]
     assert shown(started().handle(registered(0, 2), 0.0))[-1] == (
-        "note: worker 0 registers in epoch 2, the newest is 1"
+        "note: worker 0 registers in generation 2, the newest is 1"
     )
     fresh = coordinator()
-    assert shown(fresh.handle(registered(0, 2), 0.0)) == ["note: worker 0 registers in epoch 2 at the start"]
+    assert shown(fresh.handle(registered(0, 2), 0.0)) == ["note: worker 0 registers in generation 2 at the start"]
 
 
 def lose_everything_of_a_block(machine: Coordinator, *, version: int, **options) -> list:
     """Workers 1 and 2 hold some block of stage 0 between them; both are lost."""
     machine.suspect([suspicion(1), suspicion(2)], 0.0)
     for worker in (0, 3):
-        machine.handle(report(worker, machine.epoch, job=FIVE, version=version, **options), 0.0)
-    return machine.handle(report(4, machine.epoch, job=FIVE, version=version, **options), 0.0)
+        machine.handle(report(worker, machine.generation, job=FIVE, version=version, **options), 0.0)
+    return machine.handle(report(4, machine.generation, job=FIVE, version=version, **options), 0.0)
 
 
 def test_without_a_checkpoint_the_blocks_that_were_lost_are_named():
     machine = started(FIVE)
     lost = lose_everything_of_a_block(machine, version=1, evidence=vote(1), step=2, prepared=True)
     assert shown(lost) == ["find a checkpoint"]
-    assert machine.state is State.ROLLING_BACK
+    assert machine.state is CoordinatorState.ROLLING_BACK
     (end,) = machine.handle(CheckpointFound(1, None), 0.0)
     assert isinstance(end, End)
     assert end.reason == (
@@ -284,12 +284,12 @@ def test_a_worker_that_never_registers_is_left_behind_and_what_it_held_is_made_a
     for worker in (0, 3, 4):
         assert machine.handle(registered(worker), 0.0) == []
     assert shown(machine.suspect([suspicion(1), suspicion(2)], 20.0)) == [
-        "persist new epoch 2",
+        "persist new generation 2",
         "start [0, 3, 4]",
         *(f"to {worker}: prepare 2 of term 1: [0, 3, 4]" for worker in (0, 3, 4)),
         "to 1: fenced at 2",
         "to 2: fenced at 2",
-        "show epoch 2",
+        "show generation 2",
     ]
     for worker in (0, 3):
         assert machine.handle(report(worker, 2, job=FIVE), 20.0) == []
@@ -333,9 +333,9 @@ def test_the_step_to_go_on_from_outlives_the_decision_that_went_back_to_it(resta
         assert before.decision is not None
         return coordinator([before.decision], FIVE) if restarted else before
 
-    def loaded(worker: int, epoch: int, blocks: list[int]) -> Report:
-        copies = Copies(blocks=blocks, owned=[False] * len(blocks), versions=[4] * len(blocks))
-        plain = report(worker, epoch, job=FIVE, version=4, step=5, decided=epoch - 1)
+    def loaded(worker: int, generation: int, blocks: list[int]) -> Report:
+        copies = BlockReplicas(blocks=blocks, owned=[False] * len(blocks), versions=[4] * len(blocks))
+        plain = report(worker, generation, job=FIVE, version=4, step=5, decided=generation - 1)
         return msgspec.structs.replace(plain, copies=copies)
 
     machine = again(machine)
@@ -351,8 +351,8 @@ def test_the_step_to_go_on_from_outlives_the_decision_that_went_back_to_it(resta
 def test_a_second_loss_while_a_checkpoint_is_sought():
     machine = started(FIVE)
     lose_everything_of_a_block(machine, version=0)
-    assert shown(machine.handle(suspicion(4), 0.0))[0] == "persist new epoch 3"
-    assert machine.state is State.COLLECTING
+    assert shown(machine.handle(suspicion(4), 0.0))[0] == "persist new generation 3"
+    assert machine.state is CoordinatorState.COLLECTING
     too_late = ["note: the checkpoint that answers question 1 is not waited for"]
     assert shown(machine.handle(CheckpointFound(1, 2), 0.0)) == too_late
     machine.handle(report(0, 3, job=FIVE), 0.0)
@@ -365,7 +365,7 @@ def test_losses_that_follow_each_other_before_a_decision_are_all_named_in_it():
     machine = started(FIVE)
     machine.handle(suspicion(1), 0.0)
     [record] = persisted(machine.handle(suspicion(4), 0.0))
-    assert isinstance(record, NewEpochRecord) and record.lost == (1, 4)
+    assert isinstance(record, NewGenerationRecord) and record.lost == (1, 4)
     for worker in (0, 2):
         assert machine.handle(report(worker, 3, job=FIVE), 0.0) == []
     assert decision_of(machine.handle(report(3, 3, job=FIVE), 0.0)).lost == (1, 4)
@@ -389,7 +389,7 @@ def test_the_same_error_twice_ends_the_job():
     machine = started()
     assert (
         shown(machine.handle(WorkerFailed(1, "step 3, micro-batch 2", "ValueError: bad token"), 0.0))[0]
-        == "persist new epoch 2"
+        == "persist new generation 2"
     )
     assert shown(machine.handle(WorkerFailed(0, "step 3, micro-batch 2", "ValueError: bad token"), 0.0)) == [
         "end: ValueError: bad token; the same error has ended worker 1"
@@ -400,10 +400,10 @@ def test_the_same_error_twice_ends_the_job():
 def test_what_was_computed_with_wrong_numbers_is_kept_by_nobody(is_wrong):
     """Also if another coordinator takes over before the decision, and not beyond it."""
 
-    def with_sums(worker, epoch, step=1):
-        rows = (Rows(0, 1, 0, "1"),) if worker == 0 else (Rows(1, 2, 0, "3"),)
+    def with_sums(worker, generation, step=1):
+        rows = (AccumulatedUnits(0, 1, 0, "1"),) if worker == 0 else (AccumulatedUnits(1, 2, 0, "3"),)
         partial = Partial(worker=worker, step=step, root=1, num_microbatches=2, can_be_kept=True, rows=rows)
-        return msgspec.structs.replace(report(worker, epoch, step=step), partial=partial)
+        return msgspec.structs.replace(report(worker, generation, step=step), partial=partial)
 
     machine = started()
     effects = machine.handle(WorkerFailed(1, "SpotCheckError at step 1", "other bits", is_wrong=is_wrong), 0.0)
@@ -413,7 +413,7 @@ def test_what_was_computed_with_wrong_numbers_is_kept_by_nobody(is_wrong):
             each.begin()
         for worker in (0, 2):
             each.handle(with_sums(worker, 2), 0.0)
-        assert each.decision.epoch == 2 and (each.decision.kept == ()) is is_wrong
+        assert each.decision.generation == 2 and (each.decision.kept == ()) is is_wrong
         assert not each.doubts_step
 
 
@@ -451,7 +451,7 @@ def test_bounds():
     for worker in range(3):
         machine.handle(registered(worker), 0.0)
     machine.handle(suspicion(1), 0.0)
-    assert shown(machine.handle(suspicion(2), 3601.0))[0] == "persist new epoch 3"
+    assert shown(machine.handle(suspicion(2), 3601.0))[0] == "persist new generation 3"
     assert shown(coordinator(bounds=Bounds(min_workers=3)).handle(suspicion(2), 0.0)) == [
         "end: 2 workers are left after the loss of workers [2], elastic.min_workers asks for 3"
     ]
@@ -460,7 +460,7 @@ def test_bounds():
 def test_a_loss_before_everybody_has_registered():
     machine = coordinator()
     assert shown(machine.handle(registered(0), 0.0)) == []
-    assert shown(machine.handle(suspicion(2), 0.0))[:1] == ["persist new epoch 2"]
+    assert shown(machine.handle(suspicion(2), 0.0))[:1] == ["persist new generation 2"]
     assert shown(machine.handle(registered(1), 0.0)) == ["start [0, 1]", "to 1: prepare 2 of term 1: [0, 1]"]
     machine.handle(report(0, 2), 0.0)
     decided = shown(machine.handle(report(1, 2), 0.0))
@@ -496,22 +496,23 @@ def test_a_successor_knows_what_its_predecessor_has_counted_and_been_told_of():
     assert not any(isinstance(effect, End) for effect in fourth.handle(suspicion(2), 3700.0))
 
 
-def told_by(core: Coordinator, **facts):
-    """The effects of all reports of epoch 2, of which worker 2's has these facts: it alone has ended the diagnosis."""
+def told_by(core: Coordinator, **replayed_state):
+    """The effects of all reports of generation 2, of which worker 2's has these facts: it alone has ended the
+    diagnosis."""
     effects = []
     for worker in (0, 1, 2):
         told = report(worker, 2)
-        effects = core.handle(msgspec.structs.replace(told, **facts) if worker == 2 else told, 0.0)
+        effects = core.handle(msgspec.structs.replace(told, **replayed_state) if worker == 2 else told, 0.0)
     return effects
 
 
 def test_a_copy_that_any_member_knows_to_be_wrong_is_not_promoted_and_all_parameters_are_sent_again():
     core = started()
-    effects = core.handle(Unsound(worker=1, epoch=1, step=3, reason="a bit has flipped"), 0.0)
+    effects = core.handle(Unsound(worker=1, generation=1, step=3, reason="a bit has flipped"), 0.0)
     assert shown(effects) == [
-        "persist new epoch 2",
+        "persist new generation 2",
         *(f"to {worker}: prepare 2 of term 1: [0, 1, 2]" for worker in (0, 1, 2)),
-        "show epoch 2",
+        "show generation 2",
     ]
     assert effects[-1].unsound == (1,) and not effects[-1].suspicions
     block, owner = 0, core.placement.owner[0]
@@ -519,12 +520,12 @@ def test_a_copy_that_any_member_knows_to_be_wrong_is_not_promoted_and_all_parame
     assert decision.rollback is None and decision.promoted == 1
     assert owner not in decision.placement.holders(block)
     assert {worker for worker, _ in decision.deliver} == {0, 1, 2}
-    # The same, said in the epoch before, is over.
-    assert core.handle(Unsound(worker=0, epoch=1, step=3, reason="late"), 0.0)[0].text.endswith("is not awaited")
+    # The same, said in the generation before, is over.
+    assert core.handle(Unsound(worker=0, generation=1, step=3, reason="late"), 0.0)[0].text.endswith("is not awaited")
 
 
 def test_where_no_copy_is_right_the_job_goes_back_to_what_is_proven():
     core = started()
-    core.handle(Unsound(worker=1, epoch=1, step=3, reason="copies differ"), 0.0)
+    core.handle(Unsound(worker=1, generation=1, step=3, reason="copies differ"), 0.0)
     (question,) = told_by(core, wrong=tuple((0, worker) for worker in range(3)), proven=7)
     assert question == FindCheckpoint(question.sequence, 7)

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 from elaswave.launcher import job_processes
-from elaswave.protocol.detection import awake, starvation
+from elaswave.protocol.detection import active_time, starvation
 from elaswave.protocol.detection import detector as detection
-from elaswave.protocol.detection.detector import Detector, Position, Suspicion
+from elaswave.protocol.detection.detector import Detector, Suspicion, WorkerActivity
 from elaswave.protocol.detection.watched import GAP_HALF_LIFE_S, SPARED_MAX_S
-from elaswave.protocol.step.position import FIRST_S, blame
+from elaswave.protocol.step.activity import FIRST_S, blame
 
 DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
 BEAT_S = 0.05
 
 
-def position(
+def activity(
     label: str = "0F0",
     *,
     step: int = 1,
@@ -27,8 +27,10 @@ def position(
     on: Sequence[int] = (),
     since_s: float = 0.0,
     **place: int,
-) -> Position:
-    return Position(place.get("epoch", 1), step, place.get("attempt", 1), label, computing, tuple(on), since_s)
+) -> WorkerActivity:
+    return WorkerActivity(
+        place.get("generation", 1), step, place.get("attempt", 1), label, computing, tuple(on), since_s
+    )
 
 
 class Job:
@@ -51,16 +53,16 @@ class Job:
         )
         self.now_s = 1000.0
         self.workers = tuple(range(num_workers))
-        self.doing: dict[int, Position] = {}
+        self.doing: dict[int, WorkerActivity] = {}
         self.entered_s: dict[int, float] = {}
         for worker in self.workers:
             self.detector.joined(worker, self.now_s)
-            self.do(worker, position("idle", step=0))
+            self.do(worker, activity("idle", step=0))
         for step in range(1, learned_steps + 2):
             for label in ("0F0", "0B0", "apply"):
-                self.do_all(position(label, step=step, computing=True))
+                self.do_all(activity(label, step=step, computing=True))
                 assert self.go_on(0.1) == []
-            self.do_all(position("gather", step=step))
+            self.do_all(activity("gather", step=step))
             assert self.go_on(0.1) == []
 
     def silence_bound_s(self, worker: int) -> float:
@@ -68,11 +70,11 @@ class Job:
         detector = self.detector
         return detector._bound_of(detector._watched[worker], detector._common_gap_s())
 
-    def do(self, worker: int, doing: Position) -> None:
+    def do(self, worker: int, doing: WorkerActivity) -> None:
         self.doing[worker] = doing
         self.entered_s[worker] = self.now_s
 
-    def do_all(self, doing: Position) -> None:
+    def do_all(self, doing: WorkerActivity) -> None:
         for worker in self.workers:
             self.do(worker, doing)
 
@@ -169,7 +171,7 @@ def test_a_coordinator_that_takes_over_learns_anew_what_a_busy_machine_is():
 
     def after_beats(number: int, *, takes_over: bool) -> Job:
         job = Job(3, takes_over=takes_over)
-        job.do_all(position("vote", step=1))
+        job.do_all(activity("vote", step=1))
         assert job.go_on(number * BEAT_S) == []
         return job
 
@@ -194,14 +196,14 @@ def test_when_most_are_silent_together_the_machine_is_suspected_first():
     """Seven of eight do not come to speak for six seconds, as when all begin anew on a few cores; then they do."""
     job = Job(8, learned_steps=3)
     for number in range(12):
-        job.do(7, position(f"0F{number}", step=5, computing=True))
+        job.do(7, activity(f"0F{number}", step=5, computing=True))
         assert job.go_on(0.5, silent=range(7)) == []
     assert job.go_on(1.0) == []
     # Who is dead among them is found once the others speak again.
     for number in range(4):
-        job.do(7, position(f"0F{number}", step=6, computing=True))
+        job.do(7, activity(f"0F{number}", step=6, computing=True))
         assert job.go_on(0.5, silent=range(7)) == []
-    job.do(7, position("gather", step=6))
+    job.do(7, activity("gather", step=6))
     job.detector.pause(job.now_s)
     assert named(job.go_on(20.0, silent=[3])) == [(3, "heartbeat")]
     gone = Job(8, learned_steps=3)
@@ -255,10 +257,10 @@ def test_what_a_dying_worker_complained_about_is_forgotten():
     assert job.tick(0.05) == []
 
 
-def test_what_was_said_of_links_is_of_its_epoch():
+def test_what_was_said_of_links_is_of_its_generation():
     job = Job(3)
     job.detector.link_lost(0, 1, job.now_s)
-    job.detector.new_epoch(job.now_s)
+    job.detector.new_generation(job.now_s)
     assert job.tick(0.05) == []
     job.detector.link_lost(0, 1, job.now_s)
     assert named(job.tick(0.05)) == [(1, "link")]
@@ -367,15 +369,15 @@ def test_a_worker_that_is_starting_may_be_silent_for_long_and_teaches_nothing():
     job.detector = Detector()
     for worker in job.workers:
         job.detector.joined(worker, job.now_s)
-        job.do(worker, position("start", step=0))
+        job.do(worker, activity("start", step=0))
     for _ in range(3):
         assert job.go_on(0.5) == []
         assert job.go_on(detection.SILENCE_STARTING_S - 0.1, silent=[1]) == []
     for worker in job.workers:
-        job.do(worker, position("vote", step=1))
+        job.do(worker, activity("vote", step=1))
     assert job.go_on(1.0) == []
     assert job.silence_bound_s(1) == detection.SILENCE_FLOOR_S
-    job.do(1, position("start", step=0))
+    job.do(1, activity("start", step=0))
     assert job.go_on(0.1) == []
     assert named(job.go_on(detection.SILENCE_STARTING_S + 0.1, silent=[1])) == [(1, "heartbeat")]
 
@@ -415,7 +417,7 @@ def test_a_gap_that_two_workers_have_had_counts_for_all():
 
 def test_old_gaps_fade():
     job = Job(3, learned_steps=1)
-    job.do_all(position("idle", step=3))
+    job.do_all(activity("idle", step=3))
     gap_s = 0.8 * detection.SILENCE_FLOOR_S
     job.have_a_gap(1, gap_s)
     assert job.silence_bound_s(1) == pytest.approx(4 * gap_s, rel=0.02)
@@ -460,7 +462,7 @@ def test_a_committed_step_is_a_sign_of_life_of_everybody():
     job = Job(3, learned_steps=1)
     for step in range(3, 13):
         for worker in (0, 2):
-            job.do(worker, position(step=step))
+            job.do(worker, activity(step=step))
         assert job.go_on(0.8 * detection.SILENCE_FLOOR_S, silent=[1]) == []
     assert named(job.go_on(detection.SILENCE_FLOOR_S, silent=[1])) == [(1, "heartbeat")]
 
@@ -470,7 +472,7 @@ def test_there_is_no_hurry_while_others_compute():
     start_s = job.now_s
     for index in range(40):
         for worker in (0, 2):
-            job.do(worker, position(f"0F{index}", step=3, computing=True))
+            job.do(worker, activity(f"0F{index}", step=3, computing=True))
         if found := job.go_on(0.4, silent=[1]):
             break
     assert named(found) == [(1, "heartbeat")]
@@ -480,26 +482,26 @@ def test_there_is_no_hurry_while_others_compute():
 def test_the_silent_ones_own_computing_is_no_reason_to_wait():
     job = Job(3, learned_steps=1)
     start_s = job.now_s
-    job.do(1, position("0F0", step=3, computing=True))
+    job.do(1, activity("0F0", step=3, computing=True))
     assert job.go_on(0.05) == []
     assert named(job.go_on(5.0, silent=[1])) == [(1, "heartbeat")]
     assert job.now_s - start_s <= detection.SILENCE_FLOOR_S + 3 * BEAT_S
 
 
-def test_the_start_of_a_new_epoch_is_no_sign_of_life():
+def test_the_start_of_a_new_generation_is_no_sign_of_life():
     job = Job(3, learned_steps=1)
-    for epoch in range(2, 4):
+    for generation in range(2, 4):
         for worker in (0, 2):
-            job.do(worker, position(step=2, epoch=epoch))
+            job.do(worker, activity(step=2, generation=generation))
         found = job.go_on(0.6 * detection.SILENCE_FLOOR_S, silent=[1])
     assert named(found) == [(1, "heartbeat")]
 
 
-def test_a_step_of_another_epoch_is_no_sign_of_life():
+def test_a_step_of_another_generation_is_no_sign_of_life():
     job = Job(3, learned_steps=1)
     for step in range(3, 5):
-        for worker in (0, 2):  # 1 never came to epoch 2, so no vote of epoch 2 had it
-            job.do(worker, position(step=step, epoch=2))
+        for worker in (0, 2):  # 1 never came to generation 2, so no vote of generation 2 had it
+            job.do(worker, activity(step=step, generation=2))
         found = job.go_on(0.6 * detection.SILENCE_FLOOR_S, silent=[1])
     assert named(found) == [(1, "heartbeat")]
 
@@ -515,13 +517,13 @@ def test_time_in_which_the_coordinator_slept_does_not_count():
 
 def test_sleep_is_known_to_the_detector_whoever_looked_at_the_clock_first():
     """The connections and the hosts of a coordinator count by the same clock: what one has noticed counts for all."""
-    clock = awake.AwakeTime()
-    detector = Detector(awake=clock)
+    clock = active_time.ActiveTime()
+    detector = Detector(active_time=clock)
     for worker in (0, 1):
         detector.joined(worker, 10.0)
     detector.link_lost(0, 1, 10.0)
     before_s = clock.passed_s(10.0)
-    assert clock.passed_s(70.0) - before_s < awake.ASLEEP_S, "the sleep is nobody's silence"
+    assert clock.passed_s(70.0) - before_s < active_time.ASLEEP_S, "the sleep is nobody's silence"
     assert detector.tick(70.01) == [], "what has come in the meantime is read first"
     assert named(detector.tick(70.02)) == [(1, "link")]
 
@@ -576,7 +578,7 @@ def test_nobody_is_lost_while_nobody_is_heard():
 def test_nobody_is_lost_while_nobody_is_heard_whoever_computes():
     """That one of them may be silent for twice as long says nothing about whether it is heard."""
     job = Job(2, learned_steps=1)
-    job.do(0, position("0F0", step=3, computing=True))
+    job.do(0, activity("0F0", step=3, computing=True))
     assert job.go_on(2 * BEAT_S) == []
     assert job.go_on(BEAT_S, silent=[0]) == []
     assert job.go_on(20.0, silent=job.workers) == []
@@ -630,7 +632,7 @@ def test_after_a_silence_of_most_neither():
 
 def test_one_that_may_be_silent_for_longer_is_no_sign_that_others_are_heard():
     job = Job(3, learned_steps=1)
-    job.do(0, position("evaluate", step=3))
+    job.do(0, activity("evaluate", step=3))
     assert job.go_on(0.5) == []
     assert job.go_on(2.2, silent=job.workers) == []
     assert job.go_on(5.0) == []
@@ -684,7 +686,7 @@ def test_of_links_that_broke_while_all_were_silent_it_is_decided_when_all_are_he
 
 def test_what_stood_still_while_all_were_silent_has_its_whole_time_again():
     job = Job(3, learned_steps=3)
-    job.do_all(position("reduce", step=5, on=[1]))
+    job.do_all(activity("reduce", step=5, on=[1]))
     assert job.go_on(2 * BEAT_S) == []
     assert job.go_on(10.0, silent=job.workers) == []
     assert job.go_on(detection.STALL_FLOOR_S - BEAT_S) == []
@@ -698,8 +700,8 @@ def test_what_stood_still_while_all_were_silent_has_its_whole_time_again():
 def test_a_pause_of_a_process_that_its_silence_permits_is_no_lack_of_progress(computing):
     """A whole process that was not scheduled: its heartbeats come late, and what it does takes that much longer."""
     job = Job(3, learned_steps=3)
-    job.do_all(position("gather", step=4))
-    job.do(1, position("0F3", step=5, computing=computing))
+    job.do_all(activity("gather", step=4))
+    job.do(1, activity("0F3", step=5, computing=computing))
     assert job.go_on(0.2) == []
     assert job.go_on(detection.SILENCE_FLOOR_S - BEAT_S, silent=[1]) == []
     assert job.go_on(0.2) == []
@@ -707,8 +709,8 @@ def test_a_pause_of_a_process_that_its_silence_permits_is_no_lack_of_progress(co
 
 def test_an_endless_loop():
     job = Job(3, learned_steps=3)
-    job.do_all(position("reduce", step=4))
-    job.do(1, position("0F3", step=5, computing=True))
+    job.do_all(activity("reduce", step=4))
+    job.do(1, activity("0F3", step=5, computing=True))
     start_s = job.now_s
     [suspicion] = job.go_on(60.0)
     assert suspicion[:2] == (1, "progress")
@@ -718,12 +720,12 @@ def test_an_endless_loop():
 
 def test_ten_times_the_longest_is_still_slow_and_not_lost():
     job = Job(3, learned_steps=3)
-    job.do_all(position("0B1", step=5, computing=True))
+    job.do_all(activity("0B1", step=5, computing=True))
     assert job.go_on(1.0) == []
-    job.do_all(position("reduce", step=5))
+    job.do_all(activity("reduce", step=5))
     assert job.go_on(0.1) == []
     assert 9.99 <= job.detector.busy_bound_s("1B7") <= 11.0  # of any stage and micro-batch
-    job.do(1, position("0B0", step=6, computing=True))
+    job.do(1, activity("0B0", step=6, computing=True))
     assert job.go_on(9.9) == []
     assert named(job.go_on(2.0)) == [(1, "progress")]
 
@@ -732,25 +734,25 @@ def test_ten_times_the_longest_is_still_slow_and_not_lost():
 def test_what_is_no_part_of_a_step_may_take_long(label):
     job = Job(2, learned_steps=3)
     assert job.detector.busy_bound_s(label) == detection.UNLEARNED_S
-    job.do(1, position(label, step=5, computing=True))
+    job.do(1, activity(label, step=5, computing=True))
     assert job.go_on(detection.UNLEARNED_S - 1.0) == []
     assert named(job.go_on(2.0)) == [(1, "progress")]
 
 
 def test_the_first_steps_may_take_long():
     job = Job(2)
-    job.do_all(position("0F1", step=3, computing=True))
+    job.do_all(activity("0F1", step=3, computing=True))
     assert job.go_on(60.0) == []
 
 
 def first_run(job: Job, label: str, duration_s: float, still_since_s: float = math.inf) -> list[Suspicion]:
     """Worker 1 does something for the first time; from some time on neither it nor its children use a processor."""
-    job.do_all(position("reduce", step=5, on=[1]))
+    job.do_all(activity("reduce", step=5, on=[1]))
     job.workers, silent = (0, 2), job.workers
     begin_s = job.now_s
     while job.now_s - begin_s < duration_s:
         first_s = job.now_s - begin_s
-        told = position(label, step=5, computing=True, since_s=max(0.0, first_s - still_since_s))
+        told = activity(label, step=5, computing=True, since_s=max(0.0, first_s - still_since_s))
         job.detector.heartbeat(1, msgspec.structs.replace(told, first_s=max(first_s, 1e-3)), job.now_s)
         if found := job.go_on(5 * BEAT_S):
             return found
@@ -780,7 +782,7 @@ def test_nor_for_ever(monkeypatch: pytest.MonkeyPatch):
 def test_only_what_a_worker_says_itself_counts_as_computing():
     """Its last word was that it computes; that it is silent since is for the bound on silence."""
     job = Job(3, learned_steps=3)
-    job.do(1, position("0F3", step=5, computing=True))
+    job.do(1, activity("0F3", step=5, computing=True))
     assert job.go_on(1.0) == []
     assert named(job.go_on(5.0, silent=[1])) == [(1, "heartbeat")]
 
@@ -788,25 +790,25 @@ def test_only_what_a_worker_says_itself_counts_as_computing():
 def test_the_same_action_again_is_a_new_stay():
     job = Job(2, learned_steps=3)
     for _ in range(10):
-        job.do(1, position("0F3", step=5, computing=True))
+        job.do(1, activity("0F3", step=5, computing=True))
         assert job.go_on(1.5) == []
 
 
 def test_a_long_gap_between_heartbeats_is_not_taken_for_a_long_action():
     job = Job(3, learned_steps=3)
-    job.do(1, position("0F0", step=5, computing=True))
+    job.do(1, activity("0F0", step=5, computing=True))
     assert job.go_on(0.1) == []
     assert job.go_on(0.5, silent=[1]) == []
-    job.do(1, position("0B0", step=5, computing=True))
+    job.do(1, activity("0B0", step=5, computing=True))
     assert job.go_on(0.1) == []
     assert job.detector.busy_bound_s("0F0") <= 10 * (0.15 + detection.UNSEEN_S)
 
 
 def test_all_wait_and_nothing_moves():
     job = Job(4, learned_steps=3)
-    job.do_all(position("reduce", step=5, on=[2]))
-    job.do(2, position("0B3", step=5, on=[3]))
-    job.do(3, position("reduce", step=5, on=[2]))
+    job.do_all(activity("reduce", step=5, on=[2]))
+    job.do(2, activity("0B3", step=5, on=[3]))
+    job.do(3, activity("reduce", step=5, on=[2]))
     start_s = job.now_s
     [suspicion] = job.go_on(60.0)
     assert job.now_s - start_s <= detection.STALL_FLOOR_S + 2 * BEAT_S
@@ -820,7 +822,7 @@ def test_all_wait_and_nothing_moves():
 
 def test_a_standstill_is_over_when_its_cause_is_gone():
     job = Job(4, learned_steps=3)
-    job.do_all(position("reduce", step=5, on=[2]))
+    job.do_all(activity("reduce", step=5, on=[2]))
     assert named(job.go_on(60.0)) == [(2, "progress")]
     assert job.go_on(2.9) == []
 
@@ -828,7 +830,7 @@ def test_a_standstill_is_over_when_its_cause_is_gone():
 def test_nobody_is_to_blame_while_everybody_waits_for_the_coordinator():
     """A policy may let minutes pass before it says how to go on."""
     job = Job(2, learned_steps=2)
-    job.do_all(position("recover"))
+    job.do_all(activity("recover"))
     job.detector.pause(job.now_s)
     assert job.go_on(detection.UNLEARNED_S + 20) == []
     job.detector.resume(job.now_s)
@@ -838,16 +840,16 @@ def test_nobody_is_to_blame_while_everybody_waits_for_the_coordinator():
 
 def test_who_computes_holds_up_no_standstill():
     job = Job(3, learned_steps=3)
-    job.do_all(position("reduce", step=5, on=[1]))
+    job.do_all(activity("reduce", step=5, on=[1]))
     for index in range(8):
-        job.do(1, position(f"0B{index}", step=5, computing=True))
+        job.do(1, activity(f"0B{index}", step=5, computing=True))
         assert job.go_on(1.5) == []
 
 
 def test_a_standstill_of_which_nothing_is_known():
     job = Job(3, learned_steps=3)
-    job.do_all(position("vote", step=5))
-    job.do(1, position("reduce", step=5))
+    job.do_all(activity("vote", step=5))
+    job.do(1, activity("reduce", step=5))
     [suspicion] = job.go_on(10.0)
     assert suspicion[:2] == (1, "progress")
     assert suspicion.reason.endswith("nothing is known, and worker 1 is the furthest behind, in reduce of step 5")
@@ -856,15 +858,15 @@ def test_a_standstill_of_which_nothing_is_known():
 def test_frames_that_still_come_are_movement():
     job = Job(3, learned_steps=3)
     for waiting in ([1, 2], [2], [1], [1, 2]):
-        job.do_all(position("reduce", step=5, on=waiting))
+        job.do_all(activity("reduce", step=5, on=waiting))
         assert job.go_on(2.5) == []
 
 
 def test_standstills_that_ended_by_themselves_raise_the_bound():
     job = Job(3, learned_steps=3)
-    job.do_all(position("gather", step=5))
+    job.do_all(activity("gather", step=5))
     assert job.go_on(1.0) == []
-    job.do_all(position("0F0", step=6, computing=True))
+    job.do_all(activity("0F0", step=6, computing=True))
     assert job.go_on(0.1) == []
     assert job.detector.stall_bound_s() == pytest.approx(10.0, rel=0.15)
 
@@ -873,14 +875,14 @@ def test_a_standstill_may_last_as_long_as_a_step_does():
     job = Job(2)
     for step in range(3, 6):
         for index in range(10):
-            job.do_all(position(f"0F{index}", step=step, computing=True))
+            job.do_all(activity(f"0F{index}", step=step, computing=True))
             assert job.go_on(1.5) == []
     assert job.detector.stall_bound_s() == pytest.approx(15.0, rel=0.05)
 
 
 def test_recovering_workers_may_wait_long():
     job = Job(3, learned_steps=3)
-    job.do_all(position("recover", step=5, on=[1]))
+    job.do_all(activity("recover", step=5, on=[1]))
     assert job.go_on(detection.UNLEARNED_S) == []
     assert named(job.go_on(1.0)) == [(1, "progress")]
 
@@ -889,12 +891,12 @@ def test_a_worker_whose_disk_is_slow_holds_up_everybody_and_is_no_worse_for_it()
     """It bounds that wait itself, and what the others have waited for it teaches nothing."""
     job = Job(3, learned_steps=3)
     bound_s = job.detector.stall_bound_s()
-    job.do_all(position("0F0", step=5, on=[1]))
-    job.do(1, position("write", step=4))
+    job.do_all(activity("0F0", step=5, on=[1]))
+    job.do(1, activity("write", step=4))
     assert job.go_on(5 * detection.UNLEARNED_S) == []
-    job.do(1, position("checkpoint", step=4, computing=True))
+    job.do(1, activity("checkpoint", step=4, computing=True))
     assert job.go_on(0.1) == []
-    job.do_all(position("0F0", step=5, computing=True))
+    job.do_all(activity("0F0", step=5, computing=True))
     assert job.go_on(0.1) == []
     assert job.detector.stall_bound_s() == pytest.approx(bound_s, rel=0.1)
 
@@ -902,21 +904,21 @@ def test_a_worker_whose_disk_is_slow_holds_up_everybody_and_is_no_worse_for_it()
 @pytest.mark.parametrize("label", ["idle", "end", "start"])
 def test_idle_workers_wait_for_ever(label):
     job = Job(3, learned_steps=3)
-    job.do_all(position(label, step=5))
+    job.do_all(activity(label, step=5))
     assert job.go_on(1000.0) == []
 
 
 def test_an_idle_worker_that_another_one_needs():
     job = Job(3, learned_steps=3)
-    job.do_all(position("idle", step=5))
-    job.do(2, position("gather", step=5, on=[0]))
+    job.do_all(activity("idle", step=5))
+    job.do(2, activity("gather", step=5, on=[0]))
     assert named(job.go_on(10.0)) == [(0, "progress")]
 
 
 def test_a_standstill_is_what_all_have_said():
     """While a worker is not heard, the coordinator does not know whether anything moves."""
     job = Job(4, learned_steps=3)
-    job.do_all(position("vote", step=5))
+    job.do_all(activity("vote", step=5))
     assert job.go_on(20.0, silent=job.workers) == []
 
 
@@ -924,7 +926,7 @@ def test_no_workers_no_suspicion():
     detector = Detector()
     assert detector.tick(0.0) == []
     assert detector.tick(100.0) == []
-    assert detector.next_tick_s(100.0) == 100.0 + awake.TICK_S
+    assert detector.next_tick_s(100.0) == 100.0 + active_time.TICK_S
 
 
 # --------------------------------------------------------------------------------------------------------------- blame
@@ -951,19 +953,19 @@ BLAMED = {
 
 @pytest.mark.parametrize("case", BLAMED)
 def test_blame(case):
-    positions, worker = BLAMED[case]
-    assert blame({who: position(label, on=on) for who, (label, on) in positions.items()}) == worker
+    activities, worker = BLAMED[case]
+    assert blame({who: activity(label, on=on) for who, (label, on) in activities.items()}) == worker
 
 
-def test_blame_looks_at_epoch_step_and_attempt_first():
+def test_blame_looks_at_generation_step_and_attempt_first():
     places = [
-        position("reduce", step=5, epoch=2),
-        position("vote", step=4, epoch=2),
-        position("vote", step=9, epoch=1),
+        activity("reduce", step=5, generation=2),
+        activity("vote", step=4, generation=2),
+        activity("vote", step=9, generation=1),
     ]
     assert blame(dict(enumerate(places))) == 2
     assert blame(dict(enumerate(places[:2]))) == 1
-    assert blame({0: position("0F0", attempt=2), 1: position("vote", attempt=1)}) == 1
+    assert blame({0: activity("0F0", attempt=2), 1: activity("vote", attempt=1)}) == 1
 
 
 # ----------------------------------------------------------------------------------------------- before registration
@@ -983,8 +985,8 @@ class Start:
         """Lets time pass; all but those that stand still use a hundredth of a second in each."""
         end_s = self.now_s + duration_s
         while self.now_s < end_s - 1e-9:
-            self.now_s += awake.TICK_S
-            if looks and self.now_s % 1.0 < awake.TICK_S:
+            self.now_s += active_time.TICK_S
+            if looks and self.now_s % 1.0 < active_time.TICK_S:
                 for worker in self.detector.awaited:
                     self.cpu_s[worker] += 0.01 * (worker not in still)
                     self.detector.used(worker, self.cpu_s[worker], self.now_s)
@@ -1002,7 +1004,7 @@ def test_who_stands_still_before_it_has_registered_is_lost_like_any_other():
     found: list[Suspicion] = []
     while not found and start.now_s < begin_s + 60.0:
         for worker in (0, 1):
-            start.detector.heartbeat(worker, position("start", step=0), start.now_s)
+            start.detector.heartbeat(worker, activity("start", step=0), start.now_s)
         found = start.go_on(0.25, still=[3])
     assert named(found) == [(3, "heartbeat")]
     assert re.fullmatch(
@@ -1057,9 +1059,9 @@ def test_the_end_of_a_process_that_was_awaited():
 def test_a_starting_worker_that_computes_is_given_as_long_as_it_gets_on():
     job = Job(2)
     for _ in range(40):  # its main thread uses the processor now and then
-        job.do_all(position("start", step=0, computing=True))
+        job.do_all(activity("start", step=0, computing=True))
         assert job.go_on(detection.UNLEARNED_S / 20) == []
-    job.do(1, position("link", step=0, on=[0]))
+    job.do(1, activity("link", step=0, on=[0]))
     found = job.go_on(detection.UNLEARNED_S + 1.0)
     assert named(found) == [(0, "progress")]
     assert "computing start of step 0" in found[0].reason
@@ -1067,9 +1069,9 @@ def test_a_starting_worker_that_computes_is_given_as_long_as_it_gets_on():
 
 def test_a_link_that_is_never_made_is_a_standstill():
     job = Job(3)
-    job.do(0, position("link", step=0, on=[2]))
-    job.do(1, position("link", step=0, on=[2]))
-    job.do(2, position("start", step=0))
+    job.do(0, activity("link", step=0, on=[2]))
+    job.do(1, activity("link", step=0, on=[2]))
+    job.do(2, activity("start", step=0))
     found = job.go_on(detection.UNLEARNED_S + 5.0)
     assert named(found) == [(2, "progress")]
     assert "2 of 3 workers wait for worker 2" in found[0].reason
@@ -1096,7 +1098,7 @@ def test_the_page_about_failures_gives_the_numbers_of_the_code():
         f"{detection.UNLEARNED_S:.0f} s without processor time, and {FIRST_S / 3600:.0f} hour in all",
         f"{GAP_HALF_LIFE_S / 60:.0f} minutes",
         f"{detection.DURATION_HALF_LIFE_S / 60:.0f} minutes",
-        f"{awake.ASLEEP_S} s",
+        f"{active_time.ASLEEP_S} s",
         f"at most {starvation.FRESH_LOOK_S} s old; the coordinator waits up to {starvation.LOOK_GRACE_S:.0f} s for one",
         f"lost after its bound and {starvation.EXCUSED_MAX_S:.0f} s",
         f"looks at the process every {job_processes.TICK_S} s",
@@ -1120,9 +1122,9 @@ def crawl(job: Job, duration_s: float, moving: Iterable[int]) -> list[Suspicion]
 
 def test_a_link_that_slows_down_hundredfold_loses_nobody_and_one_that_stops_does():
     job = Job(3, learned_steps=3)
-    job.do(0, position("1F0", step=5, on=[1]))
-    job.do(1, position("gather", step=4, on=[2]))
-    job.do(2, position("1F0", step=5, on=[0]))
+    job.do(0, activity("1F0", step=5, on=[1]))
+    job.do(1, activity("gather", step=4, on=[2]))
+    job.do(2, activity("1F0", step=5, on=[0]))
     assert job.detector.stall_bound_s() < 10
     assert crawl(job, 100.0, [1]) == []
     assert named(job.go_on(20.0)) == [(1, "progress")]
@@ -1130,6 +1132,6 @@ def test_a_link_that_slows_down_hundredfold_loses_nobody_and_one_that_stops_does
 
 def test_bytes_that_move_do_not_excuse_who_computes_for_too_long():
     job = Job(2, learned_steps=3)
-    job.do(0, position("0F0", step=5, computing=True))
-    job.do(1, position("1F0", step=5, on=[0]))
+    job.do(0, activity("0F0", step=5, computing=True))
+    job.do(1, activity("1F0", step=5, on=[0]))
     assert named(crawl(job, 60.0, [0, 1])) == [(0, "progress")]

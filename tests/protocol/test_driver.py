@@ -6,7 +6,7 @@ from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors
 from elaswave.protocol.coordinator.driver import CoordinatorDriver
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.coordinator.transitions import State
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import PendingWork, PlanRecovery
 from verify.simulator.job import model_of
 
@@ -61,14 +61,14 @@ class WritingDriver(CoordinatorDriver):
     def on_finished(self):
         self.done.append("finish")
 
-    def on_new_epoch(self, effect):
-        self.done.append(f"show epoch {effect.epoch}")
+    def on_new_generation(self, effect):
+        self.done.append(f"show generation {effect.generation}")
 
     def on_decided(self, effect):
-        self.done.append(f"show decision {effect.decision.epoch}")
+        self.done.append(f"show decision {effect.decision.generation}")
 
     def on_resumed(self, effect):
-        self.done.append(f"show that epoch {effect.epoch} goes on")
+        self.done.append(f"show that generation {effect.generation} goes on")
 
     def on_end(self, effect):
         self.done.append("end")
@@ -82,7 +82,7 @@ def planning(**options) -> WritingDriver:
     driver.feed(suspicion(1))
     for worker in driver.core.members:
         driver.feed(report(worker, 2, job=FIVE, **options))
-    assert driver.core.state is State.PLANNING
+    assert driver.core.state is CoordinatorState.PLANNING
     driver.done.clear()
     return driver
 
@@ -95,10 +95,10 @@ def test_effects_are_carried_out_in_their_order():
         driver.feed(report(worker, 2, job=FIVE))
     assert driver.done == [
         "tell 5 addresses",
-        "persist NewEpochRecord",
+        "persist NewGenerationRecord",
         *(f"send Prepare to {worker}" for worker in (0, 2, 3, 4)),
-        "send Fenced to 1",
-        "show epoch 2",
+        "send FencedOff to 1",
+        "show generation 2",
         "plan 1",
     ]
 
@@ -128,7 +128,7 @@ def test_a_planner_that_fails_is_answered_for():
     driver = planning()
     assert driver.question is not None
     driver.answer_plan(driver.question, "no recovery is planned within 10 s")
-    assert driver.core.state is State.TRAINING
+    assert driver.core.state is CoordinatorState.TRAINING
     assert driver.core.decision is not None
     assert driver.core.decision.plan == "no recovery is planned within 10 s: survivors keep their stages"
 
@@ -142,7 +142,7 @@ def test_other_effects():
     assert driver.done[-1] == "end"
 
 
-def test_the_job_ends_when_every_member_has_ended_in_this_epoch_and_nothing_is_being_committed():
+def test_the_job_ends_when_every_member_has_ended_in_this_generation_and_nothing_is_being_committed():
     driver = WritingDriver()
     driver.done.clear()
     driver.published = 3
@@ -152,9 +152,9 @@ def test_the_job_ends_when_every_member_has_ended_in_this_epoch_and_nothing_is_b
         driver.end_if_finished()
         return driver.done
 
-    driver.ended = {worker: MemberEnd(epoch=1, step=3) for worker in (0, 1, 2, 3)}
+    driver.ended = {worker: MemberEnd(generation=1, step=3) for worker in (0, 1, 2, 3)}
     assert ends() == [], "worker 4 still trains"
-    driver.ended[4] = MemberEnd(epoch=1, step=3)
+    driver.ended[4] = MemberEnd(generation=1, step=3)
     driver.published = 2
     assert ends() == [], "the loss of the last step is not known"
     driver.published, driver.committing = 3, True
@@ -169,8 +169,8 @@ def test_the_job_ends_when_every_member_has_ended_in_this_epoch_and_nothing_is_b
     driver.answer_plan(
         driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
     )
-    assert ends() == [], "the ends are of an older epoch"
-    driver.ended = {worker: MemberEnd(epoch=2, step=3) for worker in (0, 2, 3, 4)}
+    assert ends() == [], "the ends are of an older generation"
+    driver.ended = {worker: MemberEnd(generation=2, step=3) for worker in (0, 2, 3, 4)}
     assert ends() == ["give up what is missing", "finish"]
 
 
@@ -179,20 +179,20 @@ def test_an_excluded_workers_vote_counts_until_the_decision_and_nothing_else_of_
     assert driver.question is not None and driver.question.base == 0
     assert driver.hears(0) and driver.done == []
     assert not driver.hears(1)
-    assert driver.done == ["send Fenced to 1"]
+    assert driver.done == ["send FencedOff to 1"]
     driver.done.clear()
     assert not driver.hears_vote(1, vote(1), 1), "its step is not published"
-    assert driver.done == ["plan 2", "send Fenced to 1"]
+    assert driver.done == ["plan 2", "send FencedOff to 1"]
     assert driver.question.base == 1, "it is committed: every member is prepared"
     driver.answer_plan(
         driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
     )
     driver.done.clear()
     driver.hears_vote(1, vote(2), 1)
-    assert driver.done == ["note", "send Fenced to 1"]
+    assert driver.done == ["note", "send FencedOff to 1"]
 
 
-def test_losses_that_come_together_begin_one_epoch():
+def test_losses_that_come_together_begin_one_generation():
     driver = WritingDriver()
     driver.suspect([suspicion(1), suspicion(4)])
-    assert driver.core.members == (0, 2, 3) and driver.core.epoch == 2
+    assert driver.core.members == (0, 2, 3) and driver.core.generation == 2

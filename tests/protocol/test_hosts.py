@@ -27,11 +27,11 @@ def silent(*incarnations: int):
 
 def test_a_job_begins_once_all_of_its_hosts_are_there():
     hosts = Hosts((0, 1, 0, 1), LABELS, home=11)
-    assert not hosts.is_founded
+    assert not hosts.is_complete
     a = came(hosts, "a", 11)
-    assert not hosts.is_founded and hosts.num_here == 1
+    assert not hosts.is_complete and hosts.num_here == 1
     b = came(hosts, "b", 22)
-    assert hosts.is_founded and (hosts.first_workers(a), hosts.first_workers(b)) == ((0, 2), (1, 3))
+    assert hosts.is_complete and (hosts.first_workers(a), hosts.first_workers(b)) == ((0, 2), (1, 3))
     assert hosts.room == 0 and hosts.choose() is None
     assert [hosts.number_of(worker) for worker in range(5)] == [0, 1, 0, 1, None]
 
@@ -43,9 +43,9 @@ def test_a_host_that_goes_before_the_job_begins_makes_room_for_another():
     assert hosts.overdue(5.9, 5.0) == [] and hosts.overdue(6.1, 5.0) == [a]
     hosts.give_up(a)
     assert came(hosts, "c", 33).number == 0
-    assert not hosts.is_founded
+    assert not hosts.is_complete
     came(hosts, "b", 22)
-    assert hosts.is_founded
+    assert hosts.is_complete
 
 
 def test_a_job_does_not_begin_with_hosts_that_are_away_or_leave():
@@ -53,15 +53,15 @@ def test_a_job_does_not_begin_with_hosts_that_are_away_or_leave():
     a = came(hosts, "a", 11)
     hosts.disconnected(11, 1.0)
     b = came(hosts, "b", 22)
-    assert not hosts.is_founded
+    assert not hosts.is_complete
     hosts.leaving(22)
     hosts.connected(a)
-    assert not hosts.is_founded
+    assert not hosts.is_complete
     c = came(hosts, "c", 33)
     assert c.number == b.number and b.state is HostState.GONE, "who leaves gives way"
-    assert hosts.is_founded
+    assert hosts.is_complete
     hosts.disconnected(33, 2.0)
-    assert hosts.is_founded, "what has begun has begun"
+    assert hosts.is_complete, "what has begun has begun"
 
 
 def test_before_the_job_begins_who_is_away_gives_way_to_who_comes():
@@ -73,7 +73,7 @@ def test_before_the_job_begins_who_is_away_gives_way_to_who_comes():
     again = came(hosts, "b", 23)
     assert again.number == b.number and a.state is HostState.AWAY, "a node's next agent takes the node's part"
     assert came(hosts, "c", 33).number == a.number and a.state is HostState.GONE
-    assert hosts.is_founded
+    assert hosts.is_complete
     turned = hosts.hello("a", 11, 2)
     assert isinstance(turned, Turned) and turned.verdict == "again"
 
@@ -127,7 +127,7 @@ def test_a_successor_knows_hosts_and_waits_for_their_agents():
     hosts = Hosts((0, 1, 0, 1), LABELS, home=11)
     a = hosts.restore(Came(0, "a", 11, 2), 100.0)
     b = hosts.restore(Came(1, "b", 22, 2), 100.0)
-    assert hosts.is_founded and hosts.num_here == 0
+    assert hosts.is_complete and hosts.num_here == 0
     assert hosts.lost_with([1], silent(22)) == {}, "they have not had time to find it"
     assert hosts.hello("a", 11, 2) is a
     hosts.connected(a)
@@ -168,7 +168,7 @@ def test_the_coordinators_own_host_gives_way_to_nobody_that_comes_before_the_job
     assert isinstance(answer, Turned) and answer.verdict == "again", answer
     assert (a.state, b.state) == (HostState.AWAY, HostState.HERE)
     hosts.connected(a)
-    assert hosts.is_founded
+    assert hosts.is_complete
 
 
 def test_a_host_that_leaves_gives_way_before_the_job_begins_wherever_the_coordinator_is():
@@ -177,7 +177,7 @@ def test_a_host_that_leaves_gives_way_before_the_job_begins_wherever_the_coordin
     hosts.leaving(11)
     came(hosts, "b", 22)
     assert came(hosts, "c", 33).number == a.number and a.state is HostState.GONE
-    assert hosts.is_founded
+    assert hosts.is_complete
 
 
 def fall(hosts: Hosts, host: Host) -> None:

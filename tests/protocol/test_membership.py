@@ -8,7 +8,7 @@ from elaswave.blocks.placement import Placement
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.planning.search.recovery import set_idle
 from elaswave.planning.state_moves.target_placement import target_placement
-from elaswave.protocol.coordinator.transitions import State
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import (
     ChangePlanned,
     Decided,
@@ -17,21 +17,23 @@ from elaswave.protocol.events import (
     JoinerGone,
     LeaveWanted,
     LeavingRecord,
-    NewEpoch,
-    NewEpochRecord,
+    NewGeneration,
+    NewGenerationRecord,
     Note,
     Persist,
     Send,
     StartRecord,
     TermRecord,
 )
-from elaswave.protocol.messages import AskPause, Dial, Fenced, GoOn, Installed, Linked, Paused, Progress, Released
+from elaswave.protocol.messages import AskPause, Dial, FencedOff, GoOn, Installed, Linked, Paused, Progress, Released
 from elaswave.protocol.step.ledger import CatchUp, Ledger
 from verify.simulator.job import model_of
 from verify.simulator.run import run_schedule
 from verify.simulator.schedule import parse_schedule
 
-PROGRESS = Progress(num_updates=2, exponents=(3, 4), calibrated=True, exact=True, canaries={0: 1}, engine="options")
+PROGRESS = Progress(
+    num_updates=2, exponents=(3, 4), calibrated=True, exact=True, determinism_hashes={0: 1}, engine="options"
+)
 
 
 def training(records=()):
@@ -39,7 +41,7 @@ def training(records=()):
     core.begin()
     for worker in range(3):
         core.handle(registered(worker), 0.0)
-    assert core.state is State.TRAINING
+    assert core.state is CoordinatorState.TRAINING
     return core
 
 
@@ -59,17 +61,19 @@ def link(core, joiner=3, members=(0, 1, 2)):
     return core.handle(Linked(worker=joiner, peers=tuple(members)), 0.0)
 
 
-def pause(core, members=(0, 1, 2), epoch=1, step=2):
+def pause(core, members=(0, 1, 2), generation=1, step=2):
     effects = []
     for worker in members:
-        effects = core.handle(Paused(worker=worker, epoch=epoch, step=step), 0.0)
+        effects = core.handle(Paused(worker=worker, generation=generation, step=step), 0.0)
     return effects
 
 
-def installed(core, epoch):
+def installed(core, generation):
     effects = []
     for worker in core.members:
-        effects = core.handle(Installed(worker=worker, epoch=epoch, edit_s=0, promote_s=0, critical_bytes=0), 0.0)
+        effects = core.handle(
+            Installed(worker=worker, generation=generation, edit_s=0, promote_s=0, critical_bytes=0), 0.0
+        )
     return effects
 
 
@@ -82,9 +86,9 @@ def put_aside(core, worker, *, holds_nothing=True, step=2):
         placement = target_placement(
             layout, blocks, placement, num_followers=1, scatter_width=EVERYBODY, excluded=[worker]
         )
-    core.handle(ChangePlanned(core.epoch, layout, placement, core.execution, "it is to leave"), 0.0)
+    core.handle(ChangePlanned(core.generation, layout, placement, core.execution, "it is to leave"), 0.0)
     change = core.newest_change.number
-    return core.handle(EvidenceSeen(msgspec.structs.replace(vote(step), change=change), core.epoch), 0.0)
+    return core.handle(EvidenceSeen(msgspec.structs.replace(vote(step), change=change), core.generation), 0.0)
 
 
 def test_a_joiner_becomes_a_member_at_a_voted_boundary():
@@ -97,14 +101,14 @@ def test_a_joiner_becomes_a_member_at_a_voted_boundary():
     assert set(sent(core.handle(Linked(worker=3, peers=(0, 1, 2)), 0.0), AskPause)) == {0, 1, 2}
     assert pause(core, members=(0, 2)) == []
     first, *rest = pause(core, members=(1,))
-    assert isinstance(first, Persist) and isinstance(first.record, NewEpochRecord)
-    assert (first.record.epoch, first.record.members, first.record.joined, first.record.lost) == (
+    assert isinstance(first, Persist) and isinstance(first.record, NewGenerationRecord)
+    assert (first.record.generation, first.record.members, first.record.joined, first.record.lost) == (
         2,
         (0, 1, 2, 3),
         (3,),
         (),
     )
-    assert NewEpoch(2, (), (3,), ()) in rest
+    assert NewGeneration(2, (), (3,), ()) in rest
     assert {
         effect.worker: effect.message.with_progress for effect in rest if isinstance(effect, Send)
     } == dict.fromkeys(range(4), True)
@@ -119,8 +123,8 @@ def test_a_joiner_becomes_a_member_at_a_voted_boundary():
     assert {call.addresses == {} for call in sent(installed(core, 2), Dial).values()} == {True}
 
 
-def newcomer(worker, epoch):
-    told = Ledger(worker, 0, is_fresh=True).promise(epoch, {}, (0, 0), progress=PROGRESS)
+def newcomer(worker, generation):
+    told = Ledger(worker, 0, is_fresh=True).promise(generation, {}, (0, 0), progress=PROGRESS)
     assert told.progress is None and told.decided == 0
     return told
 
@@ -129,7 +133,7 @@ def test_a_joiner_that_ends_is_nobodys_loss():
     core = training()
     link(core)
     effects = core.handle(JoinerGone(3), 0.0)
-    assert set(sent(effects, GoOn)) == {0, 1, 2} and core.epoch == 1
+    assert set(sent(effects, GoOn)) == {0, 1, 2} and core.generation == 1
     # Who has paused meanwhile is let go on, also if the word about it was under way.
     assert set(sent(pause(core, members=(1,)), GoOn)) == {1}
 
@@ -139,9 +143,9 @@ def test_a_loss_does_not_wait_for_a_joiner():
     link(core)
     pause(core, members=(0,))
     effects = core.handle(suspicion(2), 0.0)
-    assert isinstance(effects[0].record, NewEpochRecord) and effects[0].record.joined == ()
-    assert core.state is State.COLLECTING and core.members == (0, 1)
-    # What was said of the old epoch does not count; the joiner and its links are still there.
+    assert isinstance(effects[0].record, NewGenerationRecord) and effects[0].record.joined == ()
+    assert core.state is CoordinatorState.COLLECTING and core.members == (0, 1)
+    # What was said of the old generation does not count; the joiner and its links are still there.
     assert core.admissions.paused == {} and core.admissions.ready(core.members) == (3,)
     for worker in (0, 1):
         core.handle(report(worker, 2, version=0), 0.0)
@@ -150,17 +154,17 @@ def test_a_loss_does_not_wait_for_a_joiner():
 
 def test_a_pause_for_an_earlier_coordinator_is_over():
     core = training()
-    assert sent(core.handle(Paused(worker=1, epoch=1, step=4), 0.0), GoOn).keys() == {1}
+    assert sent(core.handle(Paused(worker=1, generation=1, step=4), 0.0), GoOn).keys() == {1}
     link(core)  # and now this one asks
-    assert sent(core.handle(Paused(worker=2, epoch=1, step=4), 0.0), GoOn).keys() == {2}
+    assert sent(core.handle(Paused(worker=2, generation=1, step=4), 0.0), GoOn).keys() == {2}
     assert pause(core, step=5)[0].record.joined == (3,)
 
 
 def test_nobody_waits_for_a_member_that_an_earlier_coordinator_has_let_go_on():
     core = training()
     link(core)
-    core.handle(Paused(worker=2, epoch=1, step=4), 0.0)  # it has not heard that the pause is over
-    effects = core.handle(Paused(worker=1, epoch=1, step=4, is_over=True), 0.0)
+    core.handle(Paused(worker=2, generation=1, step=4), 0.0)  # it has not heard that the pause is over
+    effects = core.handle(Paused(worker=1, generation=1, step=4, is_over=True), 0.0)
     assert sent(effects, GoOn).keys() == sent(effects, AskPause).keys() == {2} and core.admissions.paused == {}
     assert pause(core, step=5)[0].record.joined == (3,)
 
@@ -224,7 +228,7 @@ def test_a_joiner_leaves_with_nothing_that_nobody_else_holds():
 
 def test_a_successor_knows_who_is_leaving():
     assert training([LeavingRecord(term=1, worker=1)]).admissions.leaving == {1}
-    left = NewEpochRecord(term=1, epoch=2, members=(0, 2), lost=(), reason="", left=(1,))
+    left = NewGenerationRecord(term=1, generation=2, members=(0, 2), lost=(), reason="", left=(1,))
     successor = coordinator([LeavingRecord(term=1, worker=1), left])
     assert successor.admissions.leaving == set() and successor.members == (0, 2)
     assert successor._losses_at_s == []
@@ -240,7 +244,7 @@ def test_a_member_that_has_missed_its_release_is_let_go_when_it_comes_back(is_su
         core = coordinator([LeavingRecord(term=1, worker=1), record])
         core.begin()
     assert set(sent(core.handle(registered(1), 0.0), Released)) == {1}
-    assert isinstance(core.dismissal(1), Released) and isinstance(core.dismissal(9), Fenced)
+    assert isinstance(core.dismissal(1), Released) and isinstance(core.dismissal(9), FencedOff)
 
 
 def test_a_successor_withdraws_what_its_predecessor_wanted_of_joiners_that_are_gone():
@@ -253,8 +257,8 @@ def test_a_successor_withdraws_what_its_predecessor_wanted_of_joiners_that_are_g
 
 def test_a_joiner_that_is_lost_before_the_decision_has_not_joined_for_a_successor():
     records = [
-        NewEpochRecord(term=1, epoch=2, members=(0, 1, 2, 3), lost=(), reason="", joined=(3,)),
-        NewEpochRecord(term=1, epoch=3, members=(0, 1, 2), lost=(3,), reason=""),
+        NewGenerationRecord(term=1, generation=2, members=(0, 1, 2, 3), lost=(), reason="", joined=(3,)),
+        NewGenerationRecord(term=1, generation=3, members=(0, 1, 2), lost=(3,), reason=""),
     ]
     assert coordinator(records).joined == ()
 
@@ -273,14 +277,14 @@ def test_a_newcomer_takes_over_where_training_stands_and_has_nothing_to_catch_up
     ledger = Ledger(3, 0, is_fresh=True)
     told = ledger.promise(2, {}, (0, 0), progress=PROGRESS)
     assert (told.decided, told.progress, told.copies.blocks) == (0, None, [])
-    decision = decide_for(newcomer_epoch=2)
+    decision = decide_for(newcomer_generation=2)
     assert ledger.accept(decision) is CatchUp.JOIN
     # A loss before the next vote: nothing of it could be behind.
     assert ledger.promise(3, {}, (0, 0), progress=PROGRESS).progress == PROGRESS
-    assert ledger.accept(decide_for(newcomer_epoch=3)) is CatchUp.NOTHING
+    assert ledger.accept(decide_for(newcomer_generation=3)) is CatchUp.NOTHING
 
 
-def decide_for(newcomer_epoch):
+def decide_for(newcomer_generation):
     core = training()
     link(core)
     pause(core)
@@ -288,13 +292,13 @@ def decide_for(newcomer_epoch):
         core.handle(report(worker, 2, evidence=vote(2), version=2), 0.0)
     effects = core.handle(newcomer(3, 2), 0.0)
     (decision,) = [effect.decision for effect in effects if isinstance(effect, Decided)]
-    return msgspec.structs.replace(decision, epoch=newcomer_epoch)
+    return msgspec.structs.replace(decision, generation=newcomer_generation)
 
 
 @pytest.mark.parametrize("decided", [0, 1])
 def test_a_member_without_state_has_missed_no_return_to_a_checkpoint(decided):
     core = training()
-    core.rollback_epoch = 5
+    core.rollback_generation = 5
     assert core.is_new(msgspec.structs.replace(newcomer(3, 2), decided=decided)) is (decided == 0)
     assert not core.is_new(report(0, 2))  # it began with the job
     assert model_of(THREE).layout.workers == (0, 1, 2)

@@ -20,7 +20,7 @@ from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.planning.search.recovery import survivor_layout
 from elaswave.protocol.coordinator.decisions import make_decision, plan_survivors, plan_with
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.coordinator.transitions import State
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import (
     CheckpointFound,
     Decided,
@@ -30,7 +30,7 @@ from elaswave.protocol.events import (
     PlanRecovery,
     RecoveryPlanned,
 )
-from elaswave.protocol.messages import Copies
+from elaswave.protocol.messages import BlockReplicas
 from elaswave.types import ExecutionParameters
 from verify.simulator.job import model_of, other_layout
 
@@ -45,13 +45,13 @@ def decision_of(effects):
     return decision
 
 
-def asked(machine: Coordinator | None = None, epoch: int = 2, **options) -> tuple[Coordinator, PlanRecovery]:
+def asked(machine: Coordinator | None = None, generation: int = 2, **options) -> tuple[Coordinator, PlanRecovery]:
     """A machine that has lost worker 1 of five and waits for its planner."""
     machine = machine or started(FIVE, Coordinator)
     effects = machine.handle(suspicion(1), 0.0)
     for worker in machine.members:
-        effects = machine.handle(report(worker, epoch, job=FIVE, **options), 0.0)
-    assert machine.state is State.PLANNING
+        effects = machine.handle(report(worker, generation, job=FIVE, **options), 0.0)
+    assert machine.state is CoordinatorState.PLANNING
     return machine, question_of(effects)
 
 
@@ -75,7 +75,7 @@ def test_nothing_is_persisted_or_sent_before_the_answer():
     effects = []
     for worker in machine.members:
         effects += machine.handle(report(worker, 2, job=FIVE), 0.0)
-    assert shown(effects) == ["plan 1 of epoch 2: [0, 2, 3, 4] after step 0"]
+    assert shown(effects) == ["plan 1 of generation 2: [0, 2, 3, 4] after step 0"]
     assert shown(machine.handle(answer(effects[0]), 0.0)) == [
         "persist decision 2 of term 1: [0, 2, 3, 4] resume 1.2",
         *(f"to {worker}: decision 2 of term 1: [0, 2, 3, 4] resume 1.2" for worker in (0, 2, 3, 4)),
@@ -86,14 +86,14 @@ def test_nothing_is_persisted_or_sent_before_the_answer():
 def test_another_loss_makes_the_question_void():
     machine, first = asked()
     effects = machine.handle(suspicion(3), 0.0)
-    assert shown(effects)[0] == "persist new epoch 3" and machine.state is State.COLLECTING
+    assert shown(effects)[0] == "persist new generation 3" and machine.state is CoordinatorState.COLLECTING
     assert shown(machine.handle(answer(first), 0.0)) == ["note: answer 1 of the planner is not awaited any more"]
     for worker in machine.members:
         effects = machine.handle(report(worker, 3, job=FIVE), 0.0)
     second = question_of(effects)
     assert (second.sequence, second.members, second.lost) == (2, (0, 2, 4), (1, 3))
     assert shown(machine.handle(answer(first), 0.0)) == ["note: answer 1 of the planner is not awaited any more"]
-    assert machine.state is State.PLANNING
+    assert machine.state is CoordinatorState.PLANNING
     assert decision_of(machine.handle(answer(second), 0.0)).members == (0, 2, 4)
 
 
@@ -171,9 +171,9 @@ def test_a_new_coordinator_asks_the_members_and_the_planner_again():
     reports = [report(worker, 2, job=FIVE) for worker in machine.members]
     for each in reports:
         machine.handle(each, 0.0)
-    assert machine.state is State.PLANNING
+    assert machine.state is CoordinatorState.PLANNING
     successor = coordinator(records, FIVE, Coordinator)
-    assert successor.state is State.COLLECTING
+    assert successor.state is CoordinatorState.COLLECTING
     successor.begin()
     effects = []
     for each in reports:
@@ -186,7 +186,7 @@ def test_a_member_that_connects_again_waits_for_the_decision():
     machine, question = asked()
     assert shown(machine.handle(registered(0, 2, report(0, 2, job=FIVE)), 0.0)) == ["start [0, 1, 2, 3, 4]"]
     assert shown(machine.handle(report(0, 2, job=FIVE), 0.0)) == [
-        "note: a report of worker 0 for epoch 2 is not awaited"
+        "note: a report of worker 0 for generation 2 is not awaited"
     ]
     assert decision_of(machine.handle(answer(question), 0.0)).members == question.members
 
@@ -226,7 +226,7 @@ def test_a_loss_while_a_return_to_a_checkpoint_is_planned():
     machine.handle(suspicion(4), 0.0)
     for worker in (0, 3):
         effects = machine.handle(report(worker, 3, job=FIVE, evidence=vote(5), step=6), 0.0)
-    assert shown(effects) == ["find a checkpoint"], "what was found for another epoch does not count"
+    assert shown(effects) == ["find a checkpoint"], "what was found for another generation does not count"
     assert question_of(machine.handle(CheckpointFound(3, 3), 0.0)).base == 3
 
 
@@ -240,7 +240,7 @@ def test_a_question_after_an_abandoned_return_is_about_the_newest_vote():
     machine.handle(suspicion(4), 0.0)
     whole = [report(worker, 3, job=FIVE, evidence=vote(5), step=6) for worker in (0, 3)]
     blocks = list(range(len(model_of(FIVE).blocks)))
-    copies = Copies(blocks=blocks, owned=[False] * len(blocks), versions=[5] * len(blocks))
+    copies = BlockReplicas(blocks=blocks, owned=[False] * len(blocks), versions=[5] * len(blocks))
     machine.handle(msgspec.structs.replace(whole[0], copies=copies), 0.0)
     question = question_of(machine.handle(whole[1], 0.0))
     assert (question.base, question.rollback) == (5, False)

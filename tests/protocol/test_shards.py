@@ -64,7 +64,7 @@ def test_survivors_that_are_still_there_write_again():
     assert isinstance(found, Complete) and set(found.files) == {(0, 1), (1, 1), (0, 2), (1, 2)}
 
 
-def test_a_part_of_the_epoch_before_still_completes_it():
+def test_a_part_of_the_generation_before_still_completes_it():
     job = shards(members=(0, 1, 2))
     job.written(4, 1, 0, part("a", 0), 10)
     job.written(4, 1, 2, part("c", 2, 3), 10)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from tests.protocol.test_detection import BEAT_S, Job, named, position
+from tests.protocol.test_detection import BEAT_S, Job, activity, named
 
 from elaswave.protocol.detection import detector as detection
 from elaswave.protocol.detection import starvation
@@ -108,9 +108,9 @@ def test_a_look_excuses_no_more_than_the_time_that_it_covers():
 
 def test_who_got_no_processor_has_not_computed_meanwhile():
     job = Job(3, learned_steps=3)
-    job.do(0, position("reduce", step=5, on=[1]))
-    job.do(1, position("0F0", step=5, computing=True))
-    job.do(2, position("reduce", step=5, on=[1]))
+    job.do(0, activity("reduce", step=5, on=[1]))
+    job.do(1, activity("0F0", step=5, computing=True))
+    job.do(2, activity("reduce", step=5, on=[1]))
     assert job.go_on(1.0) == []
     assert starve(job, 1, 12.0) == []
     job.doing[1] = msgspec.structs.replace(job.doing[1], starved_s=12.0)  # as the worker itself has seen
@@ -120,8 +120,8 @@ def test_who_got_no_processor_has_not_computed_meanwhile():
 
 def test_a_worker_that_is_heard_and_computes_without_a_processor_is_not_looping_but_not_for_ever():
     job = Job(2, learned_steps=3)
-    job.do(0, position("0F0", step=5, computing=True))
-    job.do(1, position("reduce", step=5, on=[0]))
+    job.do(0, activity("0F0", step=5, computing=True))
+    job.do(1, activity("reduce", step=5, on=[0]))
     start_s = job.now_s
     while not (found := job.go_on(BEAT_S)):
         job.doing[0] = msgspec.structs.replace(job.doing[0], starved_s=job.now_s - start_s)
@@ -132,22 +132,22 @@ def test_a_worker_that_is_heard_and_computes_without_a_processor_is_not_looping_
 def test_a_time_without_a_processor_is_no_longer_action():
     job = Job(2, learned_steps=3)
     bound_s = job.detector.busy_bound_s("0F0")
-    job.do(0, position("0F0", step=5, computing=True))
-    job.do(1, position("reduce", step=5, on=[0]))
+    job.do(0, activity("0F0", step=5, computing=True))
+    job.do(1, activity("reduce", step=5, on=[0]))
     start_s = job.now_s
     for _ in range(100):
         job.doing[0] = msgspec.structs.replace(job.doing[0], starved_s=job.now_s - start_s)
         assert job.go_on(BEAT_S) == []
-    job.do_all(position("reduce", step=5))
+    job.do_all(activity("reduce", step=5))
     assert job.go_on(BEAT_S) == []
     assert job.detector.busy_bound_s("0F0") == pytest.approx(bound_s, abs=detection.PROGRESS_FACTOR * 2 * BEAT_S)
 
 
 def test_a_standstill_that_was_a_wait_for_a_processor_is_none():
     job = Job(3, learned_steps=3)
-    job.do(0, position("reduce", step=5, on=[1]))
-    job.do(1, position("vote", step=5, on=[2]))
-    job.do(2, position("reduce", step=5, on=[1]))
+    job.do(0, activity("reduce", step=5, on=[1]))
+    job.do(1, activity("vote", step=5, on=[2]))
+    job.do(2, activity("reduce", step=5, on=[1]))
     assert job.go_on(1.0) == []
     assert starve(job, 1, 12.0) == []
     assert job.go_on(0.5) == []

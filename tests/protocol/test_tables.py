@@ -9,7 +9,7 @@ from tests.protocol.machines import FIVE, answer, coordinator, failure, register
 from elaswave.protocol.coordinator import transitions
 from elaswave.protocol.coordinator.machine import Bounds, Coordinator
 from elaswave.protocol.coordinator.table import Transition, TransitionTable
-from elaswave.protocol.coordinator.transitions import Cause, Response, State
+from elaswave.protocol.coordinator.transitions import Cause, CoordinatorState, Response
 from elaswave.protocol.events import (
     ChangePlanned,
     CheckpointFound,
@@ -18,7 +18,7 @@ from elaswave.protocol.events import (
     JoinerCame,
     JoinerGone,
     LeaveWanted,
-    NewEpochRecord,
+    NewGenerationRecord,
     Persist,
     PlanRecovery,
     StartRecord,
@@ -53,16 +53,16 @@ class Watched(Coordinator):
         return effects
 
 
-def in_state(state: State, **options) -> Watched:
+def in_state(state: CoordinatorState, **options) -> Watched:
     """A machine of five workers in a state; worker 1 is lost in the later ones, and worker 2 too if it rolls back."""
-    if state is State.STARTING:
+    if state is CoordinatorState.STARTING:
         return coordinator(job=FIVE, kind=Watched, **options)
     machine = started(FIVE, Watched, **options)
-    if state is State.TRAINING:
+    if state is CoordinatorState.TRAINING:
         return machine
-    lost = [1, 2] if state is State.ROLLING_BACK else [1]
+    lost = [1, 2] if state is CoordinatorState.ROLLING_BACK else [1]
     machine.suspect([suspicion(worker) for worker in lost], 0.0)
-    if state is not State.COLLECTING:
+    if state is not CoordinatorState.COLLECTING:
         for worker in sorted(set(range(5)) - set(lost)):
             machine.handle(report(worker, 2, job=FIVE, evidence=vote(1)), 0.0)
     assert machine.state is state
@@ -74,7 +74,13 @@ def pairs_of(table: TransitionTable) -> set[tuple[Enum, Enum]]:
     return {(state, row.cause) for row in table.rows for state in row.before}
 
 
-ALIVE = (State.STARTING, State.TRAINING, State.COLLECTING, State.PLANNING, State.ROLLING_BACK)
+ALIVE = (
+    CoordinatorState.STARTING,
+    CoordinatorState.TRAINING,
+    CoordinatorState.COLLECTING,
+    CoordinatorState.PLANNING,
+    CoordinatorState.ROLLING_BACK,
+)
 
 
 def linked_joiner(machine: Watched) -> Watched:
@@ -100,46 +106,52 @@ def everything_has_happened() -> None:
         in_state(state, bounds=Bounds(max_failures_per_hour=num_lost)).handle(suspicion(0), 0.0)
         in_state(state, bounds=Bounds(min_workers=5 - num_lost)).handle(WorkerFailed(0, "there", "MemoryError"), 0.0)
         in_state(state).handle(LeaveWanted(0), 0.0)
-        if state is not State.STARTING:
-            in_state(state).handle(registered(0, epoch=in_state(state).epoch, report=None), 0.0)
-    for records in ([], [StartRecord(term=1)], [NewEpochRecord(term=1, epoch=2, members=(0,), lost=(1,), reason="")]):
+        if state is not CoordinatorState.STARTING:
+            in_state(state).handle(registered(0, generation=in_state(state).generation, report=None), 0.0)
+    for records in (
+        [],
+        [StartRecord(term=1)],
+        [NewGenerationRecord(term=1, generation=2, members=(0,), lost=(1,), reason="")],
+    ):
         coordinator(records, FIVE, Watched).begin()
 
-    machine = in_state(State.PLANNING)
+    machine = in_state(CoordinatorState.PLANNING)
     machine.handle(EvidenceSeen(vote(1, 2), 1), 0.0)
     machine.handle(answer(machine.question), 0.0)
     for worker in (0, 2, 3, 4):
-        machine.handle(Installed(worker=worker, epoch=2, edit_s=0, promote_s=0, critical_bytes=0), 0.0)
-    machine.handle(registered(0, epoch=1), 0.0)
+        machine.handle(Installed(worker=worker, generation=2, edit_s=0, promote_s=0, critical_bytes=0), 0.0)
+    machine.handle(registered(0, generation=1), 0.0)
     machine.handle(ChangePlanned(2, machine.layout, machine.placement, ExecutionParameters(), "better"), 0.0)
-    machine.handle(registered(0, epoch=2), 0.0)
-    machine = in_state(State.PLANNING)
+    machine.handle(registered(0, generation=2), 0.0)
+    machine = in_state(CoordinatorState.PLANNING)
     machine.handle(failure(machine.question), 0.0)
-    in_state(State.PLANNING).handle(EvidenceSeen(vote(7), 1), 0.0)  # no such vote can be: no member has its state
+    in_state(CoordinatorState.PLANNING).handle(
+        EvidenceSeen(vote(7), 1), 0.0
+    )  # no such vote can be: no member has its state
 
-    in_state(State.TRAINING).handle(Unsound(worker=0, epoch=1, step=3, reason="a bit has flipped"), 0.0)
-    linked_joiner(in_state(State.TRAINING)).handle(JoinerGone(5), 0.0)
-    machine = linked_joiner(in_state(State.TRAINING))
+    in_state(CoordinatorState.TRAINING).handle(Unsound(worker=0, generation=1, step=3, reason="a bit has flipped"), 0.0)
+    linked_joiner(in_state(CoordinatorState.TRAINING)).handle(JoinerGone(5), 0.0)
+    machine = linked_joiner(in_state(CoordinatorState.TRAINING))
     machine.handle(registered(0), 0.0)
     for worker in range(5):
-        machine.handle(Paused(worker=worker, epoch=1, step=3), 0.0)
+        machine.handle(Paused(worker=worker, generation=1, step=3), 0.0)
 
-    in_state(State.ROLLING_BACK).handle(CheckpointFound(1, None), 0.0)
-    machine = in_state(State.ROLLING_BACK)
+    in_state(CoordinatorState.ROLLING_BACK).handle(CheckpointFound(1, None), 0.0)
+    machine = in_state(CoordinatorState.ROLLING_BACK)
     machine.handle(CheckpointFound(1, 1), 0.0)
     machine.handle(answer(machine.question), 0.0)
     machine.handle(suspicion(4), 0.0)
     for worker in (0, 3):
         machine.handle(report(worker, 3, job=FIVE, version=1, decided=0), 0.0)
-    in_state(State.ROLLING_BACK)
-    machine = in_state(State.COLLECTING, restarts=True)
+    in_state(CoordinatorState.ROLLING_BACK)
+    machine = in_state(CoordinatorState.COLLECTING, restarts=True)
     for worker in (0, 2, 3, 4):
         machine.handle(report(worker, 2, job=FIVE), 0.0)
 
 
 def test_everything_in_the_coordinators_table_happens(everything_has_happened):
     wanted = pairs_of(transitions.TRANSITIONS)
-    assert {seen for seen in SEEN if isinstance(seen[0], State)} == wanted
+    assert {seen for seen in SEEN if isinstance(seen[0], CoordinatorState)} == wanted
 
 
 def test_everything_in_a_members_table_happens():
@@ -183,44 +195,48 @@ def test_the_table_drives_the_machine(monkeypatch):
     rows = [
         row
         if row.cause is not Cause.REPORTED
-        else Transition(row.before, row.cause, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,))
+        else Transition(row.before, row.cause, CoordinatorState.ROLLING_BACK, (Response.FIND_CHECKPOINT,))
         for row in transitions.TRANSITIONS.rows
     ]
-    monkeypatch.setattr("elaswave.protocol.coordinator.machine.TRANSITIONS", TransitionTable(State.STARTING, *rows))
+    monkeypatch.setattr(
+        "elaswave.protocol.coordinator.machine.TRANSITIONS", TransitionTable(CoordinatorState.STARTING, *rows)
+    )
     machine = started()
     machine.handle(suspicion(1), 0.0)
     machine.handle(report(0, 2), 0.0)
     (effect,) = machine.handle(report(2, 2), 0.0)
-    assert type(effect).__name__ == "FindCheckpoint" and machine.state is State.ROLLING_BACK
+    assert type(effect).__name__ == "FindCheckpoint" and machine.state is CoordinatorState.ROLLING_BACK
 
 
 def test_what_is_not_in_the_table_cannot_happen():
     with pytest.raises(AssertionError, match="ended: a member is suspected: not in the table"):
-        transitions.TRANSITIONS.next(State.ENDED, Cause.SUSPECTED)
-    row = Transition((State.TRAINING,), Cause.SUSPECTED, State.ENDED)
+        transitions.TRANSITIONS.next(CoordinatorState.ENDED, Cause.SUSPECTED)
+    row = Transition((CoordinatorState.TRAINING,), Cause.SUSPECTED, CoordinatorState.ENDED)
     with pytest.raises(AssertionError, match="training: two rows for: a member is suspected"):
-        TransitionTable(State.STARTING, row, row)
+        TransitionTable(CoordinatorState.STARTING, row, row)
 
 
 def test_after_the_end_there_is_nothing():
-    assert not [pair for pair in pairs_of(transitions.TRANSITIONS) if pair[0] is State.ENDED]
+    assert not [pair for pair in pairs_of(transitions.TRANSITIONS) if pair[0] is CoordinatorState.ENDED]
 
 
 def test_tables_are_shown():
     diagram = mermaid_diagram(member.TRANSITIONS).splitlines()
     assert diagram[:2] == ["stateDiagram-v2", "    [*] --> TRAINING"]
-    assert "    REPORTED --> TRAINING: the decision of that epoch comes" in diagram
-    assert diagram[-1] == "    FENCED --> [*]"
+    assert "    REPORTED --> TRAINING: the decision of that generation comes" in diagram
+    assert diagram[-1] == "    FENCED_OFF --> [*]"
     both = "an error of its own ends a worker that cannot be spared / no checkpoint is found"
     assert any(line.endswith(both) for line in mermaid_diagram(transitions.TRANSITIONS).splitlines())
     table = markdown_table(member.TRANSITIONS).splitlines()
     assert len(table) == 2 + len(member.TRANSITIONS.rows)
     assert all(line.count("|") == 5 for line in table)
-    assert "| reported | it is asked to report for its epoch once more | the same | send the same report |" in table
+    assert (
+        "| reported | it is asked to report for its generation once more | the same | send the same report |" in table
+    )
     assert "nothing |" in markdown_table(agent.TRANSITIONS)
 
 
-def test_the_epochs_record_is_the_first_effect_of_a_loss():
+def test_the_generations_record_is_the_first_effect_of_a_loss():
     effects = started().handle(suspicion(1), 0.0)
     assert [isinstance(effect, Persist) for effect in effects[:2]] == [True, False]
     assert all(a is not b for a, b in pairwise(effects))

@@ -10,7 +10,7 @@ def told(reports: dict[int, list[int]], *, seconds: float = REACH_S, turn_s: flo
     unreachable, now_s, found = Unreachable(), 0.0, {}
     while now_s <= seconds:
         for worker, peers in reports.items():
-            found |= unreachable.heard(worker, {peer: f"at tcp:h{peer}: refused" for peer in peers}, now_s)
+            found |= unreachable.received(worker, {peer: f"at tcp:h{peer}: refused" for peer in peers}, now_s)
         now_s += turn_s
     return found
 
@@ -43,23 +43,23 @@ def test_who_reaches_nobody_is_told_so() -> None:
 
 def test_what_has_passed_does_not_count() -> None:
     unreachable = Unreachable()
-    assert unreachable.heard(0, {1: "at a: refused"}, 0.0) == {}
-    assert unreachable.heard(0, {2: "at b: refused"}, REACH_S) == {}, "worker 1 has been reached meanwhile"
-    assert unreachable.heard(0, {1: "at a: refused"}, REACH_S + 1.0) == {}
-    assert unreachable.heard(0, {1: "at a: refused"}, REACH_S + 2.0 + FRESH_S) == {}, "nothing was said for long"
+    assert unreachable.received(0, {1: "at a: refused"}, 0.0) == {}
+    assert unreachable.received(0, {2: "at b: refused"}, REACH_S) == {}, "worker 1 has been reached meanwhile"
+    assert unreachable.received(0, {1: "at a: refused"}, REACH_S + 1.0) == {}
+    assert unreachable.received(0, {1: "at a: refused"}, REACH_S + 2.0 + FRESH_S) == {}, "nothing was said for long"
 
 
 def test_who_was_given_up_is_not_given_up_again() -> None:
     unreachable = Unreachable()
-    unreachable.heard(0, {1: "at a: refused"}, 0.0)
-    assert set(unreachable.heard(0, {1: "at a: refused"}, REACH_S)) == {1}
+    unreachable.received(0, {1: "at a: refused"}, 0.0)
+    assert set(unreachable.received(0, {1: "at a: refused"}, REACH_S)) == {1}
     for seconds in range(1, 60):
-        assert unreachable.heard(0, {1: "at a: refused"}, REACH_S + seconds) == {}
+        assert unreachable.received(0, {1: "at a: refused"}, REACH_S + seconds) == {}
 
 
 def test_what_was_said_of_a_network_that_is_gone_is_forgotten() -> None:
     unreachable = Unreachable()
-    unreachable.heard(0, {1: "at a: refused"}, 0.0)
+    unreachable.received(0, {1: "at a: refused"}, 0.0)
     unreachable.forget()
-    assert unreachable.heard(0, {1: "at a: refused"}, REACH_S) == {}
-    assert set(unreachable.heard(0, {1: "at a: refused"}, 2 * REACH_S)) == {1}
+    assert unreachable.received(0, {1: "at a: refused"}, REACH_S) == {}
+    assert set(unreachable.received(0, {1: "at a: refused"}, 2 * REACH_S)) == {1}

@@ -3,7 +3,7 @@
 import pytest
 from tests.protocol.machines import THREE, vote
 
-from elaswave.protocol.messages import Decision, Evidence, Fenced, Prepare
+from elaswave.protocol.messages import Decision, Evidence, FencedOff, Prepare
 from elaswave.protocol.step.ledger import CatchUp, Held, Ledger, LedgerError
 from elaswave.protocol.step.member import Ignored, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
 from verify.simulator.job import model_of
@@ -12,7 +12,7 @@ HELD = {0: Held(True, 0), 3: Held(False, 0)}
 
 
 def decision(
-    epoch: int = 2,
+    generation: int = 2,
     *,
     term: int = 1,
     evidence: Evidence | None = None,
@@ -22,7 +22,7 @@ def decision(
     model = model_of(THREE)
     return Decision(
         term=term,
-        epoch=epoch,
+        generation=generation,
         members=(0, 2),
         lost=(1,),
         evidence=evidence,
@@ -84,19 +84,19 @@ def test_a_vote_is_learned_only_when_prepared():
 def test_an_answer_is_a_promise():
     ledger = prepared()
     report = ledger.promise(2, HELD, (0, 1))
-    assert (report.epoch, report.prepared, report.evidence, report.decided) == (2, True, None, 0)
+    assert (report.generation, report.prepared, report.evidence, report.decided) == (2, True, None, 0)
     assert (report.copies.blocks, report.copies.owned, report.copies.versions) == ([0, 3], [True, False], [0, 0])
     for what, call in (
         ("learn a vote", lambda: ledger.learn(b"", commits=True)),
         ("begin an attempt", lambda: ledger.begin(1, 2)),
         ("prepare", ledger.prepare),
     ):
-        with pytest.raises(LedgerError, match=f"cannot {what}: epoch 2 is promised and not decided"):
+        with pytest.raises(LedgerError, match=f"cannot {what}: generation 2 is promised and not decided"):
             call()
-    with pytest.raises(LedgerError, match="asked to promise epoch 2 after 2"):
+    with pytest.raises(LedgerError, match="asked to promise generation 2 after 2"):
         ledger.promise(2, HELD, (0, 1))
-    assert ledger.promise(3, HELD, (0, 1)).epoch == 3
-    with pytest.raises(LedgerError, match="a decision of epoch 2 after a promise of 3"):
+    assert ledger.promise(3, HELD, (0, 1)).generation == 3
+    with pytest.raises(LedgerError, match="a decision of generation 2 after a promise of 3"):
         ledger.accept(decision(2))
     assert ledger.accept(decision(3)) is CatchUp.NOTHING
     ledger.begin(1, 2)
@@ -153,11 +153,11 @@ def test_decisions_that_cannot_be_right():
     ledger = prepared()
     ledger.learn(b"v", commits=True)
     for wrong in (None, vote(1, 0)):
-        ledger.promise((ledger.promised_epoch or 1) + 1, HELD, (0, 1))
-        assert ledger.promised_epoch is not None
+        ledger.promise((ledger.promised_generation or 1) + 1, HELD, (0, 1))
+        assert ledger.promised_generation is not None
         with pytest.raises(LedgerError, match="is older than the vote that we know"):
-            ledger.accept(decision(ledger.promised_epoch, evidence=wrong))
-        ledger.promised_epoch = None
+            ledger.accept(decision(ledger.promised_generation, evidence=wrong))
+        ledger.promised_generation = None
     behind = Ledger(2, 0)
     behind.begin(1, 1)
     behind.promise(2, HELD, (0, 1))
@@ -165,8 +165,8 @@ def test_decisions_that_cannot_be_right():
         behind.accept(decision(evidence=vote(1)))
 
 
-def prepare(epoch: int, *, term: int = 1, members: tuple[int, ...] = (0, 2)) -> Prepare:
-    return Prepare(term=term, epoch=epoch, members=members, lost=(1,), reason="worker 1 was lost")
+def prepare(generation: int, *, term: int = 1, members: tuple[int, ...] = (0, 2)) -> Prepare:
+    return Prepare(term=term, generation=generation, members=members, lost=(1,), reason="worker 1 was lost")
 
 
 def test_membership():
@@ -178,8 +178,8 @@ def test_membership():
     assert isinstance(member.handle(decision(2)), Ignored)
     assert member.handle(decision(3)) == Install(decision(3))
     assert member.state is MemberState.TRAINING
-    assert member.handle(decision(3)) == Ignored("a decision of epoch 3 in epoch 3, training")
-    assert member.handle(prepare(3)) == Ignored("epoch 3 is installed already")
+    assert member.handle(decision(3)) == Ignored("a decision of generation 3 in generation 3, training")
+    assert member.handle(prepare(3)) == Ignored("generation 3 is installed already")
 
 
 def test_an_older_coordinator_is_ignored():
@@ -191,12 +191,14 @@ def test_an_older_coordinator_is_ignored():
 
 @pytest.mark.parametrize("asked_before", [False, True])
 @pytest.mark.parametrize(
-    "message", [Fenced(term=1, epoch=3, reason="it hung"), prepare(3, members=(1, 2))], ids=["fenced", "left out"]
+    "message",
+    [FencedOff(term=1, generation=3, reason="it hung"), prepare(3, members=(1, 2))],
+    ids=["fenced off", "left out"],
 )
 def test_whoever_is_left_behind_ends_itself(asked_before, message):
     member = Member(0, 1)
     if asked_before:
         member.handle(prepare(2))
     assert isinstance(member.handle(message), Leave)
-    assert member.state is MemberState.FENCED
-    assert member.handle(prepare(4)) == Ignored("this worker is fenced")
+    assert member.state is MemberState.FENCED_OFF
+    assert member.handle(prepare(4)) == Ignored("this worker is fenced off")

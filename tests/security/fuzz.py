@@ -34,9 +34,9 @@ from tests.security.readers import Kind, kinds, resealed
 
 from elaswave.channel.wire import COORDINATOR, Session
 from elaswave.errors import ElaswaveError
-from elaswave.launcher.forkserver.messages import FromTemplate, Spawned, ToTemplate, Unpacker, pack
+from elaswave.launcher.forkserver.messages import FromForkServer, Spawned, ToForkServer, Unpacker, pack_message
 from elaswave.store.etcd_client import Credentials, EtcdClient, NoAnswerError
-from elaswave.store.etcd_gateway import Answer, HttpGateway
+from elaswave.store.etcd_gateway import HttpGateway, HttpResponse
 from elaswave.transport.handshake import Dialler, Key, Listener, Secrets
 
 CASE_S = 30.0
@@ -194,10 +194,10 @@ def _handshake_case(rng: random.Random, folder: Path) -> None:
             side.receive(data)
 
 
-def _template_case(rng: random.Random, folder: Path) -> None:
+def _forkserver_case(rng: random.Random, folder: Path) -> None:
     """The template's socket is a pair, which nobody can dial: what it hears is checked all the same."""
-    unpacker: Unpacker[Any] = Unpacker(rng.choice((FromTemplate, ToTemplate)))
-    data = changed(rng, pack(Spawned(child=1, pid=2)) * 2)
+    unpacker: Unpacker[Any] = Unpacker(rng.choice((FromForkServer, ToForkServer)))
+    data = changed(rng, pack_message(Spawned(child=1, pid=2)) * 2)
     (folder / "heard").write_bytes(data)
     with contextlib.suppress(msgspec.MsgspecError, ValueError):
         list(unpacker.feed(data))
@@ -253,10 +253,10 @@ def _http_case(rng: random.Random, folder: Path) -> None:
 class _Member:
     """A member of etcd that answers what it is told to."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: HttpResponse) -> None:
         self._answer = answer
 
-    def post(self, *request: object) -> Answer:
+    def post(self, *request: object) -> HttpResponse:
         """Answers."""
         return self._answer
 
@@ -279,7 +279,7 @@ def _etcd_case(rng: random.Random, folder: Path) -> None:
     body = json.dumps(changed_value(rng, ETCD) if rng.random() < 0.7 else ETCD).encode()
     body = changed(rng, body) if rng.random() < 0.5 else body
     (folder / "body").write_bytes(body)
-    answer = Answer(rng.choice((200, 200, 200, 400, 401, 404, 500)), body)
+    answer = HttpResponse(rng.choice((200, 200, 200, 400, 401, 404, 500)), body)
     client = EtcdClient(("h:1",), "/elaswave/j/", _Member(answer), KEY, rng.choice((None, CREDENTIALS)))
     with contextlib.suppress(NoAnswerError):
         client.transact([], [client.get("term")])
@@ -291,7 +291,7 @@ def targets() -> dict[str, Target]:
         "handshake": Target(_handshake_case),
         "session": Target(_session_case),
         "tls": Target(_tls_case),
-        "template": Target(_template_case),
+        "forkserver": Target(_forkserver_case),
         "http": Target(_http_case),
         "etcd": Target(_etcd_case),
         "checkpoint-resealed": Target(_resealed_case),

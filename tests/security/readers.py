@@ -40,7 +40,7 @@ from elaswave.coordinator.job_spec import mark_of
 from elaswave.data.fingerprint import dataset_fingerprint_in, fingerprint_in, fingerprint_of
 from elaswave.data.sources import open_source
 from elaswave.data.token_files import TokenWriter
-from elaswave.data.tokenize import load_tokenizer, pieces_of
+from elaswave.data.tokenize import load_tokenizer, text_pieces
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
 from elaswave.job.control_file import read_control_file
 from elaswave.models.huggingface.model import hf
@@ -66,7 +66,7 @@ from elaswave.observability.run_folder import (
     huggingface_files,
     saved_config,
 )
-from elaswave.observability.summary import summarize
+from elaswave.observability.summary import summarize_run
 from elaswave.observability.trace import merge_traces, part_path
 from elaswave.observability.worker_logs import LOGS_DIR, last_lines, worker_log
 from elaswave.store.file_store import MAGIC, FileStore, pack_entry
@@ -94,7 +94,7 @@ class Kind(NamedTuple):
 def _make_checkpoint(folder: Path) -> None:
     values = torch.arange(12, dtype=torch.float32)
     pieces = [Piece(WEIGHT, (3, 4), 0, values[:5]), Piece(WEIGHT, (3, 4), 5, values[5:])]
-    items = write_shard(shard_folder(folder, STEP), "worker-0-epoch-0", pieces)
+    items = write_shard(shard_folder(folder, STEP), "worker-0-generation-0", pieces)
     meta = CheckpointMeta(
         step=STEP,
         losses=[1.0, "nan", 0.5],
@@ -180,7 +180,7 @@ _RUN_READERS: tuple[Callable[[Path], object], ...] = (
     read_result,
     read_digests,
     lambda folder: read_events(folder / EVENTS_FILE),
-    summarize,
+    summarize_run,
     saved_config,
     data_facts,
     read_processes,
@@ -229,7 +229,7 @@ def _read_data(folder: Path) -> None:
             str(folder / name), vocab_size=None, context_length=4, validation_fraction=0.1, cache_dir=folder
         ).batch([0], "train")
         fingerprint_of(folder / name, whole=False)
-        next(pieces_of(folder / name), None)
+        next(text_pieces(folder / name), None)
 
 
 def _make_settings(folder: Path) -> None:
@@ -279,7 +279,7 @@ def kinds() -> Mapping[str, Kind]:
         f"{LOGS_DIR}/{worker_log(0)}", "trace-worker-0.json.part",
     )  # fmt: skip
     checkpoint = f"checkpoints/step-{STEP:08d}"
-    places = (META_FILE, MANIFEST_FILE, ".metadata", "worker-0-epoch-0.distcp")
+    places = (META_FILE, MANIFEST_FILE, ".metadata", "worker-0-generation-0.distcp")
     model = ("config.json", "model.safetensors.index.json", "weights.safetensors", "tokenizer_config.json")
     return {
         "checkpoint": Kind(_make_checkpoint, tuple(f"{checkpoint}/{name}" for name in places), _read_checkpoint),

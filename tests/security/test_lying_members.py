@@ -28,7 +28,7 @@ from elaswave.channel.wire import agent_id, operator_id
 from elaswave.coordinator.agents import Agents
 from elaswave.coordinator.process import CoordinatorProcess
 from elaswave.errors import SupersededError
-from elaswave.job.key_files import JobKey, Role
+from elaswave.job.key_files import JobKey, KeyRole
 from elaswave.protocol.membership.agents import HostAgents
 from elaswave.protocol.membership.hosts import Hosts
 from elaswave.store.seal import proof_of_term
@@ -182,21 +182,21 @@ def test_ends_that_an_agent_tells_when_it_comes_are_of_its_own_workers(
 def test_only_who_has_the_jobs_key_can_say_that_another_coordinator_has_the_job(
     coordinator: MagicMock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    key, founded = b"the job's key, of this test alone", 7
-    joining = JobKey(key, None).held(Role.JOINING)
+    key, job_generation = b"the job's key, of this test alone", 7
+    joining = JobKey(key, None).held(KeyRole.JOINING)
     claimed = SimpleNamespace(term=SimpleNamespace(term=2))
-    coordinator._setup = SimpleNamespace(claimed=claimed, keys=Secrets((key,)), founded=founded)
+    coordinator._setup = SimpleNamespace(claimed=claimed, keys=Secrets((key,)), job_generation=job_generation)
     for term, proof in (
         (3, b""),
-        (3, proof_of_term(joining, founded, 3)),
-        (3, proof_of_term(key, founded, 4)),
-        (3, proof_of_term(key, founded - 1, 3)),
-        (2, proof_of_term(key, founded, 2)),
+        (3, proof_of_term(joining, job_generation, 3)),
+        (3, proof_of_term(key, job_generation, 4)),
+        (3, proof_of_term(key, job_generation - 1, 3)),
+        (2, proof_of_term(key, job_generation, 2)),
     ):
         CoordinatorProcess._on_agent(coordinator, OTHER, TermTaken(term=term, proof=proof))
     assert caplog.text.count("says that another coordinator has the job, and proves nothing") == 4
     with pytest.raises(SupersededError, match="has the job's coordinator number 3"):
-        CoordinatorProcess._on_agent(coordinator, OTHER, TermTaken(term=3, proof=proof_of_term(key, founded, 3)))
+        CoordinatorProcess._on_agent(coordinator, OTHER, TermTaken(term=3, proof=proof_of_term(key, job_generation, 3)))
 
 
 def test_the_fields_that_name_somebody_are_known() -> None:

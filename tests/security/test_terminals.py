@@ -13,7 +13,7 @@ from elaswave.cli.main import main
 from elaswave.cli.tables import render_table
 from elaswave.errors import ConfigError, ElaswaveError, WorkerError
 from elaswave.observability.events import ErrorRaised, EventLog
-from elaswave.observability.output import VisibleLines, say, say_error, say_json, shown
+from elaswave.observability.output import VisibleLines, printable, say, say_error, say_json
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import write_result
 from elaswave.visible import Styled, visible
@@ -86,7 +86,7 @@ def test_what_a_streams_encoding_lacks_is_a_question_mark() -> None:
     class Plain(StringIO):
         encoding = "ascii"
 
-    assert shown("a→\x1bb", Plain()) == "a?\\u001bb"
+    assert printable("a→\x1bb", Plain()) == "a?\\u001bb"
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import pytest
 
 from elaswave.blocks.placement import Placement
-from elaswave.protocol.events import NewEpochRecord, TermRecord
+from elaswave.protocol.events import NewGenerationRecord, TermRecord
 from elaswave.protocol.membership.effects import LeaveAsked, PlaceTaken
-from elaswave.protocol.messages import Decision, Fenced, LayoutChange, Prepare
+from elaswave.protocol.messages import Decision, FencedOff, LayoutChange, Prepare
 from elaswave.types import ExecutionParameters
 from verify.simulator.checkers import (
     Agreement,
@@ -14,7 +14,7 @@ from verify.simulator.checkers import (
     Ends,
     EnoughCopies,
     ExactlyOnce,
-    Fencing,
+    FencingOff,
     LogCounts,
     NoSilentLoss,
     OneLayout,
@@ -41,10 +41,10 @@ def never_asked(vector: bytes) -> bool:
     return False
 
 
-def decision(epoch: int = 2, *, members: tuple[int, ...] = (0, 1), resume: int = 2, **changes: object) -> Decision:
+def decision(generation: int = 2, *, members: tuple[int, ...] = (0, 1), resume: int = 2, **changes: object) -> Decision:
     values: dict[str, object] = {
         "term": 1,
-        "epoch": epoch,
+        "generation": generation,
         "members": members,
         "lost": (2,),
         "evidence": None,
@@ -125,12 +125,12 @@ def test_exactly_once():
 
 def test_one_coordinator():
     checker = OneCoordinator()
-    prepare = Prepare(term=1, epoch=2, members=(0, 1), lost=(2,), reason="worker 2 was lost")
+    prepare = Prepare(term=1, generation=2, members=(0, 1), lost=(2,), reason="worker 2 was lost")
     began = TermRecord(term=1)
-    raised = NewEpochRecord(term=1, epoch=2, members=(0, 1), lost=(2,), reason="worker 2 was lost")
+    raised = NewGenerationRecord(term=1, generation=2, members=(0, 1), lost=(2,), reason="worker 2 was lost")
     change = LayoutChange(
         term=1,
-        epoch=2,
+        generation=2,
         number=4,
         layout=MODEL.layout,
         placement=P,
@@ -143,11 +143,11 @@ def test_one_coordinator():
     checker.spoke(1, prepare, [began, raised])
     checker.spoke(1, decision(), [raised, decision()])
     checker.spoke(1, change, [change])
-    checker.spoke(1, Fenced(term=1, epoch=2, reason="worker 2 was lost"), [])
+    checker.spoke(1, FencedOff(term=1, generation=2, reason="worker 2 was lost"), [])
     for message in (prepare, decision(), change):
         with pytest.raises(Violation, match="is sent before it is durable"):
-            checker.spoke(1, message, [began, decision(epoch=3)])
-    with pytest.raises(Violation, match="NewEpochRecord of term 1 is written twice"):
+            checker.spoke(1, message, [began, decision(generation=3)])
+    with pytest.raises(Violation, match="NewGenerationRecord of term 1 is written twice"):
         checker.persisted(1, 2, raised)
     with pytest.raises(Violation, match="two coordinators write in term 1"):
         checker.persisted(2, 1, raised)
@@ -187,7 +187,7 @@ def test_one_owner():
         checker.began(2, 1, 1, 1, OTHER_OWNER)
     checker.began(2, 1, 2, 1, OTHER_OWNER)  # a change has come into force
     checker.began(2, 2, 2, 1, OTHER_OWNER)
-    with pytest.raises(Violation, match="two decisions about epoch 2"):
+    with pytest.raises(Violation, match="two decisions about generation 2"):
         checker.decided(decision(2))
 
 
@@ -224,7 +224,7 @@ def test_hosts_apart():
     loss = {"placement": together, "layout": model.layout, "rollback": 1, "members": (1, 3)}
     checker = HostsApart(job)
     checker.began(0, 1, 1, 1, model.placement)
-    with pytest.raises(Violation, match=r"in step 2 of epoch 1 all copies of block 0 are on host h0, .* \(0, 2\)"):
+    with pytest.raises(Violation, match=r"in step 2 of generation 1 all copies of block 0 are on host h0, .* \(0, 2\)"):
         checker.began(0, 1, 2, 1, together)
     for lost, is_survived in (((0, 2), True), ((0, 1), False)):
         checker = HostsApart(job)
@@ -242,18 +242,18 @@ def test_hosts_apart():
         checker.began(1, 2, 4, 1, together)
     checker.switched(1, 2, 6, model.layout, together)
     checker.began(1, 2, 6, 1, together)
-    with pytest.raises(Violation, match="in step 7 of epoch 2"):
+    with pytest.raises(Violation, match="in step 7 of generation 2"):
         checker.began(1, 2, 7, 1, together)
     HostsApart(job._replace(num_hosts=0)).began(0, 1, 1, 1, together)
 
 
 def test_fencing():
-    checker = Fencing()
+    checker = FencingOff()
     checker.consumed(0, 2, 5, 1, (2, 5, 1), True)
     for frame in ((1, 5, 1), (2, 4, 1), (2, 5, 2)):
         with pytest.raises(Violation, match="uses a frame of"):
             checker.consumed(0, 2, 5, 1, frame, True)
-    with pytest.raises(Violation, match="no member of epoch 2"):
+    with pytest.raises(Violation, match="no member of generation 2"):
         checker.consumed(0, 2, 5, 1, (2, 5, 1), False)
 
 
@@ -267,7 +267,7 @@ def test_agreement():
     with pytest.raises(Violation, match="learned another vote on step 1"):
         checker.learned(2, 1, 1, 1, False, b"a", 0)
     checker.decided(decision(2, resume=2))
-    with pytest.raises(Violation, match="epoch 2 resumes with step 1, but step 1 is committed"):
+    with pytest.raises(Violation, match="generation 2 resumes with step 1, but step 1 is committed"):
         checker.decided(decision(2, resume=1))
     checker.installed(0, decision(2, resume=2), [1, 1], 0)
     with pytest.raises(Violation, match=r"goes on after step 1 with copies of \{0, 1\}|\{1, 0\}"):
@@ -412,7 +412,7 @@ def test_an_observer_may_ignore_everything():
         OneRatio,
         ChangesHeld,
         EnoughCopies,
-        Fencing,
+        FencingOff,
         LogCounts,
         Agreement,
         NoSilentLoss,
@@ -427,7 +427,7 @@ def test_one_layout():
     other = other_layout(MODEL.layout)
     see.switched(0, 1, 2, other, P)
     see.switched(1, 1, 2, other, P)
-    see.switched(0, 2, 2, MODEL.layout, P)  # the vote of epoch 1 was known to no member that is left
+    see.switched(0, 2, 2, MODEL.layout, P)  # the vote of generation 1 was known to no member that is left
     with pytest.raises(Violation, match="worker 1 goes on after step 2 with another layout than a peer"):
         see.switched(1, 2, 2, other, P)
 
@@ -440,7 +440,7 @@ def test_a_change_that_has_come_is_held_from_the_next_step_on():
     see.holds(0, 1, 3, 1, 1)
     see.holds(0, 1, 3, 0, 2)  # it has heard of the next coordinator, and not yet of the change from it
     see.offered(0, 1, 3, 1, 2)  # said again
-    see.holds(0, 2, 4, 0, 2)  # of another epoch
+    see.holds(0, 2, 4, 0, 2)  # of another generation
     see.holds(1, 1, 4, 0, 2)
     with pytest.raises(Violation, match="change 1 came to worker 0 in step 3, and it begins step 4 without it"):
         see.holds(0, 1, 4, 0, 2)
@@ -493,11 +493,11 @@ def test_checkpoints_that_a_vote_asked_for_are_kept():
 
 def test_no_worker_follows_two_histories():
     see = together([OneHistory()])
-    see.told(0, (b"a", b"b"))
-    see.told(1, (b"a", b"c"))
-    see.told(0, (b"a", b"b", b"d"))
+    see.sent(0, (b"a", b"b"))
+    see.sent(1, (b"a", b"c"))
+    see.sent(0, (b"a", b"b", b"d"))
     with pytest.raises(Violation, match="worker 0 was told of 3 entries, and now by a coordinator that has 2"):
-        see.told(0, (b"a", b"b"))
+        see.sent(0, (b"a", b"b"))
     with pytest.raises(Violation, match="the store has not gone back, and the job ends"):
         see.gone_back("an entry is missing")
     see.went_back(1, [], [])

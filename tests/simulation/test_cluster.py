@@ -14,14 +14,14 @@ from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.policy.declared import declared_of
 from elaswave.planning.policy.policies import make_policies
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.policy.policy_parts import make_plan, rectangle
 from elaswave.planning.state_moves.placed_blocks import num_blocks
 from elaswave.sim.cluster.failures import DAY_S, ClusterChange, Rates, Scenario, draw
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.outcome import PolicyOutcome
-from elaswave.sim.cluster.summary import interval_of, summarize
+from elaswave.sim.cluster.summary import interval_of, summarize_outcomes
 
 COSTS = layers(1, 1, 1, 1)
 POLICIES = policies()
@@ -64,7 +64,11 @@ def parts(outcome: PolicyOutcome) -> float:
 
 @pytest.mark.parametrize(
     "policy",
-    [name for name, each in POLICIES.items() if not (declared_of(each).own_steps or declared_of(each).num_spares)],
+    [
+        name
+        for name, each in POLICIES.items()
+        if not (policy_metadata_of(each).own_steps or policy_metadata_of(each).num_spares)
+    ],
 )
 def test_an_undisturbed_job_has_a_goodput_of_one(policy):
     outcome = run(scenario(), policy)
@@ -322,13 +326,13 @@ def test_confidence_intervals():
 def test_summaries():
     lives = [draw(RATES, num_workers=8, duration_s=DAY_S, seed=seed) for seed in range(3)]
     outcomes = [run(life, "recycle_rerouting") for life in lives]
-    summary = summarize(outcomes)
+    summary = summarize_outcomes(outcomes)
     assert (summary.policy, summary.num_seeds) == ("recycle_rerouting", 3)
     assert summary.goodput.mean == pytest.approx(sum(each.goodput for each in outcomes) / 3)
     assert summary.goodput.half_width > 0
     assert summary.ettr.mean == pytest.approx(sum(each.ettr for each in outcomes) / 3)
     assert summary.pauses_s["lost"].mean > 0
     with pytest.raises(ValueError, match=r"policies \['oobleck', 'recycle_rerouting'\] were given"):
-        summarize([outcomes[0], run(lives[0], "oobleck")])
+        summarize_outcomes([outcomes[0], run(lives[0], "oobleck")])
     with pytest.raises(ValueError, match=r"policies \[\] were given"):
-        summarize([])
+        summarize_outcomes([])

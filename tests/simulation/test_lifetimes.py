@@ -3,7 +3,7 @@
 import pytest
 
 from elaswave.protocol.coordinator.store_writes import OUTCOME, SPEC, TERM, KeyValue, spec_value
-from elaswave.protocol.leadership.founding import STARTS_S
+from elaswave.protocol.leadership.job_creation import STARTS_S
 from verify.planted_bugs.lifetimes import LIFETIME_MUTANTS
 from verify.simulator.checkers import Violation
 from verify.simulator.lifetime_judge import SEEN_BY, LifetimeJudge
@@ -119,7 +119,7 @@ class At:
         self.now = 1000
         self.judge = LifetimeJudge(lambda: self.now)
         self.agent = Agent(Life(Lifetime()), 1, 7)
-        self.agent.founded = 2
+        self.agent.job_generation = 2
 
 
 @pytest.fixture
@@ -173,11 +173,11 @@ def test_members_and_outcomes_are_of_one_founding(at: At) -> None:
     at.judge.took(2, 2)
     with pytest.raises(Violation, match="the coordinator of founding 5 takes an agent of founding 2"):
         at.judge.took(5, 2)
-    at.judge.told(2, ENDED_2)
+    at.judge.sent(2, ENDED_2)
     with pytest.raises(Violation, match="an agent of founding 5 takes the outcome of founding 2 for its own"):
-        at.judge.told(5, ENDED_2)
+        at.judge.sent(5, ENDED_2)
     with pytest.raises(Violation, match="an agent of founding 2 takes a forged outcome for its own"):
-        at.judge.told(2, ENDED_2._replace(is_genuine=False))
+        at.judge.sent(2, ENDED_2._replace(is_genuine=False))
 
 
 def test_who_could_have_read_the_outcome_does_not_end_without(at: At) -> None:

@@ -9,7 +9,7 @@ from elaswave.config.policy_code import policies
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Plan
-from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.policy.policy_parts import rectangle
 from elaswave.planning.state_moves.placed_blocks import PlacedBlocks, Placing
 from elaswave.sim.cluster.held_state import HeldBlocks, HeldWhole, held_state
@@ -36,7 +36,7 @@ def first_job(num_workers: int = 8) -> tuple[Cluster, Plan]:
 
 
 def pairs(num_workers: int = 8) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Partners, and two workers that are none, of the first job."""
+    """ReplicaPeers, and two workers that are none, of the first job."""
     cluster, plan = first_job(num_workers)
     fatal = sorted(PlacedBlocks.of(plan.allocation, cluster, PAIRS).fatal_sets(2))
     others = [(a, b) for a in range(num_workers) for b in range(a + 1, num_workers) if (a, b) not in fatal]
@@ -131,7 +131,7 @@ def test_full_restart_always_goes_back():
 
 def test_what_each_policy_holds_is_said_beside_it():
     for name, planner in policies().items():
-        replication = declared_of(planner).replication
+        replication = policy_metadata_of(planner).replication
         assert replication.what and replication.source, name
         held = held_state(replication, COSTS, machines(1).between_nodes, PAIRS, None)
         assert isinstance(held, HeldBlocks if name == "elaswave" else HeldWhole)

@@ -112,7 +112,7 @@ def test_a_checkpoint_is_forgotten_with_its_coordinator_and_all_workers_that_wro
     assert (outcome.violation, outcome.ended) == (None, "finished")
 
 
-def test_a_link_that_is_made_again_within_an_epoch_does_not_hide_that_frames_were_lost():
+def test_a_link_that_is_made_again_within_an_generation_does_not_hide_that_frames_were_lost():
     schedule = "widths=2,1,1 blocks_per_round=8 slow_worker=3 slow_by=40 kill:1@15 cut:0-3@42"
     outcome = run_schedule(parse_schedule(schedule))
     assert (outcome.violation, outcome.ended) == (None, "finished")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.planning.costs.machines import Cluster, DeviceSpec, FrequencyLevel
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.programs.prediction import EXACT_ACTIONS, fidelity_for, step_s
@@ -16,8 +16,8 @@ from elaswave.types import Layout
 LINK = NetworkLink(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
 
 
-def device(memory_bytes: float = 1e12) -> Device:
-    return Device(
+def device(memory_bytes: float = 1e12) -> DeviceSpec:
+    return DeviceSpec(
         name="test",
         flops_per_s=1e12,
         memory_bytes=memory_bytes,

@@ -6,11 +6,11 @@ from elaswave.protocol.messages import Decision
 from elaswave.types import Layout, Stage
 
 
-def report_of(step: int, *, epoch: int = 1, checkpoint: int = 0) -> StepReport:
+def report_of(step: int, *, generation: int = 1, checkpoint: int = 0) -> StepReport:
     """A committed step."""
     return StepReport(
         worker=0,
-        epoch=epoch,
+        generation=generation,
         step=step,
         attempt=1,
         loss=1.0,
@@ -25,11 +25,11 @@ def report_of(step: int, *, epoch: int = 1, checkpoint: int = 0) -> StepReport:
     )
 
 
-def decision_of(epoch: int, *, rollback: int | None = None) -> Decision:
+def decision_of(generation: int, *, rollback: int | None = None) -> Decision:
     """A decision of one member."""
     return Decision(
         term=1,
-        epoch=epoch,
+        generation=generation,
         members=(0,),
         lost=(),
         evidence=None,

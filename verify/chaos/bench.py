@@ -21,9 +21,9 @@ from verify.chaos.cases import (
     without_cause,
 )
 from verify.chaos.changing import draw_any
+from verify.chaos.external_faults import ExternalFaults
 from verify.chaos.growth import Growth, GrowthWatch
 from verify.chaos.outside import Struck, draw_outside, judge_outside, parse_strike, workers_of
-from verify.chaos.striker import Striker
 from verify.chaos.trial import RUN_FOLDER, placed, run_command, run_trial
 from verify.chaos.weather import Sky, parse_weather
 
@@ -158,25 +158,25 @@ class ChaosBench:
         weather = parse_weather(case.weather) if case.weather else None
         folder.mkdir(parents=True)
         sky = Sky(run_dir, weather)
-        striker = Striker(run_dir, [parse_strike(strike) for strike in case.strikes], sky)
+        external_faults = ExternalFaults(run_dir, [parse_strike(strike) for strike in case.strikes], sky)
         try:
-            ending = run_command(folder, case.arguments(str(run_dir)), self._timeout_s, striker, environment)
+            ending = run_command(folder, case.arguments(str(run_dir)), self._timeout_s, external_faults, environment)
         finally:
             stays = sky.is_there
             sky.close()
         left = [each for each in ending.left_behind if not stays or not each.startswith("file ")]  # nor removed
-        ending = msgspec.structs.replace(ending, left_behind=left + striker.left)
+        ending = msgspec.structs.replace(ending, left_behind=left + external_faults.left)
         came = weather if sky.has_come else None
-        verdict = judge_outside(case, ending, reference, striker.struck, came)
+        verdict = judge_outside(case, ending, reference, external_faults.struck, came)
         run = self._record(case, ending, verdict, begin_s, folder)
-        hit = workers_of(each.victim for each in striker.struck)
+        hit = workers_of(each.victim for each in external_faults.struck)
         return msgspec.structs.replace(
             run,
             faults=(*case.strikes, *([case.weather] if case.weather else [])),
-            num_struck=len({each.strike for each in striker.struck}) + sky.has_come,
+            num_struck=len({each.strike for each in external_faults.struck}) + sky.has_come,
             num_false_alarms=len(without_cause(ending, hit)),
             going_on_s=[],  # when a signal from outside struck the job does not know
-            struck=striker.struck,
+            struck=external_faults.struck,
         )
 
     def _told_apart(self, case: ChaosCase, reference: Ending, verdict: Judgement) -> Judgement:

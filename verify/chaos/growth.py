@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from elaswave.observability.processes import RunProcess, read_processes
 
-LONG_LIVED = ("launcher", "template", "coordinator", "worker")
+LONG_LIVED = ("launcher", "forkserver", "coordinator", "worker")
 SAMPLES_MIN = 4
 """With fewer looks at a process beside equally many workers, earlier or later, nothing is said of its growth."""
 HELD_MORE_MAX = 2

@@ -35,7 +35,7 @@ from verify.chaos.weather import Weather, draw_weather, is_expected
 
 NUM_STEPS = 40
 MAX_STRIKES = 3
-COORDINATOR, TEMPLATE, COMMITTER = "coordinator", "template", "committer"
+COORDINATOR, FORKSERVER, COMMITTER = "coordinator", "forkserver", "committer"
 HARMLESS_MS = 1000
 """A stop shorter than this is none that may end a worker."""
 
@@ -49,7 +49,7 @@ class Strike(NamedTuple):
 
     action: Action
     victims: tuple[str, ...]
-    """Ids of workers, or `COORDINATOR`, `TEMPLATE`, `COMMITTER`; struck in one go."""
+    """Ids of workers, or `COORDINATOR`, `FORKSERVER`, `COMMITTER`; struck in one go."""
     moment: Moment
     """start: when the processes are there; else when `step` is in the log, named after what follows it."""
     step: int
@@ -170,7 +170,7 @@ def _draw_helpers(draw: Draw, checkpoint_every: int) -> Iterator[Strike]:
     """Strikes on the processes beside workers and coordinator: in two of five cases on a committer, in one of eight on
     the template. None is stopped for good: a job waits ten minutes for a commit, and for ever for a template that it
     does not need."""
-    for victim, percent, deaths in ((COMMITTER, 40, 3), (TEMPLATE, 12, 1)):
+    for victim, percent, deaths in ((COMMITTER, 40, 3), (FORKSERVER, 12, 1)):
         if not draw.chance(percent):
             continue
         action: Action = "kill" if draw.below(deaths + 1) < deaths else "stop"
@@ -209,8 +209,8 @@ def judge_outside(
         what = "a result" if ending.result is not None else "no result"
         return Judgement("error", f"exit code {ending.exit_code} with {what} and the error {ending.error!r}")
     hit = {each.victim for each in struck if each.victim.isdigit() and parse_strike(each.strike).may_end}
-    if ending.error is not None and _names_template(ending.error):
-        return _judge_template(ending.error, struck)
+    if ending.error is not None and _names_forkserver(ending.error):
+        return _judge_forkserver(ending.error, struck)
     if ending.error is not None:
         return _judge_error(case, ending, hit)
     differs = compare_with_reference(ending, reference, NUM_STEPS)
@@ -220,13 +220,13 @@ def judge_outside(
     return Judgement("same bits", f"held for lost without a signal: {alarms}" if alarms else "")
 
 
-def _names_template(error: str) -> bool:
+def _names_forkserver(error: str) -> bool:
     return error.startswith("the template process, from which")
 
 
-def _judge_template(error: str, struck: Sequence[Struck]) -> Judgement:
+def _judge_forkserver(error: str, struck: Sequence[Struck]) -> Judgement:
     """A template that was killed takes the workers along; the job says so, and how the run can go on."""
-    if not any(each.victim == TEMPLATE and parse_strike(each.strike).action == "kill" for each in struck):
+    if not any(each.victim == FORKSERVER and parse_strike(each.strike).action == "kill" for each in struck):
         return Judgement("error", f"the template was not killed: {error}")
     if "was killed by SIGKILL" not in error:
         return Judgement("error", f"the error does not say how the template ended: {error}")

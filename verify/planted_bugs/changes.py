@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from elaswave.blocks.placement import Block, Placement
-from elaswave.protocol.messages import FIRST_EPOCH, Decision, LayoutChange
+from elaswave.protocol.messages import FIRST_GENERATION, Decision, LayoutChange
 from elaswave.protocol.step.ballot import Verdict
 from elaswave.protocol.step.blocks import WorkerBlocks
 from elaswave.protocol.step.execution import Execution, Life
@@ -32,7 +32,7 @@ class ForgetsRatios(Execution[ToyCopy]):
 
     def use_layout(self, layout: Layout, parameters: ExecutionParameters, copies: Iterable[ToyCopy]) -> frozenset[int]:
         links: Any = self.links
-        if links.epoch > FIRST_EPOCH and self.worker % 2:
+        if links.generation > FIRST_GENERATION and self.worker % 2:
             parameters = msgspec.structs.replace(parameters, ratios={})
         return super().use_layout(layout, parameters, copies)
 
@@ -100,7 +100,7 @@ class SwitchesWhileCopying(PlannedChange):
 
 
 class KeepsOldChanges(PlannedChange):
-    """A planned change outlives its epoch."""
+    """A planned change outlives its generation."""
 
     def forget(self) -> None:
         pass
@@ -210,7 +210,7 @@ CHANGE_MUTANTS = (
     ),
     Mutant(
         "old-change",
-        "a planned change of the layout outlives its epoch",
+        "a planned change of the layout outlives its generation",
         Build(machine=with_part(KeepsOldChanges)),
         "widths=1,1,1 num_microbatches=1 steps=6 change_step=1 kill:1@86",
     ),

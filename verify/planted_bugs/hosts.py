@@ -11,7 +11,7 @@ import msgspec
 
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, JoinerCame, PlanRecovery, RecoveryPlan
-from elaswave.protocol.leadership.vigil import Due
+from elaswave.protocol.leadership.coordinator_timeout import TimeoutAction
 from elaswave.protocol.membership.effects import AgentEffect, AnyRecord, PlaceTaken, StartWorker
 from elaswave.protocol.step.loop import StepLoop
 from verify.planted_bugs.mutant import Mutant, with_part
@@ -63,7 +63,7 @@ class ForksAgain(SimAgent):
 class OverlooksCommits(SimAgent):
     """An agent without a coordinator does not see that its workers go on."""
 
-    def look(self) -> Due:
+    def look(self) -> TimeoutAction:
         self.num_commits = 0
         return super().look()
 
@@ -71,9 +71,9 @@ class OverlooksCommits(SimAgent):
 class WaitsForEver(SimAgent):
     """An agent without a coordinator, whose workers do nothing, stays."""
 
-    def look(self) -> Due:
+    def look(self) -> TimeoutAction:
         due = super().look()
-        return Due.NOTHING if due is Due.END else due
+        return TimeoutAction.NOTHING if due is TimeoutAction.END else due
 
 
 class AsksAnotherIncarnation(SimCoordinator):

@@ -4,25 +4,35 @@
 
 from typing import NamedTuple
 
-from elaswave.protocol.coordinator.store_writes import BEAT, OUTCOME, SPEC, Claim, EntryWrite, KeyValue, Transaction
-from elaswave.protocol.leadership.founding import Due, Founder, Founding, Left, ending
-from elaswave.protocol.leadership.heads import Head
-from elaswave.protocol.leadership.vigil import Due as VigilDue
-from elaswave.protocol.leadership.vigil import Vigil
+from elaswave.protocol.coordinator.store_writes import (
+    LEASE_HEARTBEAT,
+    OUTCOME,
+    SPEC,
+    Claim,
+    EntryWrite,
+    KeyValue,
+    Transaction,
+)
+from elaswave.protocol.leadership.coordinator_timeout import CoordinatorTimeout
+from elaswave.protocol.leadership.coordinator_timeout import TimeoutAction as TimeoutAction
+from elaswave.protocol.leadership.job_creation import CreatorAction, JobCreation, JobCreator, Left, ending
+from elaswave.protocol.leadership.store_position import StorePosition
 from verify.simulator.lifetime_search import LifetimeBuild
 from verify.simulator.lifetimes import Agent, Coordinator
 
 
-class RemovesThoughItBeats(Agent):
+class RemovesThoughTheLeaseIsHeld(Agent):
     """A founder does not compare the beat: a coordinator that makes no entry for a while loses its job."""
 
     @staticmethod
     def removes(left: Left) -> Transaction:
         asked = left.removal()
-        return asked._replace(unwritten_since=tuple(each for each in asked.unwritten_since if each[0] != BEAT))
+        return asked._replace(
+            unwritten_since=tuple(each for each in asked.unwritten_since if each[0] != LEASE_HEARTBEAT)
+        )
 
 
-class _Hasty(Founder):
+class _Hasty(JobCreator):
     @property
     def ask_s(self) -> float:
         return 1.0
@@ -34,35 +44,35 @@ class AsksTooShort(Agent):
     founder_class = _Hasty
 
 
-class _Blind(Founding):
+class _Blind(JobCreation):
     def transaction(self) -> Transaction:
         return super().transaction()._replace(unwritten_since=((SPEC, 0),), deletes=(OUTCOME,))
 
 
-class FoundsLate(Agent):
+class CreatesJobLate(Agent):
     """A founding does not compare the outcome that was there: one that comes late undoes the end of a later job."""
 
-    founding_class = _Blind
+    job_creation_class = _Blind
 
 
-class _Forgets(Founder):
-    def looked(self, left: Left | None, outcome: KeyValue | None) -> Due:
-        self.founded = 0
+class _Forgets(JobCreator):
+    def looked(self, left: Left | None, outcome: KeyValue | None) -> CreatorAction:
+        self.job_generation = 0
         return super().looked(left, outcome)
 
 
-class FoundsWhatHasEnded(Agent):
+class CreatesWhatHasEnded(Agent):
     """A founder that has seen the job takes its end for that of an earlier one, and founds it again."""
 
     founder_class = _Forgets
 
 
-class EndsAnotherFounding(Agent):
+class EndsAnotherJobGeneration(Agent):
     """The end of a job does not compare which founding it is."""
 
     @staticmethod
     def ends(
-        name: str, founded: int, spec: KeyValue | None, term: KeyValue | None, outcome: bytes | None
+        name: str, job_generation: int, spec: KeyValue | None, term: KeyValue | None, outcome: bytes | None
     ) -> Transaction | None:
         asked = ending("", 0, spec, term, outcome)
         return None if asked is None else asked._replace(unwritten_since=())
@@ -80,7 +90,7 @@ class ClaimsLate(Agent):
     claim_class = _ClaimsAny
 
 
-class ClaimsAnotherFounding(Agent):
+class ClaimsAnotherJobGeneration(Agent):
     """A candidate of the last founding claims the job that was founded again."""
 
     claim_class = _ClaimsAny
@@ -92,7 +102,7 @@ class ClaimsAnotherFounding(Agent):
 class TakesStrangers(Coordinator):
     """A coordinator takes agents of another founding for members of its own."""
 
-    def fits(self, heard: Head) -> bool:
+    def fits(self, received: StorePosition) -> bool:
         return True
 
 
@@ -101,21 +111,21 @@ class LeavesNoOutcome(Agent):
 
     @staticmethod
     def ends(
-        name: str, founded: int, spec: KeyValue | None, term: KeyValue | None, outcome: bytes | None
+        name: str, job_generation: int, spec: KeyValue | None, term: KeyValue | None, outcome: bytes | None
     ) -> Transaction | None:
-        return ending(name, founded, spec, term, None)
+        return ending(name, job_generation, spec, term, None)
 
 
-class _LooksForNothing(Vigil):
-    def look(self, now_s: float, *, has_coordinator: bool, num_commits: int) -> VigilDue:
+class _LooksForNothing(CoordinatorTimeout):
+    def look(self, now_s: float, *, has_coordinator: bool, num_commits: int) -> TimeoutAction:
         due = super().look(now_s, has_coordinator=has_coordinator, num_commits=num_commits)
-        return VigilDue.NOTHING if due is VigilDue.SEEK else due
+        return TimeoutAction.NOTHING if due is TimeoutAction.SEEK else due
 
 
 class NeverSeeks(Agent):
     """An agent without a coordinator does not look for the outcome."""
 
-    vigil_class = _LooksForNothing
+    coordinator_timeout_class = _LooksForNothing
 
 
 class TakesAnyOutcome(Agent):
@@ -152,9 +162,9 @@ LIFETIME_MUTANTS = {
     mutant.name: mutant
     for mutant in (
         LifetimeMutant(
-            "beat-uncompared",
+            "lease-heartbeat-not-compared",
             "a job whose coordinator writes only its beat is removed",
-            LifetimeBuild(RemovesThoughItBeats),
+            LifetimeBuild(RemovesThoughTheLeaseIsHeld),
             "pause=500 restart=200 kill:a0@57 cut:a0@68+900",
             real=True,
         ),
@@ -165,29 +175,29 @@ LIFETIME_MUTANTS = {
             "kill:a0@17",
         ),
         LifetimeMutant(
-            "founds-late",
+            "creates-late",
             "a founding that comes late undoes a later job's end",
-            LifetimeBuild(FoundsLate),
+            LifetimeBuild(CreatesJobLate),
             "seed=855270118 late:s@41+900",
             real=True,
         ),
         LifetimeMutant(
-            "founds-the-ended",
+            "creates-the-ended",
             "a job that has ended while its founder asked for it is founded again",
-            LifetimeBuild(FoundsWhatHasEnded),
+            LifetimeBuild(CreatesWhatHasEnded),
             "seed=952027333 length=1 pause=500 kill:a0@100 mute:s@112+900 cut:a0@127+900",
             real=True,
         ),
         LifetimeMutant(
             "ends-another",
             "the end of a job removes one that was founded since",
-            LifetimeBuild(EndsAnotherFounding),
+            LifetimeBuild(EndsAnotherJobGeneration),
             "seed=214382231 length=1 late:s@73+10",
         ),
         LifetimeMutant(
             "claims-another",
             "a candidate of the last founding claims the next one",
-            LifetimeBuild(ClaimsAnotherFounding),
+            LifetimeBuild(ClaimsAnotherJobGeneration),
             "kill:a0@49 shut:a1@19+500 kill:a0@162",
             real=True,
         ),

@@ -10,7 +10,7 @@ from typing import Any
 from elaswave.blocks.placement import Placement
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.detection.detector import Detector
-from elaswave.protocol.events import CoordinatorEffect, NewEpoch
+from elaswave.protocol.events import CoordinatorEffect, NewGeneration
 from elaswave.protocol.membership.admissions import Admissions
 from elaswave.protocol.membership.effects import LeaveAsked, StopTraining
 from elaswave.protocol.membership.joiners import Joiners
@@ -98,9 +98,9 @@ class _WatchesAgain(Membership):
             self._silent.setdefault(worker)
         return super()._ask_for(workers)
 
-    def new_epoch(self, effect: NewEpoch, now_s: float) -> Effects:
+    def new_generation(self, effect: NewGeneration, now_s: float) -> Effects:
         kept = {worker: seen for worker, seen in self._silent.items() if worker in effect.joined}
-        effects = super().new_epoch(effect, now_s)
+        effects = super().new_generation(effect, now_s)
         self._silent.update(kept)
         return effects
 

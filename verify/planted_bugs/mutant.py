@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from elaswave.protocol.step.blocks import WorkerBlocks
-from elaswave.protocol.step.duties import WorkBetweenSteps
+from elaswave.protocol.step.due_work import WorkBetweenSteps
 from elaswave.protocol.step.execution import Execution
 from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.machine import WorkerMachine

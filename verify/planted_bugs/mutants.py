@@ -15,29 +15,29 @@ from typing import Any
 
 import msgspec
 
-from elaswave.blocks.placement import Block, Placement, Role
+from elaswave.blocks.placement import Block, Placement, ReplicaRole
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.shards import Complete, GivenUp, Shards
-from elaswave.protocol.coordinator.transitions import State
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import (
     CoordinatorEffect,
     EvidenceSeen,
     Persist,
     Send,
 )
-from elaswave.protocol.leadership.fence import TermFence
+from elaswave.protocol.leadership.term_lease import TermLease
 from elaswave.protocol.membership.effects import Effect
 from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Registered, Report
 from elaswave.protocol.step.ballot import Request, Verdict
 from elaswave.protocol.step.blocks import WorkerBlocks
-from elaswave.protocol.step.duties import WorkBetweenSteps
+from elaswave.protocol.step.due_work import WorkBetweenSteps
 from elaswave.protocol.step.engine import FrameKind
 from elaswave.protocol.step.execution import Life
-from elaswave.protocol.step.facts import Facts
 from elaswave.protocol.step.ledger import CatchUp, Held, Ledger
 from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.member import Member
+from elaswave.protocol.step.replayed_state import ReplayedState
 from elaswave.protocol.step.traffic import Traffic, traffic_of
 from elaswave.types import Layout
 from verify.planted_bugs.changes import CHANGE_MUTANTS
@@ -69,14 +69,14 @@ class _TalkativeLedger(Ledger):
 
 
 class LearnsAfterAnswering(_Machine):
-    """Reports, but stays in the old epoch until the decision comes."""
+    """Reports, but stays in the old generation until the decision comes."""
 
     ledger_class = _TalkativeLedger
 
-    def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
-        self.report = self.ledger.promise(epoch, self.blocks.held(), self.layers_here())
+    def move(self, generation: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
+        self.report = self.ledger.promise(generation, self.blocks.held(), self.layers_here())
         self.outbox.send(self.report)
-        self._pending = (epoch, members)
+        self._pending = (generation, members)
 
     def install(self, decision: Decision) -> Life[None]:
         self.links.edit(*self._pending)
@@ -118,11 +118,11 @@ class IgnoresEvidence(SimCoordinator):
 
 class _TakesLateVotes(Coordinator):
     def _on_evidence(self, event: EvidenceSeen) -> list[CoordinatorEffect]:
-        return super()._on_evidence(event._replace(epoch=self.epoch))
+        return super()._on_evidence(event._replace(generation=self.generation))
 
 
 class TakesLateVotes(SimCoordinator):
-    """The epoch is not checked on one message: a vote that a lost worker reports late counts."""
+    """The generation is not checked on one message: a vote that a lost worker reports late counts."""
 
     core_class = _TakesLateVotes
 
@@ -131,7 +131,7 @@ class TakesLateVotes(SimCoordinator):
 
 
 class _TakesAnyPlan(Coordinator):
-    def _awaits(self, sequence: int, state: State) -> bool:
+    def _awaits(self, sequence: int, state: CoordinatorState) -> bool:
         return self.state is state
 
 
@@ -143,7 +143,7 @@ class TakesStalePlans(SimCoordinator):
 
 class _DeafWhilePlanning(Coordinator):
     def _on_evidence(self, event: EvidenceSeen) -> list[CoordinatorEffect]:
-        return [] if self.state is State.PLANNING else super()._on_evidence(event)
+        return [] if self.state is CoordinatorState.PLANNING else super()._on_evidence(event)
 
 
 class IgnoresVotesWhilePlanning(SimCoordinator):
@@ -228,7 +228,7 @@ class SaysItWentBack(_Machine):
 
     def install(self, decision: Decision) -> Life[None]:
         if decision.rollback is not None:
-            self.ledger.decided_epoch = decision.epoch
+            self.ledger.decided_generation = decision.generation
             self.ledger.evidence, self.ledger.checkpoint = None, 0
         yield from super().install(decision)
 
@@ -241,7 +241,8 @@ class CountsCopiesUnderWay(_Blocks):
 
     def held(self) -> dict[int, Held]:
         return {
-            block: Held(copy.role is Role.OWNER, self.execution.step - 1) for block, copy in self.arriving.items()
+            block: Held(copy.role is ReplicaRole.OWNER, self.execution.step - 1)
+            for block, copy in self.arriving.items()
         } | super().held()
 
 
@@ -306,18 +307,18 @@ class LeavesWhenDone(_Machine):
 
     def finish(self, stopped: bool) -> Life[None]:
         yield from super().finish(stopped)
-        self.fenced = "it has made all steps"
+        self.fenced_off = "it has made all steps"
 
 
 # ----------------------------------------------------------------------- standing facts, requests, parts of checkpoints
 
 
-class _Forgetful(Facts):
+class _Forgetful(ReplayedState):
     def standing(self) -> list[Any]:
         return []
 
 
-class _EndFirst(Facts):
+class _EndFirst(ReplayedState):
     def standing(self) -> list[Any]:
         return super().standing()[::-1]
 
@@ -334,7 +335,7 @@ class _CountsOldWords(Shards[int, BlockState]):
 
     def decided(
         self,
-        epoch: int,
+        generation: int,
         members: Collection[int],
         *,
         again: int | None,
@@ -355,7 +356,7 @@ class _ForgetsCommits(Shards[int, BlockState]):
 
     def decided(
         self,
-        epoch: int,
+        generation: int,
         members: Collection[int],
         *,
         again: int | None,
@@ -363,7 +364,7 @@ class _ForgetsCommits(Shards[int, BlockState]):
         joined: Collection[int] = (),
     ) -> list[Complete[int, BlockState] | GivenUp]:
         committing, self._committing = self._committing, set()
-        found = super().decided(epoch, members, again=again, rollback=rollback, joined=joined)
+        found = super().decided(generation, members, again=again, rollback=rollback, joined=joined)
         self._committing = committing
         return found
 
@@ -377,15 +378,15 @@ class GivesUpWhatIsCommitted(SimCoordinator):
 # ----------------------------------------------------------------------------------------------------- two coordinators
 
 
-class _NoFence(TermFence):
+class _NoLease(TermLease):
     def refusal(self, term: int) -> str | None:
         return None
 
 
-class UnfencedStore(SimStore):
+class LeaselessStore(SimStore):
     """Takes records of any coordinator."""
 
-    fence_class = _NoFence
+    lease_class = _NoLease
 
 
 class _TermlessMember(Member):
@@ -462,7 +463,7 @@ MUTANTS = {
         ),
         Mutant(
             "late-vote",
-            "the epoch is not checked on one message: a lost worker's late report of a vote counts",
+            "the generation is not checked on one message: a lost worker's late report of a vote counts",
             Build(coordinator=TakesLateVotes),
             "widths=2,2 num_followers=2 seed=684754 heartbeat_bound=15 isolate:0@68+30 kill:1@85",
         ),
@@ -583,16 +584,16 @@ MUTANTS = {
             "widths=1,1 num_microbatches=1 keeps_in_flight=0",
         ),
         Mutant(
-            "facts-once",
+            "replayed-state-once",
             "what was acknowledged is not said to the next coordinator",
-            Build(facts=_Forgetful),
+            Build(replayed_state=_Forgetful),
             "widths=1,1 num_microbatches=1 kill:c@38",
             real=True,
         ),
         Mutant(
             "end-first",
             "a worker tells a new coordinator of its end before it tells of its parts of checkpoints",
-            Build(facts=_EndFirst),
+            Build(replayed_state=_EndFirst),
             "usurp:c@62+1",
         ),
         Mutant(
@@ -617,7 +618,7 @@ MUTANTS = {
         Mutant(
             "no-terms",
             "two coordinators write and are believed",
-            Build(machine=IgnoresTerms, store=UnfencedStore),
+            Build(machine=IgnoresTerms, store=LeaselessStore),
             "widths=1,1 num_microbatches=1 kill:1@0 usurp:c@5+40",
         ),
         Mutant(

@@ -46,12 +46,12 @@ class AddsTheDeadsPart(WorkerMachine[ToyCopy]):
     steps_class = _AddsTheDeadsPart
     steps: _AddsTheDeadsPart
 
-    def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
+    def move(self, generation: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
         engine: Any = self.engine
         self.steps.from_the_dead = tuple(
             (layer, sums) for (layer, peer), (_, sums) in engine.received.items() if peer not in members
         )
-        super().move(epoch, members, with_progress=with_progress)
+        super().move(generation, members, with_progress=with_progress)
 
 
 class CountsLossesTwice(_Steps):

@@ -7,8 +7,8 @@ from typing import Any
 from elaswave.protocol.step.ballot import Ballot, Verdict
 from elaswave.protocol.step.engine import Change, Pause
 from elaswave.protocol.step.execution import Life
-from elaswave.protocol.step.facts import Facts
 from elaswave.protocol.step.loop import StepLoop
+from elaswave.protocol.step.replayed_state import ReplayedState
 from elaswave.protocol.step.soundness import CopyChecks, Soundness
 from verify.planted_bugs.mutant import Mutant, with_part
 from verify.simulator.engine import ToyCopy
@@ -42,7 +42,7 @@ class ClaimsWrongParameters(_Checks):
         self.ledger.parameters_step, self.proven = before, None
 
 
-class UnsoundOnce(Facts):
+class UnsoundOnce(ReplayedState):
     """What a worker says of wrong copies is not said to the next coordinator (K3)."""
 
     def unsound(self, message: Any) -> None:
@@ -107,7 +107,7 @@ SOUNDNESS_MUTANTS = (
     Mutant(
         "unsound-once",
         "that copies are wrong is not said to the next coordinator",
-        Build(facts=UnsoundOnce),
+        Build(replayed_state=UnsoundOnce),
         "flip:1@20+1 kill:c@23",
     ),
     Mutant(

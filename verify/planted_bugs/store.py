@@ -13,15 +13,15 @@ from elaswave.protocol.coordinator.store_writes import (
     EntryWrite,
     Holder,
     KeyValue,
-    Outcome,
     Transaction,
+    TransactionResult,
     Written,
 )
 from elaswave.protocol.events import Persist
-from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.protocol.membership.effects import AnyRecord, Effect
 from verify.planted_bugs.mutant import Mutant
-from verify.simulator.candidates import Crew, Seat, SimCandidate
+from verify.simulator.candidates import Candidates, SimCandidate, WriteLease
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.run import Build
 
@@ -51,13 +51,13 @@ class _WritesWithoutTerm(EntryWrite):
         return asked._replace(unwritten_since=asked.unwritten_since[1:], values=())
 
 
-class AppendsWithoutTerm(Seat):
+class AppendsWithoutTerm(WriteLease):
     """An entry does not compare the term."""
 
     entry_class = _WritesWithoutTerm
 
 
-class RetriesWithAnotherNonce(Seat):
+class RetriesWithAnotherNonce(WriteLease):
     """A write without an answer is repeated in other words."""
 
     def not_answered(self, coordinator: SimCoordinator, entry: EntryWrite, record: AnyRecord) -> None:
@@ -70,25 +70,25 @@ class _KnownByRevision(Holder):
     def still_writes(self) -> Transaction:
         return super().still_writes()._replace(values=())
 
-    def is_fenced(self, standing: KeyValue | None) -> bool:
+    def has_lost_lease(self, standing: KeyValue | None) -> bool:
         return standing is None or standing.revision != self.revision
 
 
-class KnowsTheTermByItsRevision(Seat):
+class KnowsTheTermByItsRevision(WriteLease):
     """A coordinator compares at which revision the term was written, and not by whom: a store that was put back comes
     to a revision twice."""
 
-    def __init__(self, crew: Crew, candidate: SimCandidate, term: Holder, entries: list[bytes]) -> None:
-        super().__init__(crew, candidate, _KnownByRevision(*term), entries)
+    def __init__(self, candidates: Candidates, candidate: SimCandidate, term: Holder, entries: list[bytes]) -> None:
+        super().__init__(candidates, candidate, _KnownByRevision(*term), entries)
 
 
 class _TakesRefusalForTaken(EntryWrite):
-    def judge(self, outcome: Outcome) -> Written:
+    def judge(self, outcome: TransactionResult) -> Written:
         written = super().judge(outcome)
-        return Written.YES if written is Written.FENCED else written
+        return Written.YES if written is Written.LEASE_LOST else written
 
 
-class GoesOnWhenFenced(Seat):
+class GoesOnWithoutTheLease(WriteLease):
     """A coordinator that the store refuses goes on."""
 
     entry_class = _TakesRefusalForTaken
@@ -106,25 +106,25 @@ class _StandsAlone(EntryWrite):
         return super().transaction()._replace(exist=())
 
 
-class AppendsWithoutTheOneBefore(Seat):
+class AppendsWithoutTheOneBefore(WriteLease):
     """An entry is taken although the one before it, which was durable, is not there."""
 
     entry_class = _StandsAlone
 
 
-class HearsNoHeads(SimCoordinator):
+class IgnoresStorePositions(SimCoordinator):
     """What members have heard of the history is not compared with what was read."""
 
-    def fits(self, heard: Head) -> bool:
+    def fits(self, received: StorePosition) -> bool:
         return True
 
 
-class TellsAnEmptyHistory(Seat):
+class TellsAnEmptyHistory(WriteLease):
     """A coordinator does not tell how far the history has come."""
 
     @property
-    def head(self) -> Head:
-        return msgspec.structs.replace(super().head, length=0)
+    def store_position(self) -> StorePosition:
+        return msgspec.structs.replace(super().store_position, length=0)
 
 
 STORE_MUTANTS = (
@@ -143,27 +143,27 @@ STORE_MUTANTS = (
     Mutant(
         "append-without-term",
         "a coordinator that was replaced still writes",
-        Build(seat=AppendsWithoutTerm),
+        Build(write_lease=AppendsWithoutTerm),
         "widths=1,3 num_microbatches=3 heartbeat_bound=25 restart_delay=30 candidates=2 isolate:2@15+40 late:s@20+60 "
         "kill:c@40",
     ),
     Mutant(
         "term-by-revision",
         "a coordinator takes another one's term of the same revision for its own, in a store that was put back",
-        Build(seat=KnowsTheTermByItsRevision),
+        Build(write_lease=KnowsTheTermByItsRevision),
         "widths=1,3 layers_per_stage=2 num_microbatches=3 seed=741717208 restart_delay=30 slow_worker=2 slow_by=5 "
         "candidates=2 kill:c@68 back:s@118+5",
     ),
     Mutant(
         "retry-without-nonce",
         "a write without an answer is repeated as another one",
-        Build(seat=RetriesWithAnotherNonce),
+        Build(write_lease=RetriesWithAnotherNonce),
         "widths=1,1 steps=9 leave_step=4 candidates=2 mute:s@43+30",
     ),
     Mutant(
-        "fenced-goes-on",
+        "lease-lost-goes-on",
         "a coordinator that the store refuses goes on",
-        Build(seat=GoesOnWhenFenced),
+        Build(write_lease=GoesOnWithoutTheLease),
         "widths=1,2 seed=952333941 restart_delay=1 slow_worker=0 slow_by=15 plan_delay=15 candidates=2 kill:c@16 "
         "kill:0@25 usurp:c@47+50",
     ),
@@ -176,19 +176,19 @@ STORE_MUTANTS = (
     Mutant(
         "entry-alone",
         "an entry is written although the one before it, which was durable, is not there",
-        Build(seat=AppendsWithoutTheOneBefore),
+        Build(write_lease=AppendsWithoutTheOneBefore),
         "candidates=2 kill:1@20 back:s@18+10",
     ),
     Mutant(
-        "heads-unheard",
+        "store-positions-ignored",
         "what members have heard of the history is not compared with an older copy of the store",
-        Build(coordinator=HearsNoHeads),
+        Build(coordinator=IgnoresStorePositions),
         "candidates=2 kill:c@20 back:s@18+10",
     ),
     Mutant(
-        "head-untold",
+        "store-position-not-sent",
         "a coordinator does not tell how far the history has come",
-        Build(seat=TellsAnEmptyHistory),
+        Build(write_lease=TellsAnEmptyHistory),
         "candidates=2 kill:c@20 back:s@18+10",
     ),
 )

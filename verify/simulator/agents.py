@@ -1,15 +1,15 @@
 """Hosts' agents as parties that die, lose their connections and come again: rules H2, H11 and H12.
 
 What an agent does when a process ends or is wanted is the product's machine (`elaswave.protocol.membership.agent`), and
-so are how long it goes on without a coordinator (`elaswave.protocol.leadership.vigil`) and what the coordinator makes
-of hosts (`elaswave.protocol.membership`). Here is what carries their words, which are lost with the connection. With an
-agent all processes end that it has started.
+so are how long it goes on without a coordinator (`elaswave.protocol.leadership.coordinator_timeout`) and what the
+coordinator makes of hosts (`elaswave.protocol.membership`). Here is what carries their words, which are lost with the
+connection. With an agent all processes end that it has started.
 """
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elaswave.protocol.leadership.vigil import Due, Vigil
+from elaswave.protocol.leadership.coordinator_timeout import CoordinatorTimeout, TimeoutAction
 from elaswave.protocol.membership.agent import Agent, JoinerWanted, StartJoiner, WorkerEnded
 from verify.simulator.members import UNIT_S
 from verify.simulator.schedule import ScheduledFault
@@ -28,7 +28,7 @@ class SimAgent:
     id = -1
     machine_class = Agent
 
-    def __init__(self, crew: "Agents", node: int, incarnation: int) -> None:
+    def __init__(self, agents: "Agents", node: int, incarnation: int) -> None:
         self.dead = False
         self.node = node
         self.incarnation = incarnation
@@ -42,33 +42,33 @@ class SimAgent:
         """When its machine is taken away, if it has had a notice."""
         self.num_commits = 0
         """Of all its workers."""
-        self.vigil = Vigil(crew.world.conditions.orphan_delay * UNIT_S)
-        self._crew = crew
+        self.coordinator_timeout = CoordinatorTimeout(agents.world.conditions.orphan_delay * UNIT_S)
+        self._agents = agents
 
-    def look(self) -> Due:
+    def look(self) -> TimeoutAction:
         """What is due while it has no coordinator."""
-        now_s, has_coordinator = self._crew.world.now * UNIT_S, self.coordinator is not None
-        return self.vigil.look(now_s, has_coordinator=has_coordinator, num_commits=self.num_commits)
+        now_s, has_coordinator = self._agents.world.now * UNIT_S, self.coordinator is not None
+        return self.coordinator_timeout.look(now_s, has_coordinator=has_coordinator, num_commits=self.num_commits)
 
     def begin(self, workers: Sequence[int]) -> None:
         """The job begins here with these workers; may be said again."""
         for worker in sorted(set(workers) - self.workers):
             self.workers.add(worker)
-            self._crew.world.begin_worker(worker)
+            self._agents.world.begin_worker(worker)
 
     def wanted(self, worker: int) -> None:
         """The coordinator wants a joiner started."""
         for effect in self.machine.handle(JoinerWanted(worker)):
             assert isinstance(effect, StartJoiner)
             self.workers.add(worker)
-            self._crew.world.see.forked(worker, self.incarnation)
-            self._crew.world.spawn(worker)
+            self._agents.world.see.forked(worker, self.incarnation)
+            self._agents.world.spawn(worker)
 
     def ended(self, worker: int) -> None:
         """A process of its has ended."""
         self.machine.handle(WorkerEnded(worker, "has ended", 0.0))
         if self.coordinator is not None:
-            self._crew.up(self, self.coordinator.on_exit, worker)
+            self._agents.up(self, self.coordinator.on_exit, worker)
 
 
 class Agents:
@@ -123,7 +123,7 @@ class Agents:
             return
         alone = world.now - self._alone_since.setdefault(incarnation, world.now)
         idle = world.now - self._committed_at.get(incarnation, 0)
-        if due is Due.END:
+        if due is TimeoutAction.END:
             world.say(f"agent {incarnation} of n{agent.node} ends with its workers: it has no coordinator")
             world.see.orphaned(incarnation, alone, idle)
             self.end(agent)

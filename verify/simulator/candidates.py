@@ -11,24 +11,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from elaswave.protocol.coordinator.store_writes import (
-    BEAT,
+    LEASE_HEARTBEAT,
     SPEC,
     TERM,
     Claim,
     EntryWrite,
     Holder,
     KeyValue,
-    Outcome,
     Transaction,
+    TransactionResult,
     Written,
-    beat_of,
-    beat_value,
-    founding_of,
     holder_of,
+    job_generation_of,
+    lease_heartbeat_of,
+    lease_heartbeat_value,
     spec_value,
 )
-from elaswave.protocol.leadership.election import BEAT_S, POLL_S, Seen, Watch
-from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.protocol.membership.effects import AnyRecord, HostCame, LeaveAsked, PlaceTaken
 from elaswave.protocol.messages import Decision
 from verify.simulator.schedule import ScheduledFault
@@ -43,10 +43,10 @@ TIMEOUT = 20
 """After so long a request counts as not answered: a second."""
 RETRY = 2
 """Between two looks of a candidate if the store does not answer."""
-_POLL, _BEAT = round(POLL_S / UNIT_S), round(BEAT_S / UNIT_S)
+_POLL, _LEASE_HEARTBEAT = round(POLL_S / UNIT_S), round(LEASE_HEARTBEAT_S / UNIT_S)
 _ENTRIES = "rec/"
-_FOUNDED = 1
-_SPEC = KeyValue(SPEC, spec_value(_FOUNDED), 0)
+_JOB_GENERATION = 1
+_SPEC = KeyValue(SPEC, spec_value(_JOB_GENERATION), 0)
 """There is one job, which is founded once, and has no key that says so; see `verify.simulator.lifetimes`."""
 _T = TypeVar("_T")
 
@@ -71,14 +71,15 @@ class RemoteStore:
         self.on_claim: Callable[[Holder], None] = lambda holder: None
         """Called with each claim that is carried out."""
 
-    def transact(self, transaction: Transaction, founded: int = 0) -> Outcome:
+    def transact(self, transaction: Transaction, job_generation: int = 0) -> TransactionResult:
         """Carries one out, whole or not at all.
 
         Args:
             transaction: is asked for.
-            founded: for which founding values are sealed that it writes, and genuine that it reads; 0: `SPEC` says so.
+            job_generation: for which founding values are sealed that it writes, and genuine that it reads; 0: `SPEC`
+                says so.
         """
-        founded = founded or founding_of(self._shown(SPEC, 0))
+        job_generation = job_generation or job_generation_of(self._shown(SPEC, 0))
         holds = all(self._revision(key) == revision for key, revision in transaction.unwritten_since)
         holds = holds and all(key in self.keys for key in transaction.exist)
         holds = holds and all(self._value(key) == value for key, value in transaction.values)
@@ -87,17 +88,19 @@ class RemoteStore:
             for key in [*self.keys] if transaction.clears else transaction.deletes:
                 self.keys.pop(key, None)
             for key, value in transaction.puts:
-                self._write(KeyValue(key, value, self.revision), 0 if key == SPEC else founded)
+                self._write(KeyValue(key, value, self.revision), 0 if key == SPEC else job_generation)
                 if key.startswith(_ENTRIES):
                     self.on_entry(value)
                 elif key == TERM:
                     self.on_claim(holder_of(self.keys[key]))
-            return Outcome(True, self.revision)
-        return Outcome(holds, self.revision, tuple(self._shown(key, founded) for key in transaction.reads))
+            return TransactionResult(True, self.revision)
+        return TransactionResult(
+            holds, self.revision, tuple(self._shown(key, job_generation) for key in transaction.reads)
+        )
 
-    def view(self, founded: int) -> dict[str, KeyValue]:
+    def view(self, job_generation: int) -> dict[str, KeyValue]:
         """All keys, as members of a founding see them."""
-        shown = {key: self._shown(key, founded) for key in self.keys}
+        shown = {key: self._shown(key, job_generation) for key in self.keys}
         return {key: found for key, found in shown.items() if found is not None}
 
     def _write(self, written: KeyValue, sealed: int) -> None:
@@ -106,9 +109,9 @@ class RemoteStore:
         if sealed:
             self._sealed[written] = sealed
 
-    def _shown(self, key: str, founded: int) -> KeyValue | None:
+    def _shown(self, key: str, job_generation: int) -> KeyValue | None:
         found = self.keys.get(key)
-        if found is None or self._sealed.get(found, 0) == (0 if key == SPEC else founded):
+        if found is None or self._sealed.get(found, 0) == (0 if key == SPEC else job_generation):
             return found
         return found._replace(value=b"", is_genuine=False)
 
@@ -135,9 +138,9 @@ class RemoteStore:
         self.keys = {written.key: written for _, written in self._written}
         self.revision = max((written.revision for _, written in self._written), default=1)
 
-    def entries(self, founded: int = 0) -> list[bytes]:
+    def entries(self, job_generation: int = 0) -> list[bytes]:
         """All genuine entries, in their order."""
-        found = self.view(founded)
+        found = self.view(job_generation)
         return [found[key].value for key in sorted(found) if key.startswith(_ENTRIES) and found[key].is_genuine]
 
     def _value(self, key: str) -> bytes:
@@ -221,14 +224,14 @@ class WayToStore:
         arrives = world.delay() + self._store_delay
         if is_late:
             arrives = self._until["late"] - now + TIMEOUT + self._late_by()
-        is_heard = not is_late and self._until["mute"] <= now
-        world.at(arrives, self._arrive, asker, do, request, answered, is_heard)
+        is_received = not is_late and self._until["mute"] <= now
+        world.at(arrives, self._arrive, asker, do, request, answered, is_received)
 
     def _arrive(
-        self, asker: Any, do: Callable[[], _T], request: _Request, answered: Callable[[_T], None], is_heard: bool
+        self, asker: Any, do: Callable[[], _T], request: _Request, answered: Callable[[_T], None], is_received: bool
     ) -> None:
         answer = do()
-        if is_heard:
+        if is_received:
             self._world.at(self._world.delay(), self._answer, asker, request, answered, answer)
 
     def _answer(self, asker: Any, request: _Request, answered: Callable[[_T], None], answer: _T) -> None:
@@ -240,7 +243,7 @@ class WayToStore:
         self._answer(asker, request, answered, None)
 
 
-class Seat:
+class WriteLease:
     """A coordinator's right to write, and how it does.
 
     Args:
@@ -252,24 +255,26 @@ class Seat:
 
     entry_class = EntryWrite
 
-    def __init__(self, crew: "Crew", candidate: "SimCandidate", term: Holder, entries: list[bytes]) -> None:
+    def __init__(self, candidates: "Candidates", candidate: "SimCandidate", term: Holder, entries: list[bytes]) -> None:
         self.candidate = candidate
         self.term = term
-        self.writer = crew.number_of_writer()
-        self.records = [crew.contents[value][2] for value in entries]
+        self.writer = candidates.number_of_writer()
+        self.records = [candidates.contents[value][2] for value in entries]
         self.digests = list(entries)
         """Of the entries, each of which is written once."""
-        self._crew = crew
+        self._candidates = candidates
         self._num_written = 0
 
     @property
-    def head(self) -> Head:
+    def store_position(self) -> StorePosition:
         """Where the durable history stands: told with every message (H9)."""
-        return Head(_FOUNDED, self.term.term, len(self.digests), self.digests[-1] if self.digests else b"")
+        return StorePosition(
+            _JOB_GENERATION, self.term.term, len(self.digests), self.digests[-1] if self.digests else b""
+        )
 
     def persist(self, coordinator: "SimCoordinator", record: AnyRecord) -> None:
         """Writes a record; the coordinator waits until it stands in the store (H5)."""
-        self._crew.world.hold(coordinator)
+        self._candidates.world.hold(coordinator)
         self.write(coordinator, record)
 
     def write(self, coordinator: "SimCoordinator", record: AnyRecord) -> None:
@@ -283,51 +288,55 @@ class Seat:
         """With a nonce that no other entry has."""
         self._num_written += 1
         value = f"{self.writer}.{self._num_written}".encode()
-        self._crew.contents[value] = (self.writer, self._num_written, record)
+        self._candidates.contents[value] = (self.writer, self._num_written, record)
         return value
 
     def _ask(self, coordinator: "SimCoordinator", entry: EntryWrite, record: AnyRecord) -> None:
-        crew = self._crew
-        asked = partial(crew.store.transact, entry.transaction())
-        crew.ask(coordinator, asked, partial(self._on_answer, coordinator, entry, record))
+        candidates = self._candidates
+        asked = partial(candidates.store.transact, entry.transaction())
+        candidates.ask(coordinator, asked, partial(self._on_answer, coordinator, entry, record))
 
     def _on_answer(
-        self, coordinator: "SimCoordinator", entry: EntryWrite, record: AnyRecord, outcome: Outcome | None
+        self, coordinator: "SimCoordinator", entry: EntryWrite, record: AnyRecord, outcome: TransactionResult | None
     ) -> None:
         if outcome is None:
             self.not_answered(coordinator, entry, record)
             return
         written = entry.judge(outcome)
-        if written is Written.FENCED:
-            self._crew.fenced(coordinator)
+        if written is Written.LEASE_LOST:
+            self._candidates.lease_lost(coordinator)
             return
         if written is Written.GONE_BACK:
-            self._crew.gone_back(coordinator, f"there were {self.head}, and the last one is not there")
+            self._candidates.gone_back(coordinator, f"there were {self.store_position}, and the last one is not there")
             return
         assert written is Written.YES, f"entry {len(self.digests)} of term {self.term.term}: {written.value}"
         self.digests.append(entry.value)
-        self._crew.world.release(coordinator)
+        self._candidates.world.release(coordinator)
 
-    def confirm(self, coordinator: "SimCoordinator", heard: Head) -> None:
+    def confirm(self, coordinator: "SimCoordinator", received: StorePosition) -> None:
         """A member has heard of a newer term: either another coordinator has it, or the store has gone back."""
-        self._crew.world.hold(coordinator)
-        self._ask_whether_mine(coordinator, heard)
+        self._candidates.world.hold(coordinator)
+        self._ask_whether_mine(coordinator, received)
 
-    def _ask_whether_mine(self, coordinator: "SimCoordinator", heard: Head) -> None:
-        asked = partial(self._crew.store.transact, self.term.still_writes())
-        self._crew.ask(coordinator, asked, partial(self._on_confirmed, coordinator, heard))
+    def _ask_whether_mine(self, coordinator: "SimCoordinator", received: StorePosition) -> None:
+        asked = partial(self._candidates.store.transact, self.term.still_writes())
+        self._candidates.ask(coordinator, asked, partial(self._on_confirmed, coordinator, received))
 
-    def _on_confirmed(self, coordinator: "SimCoordinator", heard: Head, outcome: Outcome | None) -> None:
+    def _on_confirmed(
+        self, coordinator: "SimCoordinator", received: StorePosition, outcome: TransactionResult | None
+    ) -> None:
         if outcome is None:
-            self._ask_whether_mine(coordinator, heard)
+            self._ask_whether_mine(coordinator, received)
         elif outcome.succeeded:
-            self.gone_back(coordinator, heard)
+            self.gone_back(coordinator, received)
         else:
-            self._crew.fenced(coordinator)
+            self._candidates.lease_lost(coordinator)
 
-    def gone_back(self, coordinator: "SimCoordinator", heard: Head) -> None:
+    def gone_back(self, coordinator: "SimCoordinator", received: StorePosition) -> None:
         """The store has lost what a member has heard of."""
-        self._crew.gone_back(coordinator, f"a member has heard of {heard}, and there are {self.head}")
+        self._candidates.gone_back(
+            coordinator, f"a member has heard of {received}, and there are {self.store_position}"
+        )
 
     def not_answered(self, coordinator: "SimCoordinator", entry: EntryWrite, record: AnyRecord) -> None:
         """The same is said again (H6)."""
@@ -336,7 +345,7 @@ class Seat:
     @property
     def is_taken(self) -> bool:
         """Whether another coordinator has taken over; the coordinator itself may not know it yet."""
-        return self.term.is_fenced(self._crew.store.keys.get(TERM))
+        return self.term.has_lost_lease(self._candidates.store.keys.get(TERM))
 
 
 class SimCandidate:
@@ -350,10 +359,10 @@ class SimCandidate:
     id = -1
     claim_class = Claim
 
-    def __init__(self, crew: "Crew", number: int) -> None:
+    def __init__(self, candidates: "Candidates", number: int) -> None:
         self.dead = False
         self.is_claiming = False
-        self._crew = crew
+        self._candidates = candidates
         self._number = number
         self._name = f"{number}/1"
         self._process = 0
@@ -364,51 +373,51 @@ class SimCandidate:
         self._process += 1
         self.is_claiming = False
         if not self.dead:
-            self._watch = Watch(self._name, founds=self._number == 0)
+            self._watch = Watch(self._name, creates_job=self._number == 0)
             self._look(self._process)
 
     def kill(self) -> None:
         """Its process ends; another one is started."""
         self._process += 1
         self.is_claiming = False
-        world = self._crew.world
+        world = self._candidates.world
         world.after(world.conditions.restart_delay, self, self.start)
 
     def _ask(self, process: int, do: Callable[[], _T], answered: Callable[[int, _T | None], None]) -> None:
         if process == self._process:
-            self._crew.ask(self, do, partial(self._on_answer, process, answered), is_instant=self.is_claiming)
+            self._candidates.ask(self, do, partial(self._on_answer, process, answered), is_instant=self.is_claiming)
 
     def _on_answer(self, process: int, answered: Callable[[int, _T | None], None], found: _T | None) -> None:
         if process == self._process:
             answered(process, found)
 
     def _look(self, process: int) -> None:
-        asked = self._crew.world.now
-        looking = Transaction(reads=(TERM, BEAT))
-        self._ask(process, partial(self._crew.store.transact, looking), partial(self._looked, asked))
+        asked = self._candidates.world.now
+        looking = Transaction(reads=(TERM, LEASE_HEARTBEAT))
+        self._ask(process, partial(self._candidates.store.transact, looking), partial(self._looked, asked))
 
-    def _looked(self, asked: int, process: int, outcome: Outcome | None) -> None:
-        world, watch = self._crew.world, self._watch
+    def _looked(self, asked: int, process: int, outcome: TransactionResult | None) -> None:
+        world, watch = self._candidates.world, self._watch
         if outcome is None:
             watch.missed()
             world.after(RETRY, self, self._look, process)
             return
-        term, beat = outcome.found
+        term, lease_heartbeat = outcome.found
         holder = holder_of(term)
-        watch.looked(Seen(holder, beat_of(beat, holder)), asked * UNIT_S, world.now * UNIT_S)
+        watch.looked(Seen(holder, lease_heartbeat_of(lease_heartbeat, holder)), asked * UNIT_S, world.now * UNIT_S)
         if not watch.is_due(world.now * UNIT_S):
             world.after(_POLL, self, self._look, process)
             return
         self._num_claims += 1
         self.is_claiming = True
         nonce = f"{self._process}.{self._num_claims}"
-        self._claim(self.claim_class(self._name, nonce, watch.holder, _SPEC, _FOUNDED), process)
+        self._claim(self.claim_class(self._name, nonce, watch.holder, _SPEC, _JOB_GENERATION), process)
 
     def _claim(self, claim: Claim, process: int) -> None:
-        asked = partial(self._crew.store.transact, claim.transaction())
+        asked = partial(self._candidates.store.transact, claim.transaction())
         self._ask(process, asked, partial(self._claimed, claim))
 
-    def _claimed(self, claim: Claim, process: int, outcome: Outcome | None) -> None:
+    def _claimed(self, claim: Claim, process: int, outcome: TransactionResult | None) -> None:
         if outcome is None:
             self._claim(claim, process)
             return
@@ -417,7 +426,7 @@ class SimCandidate:
             self._read(won, process)
             return
         self.is_claiming = False
-        self._watch.failed(self._crew.world.now * UNIT_S)
+        self._watch.failed(self._candidates.world.now * UNIT_S)
         self._look(process)
 
     def _read(self, won: Holder, process: int) -> None:
@@ -425,22 +434,22 @@ class SimCandidate:
 
     def entries(self) -> list[bytes]:
         """What a linearizable read finds."""
-        return self._crew.store.entries()
+        return self._candidates.store.entries()
 
     def _found(self, won: Holder, process: int, entries: list[bytes] | None) -> None:
         if entries is None:
             self._read(won, process)
             return
         self.is_claiming = False
-        self._crew.lead(self, won, entries)
+        self._candidates.lead(self, won, entries)
 
 
-class Crew:
+class Candidates:
     """The candidates of a job, their store, and the way to it.
 
     Args:
         world: time and processes.
-        candidate_class, seat_class: of each.
+        candidate_class, write_lease_class: of each.
         make_coordinator: starts a coordinator's life.
     """
 
@@ -449,8 +458,8 @@ class Crew:
         world: "World",
         *,
         candidate_class: type[SimCandidate],
-        seat_class: type[Seat],
-        make_coordinator: Callable[[Seat], "SimCoordinator"],
+        write_lease_class: type[WriteLease],
+        make_coordinator: Callable[[WriteLease], "SimCoordinator"],
     ) -> None:
         self.world = world
         self.store = RemoteStore(lambda: world.now)
@@ -458,7 +467,7 @@ class Crew:
         self.store.on_claim = lambda holder: world.see.claimed(holder.term)
         self.contents: dict[bytes, tuple[int, int, AnyRecord]] = {}
         """Value of an entry -> number of its writer, which of its writes, and the record."""
-        self._seat_class = seat_class
+        self._write_lease_class = write_lease_class
         self._make_coordinator = make_coordinator
         self._way = WayToStore(world, world.conditions.store_delay)
         self._num_writers = 0
@@ -498,9 +507,9 @@ class Crew:
 
     def lead(self, candidate: SimCandidate, term: Holder, entries: list[bytes]) -> None:
         """A candidate's process is the coordinator from now on, and has read these entries."""
-        seat = self._seat_class(self, candidate, term, entries)
-        coordinator = self._make_coordinator(seat)
-        self._beat(coordinator, seat)
+        write_lease = self._write_lease_class(self, candidate, term, entries)
+        coordinator = self._make_coordinator(write_lease)
+        self._lease_heartbeat(coordinator, write_lease)
         self.world.serve(coordinator)
 
     def number_of_writer(self) -> int:
@@ -508,39 +517,41 @@ class Crew:
         self._num_writers += 1
         return self._num_writers
 
-    def _beat(self, coordinator: "SimCoordinator", seat: Seat) -> None:
+    def _lease_heartbeat(self, coordinator: "SimCoordinator", write_lease: WriteLease) -> None:
         """In a thread of its own: it goes on while the coordinator waits for the store."""
         world = self.world
         if coordinator.dead or world.outcome:
             return
         if not world.is_stopped(coordinator):
-            beat = seat.term.still_writes()._replace(puts=((BEAT, beat_value(seat.term.term, world.now + 1)),))
-            asked = partial(self.store.transact, beat)
-            self.ask(coordinator, asked, partial(self._on_beat, coordinator), is_instant=False)
-        world.at(_BEAT, self._beat, coordinator, seat)
+            lease_heartbeat = write_lease.term.still_writes()._replace(
+                puts=((LEASE_HEARTBEAT, lease_heartbeat_value(write_lease.term.term, world.now + 1)),)
+            )
+            asked = partial(self.store.transact, lease_heartbeat)
+            self.ask(coordinator, asked, partial(self._on_lease_heartbeat, coordinator), is_instant=False)
+        world.at(_LEASE_HEARTBEAT, self._lease_heartbeat, coordinator, write_lease)
 
-    def _on_beat(self, coordinator: "SimCoordinator", outcome: Outcome | None) -> None:
+    def _on_lease_heartbeat(self, coordinator: "SimCoordinator", outcome: TransactionResult | None) -> None:
         if outcome is not None and not outcome.succeeded:
-            self.fenced(coordinator)
+            self.lease_lost(coordinator)
 
-    def fenced(self, coordinator: "SimCoordinator") -> None:
+    def lease_lost(self, coordinator: "SimCoordinator") -> None:
         """A coordinator has learned that another one has taken over."""
-        assert coordinator.seat is not None
+        assert coordinator.write_lease is not None
         self.world.say(f"coordinator of term {coordinator.core.term} ends: the store takes nothing of it")
-        self.world.see.fenced(coordinator.seat.writer)
+        self.world.see.lease_lost(coordinator.write_lease.writer)
         self.world.end_coordinator(coordinator)
 
     def gone_back(self, coordinator: "SimCoordinator", seen: str) -> None:
         """A coordinator has learned that the store lacks what was durable: the job ends."""
-        assert coordinator.seat is not None
+        assert coordinator.write_lease is not None
         self.world.see.gone_back(seen)
         self.world.say(f"the job ends: the store has gone back: {seen}")
         self.world.finish("ended", f"the store has gone back: {seen}")
 
     def ended(self, coordinator: "CoordinatorActor") -> None:
         """A coordinator's process has ended; its agent starts another one."""
-        assert coordinator.seat is not None
-        world, candidate = self.world, coordinator.seat.candidate
+        assert coordinator.write_lease is not None
+        world, candidate = self.world, coordinator.write_lease.candidate
         world.after(world.conditions.restart_delay, candidate, candidate.start)
 
     # --------------------------------------------------------------------------------------------------------- faults
@@ -570,6 +581,6 @@ class Crew:
     def kill_host(self, coordinator: "CoordinatorActor | None") -> None:
         """The coordinator's host is lost, if there is another candidate."""
         if coordinator is not None and sum(not candidate.dead for candidate in self.candidates) > 1:
-            assert coordinator.seat is not None
-            coordinator.seat.candidate.dead = True
+            assert coordinator.write_lease is not None
+            coordinator.write_lease.candidate.dead = True
             self.world.end_coordinator(coordinator)

@@ -1,7 +1,7 @@
 """Judges of a simulated run. They see what happens through a few calls and know nothing of how it is done.
 
 Safety: the same bits; every micro-batch exactly once per committed step, no step skipped or applied twice; one owner
-per block and epoch; nothing of an older epoch or attempt is used; survivors agree on what is committed, and a
+per block and generation; nothing of an older generation or attempt is used; survivors agree on what is committed, and a
 coordinator goes on from what it has heard; no state is lost while a member holds it; what is published twice is equal.
 Liveness: a run ends with all steps made, or with a reason that names what was lost.
 """
@@ -52,7 +52,7 @@ class SameBits(Observer):
             _require(self._flips, text)
             self._wrong[worker] = text
 
-    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+    def began(self, worker: int, generation: int, step: int, attempt: int, placement: Placement) -> None:
         self._wrong.pop(worker, None)
 
     def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
@@ -64,7 +64,7 @@ class SameBits(Observer):
         _require(state == self._truth.states[step][block], f"block {block} loaded on worker {worker} differs")
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
+        self, worker: int, generation: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         if commits and grid != self._truth.grids[step]:
             raise Violation(f"the grid after step {step} differs on worker {worker}")
@@ -99,16 +99,16 @@ class ExactlyOnce(Observer):
         self._versions: dict[tuple[int, int], int] = {}
         self._checked: set[tuple[int, int, int]] = set()
 
-    def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
-        self._added.setdefault((epoch, step, attempt), []).append((layer, microbatch))
+    def computed(self, worker: int, generation: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+        self._added.setdefault((generation, step, attempt), []).append((layer, microbatch))
 
-    def kept(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
-        self._added.setdefault((epoch, step, attempt), []).append((layer, microbatch))
+    def kept(self, worker: int, generation: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+        self._added.setdefault((generation, step, attempt), []).append((layer, microbatch))
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
+        self, worker: int, generation: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
-        key = (epoch, step, attempt)
+        key = (generation, step, attempt)
         if commits and key not in self._checked:
             self._checked.add(key)
             added = self._added.get(key, [])
@@ -139,33 +139,33 @@ class OneRatio(Observer):
     def coded(self, worker: int, step: int, layer: int, microbatch: int, ratio: int) -> None:
         self._used[worker, step, layer, microbatch] = ratio
 
-    def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+    def computed(self, worker: int, generation: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
         ratio = self._used[worker, step, layer, microbatch]
-        self._counted.setdefault((epoch, step, attempt), set()).add(ratio)
+        self._counted.setdefault((generation, step, attempt), set()).add(ratio)
 
     kept = computed
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
+        self, worker: int, generation: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
-        ratios = self._counted.get((epoch, step, attempt), set())
+        ratios = self._counted.get((generation, step, attempt), set())
         if commits and len(ratios) > 1:
             raise Violation(f"step {step} was committed with the ratios {sorted(ratios)}")
 
 
 class OneOwner(Observer):
-    """A block has one owner in a step of an epoch: all workers that run in it know the same one."""
+    """A block has one owner in a step of a generation: all workers that run in it know the same one."""
 
     def __init__(self) -> None:
         self._owners: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
-        if self._owners.setdefault((epoch, step), placement.owner) != placement.owner:
+    def began(self, worker: int, generation: int, step: int, attempt: int, placement: Placement) -> None:
+        if self._owners.setdefault((generation, step), placement.owner) != placement.owner:
             raise Violation(f"worker {worker} has other owners in step {step} than a peer")
 
     def decided(self, decision: Decision) -> None:
-        owners = self._owners.setdefault((decision.epoch, decision.resume_step), decision.placement.owner)
-        _require(owners == decision.placement.owner, f"two decisions about epoch {decision.epoch}")
+        owners = self._owners.setdefault((decision.generation, decision.resume_step), decision.placement.owner)
+        _require(owners == decision.placement.owner, f"two decisions about generation {decision.generation}")
 
 
 class EnoughCopies(Observer):
@@ -178,7 +178,7 @@ class EnoughCopies(Observer):
     def __init__(self, num_followers: int) -> None:
         self._num_followers = num_followers
 
-    def switched(self, worker: int, epoch: int, step: int, layout: Layout, placement: Placement) -> None:
+    def switched(self, worker: int, generation: int, step: int, layout: Layout, placement: Placement) -> None:
         needed = 1 + min(self._num_followers, len(layout.active) - 1)
         for block in range(len(placement.owner)):
             holders = placement.holders(block)
@@ -194,42 +194,42 @@ class OneLayout(Observer):
     def __init__(self) -> None:
         self._layouts: dict[tuple[int, int], Layout] = {}
 
-    def switched(self, worker: int, epoch: int, step: int, layout: Layout, placement: Placement) -> None:
-        known = self._layouts.setdefault((epoch, step), layout)
+    def switched(self, worker: int, generation: int, step: int, layout: Layout, placement: Placement) -> None:
+        known = self._layouts.setdefault((generation, step), layout)
         _require(known == layout, f"worker {worker} goes on after step {step} with another layout than a peer")
 
 
 class ChangesHeld(Observer):
-    """A planned change that has come to a worker in its epoch is held by it from its next step on: else the change
+    """A planned change that has come to a worker in its generation is held by it from its next step on: else the change
     comes into force for no worker, and no other change, join or leave can follow. A worker that has heard of the
     next coordinator meanwhile waits until that one says it again."""
 
     def __init__(self) -> None:
         self._offered: dict[int, tuple[int, int, int, int]] = {}
 
-    def offered(self, worker: int, epoch: int, step: int, number: int, term: int) -> None:
+    def offered(self, worker: int, generation: int, step: int, number: int, term: int) -> None:
         known = self._offered.get(worker)
-        if known is None or known[0] != epoch or known[2:] < (number, term):
-            self._offered[worker] = epoch, step, number, term
+        if known is None or known[0] != generation or known[2:] < (number, term):
+            self._offered[worker] = generation, step, number, term
 
-    def holds(self, worker: int, epoch: int, step: int, number: int, term: int) -> None:
-        offered_epoch, offered_step, offered, said_in = self._offered.get(worker, (-1, 0, 0, 0))
+    def holds(self, worker: int, generation: int, step: int, number: int, term: int) -> None:
+        offered_generation, offered_step, offered, said_in = self._offered.get(worker, (-1, 0, 0, 0))
         _require(
-            epoch != offered_epoch or step <= offered_step or number >= offered or said_in < term,
+            generation != offered_generation or step <= offered_step or number >= offered or said_in < term,
             f"change {offered} came to worker {worker} in step {offered_step}, and it begins step {step} without it",
         )
 
 
-class Fencing(Observer):
-    """Nothing of another epoch or attempt is used, nor anything from a worker that is no member."""
+class FencingOff(Observer):
+    """Nothing of another generation or attempt is used, nor anything from a worker that is no member."""
 
     def consumed(
-        self, worker: int, epoch: int, step: int, attempt: int, frame: tuple[int, int, int], sender_is_member: bool
+        self, worker: int, generation: int, step: int, attempt: int, frame: tuple[int, int, int], sender_is_member: bool
     ) -> None:
-        if frame != (epoch, step, attempt):
-            raise Violation(f"worker {worker} in {(epoch, step, attempt)} uses a frame of {frame}")
+        if frame != (generation, step, attempt):
+            raise Violation(f"worker {worker} in {(generation, step, attempt)} uses a frame of {frame}")
         if not sender_is_member:
-            raise Violation(f"worker {worker} uses a frame of a worker that is no member of epoch {epoch}")
+            raise Violation(f"worker {worker} uses a frame of a worker that is no member of generation {generation}")
 
 
 class Agreement(Observer):
@@ -242,9 +242,9 @@ class Agreement(Observer):
         self._decision: Decision | None = None
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
+        self, worker: int, generation: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
-        if self._results.setdefault((epoch, step, attempt), (commits, vector)) != (commits, vector):
+        if self._results.setdefault((generation, step, attempt), (commits, vector)) != (commits, vector):
             raise Violation(f"worker {worker} learned another vote on step {step} than a peer")
         if commits:
             self._committed[worker] = step
@@ -256,7 +256,7 @@ class Agreement(Observer):
         known = max((self._committed.get(worker, 0) for worker in decision.members), default=0)
         _require(
             decision.resume_step > known,
-            f"epoch {decision.epoch} resumes with step {decision.resume_step}, but step {known} is committed",
+            f"generation {decision.generation} resumes with step {decision.resume_step}, but step {known} is committed",
         )
 
     def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: Exponents) -> None:
@@ -264,7 +264,7 @@ class Agreement(Observer):
         _require(set(versions) <= {base}, f"worker {worker} goes on after step {base} with copies of {set(versions)}")
         self._committed[worker] = base
 
-    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+    def began(self, worker: int, generation: int, step: int, attempt: int, placement: Placement) -> None:
         before = self._committed.get(worker, 0)
         if step != before + 1:
             raise Violation(f"worker {worker} begins step {step} after step {before}")
@@ -278,25 +278,26 @@ class LogCounts(Observer):
     """
 
     def __init__(self) -> None:
-        self._heard: dict[int, int] = {}
+        self._received: dict[int, int] = {}
         """Term -> newest committed step that its coordinator has heard of in time."""
-        self._epoch = 0
+        self._generation = 0
         """Of the newest decision."""
 
-    def heard(self, term: int, epoch: int, evidence: Evidence) -> None:
-        if epoch >= self._epoch:
-            self._heard[term] = max(self._heard.get(term, 0), evidence.committed_step)
+    def received(self, term: int, generation: int, evidence: Evidence) -> None:
+        if generation >= self._generation:
+            self._received[term] = max(self._received.get(term, 0), evidence.committed_step)
 
     def decided(self, decision: Decision) -> None:
-        self._epoch = decision.epoch
+        self._generation = decision.generation
         if decision.rollback is not None:
-            self._heard.clear()
+            self._received.clear()
             return
-        heard = self._heard.get(decision.term, 0)
+        received = self._received.get(decision.term, 0)
         _require(
-            decision.resume_step > heard,
-            f"epoch {decision.epoch} resumes with step {decision.resume_step}, but its coordinator has heard that step "
-            f"{heard} is committed",
+            decision.resume_step > received,
+            f"generation {decision.generation} resumes with step {decision.resume_step}, but its coordinator has "
+            "heard that step "
+            f"{received} is committed",
         )
 
 
@@ -328,11 +329,11 @@ class NoSilentLoss(Observer):
         self._slipped.add(block)
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
+        self, worker: int, generation: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         self._any_committed = self._any_committed or commits
 
-    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+    def began(self, worker: int, generation: int, step: int, attempt: int, placement: Placement) -> None:
         self._in_force[worker] = placement
 
     def placed(self, worker: int, placement: Placement) -> None:
@@ -422,7 +423,7 @@ class CheckpointsKept(Observer):
         return self._regular | self._asked
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
+        self, worker: int, generation: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         if commits and self._asks(vector):
             self._asked.add(step)
@@ -464,7 +465,7 @@ class CheckpointsKept(Observer):
             is_stored = self._base in self._stored
             _require(
                 decision.checkpoint != is_stored,
-                f"epoch {decision.epoch} goes on after step {self._base}, whose checkpoint is "
+                f"generation {decision.generation} goes on after step {self._base}, whose checkpoint is "
                 f"{'written, and writes it again' if is_stored else 'not written, and does not write it'}",
             )
 
@@ -540,7 +541,7 @@ def all_checkers(
         OneLayout(),
         ChangesHeld(),
         EnoughCopies(num_followers),
-        Fencing(),
+        FencingOff(),
         Agreement(),
         LogCounts(),
         NoSilentLoss(),

@@ -26,7 +26,7 @@ from elaswave.protocol.events import (
     Suspected,
     WorkerFailed,
 )
-from elaswave.protocol.leadership.heads import Head, Heard, judge
+from elaswave.protocol.leadership.store_position import PositionVerdict, StorePosition, compare_positions
 from elaswave.protocol.membership.effects import (
     AwaitMembers,
     Effect,
@@ -49,10 +49,10 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
-from elaswave.protocol.step.duties import pending_after
+from elaswave.protocol.step.due_work import pending_after
 from elaswave.protocol.step.moves import refilled
 from elaswave.types import Layout
-from verify.simulator.candidates import Seat
+from verify.simulator.candidates import WriteLease
 from verify.simulator.job import BlockState, Exponents, model_of, other_layout
 from verify.simulator.members import REQUEST, SimMembers
 from verify.simulator.messages import CheckpointSettled, FinishedReport, Notice, PeerLost, Shard, StepDone, StopTold
@@ -70,19 +70,19 @@ class SimCoordinator(SimMembers):
 
     Args:
         world: time, network and observers.
-        seat: its right to write, where there are candidates.
+        write_lease: its right to write, where there are candidates.
     """
 
     shards_class: type[Shards[int, BlockState]] = Shards
 
-    def __init__(self, world: World, seat: Seat | None = None) -> None:
-        records = world.store.records if seat is None else seat.records
-        super().__init__(world, seat, records)
+    def __init__(self, world: World, write_lease: WriteLease | None = None) -> None:
+        records = world.store.records if write_lease is None else write_lease.records
+        super().__init__(world, write_lease, records)
         model = model_of(world.job)
         self._finished: dict[int, FinishedReport] = {}
         self._is_planning = False
-        self._planned_epoch = 0
-        """The newest epoch in which another layout was planned."""
+        self._planned_generation = 0
+        """The newest generation in which another layout was planned."""
         self._grids: dict[int, Exponents] = {}
         """Step -> the grid after it, of checkpoints that are being written."""
         self.shards = self.shards_class(lambda step: len(model.blocks), lambda state: 1, model.layout.workers)
@@ -220,9 +220,11 @@ class SimCoordinator(SimMembers):
 
     # ---------------------------------------------------------------------------------------------------- connections
 
-    def on_registered(self, link: ControlLink, message: Registered | Joining, head: Head | None) -> None:
+    def on_registered(
+        self, link: ControlLink, message: Registered | Joining, store_position: StorePosition | None
+    ) -> None:
         """A worker's first words on a new connection: where it has heard that the history stands, and who it is."""
-        if head is not None and not self.fits(head):
+        if store_position is not None and not self.fits(store_position):
             return
         self.links[message.worker] = link
         if isinstance(message, Joining):
@@ -239,16 +241,16 @@ class SimCoordinator(SimMembers):
             self.world.tick(self)
             self.world.to_member(self, link, StopTold())
 
-    def fits(self, heard: Head) -> bool:
+    def fits(self, received: StorePosition) -> bool:
         """Whether a worker's head is in the own history. If not, nothing that it says counts (H9)."""
-        seat = self.seat
-        assert seat is not None
-        meaning = judge(heard, seat.head, seat.digests)
-        if meaning is Heard.NEWER_TERM:
-            seat.confirm(self, heard)
-        elif meaning is Heard.GONE_BACK:
-            seat.gone_back(self, heard)
-        return meaning is Heard.FITS
+        write_lease = self.write_lease
+        assert write_lease is not None
+        meaning = compare_positions(received, write_lease.store_position, write_lease.digests)
+        if meaning is PositionVerdict.NEWER_TERM:
+            write_lease.confirm(self, received)
+        elif meaning is PositionVerdict.GONE_BACK:
+            write_lease.gone_back(self, received)
+        return meaning is PositionVerdict.FITS
 
     def after_suspicions(self) -> None:
         """Fewer may be left, which have all made their last step."""
@@ -282,7 +284,7 @@ class SimCoordinator(SimMembers):
 
     def on_peer_lost(self, message: PeerLost) -> None:
         """A worker's link to a peer has closed."""
-        if not self.core.believes(message.worker, message.peer, message.epoch):
+        if not self.core.believes(message.worker, message.peer, message.generation):
             return
         if self.world.conditions.detects:
             self.detector.link_lost(message.worker, message.peer, self.now_s())
@@ -292,8 +294,8 @@ class SimCoordinator(SimMembers):
             self.suspected(Suspected(message.peer, "link", reason))
 
     def _on_step_done(self, message: StepDone) -> None:
-        self.world.see.heard(self.core.term, message.epoch, message.evidence)
-        self.feed(EvidenceSeen(message.evidence, message.epoch))
+        self.world.see.received(self.core.term, message.generation, message.evidence)
+        self.feed(EvidenceSeen(message.evidence, message.generation))
         self.then(self._after_vote, message)
 
     def _after_vote(self, message: StepDone) -> None:
@@ -322,15 +324,15 @@ class SimCoordinator(SimMembers):
 
     def _plan_change(self, message: StepDone) -> None:
         core, step = self.core, message.evidence.step
-        if message.epoch == core.epoch and not core.is_changing and not self._is_planning:
+        if message.generation == core.generation and not core.is_changing and not self._is_planning:
             planned = self._next_plan(step)
             if planned is not None:
                 self._is_planning = True
                 self.world.after(self.world.delay(), self, self._on_planned, planned)
 
     def _next_plan(self, step: int) -> ChangePlanned | None:
-        """Who is to leave becomes idle, who is idle works; another layout once in every epoch, where the job asks for
-        it."""
+        """Who is to leave becomes idle, who is idle works; another layout once in every generation, where the job asks
+        for it."""
         core, begin = self.core, self.world.job.change_step
         before, leaving = core.in_force(), core.admissions.leaving
         for worker in leaving.intersection(before.layout.active):
@@ -341,8 +343,8 @@ class SimCoordinator(SimMembers):
                 return self._change(before.layout)
             if worker not in leaving:
                 return self._change(put_to_work(before.layout, worker))
-        if begin and step >= begin and core.epoch > self._planned_epoch and not core.has_planned:
-            self._planned_epoch = core.epoch
+        if begin and step >= begin and core.generation > self._planned_generation and not core.has_planned:
+            self._planned_generation = core.generation
             return self._change(other_layout(before.layout))
         return None
 
@@ -355,7 +357,7 @@ class SimCoordinator(SimMembers):
         placement = _target(layout, model.blocks, here, job.num_followers, job.scatter_width)
         ratios = {0: before.execution.ratios.get(0, 1) + 1}  # each change brings another one
         execution = msgspec.structs.replace(before.execution, ratios=ratios)
-        return ChangePlanned(self.core.epoch, layout, placement, execution, "another layout")
+        return ChangePlanned(self.core.generation, layout, placement, execution, "another layout")
 
     def _on_planned(self, planned: ChangePlanned) -> None:
         self._is_planning = False
@@ -364,7 +366,7 @@ class SimCoordinator(SimMembers):
     def _on_shard(self, message: Shard) -> None:
         self._grids.setdefault(message.step, message.grid)
         num_bytes = len(message.states)
-        found = self.shards.written(message.step, message.epoch, message.worker, message.states, num_bytes)
+        found = self.shards.written(message.step, message.generation, message.worker, message.states, num_bytes)
         if found is not None:
             self._on_shards(found)
         elif self.shards.is_settled(message.step):
@@ -411,10 +413,10 @@ class SimCoordinator(SimMembers):
 
     def _is_replaced(self) -> bool:
         """Whether the journal has another writer; then nothing can be made durable any more, and this one ends."""
-        if self.seat is not None:
-            if self.seat.is_taken:
+        if self.write_lease is not None:
+            if self.write_lease.is_taken:
                 self.world.end_coordinator(self)
-            return self.seat.is_taken
+            return self.write_lease.is_taken
         try:
             self.world.store.check(self.core.term)
         except StaleTermError:
@@ -426,7 +428,7 @@ class SimCoordinator(SimMembers):
 
     def ends(self) -> Mapping[int, MemberEnd]:
         """As workers have said it to this coordinator."""
-        return {worker: MemberEnd(report.epoch, report.step) for worker, report in self._finished.items()}
+        return {worker: MemberEnd(report.generation, report.step) for worker, report in self._finished.items()}
 
     def published_step(self) -> int:
         """As the journal has it."""
@@ -471,7 +473,7 @@ def _describe(decision: Decision) -> str:
         "no vote" if evidence is None else f"vote {evidence.step}.{evidence.attempt} {'+' if evidence.commits else '-'}"
     )
     return (
-        f"epoch {decision.epoch} members {decision.members} {seen} resume {decision.resume_step}."
+        f"generation {decision.generation} members {decision.members} {seen} resume {decision.resume_step}."
         f"{decision.resume_attempt} owners {decision.placement.owner} followers {decision.placement.followers} "
         f"deliver {decision.deliver} rollback {decision.rollback}"
     )

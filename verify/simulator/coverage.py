@@ -32,7 +32,7 @@ class CoverageCounter(Observer):
         """Term and question that the planner was asked and that no decision has followed."""
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
+        self, worker: int, generation: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         self._known[worker] = (step, attempt)
         if not commits:
@@ -57,13 +57,13 @@ class CoverageCounter(Observer):
     def gone_back(self, seen: str) -> None:
         self.counts["stores that were seen to have gone back"] += 1
 
-    def fenced(self, writer: int) -> None:
+    def lease_lost(self, writer: int) -> None:
         self.counts["coordinators that learned that they were replaced"] += 1
 
     def adopted(self, worker: int) -> None:
         self._moving = True
 
-    def switched(self, worker: int, epoch: int, step: int, layout: Layout, placement: Placement) -> None:
+    def switched(self, worker: int, generation: int, step: int, layout: Layout, placement: Placement) -> None:
         self._moving = False
         if step not in self._switched.values():
             self.counts["planned changes of the layout"] += 1
@@ -74,7 +74,7 @@ class CoverageCounter(Observer):
             before, unanswered = self._asked
             if term != before:
                 self.counts["coordinators lost while a recovery was planned"] += 1
-            elif question.epoch != unanswered.epoch:
+            elif question.generation != unanswered.generation:
                 self.counts["losses while a recovery was planned"] += 1
             else:
                 self.counts["newer votes while a recovery was planned"] += 1
@@ -123,7 +123,7 @@ class CoverageCounter(Observer):
             counts["steps of which something is kept"] += 1
             if any(partial.root < decision.resume_attempt - 1 for partial in decision.kept):
                 counts["steps of which something is kept twice"] += 1
-            if any(partial.flights for partial in decision.kept):
+            if any(partial.in_flight for partial in decision.kept):
                 counts["micro-batches kept on their way"] += 1
             if len({partial.root for partial in decision.kept}) > 1:
                 counts["steps kept from several attempts"] += 1

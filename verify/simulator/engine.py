@@ -6,10 +6,10 @@ A slot is a function: a frame that was posted for is given to it the moment it a
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from elaswave.blocks.placement import Block, Placement, Role, holders_of_layers, roles_of
+from elaswave.blocks.placement import Block, Placement, ReplicaRole, holders_of_layers, roles_of
 from elaswave.hashing import MASK64
 from elaswave.protocol.environment import ENVIRONMENT, Environment
-from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, Memory, TrainingProgress, Unfinished
+from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, MemoryKind, TrainingProgress, Unfinished
 from elaswave.protocol.step.salvage import Keep
 from elaswave.protocol.step.scores import Scores
 from elaswave.types import Action, ExecutionParameters, Layout
@@ -25,7 +25,7 @@ from verify.simulator.job import (
     sample,
     update,
 )
-from verify.simulator.sums import Front, ToySums
+from verify.simulator.sums import ResumePoint, ToySums
 
 Slot = Callable[[Any], None]
 
@@ -35,7 +35,7 @@ class ToyCopy:
 
     __slots__ = ("block", "gradient", "role", "seal", "state", "version")
 
-    def __init__(self, block: Block, role: Role, version: int, state: BlockState) -> None:
+    def __init__(self, block: Block, role: ReplicaRole, version: int, state: BlockState) -> None:
         self.block = block
         self.role = role
         self.version = version
@@ -118,7 +118,7 @@ class ToyEngine:
         self._sent = 0
         host = self._host
         for layer, microbatch in self.sums.added():
-            self._see.kept(host.id, host.epoch, step, host.machine.attempt, layer, microbatch)
+            self._see.kept(host.id, host.generation, step, host.machine.attempt, layer, microbatch)
         for block in self._blocks_here():
             if step:
                 self._see.used_parameter(host.id, step, block, self.parameters[block])
@@ -137,24 +137,24 @@ class ToyEngine:
         self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool, keeps: bool
     ) -> int:
         sums, model = self.sums, self._model
-        front = sums.forwards.get(microbatch)
-        if front is None:
-            front = Front(layers, layers.start, sample(step, microbatch) if first else value)
-        x = front.value
-        for layer in range(front.at, layers.stop):
+        resume_point = sums.forwards.get(microbatch)
+        if resume_point is None:
+            resume_point = ResumePoint(layers, layers.start, sample(step, microbatch) if first else value)
+        x = resume_point.value
+        for layer in range(resume_point.at, layers.stop):
             if keeps:
                 sums.inputs[microbatch, layer] = x
             x = forward(layer, step, microbatch, [self.parameters[block] for block in model.blocks_used[layer]], x)
             x ^= layer in self._broken_constants
             if keeps:
-                sums.forwards[microbatch] = Front(layers, layer + 1, x)
+                sums.forwards[microbatch] = ResumePoint(layers, layer + 1, x)
             self._host.between_layers()
         if last:
             if not sums.is_covered(layers.stop, microbatch):
                 sums.losses[microbatch] = loss_of(x)
             if keeps:
                 sums.inputs[microbatch, layers.stop] = x
-                sums.forwards[microbatch] = Front(layers, layers.stop + 1, x)
+                sums.forwards[microbatch] = ResumePoint(layers, layers.stop + 1, x)
         if not keeps and microbatch not in sums.backwards:
             sums.forwards.pop(microbatch, None)
             for layer in layers:
@@ -164,24 +164,26 @@ class ToyEngine:
     def _backward(self, layers: range, step: int, microbatch: int, value: Any, *, last: bool) -> int:
         sums, model, host = self.sums, self._model, self._host
         sums.forwards.pop(microbatch, None)
-        front = sums.backwards.get(microbatch)
-        if front is None:
-            front = Front(layers, layers.stop, sums.inputs.pop((microbatch, layers.stop)) if last else value)
-            sums.backwards[microbatch] = front
-        for layer in reversed(range(layers.start, front.at)):
+        resume_point = sums.backwards.get(microbatch)
+        if resume_point is None:
+            resume_point = ResumePoint(
+                layers, layers.stop, sums.inputs.pop((microbatch, layers.stop)) if last else value
+            )
+            sums.backwards[microbatch] = resume_point
+        for layer in reversed(range(layers.start, resume_point.at)):
             blocks = model.blocks_used[layer]
             parameters = [self.parameters[block] for block in blocks]
             x = sums.inputs.pop((microbatch, layer))
-            dy, gradients = backward(self._job, step, parameters, x, front.value)
+            dy, gradients = backward(self._job, step, parameters, x, resume_point.value)
             if not sums.is_covered(layer, microbatch):
                 sums.add(layer, microbatch, dict(zip(blocks, gradients, strict=True)), self._exponents)
                 self._see.coded(host.id, step, layer, microbatch, self._ratio)
-                self._see.computed(host.id, host.epoch, step, host.machine.attempt, layer, microbatch)
-            front = sums.backwards[microbatch] = Front(layers, layer, dy)
+                self._see.computed(host.id, host.generation, step, host.machine.attempt, layer, microbatch)
+            resume_point = sums.backwards[microbatch] = ResumePoint(layers, layer, dy)
             host.between_layers()
         if layers.start == 0:
             sums.backwards.pop(microbatch)  # nobody is sent it
-        return front.value
+        return resume_point.value
 
     def output(self, action: Action) -> int:
         """What an action has returned."""
@@ -268,11 +270,11 @@ class ToyEngine:
             Scores(sums.losses),
             sums.maxima,
             None,
-            self._canaries(),
+            self._determinism_hashes(),
             duration_us=duration,
         )
 
-    def _canaries(self) -> dict[int, int]:
+    def _determinism_hashes(self) -> dict[int, int]:
         """The same everywhere; a layer's is known once one of its micro-batches has run here."""
         self._ran.update(unit for unit, _ in self.sums.masks)
         return {ENVIRONMENT: 1, **{ENVIRONMENT + 1 + layer: 7 + layer for layer in self._ran}}
@@ -291,7 +293,7 @@ class ToyEngine:
 
     def _changed_parameters(self) -> list[Change]:
         return [
-            Change(Memory.WORKING, block, was & MASK64, self.parameters[block] & MASK64)
+            Change(MemoryKind.WORKING, block, was & MASK64, self.parameters[block] & MASK64)
             for block, was in self.seals.items()
             if self.parameters[block] != was
         ]
@@ -300,7 +302,7 @@ class ToyEngine:
         """What has flipped."""
         found = self._changed_parameters() + (self._gone if given_up else [])
         found += [
-            Change(Memory.COPY, copy.block.id, copy.seal & MASK64, copy.state[0] & MASK64)
+            Change(MemoryKind.COPY, copy.block.id, copy.seal & MASK64, copy.state[0] & MASK64)
             for copy in copies
             if copy.seal is not None and copy.seal != copy.state[0]
         ]
@@ -312,7 +314,7 @@ class ToyEngine:
         is_mended = is_first or not self._host.is_voting
         if is_mended:
             self._broken_constants.discard(layer)
-        return Change(Memory.MENDED if is_mended else Memory.CONSTANT, layer, 1, 2)
+        return Change(MemoryKind.MENDED if is_mended else MemoryKind.CONSTANT, layer, 1, 2)
 
     def constants_slot(self, layer: int) -> Slot:
         """Where they arrive."""
@@ -449,7 +451,7 @@ class ToyEngine:
 
     def empty_copy(self, block: int, num_updates: int) -> ToyCopy:
         """A follower's copy without content."""
-        return ToyCopy(self._model.blocks[block], Role.FOLLOWER, -1, (0, 0))
+        return ToyCopy(self._model.blocks[block], ReplicaRole.FOLLOWER, -1, (0, 0))
 
     def state(self, copy: ToyCopy) -> BlockState:
         """Master and momentum."""

@@ -96,7 +96,7 @@ class OneInEachPlace(Observer):
     def gone(self, worker: int) -> None:
         self._free.add(worker)
 
-    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+    def began(self, worker: int, generation: int, step: int, attempt: int, placement: Placement) -> None:
         self._trains.add(worker)
 
     def killed(self, worker: int) -> None:
@@ -185,7 +185,7 @@ class HostsApart(Observer):
         # While a copy is missing at least `blocks_per_round` are made in a step, or all that are left.
         self._num_rounds = 1 - (-len(model.blocks) * (1 + job.num_followers) // job.blocks_per_round)
         self._due: dict[int, tuple[Layout, int]] = {1: (model.layout, 1)}
-        """Epoch -> the layout in force, and the step from which on all blocks are on two hosts again."""
+        """Generation -> the layout in force, and the step from which on all blocks are on two hosts again."""
         self._has_flipped = False
 
     def flipped(self, worker: int, block: int) -> None:
@@ -193,27 +193,27 @@ class HostsApart(Observer):
 
     slipped = flipped
 
-    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
-        if not self._is_on or epoch not in self._due:
+    def began(self, worker: int, generation: int, step: int, attempt: int, placement: Placement) -> None:
+        if not self._is_on or generation not in self._due:
             return
-        layout, due = self._due[epoch]
+        layout, due = self._due[generation]
         if step < due or len(self._hosts(layout.active)) == 1:
             return
         for block in range(len(placement.owner)):
             holders = placement.holders(block)
             if len(self._hosts(holders)) == 1:
                 raise Violation(
-                    f"in step {step} of epoch {epoch} all copies of block {block} are on host "
+                    f"in step {step} of generation {generation} all copies of block {block} are on host "
                     f"{self._hosts(holders).pop()}, of workers {holders}"
                 )
 
-    def switched(self, worker: int, epoch: int, step: int, layout: Layout, placement: Placement) -> None:
-        self._due[epoch] = layout, step + 1
+    def switched(self, worker: int, generation: int, step: int, layout: Layout, placement: Placement) -> None:
+        self._due[generation] = layout, step + 1
 
     def decided(self, decision: Decision) -> None:
         if decision.rollback is not None and decision.lost:
             self._check_first_loss(decision.lost, decision.reason)
-        self._due[decision.epoch] = decision.layout, decision.resume_step + self._num_rounds
+        self._due[decision.generation] = decision.layout, decision.resume_step + self._num_rounds
 
     def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
         if orphans:

@@ -60,7 +60,7 @@ class Job(NamedTuple):
     retry_step: int = 0
     """A step whose gradients are so large that its first attempt asks for another; 0 for none."""
     change_step: int = 0
-    """The first step after which, once in every epoch, another layout is planned; 0 for none."""
+    """The first step after which, once in every generation, another layout is planned; 0 for none."""
     ask_step: int = 0
     """From this step's vote on the lowest member asks for a durable checkpoint, until one is committed; 0 for none."""
     join_step: int = 0
@@ -428,7 +428,7 @@ def _vote_shape(job: Job) -> VoteShape:
 
 @cache
 def _shape(num_microbatches: int, num_tensors: int, num_layers: int, width: int) -> VoteShape:
-    return VoteShape(num_microbatches, num_tensors, num_canaries=1 + num_layers, accumulator_bits=width)
+    return VoteShape(num_microbatches, num_tensors, num_determinism_hashes=1 + num_layers, accumulator_bits=width)
 
 
 def losses_of(job: Job, vector: bytes) -> tuple[float, ...]:

@@ -4,9 +4,17 @@ touched by an earlier one, and who can learn how the job has ended learns it."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from elaswave.protocol.coordinator.store_writes import OUTCOME, SPEC, TERM, KeyValue, founding_of, holder_of, is_there
-from elaswave.protocol.leadership.founding import STARTS_S
-from elaswave.protocol.leadership.vigil import SEEK_AFTER_S, SEEK_EVERY_S
+from elaswave.protocol.coordinator.store_writes import (
+    OUTCOME,
+    SPEC,
+    TERM,
+    KeyValue,
+    holder_of,
+    is_there,
+    job_generation_of,
+)
+from elaswave.protocol.leadership.coordinator_timeout import SEEK_AFTER_S, SEEK_EVERY_S
+from elaswave.protocol.leadership.job_creation import STARTS_S
 from verify.simulator.candidates import TIMEOUT, UNIT_S
 from verify.simulator.checkers import Violation
 from verify.simulator.schedule import STRANGER_KINDS, ScheduledFault
@@ -20,7 +28,7 @@ class Asker(Protocol):
 
     host: int
     incarnation: int
-    founded: int
+    job_generation: int
     saw: int
     outcome_seen: int
 
@@ -43,7 +51,7 @@ class LifetimeJudge:
         self._ended: set[int] = set()
         """Foundings whose outcome was written."""
         self._outcome_since: dict[int, int] = {}
-        """Founding whose outcome is there -> since when."""
+        """JobCreation whose outcome is there -> since when."""
         self._has_strangers = False
         self._was_claimed = False
         self._trouble_until: dict[int, int] = {}
@@ -53,34 +61,34 @@ class LifetimeJudge:
         """A host cannot reach the store for a while."""
         self._trouble_until[host] = max(self._trouble_until.get(host, 0), until)
 
-    def is_over(self, founded: int) -> None:
+    def is_over(self, job_generation: int) -> None:
         """A coordinator has made all entries."""
         self.has_ended = True
 
     def changed(self, by: Asker, why: str, before: Mapping[str, KeyValue], after: Mapping[str, KeyValue]) -> None:
         """The store has carried out what an agent, or its coordinator, has asked for."""
-        now, was, spec = self._clock(), founding_of(before.get(SPEC)), after.get(SPEC)
+        now, was, spec = self._clock(), job_generation_of(before.get(SPEC)), after.get(SPEC)
         if why == "end":
-            self._outcome_since[by.founded] = now
+            self._outcome_since[by.job_generation] = now
         elif OUTCOME not in after:
             self._outcome_since.clear()
         if why == "found":
-            self._founded(by, before.get(OUTCOME))
+            self._job_generation(by, before.get(OUTCOME))
         elif why == "remove":
             if now - self._written < round(STARTS_S / UNIT_S):
                 raise Violation(
                     f"agent {by.incarnation} removes a job whose coordinator has written {now - self._written} ago"
                 )
-        elif was != by.founded and not (self._has_strangers and _is_known(before, by.founded)):
+        elif was != by.job_generation and not (self._has_strangers and _is_known(before, by.job_generation)):
             there = f"founding {was}" if was else "nothing"
-            raise Violation(f"{why} of agent {by.incarnation}, of founding {by.founded}, where {there} is")
+            raise Violation(f"{why} of agent {by.incarnation}, of founding {by.job_generation}, where {there} is")
         elif why == "end":
-            self._ended.add(by.founded)
+            self._ended.add(by.job_generation)
             if spec is not None or OUTCOME not in after:
-                raise Violation(f"the end of founding {by.founded} leaves keys, or no outcome")
+                raise Violation(f"the end of founding {by.job_generation} leaves keys, or no outcome")
         elif why == "claim":
             self._claimed_by(by, holder_of(before.get(TERM)).term, holder_of(after.get(TERM)).term)
-        if why in ("found", "claim", "beat", "entry"):
+        if why in ("found", "claim", "lease_heartbeat", "entry"):
             self._written = now
 
     def _claimed_by(self, by: Asker, before: int, after: int) -> None:
@@ -101,7 +109,7 @@ class LifetimeJudge:
         if by_strangers and not self.has_ended and self._was_claimed:
             raise Violation("a stranger has ended the job")
 
-    def _founded(self, by: Asker, outcome: KeyValue | None) -> None:
+    def _job_generation(self, by: Asker, outcome: KeyValue | None) -> None:
         if outcome is not None and outcome.revision != by.outcome_seen:
             raise Violation(f"agent {by.incarnation} removes an outcome that it has not seen")
         if by.saw in self._ended:
@@ -112,16 +120,16 @@ class LifetimeJudge:
         if own != other:
             raise Violation(f"the coordinator of founding {own} takes an agent of founding {other}")
 
-    def told(self, founded: int, outcome: KeyValue) -> None:
+    def sent(self, job_generation: int, outcome: KeyValue) -> None:
         """An agent takes the outcome for that of its job."""
         said = int(outcome.value.split()[-1]) if outcome.is_genuine else 0
-        if said != founded:
+        if said != job_generation:
             there = f"the outcome of founding {said}" if said else "a forged outcome"
-            raise Violation(f"an agent of founding {founded} takes {there} for its own")
+            raise Violation(f"an agent of founding {job_generation} takes {there} for its own")
 
-    def given_up(self, host: int, founded: int, alone_since: int, now: int) -> None:
+    def given_up(self, host: int, job_generation: int, alone_since: int, now: int) -> None:
         """An agent ends without an outcome."""
-        there = self._outcome_since.get(founded)
+        there = self._outcome_since.get(job_generation)
         if there is None:
             return
         since = max(there, alone_since, self._trouble_until.get(host, 0))
@@ -129,7 +137,7 @@ class LifetimeJudge:
             raise Violation(f"the agent of host {host} ends without the outcome, which it could read for {now - since}")
 
 
-def _is_known(keys: Mapping[str, KeyValue], founded: int) -> bool:
+def _is_known(keys: Mapping[str, KeyValue], job_generation: int) -> bool:
     """Whether something genuine tells that a founding is there, as its members see the keys (H14)."""
     has_entries = any(key.startswith("rec/") and found.is_genuine for key, found in keys.items())
-    return has_entries or is_there(keys.get(SPEC), keys.get(TERM), founded)
+    return has_entries or is_there(keys.get(SPEC), keys.get(TERM), job_generation)

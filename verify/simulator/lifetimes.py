@@ -1,12 +1,12 @@
 """The life of a job's name in its store, from its founding to its outcome: rules H1, H4, H12 and H13.
 
 Three hosts: the first one's agent founds the job, those of the first two may have its coordinator, and the third one
-only takes part. What they do is the product's: who founds (`elaswave.protocol.leadership.founding`), who claims
+only takes part. What they do is the product's: who founds (`elaswave.protocol.leadership.job_creation`), who claims
 (`elaswave.protocol.leadership.election`), what a coordinator writes (`elaswave.protocol.coordinator.store_writes`),
-whom it takes for a member (`elaswave.protocol.leadership.heads`), how long an agent waits and when it looks for the
-outcome (`elaswave.protocol.leadership.vigil`). Steps and workers are left out: a coordinator makes entries, and ends
-the job after some. Agents die and come again, hosts are cut off from each other and from the store, whose requests are
-lost, late or not answered.
+whom it takes for a member (`elaswave.protocol.leadership.store_position`), how long an agent waits and when it looks
+for the outcome (`elaswave.protocol.leadership.coordinator_timeout`). Steps and workers are left out: a coordinator
+makes entries, and ends the job after some. Agents die and come again, hosts are cut off from each other and from the
+store, whose requests are lost, late or not answered.
 """
 
 import random
@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeVar
 
 from elaswave.protocol.coordinator.store_writes import (
-    BEAT,
+    LEASE_HEARTBEAT,
     OUTCOME,
     SPEC,
     TERM,
@@ -24,21 +24,35 @@ from elaswave.protocol.coordinator.store_writes import (
     EntryWrite,
     Holder,
     KeyValue,
-    Outcome,
     Transaction,
+    TransactionResult,
     Written,
-    beat_of,
-    beat_value,
-    founding_of,
     holder_of,
     is_there,
+    job_generation_of,
+    lease_heartbeat_of,
+    lease_heartbeat_value,
     spec_value,
 )
-from elaswave.protocol.leadership.election import BEAT_S, POLL_S, Seen, Watch
-from elaswave.protocol.leadership.founding import LOOKING, Due, Founder, Founding, Left, Made, ending, left_of
-from elaswave.protocol.leadership.heads import Head, Heard, beginning, judge
-from elaswave.protocol.leadership.vigil import Due as VigilDue
-from elaswave.protocol.leadership.vigil import Vigil
+from elaswave.protocol.leadership.coordinator_timeout import CoordinatorTimeout
+from elaswave.protocol.leadership.coordinator_timeout import TimeoutAction as TimeoutAction
+from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.leadership.job_creation import (
+    LOOKING,
+    CreationResult,
+    CreatorAction,
+    JobCreation,
+    JobCreator,
+    Left,
+    ending,
+    left_of,
+)
+from elaswave.protocol.leadership.store_position import (
+    PositionVerdict,
+    StorePosition,
+    compare_positions,
+    first_position,
+)
 from verify.simulator.candidates import UNIT_S, RemoteStore, WayToStore
 from verify.simulator.checkers import Violation
 from verify.simulator.lifetime_judge import LifetimeJudge
@@ -46,7 +60,7 @@ from verify.simulator.schedule import STRANGER_KINDS, ScheduledFault
 from verify.simulator.store import ActorDead
 
 NUM_HOSTS, NUM_CANDIDATES = 3, 2
-POLL, BEATS, WATCH, ASK, RETRY = round(POLL_S / UNIT_S), round(BEAT_S / UNIT_S), 8, 10, 2
+POLL, BEATS, WATCH, ASK, RETRY = round(POLL_S / UNIT_S), round(LEASE_HEARTBEAT_S / UNIT_S), 8, 10, 2
 PATIENCE_S = 60.0
 """How long an agent that may found the job asks for a coordinator of one that runs."""
 END_PATIENCE = round(60.0 / UNIT_S)
@@ -82,9 +96,9 @@ class Agent:
     """One incarnation of a host's agent."""
 
     id = -1
-    founder_class = Founder
-    founding_class = Founding
-    vigil_class = Vigil
+    founder_class = JobCreator
+    job_creation_class = JobCreation
+    coordinator_timeout_class = CoordinatorTimeout
     claim_class = Claim
     ends = staticmethod(ending)
     removes = staticmethod(Left.removal)
@@ -92,10 +106,10 @@ class Agent:
     def __init__(self, life: "Life", host: int, incarnation: int) -> None:
         self.host, self.incarnation = host, incarnation
         self.dead = False
-        self.founded = 0
+        self.job_generation = 0
         """Which founding it takes part in, once it does."""
         self.saw = 0
-        """Founding of the job that it has seen in the store before it took part."""
+        """JobCreation of the job that it has seen in the store before it took part."""
         self.outcome_seen = 0
         """Revision of the outcome when it looked before it founded."""
         self.coordinator: Coordinator | None = None
@@ -105,79 +119,82 @@ class Agent:
         self._process = 0
         """Counts the candidates' processes."""
         self._wait = 20
-        self._vigil = self.vigil_class()
+        self._coordinator_timeout = self.coordinator_timeout_class()
         self._name = f"{host}/{incarnation}"
 
     def start(self) -> None:
         """It is started by a launcher."""
         if self.host == 0:
             self._founder = self.founder_class(has_others=True, patience_s=PATIENCE_S, now_s=self._life.now * UNIT_S)
-            self._go_on(Due.LOOK)
+            self._go_on(CreatorAction.LOOK)
         else:
             self._find(self._life.now + 12_000, self.give_up)
 
     # ------------------------------------------------------------------------------------------------------- founding
 
-    def _go_on(self, due: Due) -> None:
+    def _go_on(self, due: CreatorAction) -> None:
         life = self._life
-        if due is Due.LOOK:
-            life.ask(self, partial(life.store.transact, LOOKING, self._founder.founded), self._looked)
-        elif due is Due.ASK:
+        if due is CreatorAction.LOOK:
+            life.ask(self, partial(life.store.transact, LOOKING, self._founder.job_generation), self._looked)
+        elif due is CreatorAction.ASK:
             self._find(life.now + round(self._founder.ask_s / UNIT_S), lambda: self._go_on(self._founder.unanswered()))
-        elif due is Due.REMOVE:
+        elif due is CreatorAction.REMOVE:
             assert self._founder.left is not None
             asked = partial(life.change, self, "remove", self.removes(self._founder.left))
             life.ask(self, asked, self._removed)
-        elif due is Due.FOUND:
+        elif due is CreatorAction.FOUND:
             life.ask(self, partial(life.store.transact, Transaction(reads=(OUTCOME,))), self._make)
-        elif due is Due.FOREIGN:
+        elif due is CreatorAction.FOREIGN:
             life.end(self, 2, "what is there was not written with this job's key")
-        elif due is Due.END:
+        elif due is CreatorAction.END:
             assert self._founder.outcome is not None
             life.end(self, 0, f"the job has ended meanwhile: {self._founder.outcome.value.decode()}")
         else:
             self.give_up()
 
-    def _looked(self, answer: Outcome | None) -> None:
+    def _looked(self, answer: TransactionResult | None) -> None:
         if answer is None:
-            self._life.after(RETRY, self, self._go_on, Due.LOOK)
+            self._life.after(RETRY, self, self._go_on, CreatorAction.LOOK)
             return
-        spec, term, beat, outcome = answer.found
-        self.saw = founding_of(spec) or self.saw
-        founded = self._founder.founded or founding_of(spec)
-        entry = f"rec/{len(self._life.store.entries(founded)):08d}"
-        standing = self._life.store.view(founded).get(entry)
-        self._go_on(self._founder.looked(left_of(spec, term, beat, entry, standing), outcome))
+        spec, term, lease_heartbeat, outcome = answer.found
+        self.saw = job_generation_of(spec) or self.saw
+        job_generation = self._founder.job_generation or job_generation_of(spec)
+        entry = f"rec/{len(self._life.store.entries(job_generation)):08d}"
+        standing = self._life.store.view(job_generation).get(entry)
+        self._go_on(self._founder.looked(left_of(spec, term, lease_heartbeat, entry, standing), outcome))
 
-    def _removed(self, answer: Outcome | None) -> None:
+    def _removed(self, answer: TransactionResult | None) -> None:
         life = self._life
         if answer is None:
-            life.after(RETRY, self, self._go_on, Due.REMOVE)
+            life.after(RETRY, self, self._go_on, CreatorAction.REMOVE)
         else:
             self._go_on(self._founder.removed(answer, life.now * UNIT_S))
 
-    def _make(self, answer: Outcome | None) -> None:
+    def _make(self, answer: TransactionResult | None) -> None:
         if answer is None:
-            self._life.after(RETRY, self, self._go_on, Due.FOUND)
+            self._life.after(RETRY, self, self._go_on, CreatorAction.FOUND)
             return
         (outcome,) = answer.found
         self.outcome_seen = 0 if outcome is None else outcome.revision
-        founded = self._life.draw_founding()
-        self._say(self.founding_class(spec_value(founded, by=self._name, at=self._life.now), outcome), founded)
+        job_generation = self._life.draw_job_generation()
+        self._say(
+            self.job_creation_class(spec_value(job_generation, by=self._name, at=self._life.now), outcome),
+            job_generation,
+        )
 
-    def _say(self, founding: Founding, founded: int) -> None:
-        asked = partial(self._life.change, self, "found", founding.transaction())
-        self._life.ask(self, asked, partial(self._made, founding, founded))
+    def _say(self, creation: JobCreation, job_generation: int) -> None:
+        asked = partial(self._life.change, self, "found", creation.transaction())
+        self._life.ask(self, asked, partial(self._made, creation, job_generation))
 
-    def _made(self, founding: Founding, founded: int, answer: Outcome | None) -> None:
+    def _made(self, creation: JobCreation, job_generation: int, answer: TransactionResult | None) -> None:
         if answer is None:
-            self._life.after(RETRY, self, self._say, founding, founded)
+            self._life.after(RETRY, self, self._say, creation, job_generation)
             return
-        made = founding.judge(answer)
-        if made is Made.YES:
-            self.take_part(founded)
-        elif made is Made.CHANGED:
-            self._go_on(Due.FOUND)
+        made = creation.judge(answer)
+        if made is CreationResult.YES:
+            self.take_part(job_generation)
+        elif made is CreationResult.CHANGED:
+            self._go_on(CreatorAction.FOUND)
         else:
             self.give_up()
 
@@ -187,7 +204,7 @@ class Agent:
         life.tick(self)
         found = life.coordinator_for(self.host)
         if found is not None:
-            self.take_part(found.founded)
+            self.take_part(found.job_generation)
         elif life.now >= until:
             missed()
         else:
@@ -195,10 +212,10 @@ class Agent:
 
     # ----------------------------------------------------------------------------------------------------- taking part
 
-    def take_part(self, founded: int) -> None:
+    def take_part(self, job_generation: int) -> None:
         """It knows which job this is."""
-        self.founded = founded
-        self._life.say(f"agent {self.incarnation} of host {self.host} takes part in founding {founded}")
+        self.job_generation = job_generation
+        self._life.say(f"agent {self.incarnation} of host {self.host} takes part in founding {job_generation}")
         if self.host < NUM_CANDIDATES:
             self._stand_by()
         self._watch()
@@ -212,16 +229,18 @@ class Agent:
         if self.coordinator is None:
             self._dial()
         leads = life.leads(self)
-        due = self._vigil.look(life.now * UNIT_S, has_coordinator=leads or self.coordinator is not None, num_commits=0)
+        due = self._coordinator_timeout.look(
+            life.now * UNIT_S, has_coordinator=leads or self.coordinator is not None, num_commits=0
+        )
         if leads or self.coordinator is not None:
             self.alone_since = None
             return
         self.alone_since = life.now if self.alone_since is None else self.alone_since
-        if due is VigilDue.SEEK:
+        if due is TimeoutAction.SEEK:
             looking = Transaction(reads=(OUTCOME,))
-            life.ask(self, partial(life.store.transact, looking, self.founded), self._found_outcome)
-        elif due is VigilDue.END:
-            life.judge.given_up(self.host, self.founded, self.alone_since, life.now)
+            life.ask(self, partial(life.store.transact, looking, self.job_generation), self._found_outcome)
+        elif due is TimeoutAction.END:
+            life.judge.given_up(self.host, self.job_generation, self.alone_since, life.now)
             life.end(self, 75, "it has no coordinator")
 
     def _dial(self) -> None:
@@ -230,11 +249,11 @@ class Agent:
             self._life.tick(self)
             coordinator.hello(self)
 
-    def _found_outcome(self, answer: Outcome | None) -> None:
+    def _found_outcome(self, answer: TransactionResult | None) -> None:
         if answer is None or self.coordinator is not None or not self.counts(answer.found[0]):
             return
         assert answer.found[0] is not None
-        self._life.judge.told(self.founded, answer.found[0])
+        self._life.judge.sent(self.job_generation, answer.found[0])
         self._life.end(self, 0, f"the store says how the job has ended: {answer.found[0].value.decode()}")
 
     def counts(self, outcome: KeyValue | None) -> bool:
@@ -249,7 +268,7 @@ class Agent:
 
     def _stand_by(self) -> None:
         self._process += 1
-        self._watching = Watch(self._name, founds=self.host == 0)
+        self._watching = Watch(self._name, creates_job=self.host == 0)
         self._look(self._process)
 
     def stand_by_again(self) -> None:
@@ -265,18 +284,18 @@ class Agent:
     def _look(self, process: int) -> None:
         if self.is_at(process):
             asked = self._life.now
-            looking = Transaction(reads=(SPEC, TERM, BEAT))
-            asking = partial(self._life.store.transact, looking, self.founded)
+            looking = Transaction(reads=(SPEC, TERM, LEASE_HEARTBEAT))
+            asking = partial(self._life.store.transact, looking, self.job_generation)
             self._life.ask(self, asking, partial(self._seen, process, asked))
 
     def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
         """Whether the store has the job in which this agent takes part."""
-        is_claimable = is_there(spec, term, self.founded, founds=self._watching.founds)
-        outcome = self._life.store.view(self.founded).get(OUTCOME)
+        is_claimable = is_there(spec, term, self.job_generation, creates_job=self._watching.creates_job)
+        outcome = self._life.store.view(self.job_generation).get(OUTCOME)
         is_over = outcome is not None and outcome.is_genuine
-        return is_claimable or (bool(self._life.store.entries(self.founded)) and not is_over)
+        return is_claimable or (bool(self._life.store.entries(self.job_generation)) and not is_over)
 
-    def _seen(self, process: int, asked: int, answer: Outcome | None) -> None:
+    def _seen(self, process: int, asked: int, answer: TransactionResult | None) -> None:
         life, watch = self._life, self._watching
         if not self.is_at(process):
             return
@@ -284,18 +303,18 @@ class Agent:
             watch.missed()
             life.after(RETRY, self, self._look, process)
             return
-        spec, term, beat = answer.found
+        spec, term, lease_heartbeat = answer.found
         if not self.is_mine(spec, term):
             self.stand_by_again()
             return
         holder = holder_of(term)
-        watch.looked(Seen(holder, beat_of(beat, holder)), asked * UNIT_S, life.now * UNIT_S)
+        watch.looked(Seen(holder, lease_heartbeat_of(lease_heartbeat, holder)), asked * UNIT_S, life.now * UNIT_S)
         if not watch.is_due(life.now * UNIT_S):
             life.after(POLL, self, self._look, process)
             return
-        above = 0 if watch.holder.term else life.term_of_entries(self.founded)
+        above = 0 if watch.holder.term else life.term_of_entries(self.job_generation)
         nonce = f"{process}.{life.now}"
-        claim = self.claim_class(self._name, nonce, watch.holder, spec, self.founded, above=above)
+        claim = self.claim_class(self._name, nonce, watch.holder, spec, self.job_generation, above=above)
         self._claim(claim, process)
 
     def _claim(self, claim: Claim, process: int) -> None:
@@ -303,7 +322,7 @@ class Agent:
             asked = partial(self._life.change, self, "claim", claim.transaction())
             self._life.ask(self, asked, partial(self._claimed, claim, process))
 
-    def _claimed(self, claim: Claim, process: int, answer: Outcome | None) -> None:
+    def _claimed(self, claim: Claim, process: int, answer: TransactionResult | None) -> None:
         if not self.is_at(process):
             return
         if answer is None:
@@ -332,15 +351,15 @@ class Agent:
         if life.now >= until:
             life.end(self, 0, "the keys of the job stay")
         else:
-            asked = partial(life.store.transact, Transaction(reads=(SPEC, TERM)), self.founded)
+            asked = partial(life.store.transact, Transaction(reads=(SPEC, TERM)), self.job_generation)
             life.ask(self, asked, partial(self._remove, until))
 
-    def _remove(self, until: int, answer: Outcome | None) -> None:
+    def _remove(self, until: int, answer: TransactionResult | None) -> None:
         if answer is None:
             self._clear(until)
             return
         spec, term = answer.found
-        asked = self.ends(self._name, self.founded, spec, term, f"finished {self.founded}".encode())
+        asked = self.ends(self._name, self.job_generation, spec, term, f"finished {self.job_generation}".encode())
         if asked is None:
             self._life.end(self, 0, "the keys are another agent's")
         else:
@@ -352,7 +371,7 @@ class Agent:
             life.end(self, 0, "the keys of the job stay")
             return
 
-        def answered(answer: Outcome | None) -> None:
+        def answered(answer: TransactionResult | None) -> None:
             if answer is None:
                 self._end_with(asked, until)
             else:
@@ -370,27 +389,29 @@ class Coordinator:
     def __init__(self, life: "Life", agent: Agent, term: Holder) -> None:
         self.agent, self.term = agent, term
         self.dead = False
-        self.founded = agent.founded
+        self.job_generation = agent.job_generation
         self._life = life
         self._entries: list[bytes] = []
         self._num_written = 0
-        self._beat()
+        self._lease_heartbeat()
         self._read()
 
-    def _beat(self) -> None:
+    def _lease_heartbeat(self) -> None:
         life = self._life
         if not self.dead:
-            beat = self.term.still_writes()._replace(puts=((BEAT, beat_value(self.term.term, life.now + 1)),))
-            asked = partial(life.change, self.agent, "beat", beat)
+            lease_heartbeat = self.term.still_writes()._replace(
+                puts=((LEASE_HEARTBEAT, lease_heartbeat_value(self.term.term, life.now + 1)),)
+            )
+            asked = partial(life.change, self.agent, "lease_heartbeat", lease_heartbeat)
             life.ask(self, asked, self._beaten, is_instant=False)
-            life.after(BEATS, self, self._beat)
+            life.after(BEATS, self, self._lease_heartbeat)
 
-    def _beaten(self, answer: Outcome | None) -> None:
+    def _beaten(self, answer: TransactionResult | None) -> None:
         if answer is not None and not answer.succeeded:
             self.end("it was replaced")
 
     def _read(self) -> None:
-        self._life.ask(self, partial(self._life.store.entries, self.founded), self._go_on)
+        self._life.ask(self, partial(self._life.store.entries, self.job_generation), self._go_on)
 
     def _go_on(self, entries: list[bytes] | None) -> None:
         if entries is None:
@@ -414,7 +435,7 @@ class Coordinator:
         asked = partial(self._life.change, self.agent, "entry", entry.transaction())
         self._life.ask(self, asked, partial(self._written, entry))
 
-    def _written(self, entry: EntryWrite, answer: Outcome | None) -> None:
+    def _written(self, entry: EntryWrite, answer: TransactionResult | None) -> None:
         written = Written.INCOMPLETE if answer is None else entry.judge(answer)
         if written in (Written.INCOMPLETE, Written.FOREIGN):
             self._put(entry)
@@ -424,30 +445,30 @@ class Coordinator:
             return
         self._go_on([*self._entries, entry.value])
 
-    def fits(self, heard: Head) -> bool:
+    def fits(self, received: StorePosition) -> bool:
         """Whether an agent is a member of this job."""
-        own = Head(self.founded, self.term.term, 0, b"")
-        return judge(heard, own, []) is not Heard.OTHER_JOB
+        own = StorePosition(self.job_generation, self.term.term, 0, b"")
+        return compare_positions(received, own, []) is not PositionVerdict.OTHER_JOB
 
     def hello(self, agent: Agent) -> None:
         """An agent says which founding it is of."""
-        if not self.fits(beginning(agent.founded)):
-            if agent.founded < self.founded:
+        if not self.fits(first_position(agent.job_generation)):
+            if agent.job_generation < self.job_generation:
                 self._life.end(agent, 75, "the job was founded again")
             else:
                 self._confirm()
             return
-        self._life.judge.took(self.founded, agent.founded)
+        self._life.judge.took(self.job_generation, agent.job_generation)
         agent.coordinator = self
 
     def _confirm(self) -> None:
         """An agent of a later founding has come: this job may be over."""
-        asked = partial(self._life.store.transact, self.term.still_writes(), self.founded)
+        asked = partial(self._life.store.transact, self.term.still_writes(), self.job_generation)
         self._life.ask(self, asked, self._beaten)
 
     def _tell_end(self) -> None:
         life = self._life
-        life.judge.is_over(self.founded)
+        life.judge.is_over(self.job_generation)
         for agent in life.agents:
             if agent is not self.agent and agent.coordinator is self and not life.is_cut(agent.host, self.agent.host):
                 life.tick(self)
@@ -569,23 +590,23 @@ class Life:
             self.tick(actor)
         self._way.ask(actor, actor.host if isinstance(actor, Agent) else actor.agent.host, do, answered)
 
-    def change(self, agent: Agent, why: str, transaction: Transaction) -> Outcome:
+    def change(self, agent: Agent, why: str, transaction: Transaction) -> TransactionResult:
         """The store carries out what changes it."""
-        before = self.store.view(agent.founded)
-        outcome = self.store.transact(transaction, agent.founded)
+        before = self.store.view(agent.job_generation)
+        outcome = self.store.transact(transaction, agent.job_generation)
         if outcome.succeeded:
-            self.say(f"store: {why} by agent {agent.incarnation} of host {agent.host}, founding {agent.founded}")
-            self.judge.changed(agent, why, before, self.store.view(agent.founded))
+            self.say(f"store: {why} by agent {agent.incarnation} of host {agent.host}, founding {agent.job_generation}")
+            self.judge.changed(agent, why, before, self.store.view(agent.job_generation))
         return outcome
 
-    def draw_founding(self) -> int:
+    def draw_job_generation(self) -> int:
         """A number that no other founding has."""
         self._num_foundings += 1
         return self._num_foundings
 
-    def term_of_entries(self, founded: int) -> int:
+    def term_of_entries(self, job_generation: int) -> int:
         """The newest term of the coordinators that have written the entries of a founding."""
-        return max((int(entry.split()[1].split(b".")[0]) for entry in self.store.entries(founded)), default=0)
+        return max((int(entry.split()[1].split(b".")[0]) for entry in self.store.entries(job_generation)), default=0)
 
     def is_cut(self, one: int, other: int) -> bool:
         """Whether two hosts do not reach each other."""
@@ -604,7 +625,7 @@ class Life:
 
     def lead(self, agent: Agent, term: Holder) -> None:
         """A candidate's process is the coordinator from now on."""
-        self.say(f"host {agent.host} has the coordinator of term {term.term}, founding {agent.founded}")
+        self.say(f"host {agent.host} has the coordinator of term {term.term}, founding {agent.job_generation}")
         self.coordinators = [each for each in self.coordinators if not each.dead]
         self.coordinators.append(self._coordinator_class(self, agent, term))
 

@@ -1,10 +1,10 @@
-"""The links of a simulated worker: frames by key and epoch, as the real transport keeps them."""
+"""The links of a simulated worker: frames by key and generation, as the real transport keeps them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elaswave.blocks.placement import Placement
-from elaswave.protocol.messages import FIRST_EPOCH
+from elaswave.protocol.messages import FIRST_GENERATION
 from elaswave.protocol.step.engine import Key
 from elaswave.types import Layout
 from verify.simulator.host import Host
@@ -26,7 +26,7 @@ class SimLinks:
     """
 
     def __init__(self, host: Host) -> None:
-        self.epoch = FIRST_EPOCH
+        self.generation = FIRST_GENERATION
         self.members: frozenset[int] = frozenset(host.model.layout.workers)
         self.num_frames = 0
         """That have come."""
@@ -35,16 +35,16 @@ class SimLinks:
         self.closed: set[int] = set()
         """Peers whose link has closed."""
         self.broken: tuple[int, str] | None = None
-        """A peer whose link has ended, though frames of this epoch were sent there, or were to be; and how."""
+        """A peer whose link has ended, though frames of this generation were sent there, or were to be; and how."""
         self._wanted: dict[int, bool] = {}
         """Peers to which links are made in the background -> whether they stand."""
         self._host = host
         self._sent_to: set[int] = set()
-        """Peers to which frames of this epoch have been sent."""
+        """Peers to which frames of this generation have been sent."""
         self._here: dict[Key, Any] = {}
-        """Frames of this epoch that have come, or `_LANDED`."""
+        """Frames of this generation that have come, or `_LANDED`."""
         self._later: dict[int, dict[Key, SimFrame]] = {}
-        """Frames of epochs that it has not reached yet."""
+        """Frames of generations that it has not reached yet."""
         self._slots: dict[Key, Callable[[Any], None]] = {}
 
     def connect(self, layout: Layout, placement: Placement) -> None:
@@ -76,13 +76,13 @@ class SimLinks:
         """Whether it stands."""
         return self._wanted.get(peer, False) and peer not in self.closed
 
-    def edit(self, epoch: int, members: tuple[int, ...]) -> None:
-        """Frames of older epochs are nothing any more."""
-        self.epoch, self.members = epoch, frozenset(members)
+    def edit(self, generation: int, members: tuple[int, ...]) -> None:
+        """Frames of older generations are nothing any more."""
+        self.generation, self.members = generation, frozenset(members)
         self._slots, self.broken = {}, None
         self._sent_to = set()
-        self._here = dict(self._later.pop(epoch, {}))
-        for old in [other for other in self._later if other < epoch]:
+        self._here = dict(self._later.pop(generation, {}))
+        for old in [other for other in self._later if other < generation]:
             del self._later[old]
 
     def post(self, key: Key, slot: Callable[[Any], None]) -> None:
@@ -100,7 +100,7 @@ class SimLinks:
         self._sent_to.add(peer)
         if peer in self.closed:
             self.broken = peer, closed(peer)
-        frame = SimFrame(self.epoch, host.machine.step, host.machine.attempt, payload)
+        frame = SimFrame(self.generation, host.machine.step, host.machine.attempt, payload)
         host.world.to_worker(host, peer, Key(kind, step, attempt, a, b, host.id), frame)
 
     def take(self, key: Key) -> Any:
@@ -119,12 +119,12 @@ class SimLinks:
             self.broken = peer, closed(peer)
 
     def arrive(self, key: Key, frame: SimFrame) -> bool:
-        """A frame comes in; whether it is of the present epoch."""
+        """A frame comes in; whether it is of the present generation."""
         self.num_frames += 1
-        if frame.epoch > self.epoch:
-            self._later.setdefault(frame.epoch, {})[key] = frame
+        if frame.generation > self.generation:
+            self._later.setdefault(frame.generation, {})[key] = frame
             return False
-        if frame.epoch < self.epoch or key.peer not in self.members:
+        if frame.generation < self.generation or key.peer not in self.members:
             return False
         slot = self._slots.pop(key, None)
         if slot is None:
@@ -144,5 +144,5 @@ class SimLinks:
     def _use(self, key: Key, frame: SimFrame) -> Any:
         host, machine = self._host, self._host.machine
         is_member = key.peer in self.members
-        host.world.see.consumed(host.id, self.epoch, machine.step, machine.attempt, frame[:3], is_member)
+        host.world.see.consumed(host.id, self.generation, machine.step, machine.attempt, frame[:3], is_member)
         return frame.value

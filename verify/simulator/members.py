@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.detection.awake import AwakeTime
+from elaswave.protocol.detection.active_time import ActiveTime
 from elaswave.protocol.detection.detector import Detector
 from elaswave.protocol.detection.unreachable import Unreachable
 from elaswave.protocol.events import StartRecord, Suspected
@@ -40,14 +40,14 @@ from verify.simulator.job import Job, model_of
 
 if TYPE_CHECKING:
     from verify.simulator.agents import SimAgent
-    from verify.simulator.candidates import Seat
+    from verify.simulator.candidates import WriteLease
     from verify.simulator.coordinator import SimCoordinator
     from verify.simulator.world import ControlLink, World
 
 UNIT_S = 0.05
 """A unit of virtual time."""
 LOOK = 8
-"""Between two looks of a coordinator: less than what counts as sleep (`elaswave.protocol.detection.awake`)."""
+"""Between two looks of a coordinator: less than what counts as sleep (`elaswave.protocol.detection.active_time`)."""
 HOME = 0
 """Incarnation of the agent of a coordinator's own host, which starts all workers where there are no others."""
 HEARTBEAT = 3
@@ -66,7 +66,13 @@ def is_of_machine(record: object) -> bool:
 def founders_of(job: Job) -> Founders:
     """What all workers of a toy job have in common."""
     return Founders(
-        protocol=PROTOCOL_VERSION, libraries="", environment="", config_hash=1, model_hash=1, data_hash=1, canaries={}
+        protocol=PROTOCOL_VERSION,
+        libraries="",
+        environment="",
+        config_hash=1,
+        model_hash=1,
+        data_hash=1,
+        determinism_hashes={},
     )
 
 
@@ -96,7 +102,7 @@ class ToldDetector(Detector):
     def exited(self, worker: int, text: str, now_s: float) -> None:
         self._held(worker, "exit")
 
-    def new_epoch(self, now_s: float) -> None:
+    def new_generation(self, now_s: float) -> None:
         pass
 
     def left(self, worker: int) -> None:
@@ -118,7 +124,7 @@ class SimMembers(MembersDriver):
 
     Args:
         world: time, network and observers.
-        seat: its right to write, where there are candidates.
+        write_lease: its right to write, where there are candidates.
         records: of earlier coordinators, of all kinds.
     """
 
@@ -129,16 +135,16 @@ class SimMembers(MembersDriver):
     detector_class = Detector
     id = -1
 
-    def __init__(self, world: "World", seat: "Seat | None", records: Sequence[Any]) -> None:
+    def __init__(self, world: "World", write_lease: "WriteLease | None", records: Sequence[Any]) -> None:
         self.world = world
-        self.seat = seat
+        self.write_lease = write_lease
         self.dead = False
         self.unreachable = Unreachable()
         self.failures: dict[int, object] = {}
         self.links: dict[int, ControlLink] = {}
         self._suspicions: list[Suspected] = []
         """Those of the present moment, which are taken together."""
-        job, model, crew = world.job, model_of(world.job), world.agents
+        job, model, agents = world.job, model_of(world.job), world.agents
         self.core = self.core_class(
             InForce(model.layout, model.placement),
             blocks=model.blocks,
@@ -147,7 +153,7 @@ class SimMembers(MembersDriver):
             records=tuple(filter(is_of_machine, records)),
         )
         self.has_begun = any(isinstance(record, StartRecord | Decision) for record in records)
-        self.awake = AwakeTime()
+        self.active_time = ActiveTime()
         terms = MembershipTerms(
             layout=model.layout,
             labels=tuple(job.hosts or ()),
@@ -155,20 +161,22 @@ class SimMembers(MembersDriver):
             drain_deadline_s=world.conditions.drain_delay * UNIT_S,
             workers_min=job.min_workers,
         )
-        own: list[Any] = [] if crew else [HostCame(number=0, node="n", incarnation=HOME, slots=0)]
+        own: list[Any] = [] if agents else [HostCame(number=0, node="n", incarnation=HOME, slots=0)]
         own += [] if self._lets_in else [founders_of(job)]
-        hosts = self.hosts_class(crew.founders if crew else (), crew.names if crew else (), home=HOME)
-        agents = HostAgents(hosts, [*own, *records], self._agent_heard_s, now_s=self._awake_s(), is_local=crew is None)
+        hosts = self.hosts_class(agents.founders if agents else (), agents.names if agents else (), home=HOME)
+        host_agents = HostAgents(
+            hosts, [*own, *records], self._agent_heard_s, now_s=self._active_s(), is_local=agents is None
+        )
         joiners = self.joiners_class(terms, hosts, [*own, *records], lambda vector, environment: founders_of(job))
-        self.membership = self.membership_class(self.core, joiners, agents, terms, self.awake)
-        if not crew:
+        self.membership = self.membership_class(self.core, joiners, host_agents, terms, self.active_time)
+        if not agents:
             hosts.connected(hosts.numbered(0))
         self.detector = self._detector()
 
     def _detector(self) -> Detector:
         if not self._detects:
             return ToldDetector(self.hold_for_lost, self._expect)
-        return self.detector_class(takes_over=self.has_begun, domains=self.core.domains, awake=self.awake)
+        return self.detector_class(takes_over=self.has_begun, domains=self.core.domains, active_time=self.active_time)
 
     @property
     def _lets_in(self) -> bool:
@@ -227,7 +235,7 @@ class SimMembers(MembersDriver):
             if self.world.is_running(worker):
                 self.detector.used(worker, now_s, now_s)
         for worker in self.detector.workers:
-            if self.heard_s(worker) is not None:
+            if self.last_heartbeat_s(worker) is not None:
                 self.detector.heartbeat(worker, self.links[worker].worker.position(), now_s)
 
     def _saw(self, worker: int) -> None:
@@ -245,8 +253,8 @@ class SimMembers(MembersDriver):
         """Virtual time."""
         return self.world.now * UNIT_S
 
-    def _awake_s(self) -> float:
-        return self.awake.passed_s(self.now_s())
+    def _active_s(self) -> float:
+        return self.active_time.passed_s(self.now_s())
 
     @property
     def is_over(self) -> bool:
@@ -258,8 +266,8 @@ class SimMembers(MembersDriver):
         if isinstance(record, PlaceTaken):
             host = self.membership.agents.hosts.numbered(record.host)
             self.world.see.given(record.worker, host.incarnation)
-        if self.seat is not None:
-            self.seat.persist(cast("SimCoordinator", self), record)
+        if self.write_lease is not None:
+            self.write_lease.persist(cast("SimCoordinator", self), record)
             return
         self.world.store.check(self.core.term)
         self.world.store.append(record)
@@ -270,9 +278,9 @@ class SimMembers(MembersDriver):
 
     def tell_agent(self, effect: AgentEffect) -> None:
         """The world does what the only agent would."""
-        crew = self.world.agents
-        if crew is not None:
-            for agent in crew.on_nodes:
+        agents = self.world.agents
+        if agents is not None:
+            for agent in agents.on_nodes:
                 if agent.incarnation == effect.incarnation and agent.coordinator is self:
                     self._tell(agent, effect)
         elif isinstance(effect, StartWorker):
@@ -283,20 +291,20 @@ class SimMembers(MembersDriver):
             self.world.kill_process(effect.worker)
 
     def _tell(self, agent: "SimAgent", effect: AgentEffect) -> None:
-        crew = self.world.agents
-        assert crew is not None
+        agents = self.world.agents
+        assert agents is not None
         match effect:
             case TurnAway(_, reason, _):
                 self.world.say(f"agent {agent.incarnation} of n{agent.node} is turned away: {reason}")
-                crew.end(agent)
+                agents.end(agent)
             case HangUp():
-                crew.hang_up(agent)
+                agents.hang_up(agent)
             case StartWorker(worker, _):
-                crew.down(agent, agent.wanted, worker)
+                agents.down(agent, agent.wanted, worker)
             case EndWorker(worker, _):
-                crew.down(agent, self.world.kill_process, worker)
+                agents.down(agent, self.world.kill_process, worker)
             case StartFirst(_, workers):
-                crew.down(agent, agent.begin, workers)
+                agents.down(agent, agent.begin, workers)
 
     def say(self, text: str) -> None:
         """A line of the log."""
@@ -309,7 +317,7 @@ class SimMembers(MembersDriver):
         """Steps take next to no time."""
         return 0.0
 
-    def heard_s(self, worker: int) -> float | None:
+    def last_heartbeat_s(self, worker: int) -> float | None:
         """A worker that is connected sends heartbeats, unless it is stopped, or cut off."""
         link = self.links.get(worker)
         is_there = link is not None and link.open and self.world.is_heard(link.worker)

@@ -9,7 +9,7 @@ from verify.simulator.job import BlockState, Exponents
 class SimFrame(NamedTuple):
     """What travels between workers."""
 
-    epoch: int
+    generation: int
     step: int
     attempt: int
     value: Any
@@ -25,7 +25,7 @@ class StepDone(NamedTuple):
     """A worker has a committed step behind it; with its vote."""
 
     worker: int
-    epoch: int
+    generation: int
     evidence: Evidence
 
 
@@ -33,7 +33,7 @@ class Shard(NamedTuple):
     """A worker's owned blocks for the durable checkpoint of a step."""
 
     worker: int
-    epoch: int
+    generation: int
     step: int
     grid: Exponents
     states: dict[int, BlockState]
@@ -43,7 +43,7 @@ class FinishedReport(NamedTuple):
     """A worker has made its last step: block -> (owned, version, state)."""
 
     worker: int
-    epoch: int
+    generation: int
     step: int
     stopped: bool
     """Whether it has ended before the job's last step, because a vote asked for that."""
@@ -54,7 +54,7 @@ class PeerLost(NamedTuple):
     """A worker's link to a peer has closed."""
 
     worker: int
-    epoch: int
+    generation: int
     peer: int
 
 

@@ -16,35 +16,36 @@ from verify.simulator.messages import CheckpointSettled
 class Observer:
     """What can be seen of a run. Every call may be ignored."""
 
-    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+    def began(self, worker: int, generation: int, step: int, attempt: int, placement: Placement) -> None:
         """A worker begins an attempt under a placement."""
 
-    def offered(self, worker: int, epoch: int, step: int, number: int, term: int) -> None:
-        """A planned change of its epoch has come to a worker, which is at a step, from the coordinator of a term."""
+    def offered(self, worker: int, generation: int, step: int, number: int, term: int) -> None:
+        """A planned change of its generation has come to a worker, which is at a step, from the coordinator of a
+        term."""
 
-    def holds(self, worker: int, epoch: int, step: int, number: int, term: int) -> None:
+    def holds(self, worker: int, generation: int, step: int, number: int, term: int) -> None:
         """A worker begins an attempt; the newest planned change that it holds, has adopted or has in force, and the
         newest term of which it has heard."""
 
-    def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+    def computed(self, worker: int, generation: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
         """A worker has added a layer's gradient for a micro-batch to its sums."""
 
     def coded(self, worker: int, step: int, layer: int, microbatch: int, ratio: int) -> None:
         """What a worker is about to add to its sums was computed with this ratio of an adaptive fence."""
 
-    def kept(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+    def kept(self, worker: int, generation: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
         """A worker begins an attempt with a layer's gradient for a micro-batch from an earlier one in its sums."""
 
     def used_parameter(self, worker: int, step: int, block: int, value: int) -> None:
         """A worker computes a step with a parameter."""
 
     def consumed(
-        self, worker: int, epoch: int, step: int, attempt: int, frame: tuple[int, int, int], sender_is_member: bool
+        self, worker: int, generation: int, step: int, attempt: int, frame: tuple[int, int, int], sender_is_member: bool
     ) -> None:
-        """A worker in (epoch, step, attempt) uses a frame of (epoch, step, attempt)."""
+        """A worker in (generation, step, attempt) uses a frame of (generation, step, attempt)."""
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
+        self, worker: int, generation: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         """A worker learns the result of a vote; ``grid`` is the one that follows from it."""
 
@@ -54,7 +55,7 @@ class Observer:
     def adopted(self, worker: int) -> None:
         """A worker has learned that all members hold a planned change: blocks move from now on."""
 
-    def switched(self, worker: int, epoch: int, step: int, layout: Layout, placement: Placement) -> None:
+    def switched(self, worker: int, generation: int, step: int, layout: Layout, placement: Placement) -> None:
         """A planned change has come into force for a worker, with the vote of a step; it has dropped the copies that
         the change does not need."""
 
@@ -67,8 +68,8 @@ class Observer:
     def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: Exponents) -> None:
         """A worker has carried out a decision; versions of its copies."""
 
-    def heard(self, term: int, epoch: int, evidence: Evidence) -> None:
-        """A coordinator is told of a vote that was held in an epoch."""
+    def received(self, term: int, generation: int, evidence: Evidence) -> None:
+        """A coordinator is told of a vote that was held in a generation."""
 
     def asked_planner(self, term: int, question: PlanRecovery) -> None:
         """A coordinator asks how the members go on."""
@@ -100,7 +101,7 @@ class Observer:
     def spoke(self, writer: int, message: CoreToWorker | CheckpointSettled, durable: Sequence[AnyRecord]) -> None:
         """With candidates: a coordinator sends a message while these records stand in the store."""
 
-    def told(self, worker: int, history: Sequence[bytes]) -> None:
+    def sent(self, worker: int, history: Sequence[bytes]) -> None:
         """With candidates: a message of a coordinator that knows these entries has come to a worker."""
 
     def went_back(self, term: int, standing: Sequence[tuple[int, int, AnyRecord]], gone: Sequence[AnyRecord]) -> None:
@@ -115,7 +116,7 @@ class Observer:
     def gone_back(self, seen: str) -> None:
         """With candidates: a coordinator ends the job because the store has gone back."""
 
-    def fenced(self, writer: int) -> None:
+    def lease_lost(self, writer: int) -> None:
         """With candidates: a coordinator has learned that another one has taken over."""
 
     def wrote_down(self, record: MembershipRecord) -> None:
@@ -168,7 +169,7 @@ class Observer:
 
         Args:
             reason: what it says.
-            members: of its epoch.
+            members: of its generation.
             lost: workers that were struck by a fault and then held for lost.
             orphans: blocks that it says are lost.
         """

@@ -5,7 +5,7 @@ worker follows two histories (H9)."""
 
 from collections.abc import Sequence
 
-from elaswave.protocol.events import NewEpochRecord, TermRecord
+from elaswave.protocol.events import NewGenerationRecord, TermRecord
 from elaswave.protocol.membership.effects import AnyRecord, MembershipRecord
 from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Prepare
 from verify.simulator.checkers import Violation
@@ -23,7 +23,7 @@ class OneCoordinator(Observer):
         self._newest = 0
         """Term that was begun last."""
         self._written: set[tuple[int, int]] = set()
-        self._fenced: set[int] = set()
+        self._lease_lost: set[int] = set()
         self._gone: list[AnyRecord] = []
         """Were durable until the store went back."""
 
@@ -46,11 +46,11 @@ class OneCoordinator(Observer):
             raise Violation(f"{type(record).__name__} of term {term} is written, and what was before it is not there")
         self._written.add((writer, number))
 
-    def fenced(self, writer: int) -> None:
-        self._fenced.add(writer)
+    def lease_lost(self, writer: int) -> None:
+        self._lease_lost.add(writer)
 
     def spoke(self, writer: int, message: CoreToWorker | CheckpointSettled, durable: Sequence[AnyRecord]) -> None:
-        if writer in self._fenced:
+        if writer in self._lease_lost:
             raise Violation(f"a coordinator that was replaced, and knows it, sends {type(message).__name__}")
         if not _stands(message, durable) and not _stands(message, self._gone):
             raise Violation(f"{type(message).__name__} is sent before it is durable")
@@ -70,19 +70,19 @@ class OneHistory(Observer):
     gone back is said only if it has."""
 
     def __init__(self) -> None:
-        self._told: dict[int, tuple[int, bytes]] = {}
+        self._sent: dict[int, tuple[int, bytes]] = {}
         """Worker -> how many entries the longest history has that it was told of, and the last one."""
         self._went_back = False
 
-    def told(self, worker: int, history: Sequence[bytes]) -> None:
-        length, last = self._told.get(worker, (0, b""))
+    def sent(self, worker: int, history: Sequence[bytes]) -> None:
+        length, last = self._sent.get(worker, (0, b""))
         if length and (len(history) < length or history[length - 1] != last):
             raise Violation(
                 f"worker {worker} was told of {length} entries, and now by a coordinator that has {len(history)}, "
                 "without the last one of those"
             )
         if history:
-            self._told[worker] = len(history), history[-1]
+            self._sent[worker] = len(history), history[-1]
 
     def went_back(self, term: int, standing: Sequence[tuple[int, int, AnyRecord]], gone: Sequence[AnyRecord]) -> None:
         self._went_back = True
@@ -95,12 +95,14 @@ class OneHistory(Observer):
 def _stands(message: CoreToWorker | CheckpointSettled, durable: Sequence[AnyRecord]) -> bool:
     """Whether what a message says is in the store."""
     if isinstance(message, Prepare):
-        return any(isinstance(record, NewEpochRecord) and record.epoch == message.epoch for record in durable)
+        return any(
+            isinstance(record, NewGenerationRecord) and record.generation == message.generation for record in durable
+        )
     if isinstance(message, Decision):
         return any(
             isinstance(record, Decision)
-            and (record.epoch, record.resume_step, record.resume_attempt, record.placement)
-            == (message.epoch, message.resume_step, message.resume_attempt, message.placement)
+            and (record.generation, record.resume_step, record.resume_attempt, record.placement)
+            == (message.generation, message.resume_step, message.resume_attempt, message.placement)
             for record in durable
         )
     if isinstance(message, LayoutChange):

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from elaswave.protocol.step.facts import Facts
 from elaswave.protocol.step.machine import WorkerMachine
+from elaswave.protocol.step.replayed_state import ReplayedState
 from verify.simulator.agents import Agents, SimAgent
-from verify.simulator.candidates import Crew, Seat, SimCandidate
+from verify.simulator.candidates import Candidates, SimCandidate, WriteLease
 from verify.simulator.checkers import Violation, all_checkers
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.coverage import CoverageCounter
@@ -25,11 +25,11 @@ class Build(NamedTuple):
     """What the simulated processes are made of; bugs are planted here."""
 
     machine: type[SimMachine] = WorkerMachine
-    facts: type[Facts] = Facts
+    replayed_state: type[ReplayedState] = ReplayedState
     coordinator: type[SimCoordinator] = SimCoordinator
     store: type[SimStore] = SimStore
     candidate: type[SimCandidate] = SimCandidate
-    seat: type[Seat] = Seat
+    write_lease: type[WriteLease] = WriteLease
     agent: type[SimAgent] = SimAgent
 
 
@@ -95,14 +95,14 @@ def run_schedule(
     world = World(
         schedule,
         [*checkers, counter],
-        worker_class=partial(SimWorker, machine_class=build.machine, facts_class=build.facts),
+        worker_class=partial(SimWorker, machine_class=build.machine, replayed_state_class=build.replayed_state),
         coordinator_class=build.coordinator,
         store=build.store(),
-        make_crew=lambda world: Crew(
+        make_candidates=lambda world: Candidates(
             world,
             candidate_class=build.candidate,
-            seat_class=build.seat,
-            make_coordinator=lambda seat: build.coordinator(world, seat),
+            write_lease_class=build.write_lease,
+            make_coordinator=lambda write_lease: build.coordinator(world, write_lease),
         ),
         make_agents=lambda world: Agents(world, build.agent),
         log=log,

@@ -20,7 +20,7 @@ COORDINATOR, HOST, STORE = "c", "h", "s"
 """Targets that are no workers: the coordinator's process, its host with the candidate there, and the store."""
 KINDS = {
     "kill": "the target ends at once; several workers, those of a host say, at one instant",
-    "suspect": "the coordinator is told that a worker is lost, which is not true",
+    "suspect": "the coordinator is sent that a worker is lost, which is not true",
     "hang": "a worker stops for a while, and is suspected if that lasts long enough",
     "isolate": "nothing reaches a worker, or comes from it, for a while",
     "spoil": "a worker hands on wrong numbers, until a spot check finds it after so many actions, or before its vote",
@@ -45,7 +45,7 @@ STRANGER_KINDS = {
     "old": "who has not the job's key puts the first value back that one of these ever had",
 }
 """Of a job's keys in its store."""
-STORE_KEYS = ("spec", "term", "beat", "outcome", "entry")
+STORE_KEYS = ("spec", "term", "lease_heartbeat", "outcome", "entry")
 """Their targets."""
 """ScheduledFault kinds."""
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from elaswave.protocol.leadership.fence import TermFence
+from elaswave.protocol.leadership.term_lease import TermLease
 
 
 class ActorDead(Exception):
@@ -16,12 +16,12 @@ class StaleTermError(Exception):
 class SimStore:
     """What coordinators persist: refuses all but the newest one."""
 
-    fence_class = TermFence
+    lease_class = TermLease
 
     def __init__(self) -> None:
         self.records: list[Any] = []
         """Of the coordinator's machine, and of its rules about members."""
-        self._fence = self.fence_class()
+        self._lease = self.lease_class()
 
     def append(self, record: object) -> None:
         """Writes a record.
@@ -29,8 +29,8 @@ class SimStore:
         Raises:
             StaleTermError: another coordinator has begun this term or a newer one.
         """
-        _check(self._fence.refusal_of(record))
-        self._fence.took(record)
+        _check(self._lease.refusal_of(record))
+        self._lease.took(record)
         self.records.append(record)
 
     def check(self, term: int) -> None:
@@ -40,7 +40,7 @@ class SimStore:
         Raises:
             StaleTermError: a coordinator of a newer term has written.
         """
-        _check(self._fence.refusal(term))
+        _check(self._lease.refusal(term))
 
 
 def _check(refusal: str | None) -> None:

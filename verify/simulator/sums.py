@@ -10,11 +10,11 @@ from typing import NamedTuple
 from elaswave.hashing import MASK64
 from elaswave.protocol.step.ballot import LOSS, coverage_key, loss_key
 from elaswave.protocol.step.engine import Unfinished
-from elaswave.protocol.step.salvage import Flight, Keep, encode_rows, mask_of, numbers_in
+from elaswave.protocol.step.salvage import InFlightMicrobatch, Keep, encode_rows, mask_of, numbers_in
 from verify.simulator.job import Model, maximum_of, to_units
 
 
-class Front(NamedTuple):
+class ResumePoint(NamedTuple):
     """How far a micro-batch has come in the layers of a hop, and the value that it has there."""
 
     layers: range
@@ -42,8 +42,8 @@ class ToySums:
         self.losses: dict[int, float] = {}
         self.inputs: dict[tuple[int, int], int] = {}
         """(micro-batch, layer) -> what its backward needs; the loss is the last layer."""
-        self.forwards: dict[int, Front] = {}
-        self.backwards: dict[int, Front] = {}
+        self.forwards: dict[int, ResumePoint] = {}
+        self.backwards: dict[int, ResumePoint] = {}
         self._covered: Sequence[int] = ()
 
     def begin(self, units: Iterable[int], keep: Keep | None) -> None:
@@ -70,10 +70,12 @@ class ToySums:
         self.masks = {key: mask for key, mask in self.masks.items() if key[0] in kept}
         self.maxima = {unit: maximum for unit, maximum in self.maxima.items() if unit in kept}
         self.losses = {number: loss for number, loss in self.losses.items() if keep.losses >> number & 1}
-        flights = keep.flights
-        self.inputs = {key: value for key, value in self.inputs.items() if key[0] in flights}
-        self.forwards = {number: front for number, front in self.forwards.items() if number in flights}
-        self.backwards = {number: front for number, front in self.backwards.items() if number in flights}
+        in_flight = keep.in_flight
+        self.inputs = {key: value for key, value in self.inputs.items() if key[0] in in_flight}
+        self.forwards = {number: resume_point for number, resume_point in self.forwards.items() if number in in_flight}
+        self.backwards = {
+            number: resume_point for number, resume_point in self.backwards.items() if number in in_flight
+        }
         self._covered = keep.covered
         assert len(keep.covered) == layout.num_layers + 1
 
@@ -82,7 +84,9 @@ class ToySums:
         self.masks = {key: mask for key, mask in self.masks.items() if key[0] not in units}
         self.checksums = {unit: words for unit, words in self.checksums.items() if unit not in units}
         for fronts in (self.forwards, self.backwards):
-            for number in [number for number, front in fronts.items() if not set(front.layers).isdisjoint(units)]:
+            for number in [
+                number for number, resume_point in fronts.items() if not set(resume_point.layers).isdisjoint(units)
+            ]:
                 del fronts[number]
 
     def _users(self, unit: int) -> set[int]:
@@ -112,16 +116,19 @@ class ToySums:
 
     def unfinished(self) -> Unfinished:
         """For a report."""
-        flights = [
-            Flight(number, front.layers.start, front.layers.stop, front.at) for number, front in self.forwards.items()
+        in_flight = [
+            InFlightMicrobatch(number, resume_point.layers.start, resume_point.layers.stop, resume_point.at)
+            for number, resume_point in self.forwards.items()
         ]
-        flights += [
-            Flight(number, front.layers.start, front.layers.stop, front.layers.stop, front.at)
-            for number, front in self.backwards.items()
+        in_flight += [
+            InFlightMicrobatch(
+                number, resume_point.layers.start, resume_point.layers.stop, resume_point.layers.stop, resume_point.at
+            )
+            for number, resume_point in self.backwards.items()
         ]
         losses = mask_of(self.losses)
         return Unfinished(
-            True, encode_rows(self.masks), losses, tuple(sorted(flights, key=lambda each: each.microbatch))
+            True, encode_rows(self.masks), losses, tuple(sorted(in_flight, key=lambda each: each.microbatch))
         )
 
     def added(self) -> list[tuple[int, int]]:

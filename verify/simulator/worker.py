@@ -7,18 +7,18 @@ order is the machine's.
 from collections.abc import Mapping
 from typing import Any
 
-from elaswave.blocks.placement import Role, roles_of
+from elaswave.blocks.placement import ReplicaRole, roles_of
 from elaswave.errors import InterruptedWaitError
 from elaswave.protocol.coordinator.decisions import with_members
 from elaswave.protocol.events import WorkerFailed
-from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.protocol.messages import (
-    FIRST_EPOCH,
+    FIRST_GENERATION,
     PROTOCOL_VERSION,
     CoreToWorker,
     Decision,
     Evidence,
-    Fenced,
+    FencedOff,
     InForce,
     Installed,
     Joining,
@@ -26,11 +26,11 @@ from elaswave.protocol.messages import (
     Prepare,
     Registered,
 )
+from elaswave.protocol.step.activity import RECOVER, START, WorkerActivity
 from elaswave.protocol.step.ballot import Request, VoteOutcome
 from elaswave.protocol.step.engine import Committed, Key, Pause, Phase, Ports, StepObserver
-from elaswave.protocol.step.facts import Facts
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.protocol.step.position import RECOVER, START, Position
+from elaswave.protocol.step.replayed_state import ReplayedState
 from verify.simulator.engine import ToyCopy, ToyEngine
 from verify.simulator.job import Job, initial_state, model_of, parameter
 from verify.simulator.links import SimLinks, closed
@@ -64,7 +64,7 @@ class SimWorker:
         worker: its id.
         job: what is trained.
         joins: whether it joins a job that runs.
-        machine_class, facts_class: replaced to plant bugs.
+        machine_class, replayed_state_class: replaced to plant bugs.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SimWorker:
         job: Job,
         joins: bool = False,
         machine_class: type[SimMachine] = WorkerMachine,
-        facts_class: type[Facts] = Facts,
+        replayed_state_class: type[ReplayedState] = ReplayedState,
     ) -> None:
         model = model_of(job)
         domains = {**model.layout.domain_of, worker: job.host_of_joiner(worker)} if joins else {}
@@ -90,13 +90,13 @@ class SimWorker:
         """Whether it was told to ask for the end of the job."""
         self._goes_at: int | None = None
         """When its machine is taken away, if it has had a notice."""
-        self.head: Head | None = None
+        self.store_position: StorePosition | None = None
         """The newest that it has heard of the history."""
         self.model = model
         self.unacknowledged: list[Any] = []
         """Durable messages that no coordinator has acknowledged."""
         self.links = SimLinks(self)
-        self.facts = facts_class()
+        self.replayed_state = replayed_state_class()
         self._disk = _SimDisk(self)
         self._watch = _Watch(self)
         self._waiting: set[Key] = set()
@@ -118,7 +118,7 @@ class SimWorker:
         engine = ToyEngine(self)
         self.machine: SimMachine = machine_class(
             Ports(worker, model.terms, engine, self.links, self._watch, _SimOutbox(self), self._disk),
-            self.facts,
+            self.replayed_state,
             InForce(layout, model.placement),
             copies,
             model.progress,
@@ -140,20 +140,20 @@ class SimWorker:
         """Whether it makes its ballot."""
         return self._watch.phase == "vote"
 
-    def position(self) -> Position:
+    def position(self) -> WorkerActivity:
         """What its heartbeat tells."""
         machine, now = self.machine, self.world.now
         peers = tuple(sorted({key.peer for key in self._waiting}))
-        place = machine.member.epoch, machine.step, machine.attempt
+        place = machine.member.generation, machine.step, machine.attempt
         doing = (*place, self._watch.label, self._is_computing, peers)
         if self._doing[0] != doing:
             self._doing = doing, now
-        return Position(*doing, since_s=(now - self._doing[1]) * UNIT_S, moved_bytes=self.links.num_frames)
+        return WorkerActivity(*doing, since_s=(now - self._doing[1]) * UNIT_S, moved_bytes=self.links.num_frames)
 
     @property
-    def epoch(self) -> int:
-        """The epoch of its data plane."""
-        return self.links.epoch
+    def generation(self) -> int:
+        """The generation of its data plane."""
+        return self.links.generation
 
     # ------------------------------------------------------------------------------------------------ what reaches it
 
@@ -182,7 +182,7 @@ class SimWorker:
 
     def registration(self) -> Registered | Joining:
         """The first words on a new control connection."""
-        if self.joins and self.machine.member.epoch == FIRST_EPOCH:
+        if self.joins and self.machine.member.generation == FIRST_GENERATION:
             return Joining(
                 worker=self.id,
                 address=str(self.id),
@@ -193,7 +193,7 @@ class SimWorker:
                 model_hash=1,
                 data_hash=1,
                 domain=self.job.host_of_joiner(self.id),
-                canaries={},
+                determinism_hashes={},
             )
         return self.machine.registration(str(self.id))
 
@@ -201,7 +201,7 @@ class SimWorker:
         """A new control connection is up: say again what was not acknowledged, and all that holds."""
         for message in tuple(self.unacknowledged):
             self.world.to_coordinator(self, message, durable=True)
-        for fact in self.facts.standing():
+        for fact in self.replayed_state.standing():
             self.world.to_coordinator(self, fact)
         self._say_notice()
 
@@ -226,7 +226,7 @@ class SimWorker:
 
     def on_settled(self, message: CheckpointSettled) -> None:
         """A checkpoint is complete, or given up."""
-        self.facts.settled(message.step)
+        self.replayed_state.settled(message.step)
 
     def on_start(self) -> None:
         """Every worker has registered."""
@@ -237,15 +237,18 @@ class SimWorker:
     def on_message(self, message: CoreToWorker) -> None:
         """A message of the coordinator's core."""
         if self._failure is not None:
-            if isinstance(message, Fenced):
+            if isinstance(message, FencedOff):
                 self.world.leave(self, message.reason)
             return
-        is_urgent = isinstance(message, Prepare) and message.epoch > self.machine.member.epoch
+        is_urgent = isinstance(message, Prepare) and message.generation > self.machine.member.generation
         if is_urgent and self._is_computing and self.world.conditions.mid_action:
             self._run_into_it()
         before = self.machine.num_lives
-        if isinstance(message, LayoutChange) and message.epoch == self.machine.member.epoch == self.epoch:
-            self.world.see.offered(self.id, message.epoch, self.machine.step, message.number, message.term)
+        if (
+            isinstance(message, LayoutChange)
+            and message.generation == self.machine.member.generation == self.generation
+        ):
+            self.world.see.offered(self.id, message.generation, self.machine.step, message.number, message.term)
         self.machine.on_message(message)
         if self.machine.num_lives != before:
             self._live()
@@ -312,7 +315,7 @@ class SimWorker:
 
     def on_link_closed(self, peer: int, *, dead: bool) -> None:
         """The link to a peer has closed; it notices if it waits for frames, and the peer has sent or got some of this
-        epoch; or else when it comes to do so."""
+        generation; or else when it comes to do so."""
         if dead:
             self.links.dead.add(peer)
         self.links.close(peer)
@@ -362,8 +365,8 @@ class SimWorker:
                 self._waiting = missing
                 return
         self.machine.look_at_sent()
-        if self.machine.fenced is not None and not self.dead:
-            self.world.leave(self, self.machine.fenced)
+        if self.machine.fenced_off is not None and not self.dead:
+            self.world.leave(self, self.machine.fenced_off)
 
     def on_pause_over(self, turn: int) -> None:
         """The moment is over."""
@@ -398,24 +401,28 @@ class _SimOutbox:
         return SimReady(self._host.id)
 
     def link_lost(self, peer: int, detail: str) -> PeerLost:
-        return PeerLost(self._host.id, self._host.machine.member.epoch, peer)
+        return PeerLost(self._host.id, self._host.machine.member.generation, peer)
 
     def committed(self, committed: Committed) -> StepDone:
         if self._host.world.agents is not None:
             self._host.world.agents.committed(self._host.id)
-        return StepDone(self._host.id, self._host.machine.member.epoch, committed.evidence)
+        return StepDone(self._host.id, self._host.machine.member.generation, committed.evidence)
 
     def evaluated(self, step: int, loss: float, metrics: Mapping[str, float]) -> object:
         raise AssertionError("the toy job has no evaluations")
 
     def installed(self, received_bytes: int) -> Installed:
-        epoch = self._host.machine.member.epoch
-        return Installed(worker=self._host.id, epoch=epoch, edit_s=0, promote_s=0, critical_bytes=received_bytes)
+        generation = self._host.machine.member.generation
+        return Installed(
+            worker=self._host.id, generation=generation, edit_s=0, promote_s=0, critical_bytes=received_bytes
+        )
 
     def finished(self, stopped: bool) -> FinishedReport:
         machine = self._host.machine
-        states = {block: (copy.role is Role.OWNER, copy.version, copy.state) for block, copy in machine.copies.items()}
-        return FinishedReport(self._host.id, machine.member.epoch, machine.last_step, stopped, states)
+        states = {
+            block: (copy.role is ReplicaRole.OWNER, copy.version, copy.state) for block, copy in machine.copies.items()
+        }
+        return FinishedReport(self._host.id, machine.member.generation, machine.last_step, stopped, states)
 
 
 class _SimDisk:
@@ -434,8 +441,8 @@ class _SimDisk:
 
     def write(self, step: int) -> None:
         host, machine = self._host, self._host.machine
-        states = {block: copy.state for block, copy in machine.copies.items() if copy.role is Role.OWNER}
-        shard = Shard(host.id, machine.member.epoch, step, machine.progress.grids.exponents, states)
+        states = {block: copy.state for block, copy in machine.copies.items() if copy.role is ReplicaRole.OWNER}
+        shard = Shard(host.id, machine.member.generation, step, machine.progress.grids.exponents, states)
         self.is_busy = True
         host.world.after(2 * host.world.delay(), host, self._on_written, shard)
 
@@ -444,7 +451,7 @@ class _SimDisk:
         host.world.tick(host)
         self.is_busy = False
         host.world.see.wrote(host.id, shard.step, shard.states.keys())
-        host.machine.wrote(shard.step, shard.epoch, shard)
+        host.machine.wrote(shard.step, shard.generation, shard)
         host.on_written()
 
 
@@ -463,12 +470,12 @@ class _Watch(StepObserver):
 
     def began(self) -> None:
         machine = self._host.machine
-        worker, epoch = self._host.id, self._host.links.epoch
+        worker, generation = self._host.id, self._host.links.generation
         self._tell_new_copies()
-        self._see.began(worker, epoch, machine.step, machine.attempt, machine.placement)
+        self._see.began(worker, generation, machine.step, machine.attempt, machine.placement)
         changes = (machine.planned.held, machine.planned.moving, machine.planned.coming)
         newest = max([machine.ledger.change, *(change.number for change in changes if change is not None)])
-        self._see.holds(worker, epoch, machine.step, newest, machine.member.term)
+        self._see.holds(worker, generation, machine.step, newest, machine.member.term)
 
     def enter(self, phase: str) -> None:
         self.phase = phase
@@ -495,7 +502,7 @@ class _Watch(StepObserver):
             )
         self._see.learned(
             host.id,
-            host.links.epoch,
+            host.links.generation,
             machine.step,
             machine.attempt,
             evidence.commits,
@@ -510,7 +517,7 @@ class _Watch(StepObserver):
 
     def switched(self) -> None:
         machine = self._host.machine
-        self._see.switched(self._host.id, self._host.links.epoch, machine.step, machine.layout, machine.placement)
+        self._see.switched(self._host.id, self._host.links.generation, machine.step, machine.layout, machine.placement)
         self.known = set(machine.copies)
         self._see.placed(self._host.id, machine.placement)
 

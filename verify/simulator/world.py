@@ -10,13 +10,13 @@ from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.leadership.heads import Head, newest
+from elaswave.protocol.leadership.store_position import StorePosition, newest_position
 from elaswave.protocol.membership.effects import StepPublished
 from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Joining, Registered
+from elaswave.protocol.step.activity import WorkerActivity
 from elaswave.protocol.step.engine import Key
-from elaswave.protocol.step.position import Position
 from verify.simulator.agents import Agents
-from verify.simulator.candidates import Crew, Seat
+from verify.simulator.candidates import Candidates, WriteLease
 from verify.simulator.job import BlockState, Exponents, Job, losses_of, model_of
 from verify.simulator.messages import CheckpointSettled, SimFrame, StopTold
 from verify.simulator.observer import Observer, together
@@ -36,7 +36,7 @@ class WorkerActor(Protocol):
     dead: bool
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Of its data plane."""
 
     def on_start(self) -> None:
@@ -48,7 +48,7 @@ class WorkerActor(Protocol):
     def on_message(self, message: CoreToWorker) -> None:
         """A message of a coordinator's machine has arrived."""
 
-    head: Head | None
+    store_position: StorePosition | None
     """Where it has heard that the history stands."""
 
     def on_settled(self, message: CheckpointSettled) -> None:
@@ -57,7 +57,7 @@ class WorkerActor(Protocol):
     def on_stop_told(self, message: StopTold) -> None:
         """It is to ask for the end of the job."""
 
-    def position(self) -> Position:
+    def position(self) -> WorkerActivity:
         """What its heartbeat tells."""
 
     def notice(self, left: int) -> None:
@@ -94,12 +94,14 @@ class CoordinatorActor(Protocol):
     id: int
     dead: bool
     core: Coordinator
-    seat: "Seat | None"
+    write_lease: "WriteLease | None"
 
     def begin(self) -> None:
         """It starts."""
 
-    def on_registered(self, link: "ControlLink", message: Registered | Joining, head: Head | None) -> None:
+    def on_registered(
+        self, link: "ControlLink", message: Registered | Joining, store_position: StorePosition | None
+    ) -> None:
         """A worker has a new control connection."""
 
     def on_message(self, link: "ControlLink", message: Any) -> None:
@@ -138,7 +140,7 @@ class World:
         worker_class, coordinator_class: of the processes.
         store: what coordinators persist.
         make_agents: makes the agents of nodes, if the conditions ask for them.
-        make_crew: makes candidates with a store on other machines, if the conditions ask for them.
+        make_candidates: makes candidates with a store on other machines, if the conditions ask for them.
         log: takes one line per event, for people; None for silence.
     """
 
@@ -150,7 +152,7 @@ class World:
         worker_class: "Callable[[World, int, Job, bool], WorkerActor]",
         coordinator_class: "Callable[[World], CoordinatorActor]",
         store: SimStore,
-        make_crew: "Callable[[World], Crew]",
+        make_candidates: "Callable[[World], Candidates]",
         make_agents: "Callable[[World], Agents]",
         log: Callable[[str], None] | None = None,
     ) -> None:
@@ -186,7 +188,7 @@ class World:
         self._last: dict[tuple[int, int], int] = {}
         """(from, to) -> time at which the newest frame arrives."""
         self._closed_data: dict[tuple[int, int], int] = {}
-        """Pair of workers -> newest epoch in which their link has closed."""
+        """Pair of workers -> newest generation in which their link has closed."""
         self._held_until: dict[tuple[int, int], int] = {}
         """Pair of workers -> time until which their frames are held back."""
         self._isolated_until: dict[int, int] = {}
@@ -211,7 +213,7 @@ class World:
         self._waits: set[Any] = set()
         """Processes that do nothing until the store has answered."""
         self.coordinators: list[CoordinatorActor] = []
-        self.crew = make_crew(self) if self.conditions.candidates else None
+        self.candidates = make_candidates(self) if self.conditions.candidates else None
         self.agents = make_agents(self) if self.conditions.agents else None
 
     def _set_delays(self) -> None:
@@ -238,10 +240,10 @@ class World:
 
     def run(self) -> None:
         """Runs until the job is over, or nothing happens any more."""
-        if self.crew is None:
+        if self.candidates is None:
             self.start_coordinator()
         else:
-            self.crew.start()
+            self.candidates.start()
         queue = self._queue
         while queue and not self.outcome:
             self.now, _, call, arguments = heappop(queue)
@@ -355,7 +357,7 @@ class World:
         self.tick(sender)
         if self._log is not None:
             what = f"{key[0].name.lower()} {key[3]} of step {frame.step}.{frame.attempt}"
-            self.say(f"{sender.id} -> {to} {what} epoch {frame.epoch}")
+            self.say(f"{sender.id} -> {to} {what} generation {frame.generation}")
         pair = (sender.id, to)
         arrives = self.now + self.delay()
         last = self._last.get(pair, 0)
@@ -375,7 +377,7 @@ class World:
     def _arrive(self, sender: WorkerActor, worker: WorkerActor, key: Key, frame: SimFrame) -> None:
         if worker.dead or (sender.dead and not self.conditions.keeps_in_flight):
             return
-        if self._closed_data and frame.epoch <= self._closed_data.get(_pair(sender.id, worker.id), -1):
+        if self._closed_data and frame.generation <= self._closed_data.get(_pair(sender.id, worker.id), -1):
             return
         if self._hung_until:
             self._act(worker, worker.on_frame, (key, frame))
@@ -395,7 +397,7 @@ class World:
         """A coordinator begins; workers without a connection find it. Who still has one to a coordinator that was
         replaced, and does not know it, loses it: the new one's agent says so. One that was slow to read what was
         decided may begin after its own successor."""
-        if self.crew is not None:
+        if self.candidates is not None:
             for replaced in self.coordinators:
                 if not replaced.dead and _term(replaced) <= _term(coordinator):
                     self._at(3 * self.delay(), self._abandon, replaced)
@@ -419,7 +421,7 @@ class World:
         """The one that new connections reach: with candidates, of those that live, that which has claimed the job
         last."""
         newest = self.coordinators[-1] if self.coordinators else None
-        if self.crew is not None:
+        if self.candidates is not None:
             living = [coordinator for coordinator in reversed(self.coordinators) if not coordinator.dead]
             newest = max(living, key=_term, default=None)
         return None if newest is None or newest.dead else newest
@@ -442,7 +444,7 @@ class World:
             return
         link = self.links[worker.id] = ControlLink(worker, coordinator)
         try:
-            self._up(link, coordinator.on_registered, link, worker.registration(), worker.head)
+            self._up(link, coordinator.on_registered, link, worker.registration(), worker.store_position)
             worker.on_connected()
         except ActorDead:
             pass
@@ -482,12 +484,12 @@ class World:
     ) -> None:
         """A message of a coordinator's; None tells to start. Its instant has passed."""
         worker = link.worker
-        if self.crew is not None and message is not None and not isinstance(message, StopTold):
-            assert coordinator.seat is not None
-            self.see.spoke(coordinator.seat.writer, message, self.crew.records)
+        if self.candidates is not None and message is not None and not isinstance(message, StopTold):
+            assert coordinator.write_lease is not None
+            self.see.spoke(coordinator.write_lease.writer, message, self.candidates.records)
         if self._log is not None:
             what = "Start" if message is None else type(message).__name__
-            at = message.step if isinstance(message, CheckpointSettled) else getattr(message, "epoch", "")
+            at = message.step if isinstance(message, CheckpointSettled) else getattr(message, "generation", "")
             self.say(f"coordinator {coordinator.core.term} -> {worker.id} {what} {at}")
         call: Callable[..., None] = worker.on_message
         if message is None:
@@ -497,23 +499,23 @@ class World:
         elif isinstance(message, StopTold):
             call = worker.on_stop_told
         arguments: tuple[Any, ...] = () if message is None else (message,)
-        if coordinator.seat is not None:
-            seat = coordinator.seat
-            arguments = (worker, seat.head, tuple(seat.digests), call, arguments)
+        if coordinator.write_lease is not None:
+            write_lease = coordinator.write_lease
+            arguments = (worker, write_lease.store_position, tuple(write_lease.digests), call, arguments)
             call = self._hear
         self._on_link(link, (-1, worker.id), coordinator, worker, call, arguments)
 
     def _hear(
         self,
         worker: WorkerActor,
-        head: Head,
+        store_position: StorePosition,
         history: tuple[bytes, ...],
         call: Callable[..., None],
         arguments: tuple[Any, ...],
     ) -> None:
         """A message of a coordinator has come, with where the history stands (H9)."""
-        self.see.told(worker.id, history)
-        worker.head = newest(worker.head, head)
+        self.see.sent(worker.id, history)
+        worker.store_position = newest_position(worker.store_position, store_position)
         call(*arguments)
 
     def _on_link(
@@ -550,7 +552,7 @@ class World:
     def publish(self, evidence: Evidence) -> None:
         """A coordinator makes a committed step's losses known."""
         if evidence.commits:
-            if self.conditions.respawns and self.crew is None and evidence.step > self.published_step:
+            if self.conditions.respawns and self.candidates is None and evidence.step > self.published_step:
                 self.store.records.append(StepPublished())
             self.published_step = max(self.published_step, evidence.step)
             self.see.published(evidence.step, losses_of(self.job, evidence.vector))
@@ -628,17 +630,17 @@ class World:
     def _strike_coordination(self, fault: ScheduledFault) -> None:
         """The coordinator, its host, or the store."""
         coordinator = self.coordinator
-        if self.crew is None:
+        if self.candidates is None:
             if coordinator is not None and fault.target == COORDINATOR and fault.kind in ("kill", "usurp"):
                 self._strike_coordinator(coordinator, fault)
         elif fault.kind == "kill" and fault.target == HOST:
-            self.crew.kill_host(coordinator)
+            self.candidates.kill_host(coordinator)
         elif fault.kind == "kill" and coordinator is not None:
             self.end_coordinator(coordinator)
         elif fault.kind == "kill":
-            self.crew.kill_process()
+            self.candidates.kill_process()
         elif fault.kind != "usurp":
-            self.crew.strike(fault)
+            self.candidates.strike(fault)
         elif coordinator is not None and coordinator not in self._hung_until:
             self._hang_actor(coordinator, fault.duration)
 
@@ -663,8 +665,8 @@ class World:
         if coordinator.dead:
             return
         coordinator.dead = True
-        if self.crew is not None:
-            self.crew.ended(coordinator)
+        if self.candidates is not None:
+            self.candidates.ended(coordinator)
         if self.agents is not None:
             self.agents.ended(coordinator)
             self._at(self.delay(), self.agents.find_coordinator)
@@ -725,7 +727,7 @@ class World:
         self._at(self.conditions.heartbeat_bound, self._miss_heartbeats, worker)
 
     def _cut(self, a: WorkerActor, b: WorkerActor, duration: int) -> None:
-        self._closed_data[a.id, b.id] = max(a.epoch, b.epoch)
+        self._closed_data[a.id, b.id] = max(a.generation, b.generation)
         for worker, peer in ((a, b), (b, a)):
             self._at(self.delay(), self._act, worker, _link_closed(worker, peer.id), ())
 
@@ -770,8 +772,8 @@ class World:
 
 def _term(coordinator: CoordinatorActor) -> int:
     """Of a candidate's claim."""
-    assert coordinator.seat is not None
-    return coordinator.seat.term.term
+    assert coordinator.write_lease is not None
+    return coordinator.write_lease.term.term
 
 
 def _pair(a: int, b: int) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def evaluation_means(config: Config, training: Training, run_dir: Path, checkpoi
             recompute=False,
             between_layers=lambda: None,
             inputs=microbatches.inputs,
-            has_canary=True,  # which looks at backwards only
+            has_determinism_check=True,  # which looks at backwards only
         )
         compute.begin(found.step, ())
         for microbatch in range(config.run.eval_microbatches):

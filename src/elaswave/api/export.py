@@ -23,7 +23,7 @@ from elaswave.checkpoints.shards import DTYPES, read_pieces
 from elaswave.errors import CheckpointError, UsageError
 from elaswave.models import gpt, llama
 from elaswave.models.layers import ModelSpec, build_layer
-from elaswave.state.buffers import decode
+from elaswave.state.buffers import buffer_from_float32
 from elaswave.state.flat import model_shapes, slot_values
 from elaswave.untrusted import open_binary, read_json
 
@@ -134,7 +134,7 @@ def initial_weights(model: ModelSpec, seed: int, config: Mapping[str, Any]) -> W
         for shape in shapes:
             if layer == (shape.users[0] if shape.users else shape.layer):
                 for slot, values in slot_values(spec, module, shape):
-                    tensors[slot.name] = decode(values, DTYPES[slot.dtype]).view(slot.shape)
+                    tensors[slot.name] = buffer_from_float32(values, DTYPES[slot.dtype]).view(slot.shape)
         for tensor in shapes[layer].frozen:
             tensors[tensor.name] = module.get_parameter(spec.own_name(tensor.name)).detach()
     return Weights(0, config, __version__, tensors)
@@ -220,7 +220,7 @@ def _as_own(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Expor
 
 
 def _as_llama(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Exported:
-    tensors = {llama.huggingface_name(name): tensor for name, tensor in own.items()}
+    tensors = {llama.huggingface_llama_name(name): tensor for name, tensor in own.items()}
     vocab_size, hidden_size = tensors["model.embed_tokens.weight"].shape
     head_size = hidden_size // model["num_heads"]
     return tensors, _COMMON_CONFIG | {
@@ -245,7 +245,7 @@ def _as_llama(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Exp
 def _as_gpt2(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Exported:
     tensors = {}
     for own_name, tensor in own.items():
-        name, transposed = gpt.huggingface_name(own_name)
+        name, transposed = gpt.gpt2_name(own_name)
         tensors[name] = tensor.t().contiguous() if transposed else tensor
     vocab_size, hidden_size = tensors["transformer.wte.weight"].shape
     return tensors, _COMMON_CONFIG | {

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elaswave.errors import UsageError
-from elaswave.models.admission import check_hooks, check_module, check_sizes_known, check_values
+from elaswave.models.admission import check_hooks, check_module, check_not_meta, check_sizes_known
 from elaswave.models.builders import problems_with_captured, problems_with_layer_fields
 from elaswave.models.foreign.layer import foreign_in, kind_line
 from elaswave.models.instances import (
@@ -236,7 +236,7 @@ def _problems_with_layer(layer: Layer, module: nn.Module) -> list[str]:
         check_module(layer.name, module)
         check_hooks(layer.name, module)
         if isinstance(layer.build, CopyOf):
-            check_values(layer.name, module)
+            check_not_meta(layer.name, module)
             layer.build.check()
         problems = []
     except UsageError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from elaswave.api.environment import RANDOM, given_key, hash_seed, template_environment, use_private_cache
+from elaswave.api.environment import RANDOM, forkserver_environment, given_key, hash_seed, use_private_cache
 from elaswave.api.evaluation import evaluation_means
 from elaswave.api.held import held, refuse_connections, without_new_connections
 from elaswave.api.model import OwnModelSpec, dtype_name
@@ -132,7 +132,7 @@ class Trainer:
         self._cut_as(options.saved_config())
         config = self._resolved(options, session.workers, session.overrides)
         use_private_cache()
-        environment = template_environment()
+        environment = forkserver_environment()
         if environment is not None and hash_seed() == RANDOM:
             _warn_of_sets(self._samples)
         files = read_files() if environment is None else ()  # a fresh interpreter inherits none

@@ -61,7 +61,7 @@ def site_of(label: str) -> str:
     return label.partition("/")[0]
 
 
-def sites_of(layout: Layout) -> dict[str, tuple[int, ...]]:
+def workers_by_site(layout: Layout) -> dict[str, tuple[int, ...]]:
     """The members at each site, sites in the order of their first workers; empty where nothing is known of sites."""
     found: dict[str, list[int]] = {}
     for worker in layout.workers if layout.copies else ():
@@ -73,7 +73,7 @@ def realms_of(layout: Layout) -> Mapping[int, str]:
     """Worker -> site, where copies do not leave their owner's site; else empty: they may be anywhere."""
     if layout.copies != "inside":
         return {}
-    return {worker: site for site, members in sites_of(layout).items() for worker in members}
+    return {worker: site for site, members in workers_by_site(layout).items() for worker in members}
 
 
 def num_followers_of(owner: int, workers: Collection[int], realms: Mapping[int, str], num_followers: int) -> int:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 import msgspec
 
 from elaswave.blocks.domains import Domains, domains_of, num_followers_of, realms_of
-from elaswave.blocks.replica_peers import Partners, choose_partners
+from elaswave.blocks.replica_peers import ReplicaPeers, choose_replica_peers
 from elaswave.types import Layout
 
 DEFAULT_BLOCK_SIZE = 16384
@@ -66,7 +66,7 @@ class Placement(msgspec.Struct, frozen=True):
         return worker in self.owner or any(worker in others for others in self.followers)
 
 
-class Role(IntEnum):
+class ReplicaRole(IntEnum):
     """What a worker is to a block."""
 
     OWNER = 1
@@ -153,9 +153,9 @@ def place_blocks(
         raise ValueError(f"num_followers is {num_followers}: it cannot be negative (0 means no copies)")
     members_of_layer = holders_of_layers(layout)
     owners = _deal_owners(members_of_layer, blocks)
-    partners = partners_under(layout, scatter_width)
+    replica_peers = replica_peers_under(layout, scatter_width)
     realms = realms_of(layout)
-    chooser = FollowerChooser(workers, partners, scatter_width, domains_of(layout), realms=realms)
+    chooser = FollowerChooser(workers, replica_peers, scatter_width, domains_of(layout), realms=realms)
     num_wanted = {owner: num_followers_of(owner, workers, realms, num_followers) for owner in set(owners)}
     for block, owner in zip(blocks, owners):
         chooser.count(members_of_layer[block.layer], (owner,), block.num_elements)
@@ -170,21 +170,21 @@ def place_blocks(
     return Placement(tuple(owners), tuple(followers))
 
 
-def partners_under(
+def replica_peers_under(
     layout: Layout,
     scatter_width: int,
     *,
     excluded: Collection[int] = (),
     copies: Iterable[tuple[int, tuple[int, ...]]] = (),
     firm: bool = False,
-) -> Partners:
+) -> ReplicaPeers:
     """The partners of the workers of a layout's stages; those that run a layer, or a shared unit, are a group.
 
     Args:
         layout: who runs which layer, and where.
         excluded: workers that hold nothing.
         copies: (owner, followers) of each block that shall stay where it is, as far as possible.
-        scatter_width, firm: as of `choose_partners`.
+        scatter_width, firm: as of `choose_replica_peers`.
     Raises:
         ValueError: scatter_width < 1.
     """
@@ -211,10 +211,12 @@ def partners_under(
         (owner, [worker for worker in followers if fits(owner, worker)], num_blocks)
         for (owner, followers), num_blocks in Counter(copies).items()
     )
-    found: Partners = {}
+    found: ReplicaPeers = {}
     for realm in dict.fromkeys(realms.get(worker) for group in members for worker in group):
         inside = [tuple(worker for worker in group if realms.get(worker) == realm) for group in members]
-        found |= choose_partners([group for group in inside if group], scatter_width, hosts=hosts, kept=kept, firm=firm)
+        found |= choose_replica_peers(
+            [group for group in inside if group], scatter_width, hosts=hosts, kept=kept, firm=firm
+        )
     return found
 
 
@@ -270,15 +272,15 @@ class FollowerChooser:
     """Chooses followers one by one and keeps count of what each worker holds and follows.
 
     One follower of a block is a partner of its owner; among several that fit the one that follows the owner in the
-    fewest blocks, then the one that holds the fewest elements. Partners are of the block's stage where all workers are
-    on one host and the stage has another worker. Each further follower is one fixed worker for an owner and the
+    fewest blocks, then the one that holds the fewest elements. Replica peers are of the block's stage where all workers
+    are on one host and the stage has another worker. Each further follower is one fixed worker for an owner and the
     followers so far: with two followers there are not many more sets of three that hold a block than an owner has
     partners. It is in a domain without a copy, outside of the stage if one inside is there, and no other partner, as
     far as there are such workers, in this order.
 
     Args:
         workers: all that may hold blocks, ascending.
-        partners: of each worker that may be chosen; an owner that has none chooses among all.
+        replica_peers: of each worker that may be chosen; an owner that has none chooses among all.
         scatter_width: so many of an owner's partners are chosen for the blocks of one stage; it may have more for
             those of another that runs the same layers.
         domains: by what copies are kept apart, level by level, see `elaswave.blocks.domains`.
@@ -289,7 +291,7 @@ class FollowerChooser:
     def __init__(
         self,
         workers: Sequence[int],
-        partners: Partners,
+        replica_peers: ReplicaPeers,
         scatter_width: int,
         domains: Domains = (),
         excluded: Collection[int] = (),
@@ -297,8 +299,8 @@ class FollowerChooser:
     ) -> None:
         self._workers = workers
         self._realms = realms
-        self._ordered = partners
-        self._partners = {worker: frozenset(others) for worker, others in partners.items()}
+        self._ordered = replica_peers
+        self._replica_peers = {worker: frozenset(others) for worker, others in replica_peers.items()}
         self._width = scatter_width
         self._excluded = frozenset(excluded)
         self._domains = domains
@@ -320,13 +322,13 @@ class FollowerChooser:
         """
         owner, *followers = holders
         self._held[owner] += num_elements
-        partner = next((worker for worker in followers if worker in self._partners.get(owner, ())), None)
+        replica_peer = next((worker for worker in followers if worker in self._replica_peers.get(owner, ())), None)
         for follower in followers:
-            self.note(owner, follower, num_elements, num_firsts=num_blocks * (follower == partner))
-        if partner is not None:
-            chosen = frozenset((partner,))
+            self.note(owner, follower, num_elements, num_firsts=num_blocks * (follower == replica_peer))
+        if replica_peer is not None:
+            chosen = frozenset((replica_peer,))
             for worker in followers:
-                if worker != partner:
+                if worker != replica_peer:
                     self.fix(members, owner, chosen, worker)
                     chosen |= {worker}
 
@@ -366,7 +368,7 @@ class FollowerChooser:
             None if all workers of the best kind are full, or if all workers that may be chosen hold the block.
         """
         candidates = self.candidates(members, owner, chosen)
-        further = bool(chosen) and not self.lacks_partner(owner, chosen)
+        further = bool(chosen) and not self.lacks_replica_peer(owner, chosen)
         if further:
             fixed = self.fixed(members, owner, chosen)
             if fixed in candidates:
@@ -378,8 +380,10 @@ class FollowerChooser:
         followed, held = self._followed[owner], self._held
         if further:
             # A pair of partners is a set of two that can lose state already.
-            partners = self._partners.get(owner, ())
-            follower = min(candidates, key=lambda worker: (worker in partners, self._num_fixed[worker], held[worker]))
+            replica_peers = self._replica_peers.get(owner, ())
+            follower = min(
+                candidates, key=lambda worker: (worker in replica_peers, self._num_fixed[worker], held[worker])
+            )
             self.fix(members, owner, chosen, follower)
         else:
             fewest = min(map(followed.__getitem__, candidates))
@@ -387,10 +391,10 @@ class FollowerChooser:
         self.note(owner, follower, num_elements, num_firsts=not further)
         return follower
 
-    def lacks_partner(self, owner: int, chosen: Collection[int]) -> bool:
+    def lacks_replica_peer(self, owner: int, chosen: Collection[int]) -> bool:
         """Whether none of a block's followers is a partner of its owner, though it has partners."""
-        partners = self._partners.get(owner, frozenset())
-        return bool(partners) and partners.isdisjoint(chosen)
+        replica_peers = self._replica_peers.get(owner, frozenset())
+        return bool(replica_peers) and replica_peers.isdisjoint(chosen)
 
     def candidates(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...]) -> tuple[int, ...]:
         """The workers of the best kind that is there for the next follower, in a ring that starts after the owner.
@@ -414,13 +418,13 @@ class FollowerChooser:
             for worker in ring
             if worker not in chosen and worker not in self._excluded and self._realms.get(worker) == here
         ]
-        if lacks_partner := self.lacks_partner(owner, chosen):
-            free = [worker for worker in free if worker in self._partners[owner]]
+        if lacks_replica_peer := self.lacks_replica_peer(owner, chosen):
+            free = [worker for worker in free if worker in self._replica_peers[owner]]
         else:
             free = self._apart(free, (owner, *chosen))
         inside = [worker for worker in free if worker in in_stage]
         outside = [worker for worker in free if worker not in in_stage]
-        if lacks_partner:
+        if lacks_replica_peer:
             fitting = inside if inside and self._one_host else free
             first = sorted(fitting, key=self._ordered[owner].index)[: self._width]
             fitting = [worker for worker in fitting if worker in first]
@@ -439,12 +443,12 @@ class FollowerChooser:
         return workers
 
 
-def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, Role]:
+def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, ReplicaRole]:
     """Which blocks a worker holds under a placement, and as what."""
-    roles: dict[int, Role] = {}
+    roles: dict[int, ReplicaRole] = {}
     for block in blocks:
         if placement.owner[block.id] == worker:
-            roles[block.id] = Role.OWNER
+            roles[block.id] = ReplicaRole.OWNER
         elif worker in placement.followers[block.id]:
-            roles[block.id] = Role.FOLLOWER
+            roles[block.id] = ReplicaRole.FOLLOWER
     return roles

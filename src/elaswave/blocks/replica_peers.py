@@ -1,4 +1,4 @@
-"""Partners: among which workers the first follower of a worker's blocks is chosen. Pure: no torch, no IO.
+"""ReplicaPeers: among which workers the first follower of a worker's blocks is chosen. Pure: no torch, no IO.
 
 If every worker of a stage follows blocks of every other (declustering without a bound), any two of them that are lost
 at one instant take all copies of some block with them. Here each worker has a few partners only, its *scatter width*:
@@ -22,21 +22,21 @@ from itertools import chain, islice
 
 EVERYBODY = 1 << 30
 """A scatter width that makes all workers of a stage partners."""
-Partners = dict[int, tuple[int, ...]]
+ReplicaPeers = dict[int, tuple[int, ...]]
 """Worker -> those among which the first followers of its blocks are chosen. Nearly always mutual."""
 
 _WINDOW = 128
 """So many workers near one that nobody is left for are looked at."""
 
 
-def choose_partners(
+def choose_replica_peers(
     groups: Sequence[Sequence[int]],
     width: int,
     *,
     hosts: Mapping[int, str | int] | None = None,
     kept: Mapping[int, Iterable[int]] | None = None,
     firm: bool = False,
-) -> Partners:
+) -> ReplicaPeers:
     """The partners of every worker; a deterministic function of its arguments.
 
     A worker gets `width` partners on other hosts, or as many as there are; where all are on one host, `width` in each
@@ -71,21 +71,21 @@ def choose_partners(
         for group in groups:
             graph.fill(group, group, last=True)
         graph.fill(sorted(graph.alone), workers, last=True)
-    return {worker: tuple(partners) for worker, partners in graph.partners.items()}
+    return {worker: tuple(replica_peers) for worker, replica_peers in graph.replica_peers.items()}
 
 
-def partner_pairs(partners: Mapping[int, Iterable[int]]) -> set[tuple[int, int]]:
+def replica_peer_pairs(replica_peers: Mapping[int, Iterable[int]]) -> set[tuple[int, int]]:
     """All pairs (lower id first) of which one follows the other's blocks: with one follower, those pairs whose loss at
     one instant loses state."""
-    return {(min(one, other), max(one, other)) for one, others in partners.items() for other in others}
+    return {(min(one, other), max(one, other)) for one, others in replica_peers.items() for other in others}
 
 
 class _Graph:
-    """Partners as they are chosen.
+    """Replica peers as they are chosen.
 
     Args:
         workers: all, ascending.
-        groups, width, hosts: as of `choose_partners`.
+        groups, width, hosts: as of `choose_replica_peers`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class _Graph:
         self._width = width
         self._hosts: Mapping[int, str | int] = dict.fromkeys(workers, 0) if hosts is None else hosts
         self.num_hosts = len({self._hosts[worker] for worker in workers})
-        self.partners: dict[int, dict[int, None]] = {worker: {} for worker in workers}
+        self.replica_peers: dict[int, dict[int, None]] = {worker: {} for worker in workers}
         self._num_chosen = dict.fromkeys(workers, 0)  # how often each is a partner of another
         self._need = dict.fromkeys(workers, 0)
         self._host_links: dict[str | int, dict[str | int, None]] = {}
@@ -117,36 +117,36 @@ class _Graph:
     def keep(self, kept: Mapping[int, Iterable[int]], *, firm: bool) -> None:
         """Takes over the partners of before."""
         for worker, others in kept.items():
-            if worker not in self.partners:
+            if worker not in self.replica_peers:
                 continue
-            known = [other for other in others if other in self.partners]
+            known = [other for other in others if other in self.replica_peers]
             if len(self._groups_of[worker]) > 1:  # who is in one group with it only has no other group to stay for
                 known.sort(key=lambda other: len(set(self._groups_of[worker]).intersection(self._groups_of[other])))
             for other in known:
-                if other not in self.partners[worker] and self._may_stay(worker, other):
+                if other not in self.replica_peers[worker] and self._may_stay(worker, other):
                     self._add(worker, other)
         if firm:
             return
         # Whoever is nobody's partner shall become one: it gives up its own for such as choose it, too.
         while unknown := [
             worker
-            for worker in self.partners
+            for worker in self.replica_peers
             if not self._num_chosen[worker] and worker not in self.alone and worker not in self._newcomers
         ]:
             for worker in unknown:
                 self._newcomers.add(worker)
-                self._wished[worker] = tuple(self.partners[worker])
-                for partner in self._wished[worker]:
-                    self._remove(worker, partner)
+                self._wished[worker] = tuple(self.replica_peers[worker])
+                for replica_peer in self._wished[worker]:
+                    self._remove(worker, replica_peer)
 
     def _may_stay(self, worker: int, other: int) -> bool:
-        partners = self.partners[worker]
+        replica_peers = self.replica_peers[worker]
         if worker == other or not self._fits(worker, other):
             return False
         if self.num_hosts > 1 or worker in self.alone:
-            return len(partners) < self._width
+            return len(replica_peers) < self._width
         return any(
-            sum(index in self._groups_of[partner] for partner in partners) < self._width
+            sum(index in self._groups_of[replica_peer] for replica_peer in replica_peers) < self._width
             for index in self._groups_of[worker]
             if index in self._groups_of[other]
         )
@@ -162,17 +162,17 @@ class _Graph:
 
     # -------------------------------------------------------------------------------------------------------- linking
 
-    def _add(self, worker: int, partner: int) -> None:
-        self.partners[worker][partner] = None
-        self._num_chosen[partner] += 1
+    def _add(self, worker: int, replica_peer: int) -> None:
+        self.replica_peers[worker][replica_peer] = None
+        self._num_chosen[replica_peer] += 1
         if self.num_hosts > 1:
-            here, there = self._hosts[worker], self._hosts[partner]
+            here, there = self._hosts[worker], self._hosts[replica_peer]
             self._host_links.setdefault(here, {})[there] = None
             self._host_links.setdefault(there, {})[here] = None
 
-    def _remove(self, worker: int, partner: int) -> None:
-        del self.partners[worker][partner]
-        self._num_chosen[partner] -= 1
+    def _remove(self, worker: int, replica_peer: int) -> None:
+        del self.replica_peers[worker][replica_peer]
+        self._num_chosen[replica_peer] -= 1
 
     def _link(self, one: int, other: int) -> bool:
         """Makes two that need one each other's partners, if they may be.
@@ -182,7 +182,7 @@ class _Graph:
         """
         if not (self._need[one] > 0 and self._need[other] > 0) or one == other:
             return False
-        if other in self.partners[one] or one in self.partners[other]:
+        if other in self.replica_peers[one] or one in self.replica_peers[other]:
             return False
         if self.num_hosts > 1 and self._hosts[one] == self._hosts[other]:
             return False
@@ -208,13 +208,13 @@ class _Graph:
             return
         needy = self._count_needs(askers, members)
         for worker in needy:
-            for partner in self._wished.get(worker, ()):
-                self._link(worker, partner)
+            for replica_peer in self._wished.get(worker, ()):
+                self._link(worker, replica_peer)
         for worker in needy:  # a partner of one side becomes one of both: no other pair becomes fatal
-            for partner in tuple(self.partners[worker]):
-                if self._need[partner] > 0 and worker not in self.partners[partner]:
-                    self._add(partner, worker)
-                    self._need[partner] -= 1
+            for replica_peer in tuple(self.replica_peers[worker]):
+                if self._need[replica_peer] > 0 and worker not in self.replica_peers[replica_peer]:
+                    self._add(replica_peer, worker)
+                    self._need[replica_peer] -= 1
         if self.num_hosts > 1:
             self._link_by_hosts(self._still(needy))
         self._link_in_circle(self._still(needy))
@@ -232,9 +232,12 @@ class _Graph:
         needy = []
         for worker in sorted(set(askers)):
             if self.num_hosts > 1:
-                others, has = len(inside) - here[self._hosts[worker]], len(self.partners[worker])
+                others, has = len(inside) - here[self._hosts[worker]], len(self.replica_peers[worker])
             else:
-                others, has = len(inside) - 1, sum(partner in inside for partner in self.partners[worker])
+                others, has = (
+                    len(inside) - 1,
+                    sum(replica_peer in inside for replica_peer in self.replica_peers[worker]),
+                )
             lacking = min(self._width, others) - has
             if lacking > 0:
                 self._need[worker] = lacking
@@ -329,13 +332,13 @@ class _Graph:
         open_slots = [worker for worker in needy for _ in range(self._need[worker])]
         while open_slots:
             one = open_slots.pop(0)
-            partner = open_slots[0] if open_slots else None
-            if partner is not None and self._insert(one, partner, members, place):
+            replica_peer = open_slots[0] if open_slots else None
+            if replica_peer is not None and self._insert(one, replica_peer, members, place):
                 open_slots.pop(0)
                 self._need[one] -= 1
-                self._need[partner] -= 1
+                self._need[replica_peer] -= 1
             else:
-                if not (partner is None and self._turn(one, members, place)):
+                if not (replica_peer is None and self._turn(one, members, place)):
                     self._choose(one, members, place)
                 self._need[one] -= 1
 
@@ -361,7 +364,7 @@ class _Graph:
         for u in islice(self._near(one, members, place), _WINDOW):
             if not self._may_join(one, u):
                 continue
-            for v in self.partners[u]:
+            for v in self.replica_peers[u]:
                 if v != one and v != other and u != other and self._may_break(u, v, (one, other)):
                     fits = self._may_join(other, v) and self._as_near(u, v, one) and self._as_near(v, u, other)
                     if fits:
@@ -373,15 +376,15 @@ class _Graph:
 
     def _may_join(self, one: int, other: int) -> bool:
         mutual = self._fits(one, other) and self._fits(other, one)
-        return mutual and one != other and other not in self.partners[one] and one not in self.partners[other]
+        return mutual and one != other and other not in self.replica_peers[one] and one not in self.replica_peers[other]
 
-    def _as_near(self, worker: int, partner: int, instead: int) -> bool:
+    def _as_near(self, worker: int, replica_peer: int, instead: int) -> bool:
         """Whether a worker that loses a partner gets another of the same groups for it."""
-        shared = set(self._groups_of[worker]).intersection(self._groups_of[partner])
+        shared = set(self._groups_of[worker]).intersection(self._groups_of[replica_peer])
         return shared.issubset(self._groups_of[instead])
 
     def _may_break(self, u: int, v: int, newcomers: Collection[int]) -> bool:
-        if u not in self.partners[v]:
+        if u not in self.replica_peers[v]:
             return False
         return (min(u, v), max(u, v)) in self._breakable or self._newcomers.issuperset(newcomers)
 
@@ -396,8 +399,8 @@ class _Graph:
         for u in islice(self._near(worker, members, place), _WINDOW):
             if not self._may_join(worker, u):
                 continue
-            for v in self.partners[u]:
-                new = (min(u, v), max(u, v)) in self._breakable and u in self.partners[v]
+            for v in self.replica_peers[u]:
+                new = (min(u, v), max(u, v)) in self._breakable and u in self.replica_peers[v]
                 if new and v != worker and self._may_join(worker, v) and self._as_near(v, u, worker):
                     self._breakable.discard((min(u, v), max(u, v)))
                     self._remove(v, u)
@@ -411,10 +414,12 @@ class _Graph:
         options = [
             other
             for other in islice(self._near(worker, members, place), _WINDOW)
-            if other != worker and self._fits(worker, other) and other not in self.partners[worker]
+            if other != worker and self._fits(worker, other) and other not in self.replica_peers[worker]
         ]
         if not options:  # on a crowded host
-            options = [other for other in members if self._fits(worker, other) and other not in self.partners[worker]]
+            options = [
+                other for other in members if self._fits(worker, other) and other not in self.replica_peers[worker]
+            ]
         wished = self._wished.get(worker, ())
         chosen = min(
             options,

@@ -6,7 +6,7 @@ from math import comb
 
 import msgspec
 
-from elaswave.blocks.domains import hosts_of, sites_of
+from elaswave.blocks.domains import hosts_of, workers_by_site
 from elaswave.blocks.placement import Placement
 from elaswave.types import Layout
 
@@ -83,7 +83,7 @@ def survival_of(
     if not sets:
         return None
     copies = min(map(len, sets))
-    hosts, sites = hosts_of(layout), sites_of(layout)
+    hosts, sites = hosts_of(layout), workers_by_site(layout)
     return Survival(
         num_workers=len(set(layout.workers).union(*sets)),
         num_copies=copies,

@@ -28,9 +28,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from elaswave.channel.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, Session, encode, peer_name
+from elaswave.channel.wire import (
+    COORDINATOR,
+    MAX_MESSAGE_BYTES,
+    ControlFrameKind,
+    Frame,
+    Session,
+    encode_payload,
+    peer_name,
+)
 from elaswave.errors import AuthenticationError, BacklogError, CommError, FrameError
-from elaswave.protocol.leadership.heads import beginning, newest
+from elaswave.protocol.leadership.store_position import first_position, newest_position
 from elaswave.transport import addresses
 from elaswave.transport.handshake import Key, secrets_of
 from elaswave.transport.tls import Tls
@@ -87,7 +95,7 @@ class _Phase(Enum):
     DOWN = "down"
     HANDSHAKE = "handshake"
     OPENING = "opening"
-    """`hello` and `facts` are being called."""
+    """`hello` and `replayed_state` are being called."""
     OPEN = "open"
 
 
@@ -104,7 +112,7 @@ class ControlClient(Generic[_T]):
         receives: union of the message types that may arrive.
         on_message: called with each message that arrives.
         hello: called on each new connection for the first message.
-        facts: called on each new connection for the messages that follow what was not acknowledged.
+        replayed_state: called on each new connection for the messages that follow what was not acknowledged.
         heartbeat: called every `interval_s` while connected (`next_heartbeat_s`) for a message to send; None sends an
             empty heartbeat.
         interval_s: between heartbeats.
@@ -118,8 +126,8 @@ class ControlClient(Generic[_T]):
         silence_timeout_s: a connection on which heartbeats are not answered for this long is made again; None: as
             long as fits the number of candidates.
         dial: begins to connect to an address.
-        founded: of the job that the owner takes part in, see `elaswave.protocol.leadership.heads.Head`; 0: it does not
-            yet.
+        job_generation: of the job that the owner takes part in, see `elaswave.protocol.leadership.store_position.Head`;
+            0: it does not yet.
     Raises:
         ValueError: the key is too short, or TLS is asked for on a Unix socket.
         ConfigError: certificate files that cannot be used.
@@ -136,7 +144,7 @@ class ControlClient(Generic[_T]):
         on_message: Callable[[_T], None],
         hello: Callable[[], msgspec.Struct],
         *,
-        facts: Callable[[], Sequence[msgspec.Struct]] = tuple,
+        replayed_state: Callable[[], Sequence[msgspec.Struct]] = tuple,
         heartbeat: Callable[[], msgspec.Struct | None] = lambda: None,
         interval_s: float = 0.1,
         tls: Tls | None = None,
@@ -147,7 +155,7 @@ class ControlClient(Generic[_T]):
         max_unacknowledged_bytes: int = MAX_UNACKNOWLEDGED_BYTES,
         silence_timeout_s: float | None = None,
         dial: Callable[[str], socket.socket] = addresses.dial,
-        founded: int = 0,
+        job_generation: int = 0,
     ) -> None:
         if tls is not None and not address.startswith("tcp:"):
             raise ValueError(f"TLS is for tcp: addresses, but {address!r} is none: leave out the certificate")
@@ -162,7 +170,7 @@ class ControlClient(Generic[_T]):
         self._key = key
         self._receives = receives
         self._on_message, self._heartbeat, self._on_failure = on_message, heartbeat, on_failure
-        self._hello, self._facts = hello, facts
+        self._hello, self._replayed_state = hello, replayed_state
         self._interval_s = interval_s
         self._security = tls.dialling() if tls else None
         self._has_tls = tls is not None
@@ -189,11 +197,11 @@ class ControlClient(Generic[_T]):
         self._deaf = False
         """The other side reads no more. What it said before is still read, until the connection's end is reached."""
         self._meanwhile: list[_Sent] = []
-        """Sent while `hello` and `facts` were being called."""
+        """Sent while `hello` and `replayed_state` were being called."""
         self._broken: Exception | None = None
         """Set by `send` and `silence`: the connection must be given up."""
         self._silent = False
-        self._head = beginning(founded) if founded else None
+        self._store_position = first_position(job_generation) if job_generation else None
         """The newest that a coordinator has told."""
         self._closing = False
         self._closed = False
@@ -260,7 +268,7 @@ class ControlClient(Generic[_T]):
             FrameError: it is larger than may be sent.
             BacklogError: too much is waiting to be acknowledged.
         """
-        payload = encode(message, self._max_message_bytes)
+        payload = encode_payload(message, self._max_message_bytes)
         with self._changed:
             if self._closing:
                 return False
@@ -284,7 +292,7 @@ class ControlClient(Generic[_T]):
             if self._phase is not _Phase.OPEN:
                 return False
             assert self._session is not None
-            self._session.write(Kind.MESSAGE, number, payload)
+            self._session.write(ControlFrameKind.MESSAGE, number, payload)
             self._flush()
             return self._broken is None and not self._deaf
 
@@ -397,7 +405,7 @@ class ControlClient(Generic[_T]):
                 self._dial()
         if self._phase is _Phase.OPEN and now >= self._next_heartbeat:
             message = self._heartbeat()
-            payload = b"" if message is None else encode(message, self._max_message_bytes)
+            payload = b"" if message is None else encode_payload(message, self._max_message_bytes)
             with self._changed:
                 # Being answered costs as much as a heartbeat, so only some of them ask for it.
                 asks = self._num_unanswered == 0 and now >= self._next_question
@@ -405,7 +413,7 @@ class ControlClient(Generic[_T]):
                     self._first_unanswered = now
                     self._next_question = now + self._silence_timeout_s / 4
                 if self._session is not None:
-                    self._session.write(Kind.HEARTBEAT, int(asks), payload)
+                    self._session.write(ControlFrameKind.HEARTBEAT, int(asks), payload)
                     self._flush()
                 self._num_unanswered += asks or self._num_unanswered > 0
                 self._next_heartbeat = next_heartbeat_s(now, self._interval_s)
@@ -457,19 +465,21 @@ class ControlClient(Generic[_T]):
 
     def _greet(self, session: Session[_T]) -> None:
         now_s = time.monotonic()
-        facts = [_Sent(0, encode(fact, self._max_message_bytes), now_s) for fact in self._facts()]
+        replayed_state = [
+            _Sent(0, encode_payload(fact, self._max_message_bytes), now_s) for fact in self._replayed_state()
+        ]
         with self._changed:
             # Taken after the facts, so that no durable message that is older than one of them comes behind it.
             durable = list(self._unacknowledged)
             self._meanwhile = [sent for sent in self._meanwhile if not sent.number]
-        hello = encode(self._hello(), self._max_message_bytes)
+        hello = encode_payload(self._hello(), self._max_message_bytes)
         with self._changed:
-            if self._head is not None:
-                session.write(Kind.HEAD, 0, encode(self._head))
-            session.write(Kind.OPEN, self._identity)
-            session.write(Kind.MESSAGE, 0, hello)
-            for sent in [*durable, *facts, *self._meanwhile]:
-                session.write(Kind.MESSAGE, sent.number, sent.payload, time.monotonic() - sent.made_s)
+            if self._store_position is not None:
+                session.write(ControlFrameKind.STORE_POSITION, 0, encode_payload(self._store_position))
+            session.write(ControlFrameKind.OPEN, self._identity)
+            session.write(ControlFrameKind.MESSAGE, 0, hello)
+            for sent in [*durable, *replayed_state, *self._meanwhile]:
+                session.write(ControlFrameKind.MESSAGE, sent.number, sent.payload, time.monotonic() - sent.made_s)
             self._meanwhile = []
             self._phase = _Phase.OPEN
             self._opened_at = time.monotonic()
@@ -480,13 +490,13 @@ class ControlClient(Generic[_T]):
 
     def _on_frame(self, frame: Frame) -> None:
         self._first_unanswered, self._num_unanswered = math.inf, 0
-        if frame.kind is Kind.MESSAGE and frame.message is not None:
+        if frame.kind is ControlFrameKind.MESSAGE and frame.message is not None:
             if not self._silent and self._broken is None:
                 self._on_message(frame.message)
-        elif frame.kind is Kind.HEAD:
+        elif frame.kind is ControlFrameKind.STORE_POSITION:
             if not self._silent:
-                self._head = newest(self._head, frame.message)
-        elif frame.kind is Kind.ACK:
+                self._store_position = newest_position(self._store_position, frame.message)
+        elif frame.kind is ControlFrameKind.ACK:
             with self._changed:
                 while self._unacknowledged and self._unacknowledged[0].number <= frame.number:
                     self._num_unacknowledged_bytes -= len(self._unacknowledged.popleft().payload)

@@ -27,21 +27,21 @@ import msgspec
 from elaswave.channel.wire import (
     COORDINATOR,
     MAX_MESSAGE_BYTES,
+    ControlFrameKind,
     Frame,
-    Kind,
     Session,
-    encode,
+    encode_payload,
     is_operator,
     peer_name,
 )
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.protocol.detection.host_silence import Counters
-from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.system.kernel import counters_of
 from elaswave.transport import addresses
 from elaswave.transport.handshake import Key, secrets_of
 from elaswave.transport.tls import Tls
-from elaswave.transport.unauthenticated import CROWDED_OUT, LimitedLines, UnauthenticatedPeers, source_of
+from elaswave.transport.unauthenticated import CROWDED_OUT, LimitedLines, UnauthenticatedPeers, source_network
 
 HANDSHAKE_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 30.0
@@ -68,7 +68,7 @@ OPERATOR_LIMITS = PeerLimits(message_bytes_max=1 << 16, outbox_bytes_max=4 << 20
 BURST_S = 10.0
 
 
-class TurnedAway(NamedTuple):
+class RefusedPeer(NamedTuple):
     """To a peer that may not connect."""
 
     word: msgspec.Struct | None
@@ -87,8 +87,8 @@ class ControlServer(Generic[_T]):
         handshake_timeout_s: how long an unauthenticated peer may take to prove that it holds the key.
         stall_timeout_s: how long a peer may leave unread what waits for it.
         when_durable: calls back once all that was handled so far is durable, see `elaswave.store.interface`.
-        head: where the durable history stands: peers are told before the messages that follow from it.
-        now_s: clock by which `heard_s` counts.
+        store_position: where the durable history stands: peers are told before the messages that follow from it.
+        now_s: clock by which `last_heartbeat_s` counts.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ControlServer(Generic[_T]):
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         when_durable: Callable[[Callable[[], None]], None] = lambda call: call(),
-        head: Callable[[], Head | None] = lambda: None,
+        store_position: Callable[[], StorePosition | None] = lambda: None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = ""
@@ -111,7 +111,7 @@ class ControlServer(Generic[_T]):
         self.handshake_timeout_s = handshake_timeout_s
         self.stall_timeout_s = stall_timeout_s
         self._when_durable = when_durable
-        self._head = head
+        self._store_position = store_position
         self.now_s = now_s
         self._unauthenticated: UnauthenticatedPeers[_Connection] = UnauthenticatedPeers()
         self._peers: dict[int, _Connection] = {}
@@ -141,7 +141,7 @@ class ControlServer(Generic[_T]):
         tls: Tls | None = None,
         on_refused: Callable[[str], None] = lambda reason: None,
         on_stranger: Callable[[str], None] = lambda reason: None,
-        on_head: Callable[[int, Head], TurnedAway | None] = lambda peer, head: None,
+        on_store_position: Callable[[int, StorePosition], RefusedPeer | None] = lambda peer, store_position: None,
         refusal: Callable[[int], str | None] = lambda peer: None,
         key_of: Callable[[int], Key] | None = None,
     ) -> None:
@@ -158,8 +158,8 @@ class ControlServer(Generic[_T]):
             on_refused: called with one line about a connection that was turned away or a peer that was cut off.
             on_stranger: called with one line about a peer that speaks as one of the job, and has not proved that it
                 holds the job's key.
-            on_head: called with the newest head that a peer has been told, before it counts as connected; returns
-                what it is told if it is turned away.
+            on_store_position: called with the newest head that a peer has been told, before it counts as connected;
+                returns what it is told if it is turned away.
             refusal: returns why a participant may not connect, or None if it may.
             key_of: gives the keys of which a participant of an id must hold one; None: ``key``, whoever it is.
         Raises:
@@ -172,7 +172,7 @@ class ControlServer(Generic[_T]):
         self._receives = receives
         self._on_message, self._on_connected, self._on_closed = on_message, on_connected, on_closed
         self._on_refused, self._on_stranger, self._refusal = on_refused, on_stranger, refusal
-        self._on_head = on_head
+        self._on_store_position = on_store_position
         if tls is not None and not listen.startswith("tcp:"):
             raise ValueError(f"TLS is for tcp: addresses, but {listen!r} is none: leave out the certificate")
         self._security = tls.listening() if tls else None
@@ -205,10 +205,10 @@ class ControlServer(Generic[_T]):
         """Ids of the peers that are connected, ascending."""
         return sorted(self._peers)
 
-    def heard_s(self, peer: int) -> float | None:
+    def last_heartbeat_s(self, peer: int) -> float | None:
         """Seconds since something came from a peer; None if it is not connected."""
         connection = self._peers.get(peer)
-        return None if connection is None else self.now_s() - connection.heard_s
+        return None if connection is None else self.now_s() - connection.last_heartbeat_s
 
     def look(self, peers: Iterable[int]) -> list[Counters]:
         """What the kernel has counted on the connections to some peers. On those where nothing waits for an
@@ -243,14 +243,14 @@ class ControlServer(Generic[_T]):
             FrameError: the message is larger than may be sent.
         """
         if self._newest is None or self._newest[0] is not message:  # a decision goes to one member after the other
-            self._newest = message, encode(message, self.max_message_bytes)
+            self._newest = message, encode_payload(message, self.max_message_bytes)
         payload = self._newest[1]
-        reached, head = [], self._head()
+        reached, store_position = [], self._store_position()
         for peer in peers:
             connection = self._peers.get(peer)
-            if connection is not None and head is not None and not is_operator(peer):
-                connection.tell(head)
-            if connection is not None and connection.write(Kind.MESSAGE, 0, payload):
+            if connection is not None and store_position is not None and not is_operator(peer):
+                connection.tell(store_position)
+            if connection is not None and connection.write(ControlFrameKind.MESSAGE, 0, payload):
                 reached.append(peer)
         return reached
 
@@ -318,7 +318,7 @@ class ControlServer(Generic[_T]):
 
     def entered(self, connection: "_Connection") -> None:
         """An unauthenticated peer has connected."""
-        source = source_of(connection.transport.get_extra_info("peername"))
+        source = source_network(connection.transport.get_extra_info("peername"))
         if ended := self._unauthenticated.admit(connection, source):
             ended.refuse(CROWDED_OUT)
 
@@ -348,17 +348,20 @@ class ControlServer(Generic[_T]):
             for frame in frames:
                 if self._closing or self._done.done() or connection.is_hung_up:
                     return
-                if frame.kind is Kind.OPEN:
+                if frame.kind is ControlFrameKind.OPEN:
                     self._opened(connection, peer, frame.number)
                     continue
-                if frame.kind is Kind.HEAD and connection in self._unauthenticated:
-                    if not self._call(self._heard, connection, peer, frame.message):
+                if frame.kind is ControlFrameKind.STORE_POSITION and connection in self._unauthenticated:
+                    if not self._call(self._received_position, connection, peer, frame.message):
                         return
                     continue
-                if self._peers.get(peer) is not connection or frame.kind in (Kind.ACK, Kind.HEAD):
+                if self._peers.get(peer) is not connection or frame.kind in (
+                    ControlFrameKind.ACK,
+                    ControlFrameKind.STORE_POSITION,
+                ):
                     raise FrameError(f"{frame.kind.name} from {peer_name(peer)}, which may not be sent here")
                 answer |= frame.number > 0
-                numbered = frame.kind is Kind.MESSAGE and frame.number > 0
+                numbered = frame.kind is ControlFrameKind.MESSAGE and frame.number > 0
                 client, handled = self._handled[peer]
                 if numbered and frame.number <= handled:
                     continue
@@ -384,7 +387,7 @@ class ControlServer(Generic[_T]):
         connection = self._peers.get(peer)
         if connection is not None and peer in self._handled:
             client, number = self._acknowledged.get(peer, (0, 0))
-            connection.write(Kind.ACK, number if client == self._handled[peer][0] else 0, b"")
+            connection.write(ControlFrameKind.ACK, number if client == self._handled[peer][0] else 0, b"")
 
     def keep_alive(self) -> None:
         """Gives all peers a sign of life, while the caller keeps the event loop waiting."""
@@ -409,15 +412,15 @@ class ControlServer(Generic[_T]):
             _log.warning("%s", reason)
             self._call(self._on_refused, reason)
 
-    def _heard(self, connection: "_Connection", peer: int, head: Head) -> None:
+    def _received_position(self, connection: "_Connection", peer: int, store_position: StorePosition) -> None:
         """Of who is turned away the connection is never opened: it takes the place of no other one of that name. What
         an operator has heard is of no account: it is no member."""
         if is_operator(peer):
             return
-        turned = self._on_head(peer, head)
+        turned = self._on_store_position(peer, store_position)
         if turned is not None:
             if turned.word is not None:
-                connection.write(Kind.MESSAGE, 0, encode(turned.word, self.max_message_bytes))
+                connection.write(ControlFrameKind.MESSAGE, 0, encode_payload(turned.word, self.max_message_bytes))
             connection.hang_up()
 
     def _opened(self, connection: "_Connection", peer: int, client: int) -> None:
@@ -448,7 +451,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server: ControlServer[Any]) -> None:
         self.session: Session[Any] = server.new_session()
-        self.heard_s = 0.0
+        self.last_heartbeat_s = 0.0
         """When something came last, by the server's clock."""
         self._server = server
         self._loop = asyncio.get_running_loop()
@@ -457,7 +460,7 @@ class _Connection(asyncio.Protocol):
         self._refused = False
         self._settled = False
         self._number = server.next_number()
-        self._told: Head | None = None
+        self._sent_position: StorePosition | None = None
         self.is_hung_up = False
         """What comes is not read any more."""
         self._limits = server.limits
@@ -478,7 +481,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused or self.is_hung_up:
             return
-        self.heard_s = self._server.now_s()
+        self.last_heartbeat_s = self._server.now_s()
         if not self._settled:
             self._server.spoke(self)
         try:
@@ -491,7 +494,7 @@ class _Connection(asyncio.Protocol):
             is_stranger = isinstance(error, AuthenticationError) and not self.session.open and self.session.peer >= 0
             self.refuse(str(error), is_stranger=is_stranger)
 
-    def write(self, kind: Kind, number: int, payload: bytes) -> bool:
+    def write(self, kind: ControlFrameKind, number: int, payload: bytes) -> bool:
         """Sends a frame; returns whether the connection still stands."""
         if self._refused or self.is_hung_up or self.transport.is_closing():
             return False
@@ -503,11 +506,11 @@ class _Connection(asyncio.Protocol):
             return False
         return True
 
-    def tell(self, head: Head) -> None:
+    def tell(self, store_position: StorePosition) -> None:
         """Sends where the history stands, if it has gone on."""
-        if head != self._told:
-            self._told = head
-            self.write(Kind.HEAD, 0, encode(head))
+        if store_position != self._sent_position:
+            self._sent_position = store_position
+            self.write(ControlFrameKind.STORE_POSITION, 0, encode_payload(store_position))
 
     def look(self) -> Counters | None:
         """What the kernel has counted; None if it is no TCP connection, or is ending."""

@@ -16,7 +16,7 @@ import time
 from collections import deque
 
 from elaswave.config.schema import Config
-from elaswave.config.sites import control_network, sites_of
+from elaswave.config.sites import configured_sites, control_network
 from elaswave.transport import addresses
 from elaswave.transport.emulated import EmulatedPath
 
@@ -97,7 +97,7 @@ def slow_control_of(config: Config, worker: int) -> SlowControl | None:
         config: of the run.
         worker: its id. One that joins is taken to be where its number says.
     """
-    sites = sites_of(config)
+    sites = configured_sites(config)
     if sites is None or sites.coordinator is None or sites.are_real:
         return None
     here, home = sites.site_of(worker), sites.coordinator

@@ -30,8 +30,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from elaswave.errors import AuthenticationError, FrameError
-from elaswave.job.key_files import Role
-from elaswave.protocol.leadership.heads import Head
+from elaswave.job.key_files import KeyRole
+from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.protocol.messages import PROTOCOL_VERSION
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Key, Listener, secrets_of
 from elaswave.transport.tls import Security, bound_key, digest_of_peer, trouble_with
@@ -79,13 +79,13 @@ def is_agent(peer: int) -> bool:
 
 
 _OPERATORS = {
-    Role.STEERING: range(FIRST_OPERATOR, FIRST_READER),
-    Role.READING: range(FIRST_READER, FIRST_CHANGER),
-    Role.CHANGING: range(FIRST_CHANGER, COORDINATOR),
+    KeyRole.STEERING: range(FIRST_OPERATOR, FIRST_READER),
+    KeyRole.READING: range(FIRST_READER, FIRST_CHANGER),
+    KeyRole.CHANGING: range(FIRST_CHANGER, COORDINATOR),
 }
 
 
-def operator_id(number: int, role: Role = Role.STEERING) -> int:
+def operator_id(number: int, role: KeyRole = KeyRole.STEERING) -> int:
     """The id of an operator on control connections. It says which key it proves.
 
     Args:
@@ -96,15 +96,15 @@ def operator_id(number: int, role: Role = Role.STEERING) -> int:
     return ids[number % len(ids)]
 
 
-def role_of(peer: int) -> Role:
+def role_of(peer: int) -> KeyRole:
     """Of which key a participant of an id must prove that it holds it: a worker and an agent of the joining key, an
     operator of the one that its id says. So nobody is more than its key is for, whatever id it claims."""
-    return next((role for role, ids in _OPERATORS.items() if peer in ids), Role.JOINING)
+    return next((role for role, ids in _OPERATORS.items() if peer in ids), KeyRole.JOINING)
 
 
 def is_reader(peer: int) -> bool:
     """Whether an id is of an operator that may ask for the status alone."""
-    return role_of(peer) is Role.READING
+    return role_of(peer) is KeyRole.READING
 
 
 def is_operator(peer: int) -> bool:
@@ -121,7 +121,7 @@ def peer_name(peer: int) -> str:
     return f"worker {peer}" if peer < FIRST_AGENT else f"agent {peer - FIRST_AGENT}"
 
 
-class Kind(IntEnum):
+class ControlFrameKind(IntEnum):
     """What a frame is."""
 
     OPEN = 1
@@ -132,7 +132,7 @@ class Kind(IntEnum):
     """The server has handled all messages up to this number. Also the answer to a heartbeat that asks for one."""
     HEARTBEAT = 4
     """The client is alive; with or without a message. Its number is 1 if it asks for an answer, else 0."""
-    HEAD = 5
+    STORE_POSITION = 5
     """Where the coordinator's history stands, before what it has led to; a client says the newest one first on each new
     connection."""
 
@@ -140,7 +140,7 @@ class Kind(IntEnum):
 class Frame(NamedTuple):
     """One frame that has arrived."""
 
-    kind: Kind
+    kind: ControlFrameKind
     number: int
     message: Any
     """Of the agreed union; None if the frame carries none."""
@@ -305,7 +305,7 @@ class Session(Generic[_T]):
             self._shake_hands()
         return self._frames() if self.open else []
 
-    def write(self, kind: Kind, number: int = 0, payload: bytes = b"", age_s: float = 0.0) -> None:
+    def write(self, kind: ControlFrameKind, number: int = 0, payload: bytes = b"", age_s: float = 0.0) -> None:
         """Appends a frame to what is to be sent. Only when `open`.
 
         Args:
@@ -383,10 +383,12 @@ class Session(Generic[_T]):
 
     def _frame(self, kind: int, number: int, payload: bytes, age_s: float) -> Frame:
         try:
-            is_head = kind == Kind.HEAD
-            decoder = _head_decoder if is_head else self._decoder
-            message = decoder.decode(unpacked(payload, self.max_message_bytes)) if payload or is_head else None
-            return Frame(Kind(kind), number, message, age_s)
+            is_store_position = kind == ControlFrameKind.STORE_POSITION
+            decoder = _position_decoder if is_store_position else self._decoder
+            message = (
+                decoder.decode(unpacked(payload, self.max_message_bytes)) if payload or is_store_position else None
+            )
+            return Frame(ControlFrameKind(kind), number, message, age_s)
         except (msgspec.MsgspecError, ValueError, RecursionError, zlib.error) as error:
             raise FrameError(f"a malformed message from {peer_name(self.peer)}: {error}") from error
 
@@ -409,7 +411,7 @@ def unpacked(payload: bytes, max_message_bytes: int) -> bytes:
     return whole
 
 
-def encode(message: msgspec.Struct, max_message_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
+def encode_payload(message: msgspec.Struct, max_message_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
     """A message as a payload.
 
     Raises:
@@ -434,7 +436,7 @@ def _is_worth_compressing(payload: bytes) -> bool:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_head_decoder = msgspec.msgpack.Decoder(Head)
+_position_decoder = msgspec.msgpack.Decoder(StorePosition)
 
 
 def _content(payload: bytes) -> bytes:

@@ -62,9 +62,9 @@ class CheckpointSearch(msgspec.Struct, frozen=True):
     """Newer ones that cannot be used, newest first."""
 
 
-def shard_name(worker: int, epoch: int) -> str:
-    """Name of the file with a worker's part of a checkpoint that was begun in an epoch, without its suffix."""
-    return f"worker-{worker}-epoch-{epoch}"
+def shard_name(worker: int, generation: int) -> str:
+    """Name of the file with a worker's part of a checkpoint that was begun in a generation, without its suffix."""
+    return f"worker-{worker}-generation-{generation}"
 
 
 def places(run_dir: Path) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[Writt
 
     Args:
         folder: the checkpoint's temporary folder, from ``checkpoint.shard_folder``.
-        shard: name of the file without suffix, different for every worker, such as "worker-3-epoch-1".
+        shard: name of the file without suffix, different for every worker, such as "worker-3-generation-1".
         pieces: in any order.
     Returns:
         One item per rectangle, for ``checkpoint_commit.commit_checkpoint``. No item spans two pieces, so that the same

@@ -127,7 +127,7 @@ def agent_command(
     elaswave agent --job demo --config my.toml --hosts 2 \\
       --coordinator 10.77.0.1:7077 --set net.trusted=true
     """
-    from elaswave.launcher.taking_part import AgentOptions, take_part  # late: only this command needs it
+    from elaswave.launcher.taking_part import AgentOptions, run_agent  # late: only this command needs it
 
     if hosts is not None:
         overrides = (*overrides, f"control.hosts={hosts}")
@@ -147,7 +147,7 @@ def agent_command(
         wait_s=wait_s,
         leave_s=grace_s - 5.0,
     )
-    take_part(options, _key(overrides), prepare_to_compute)
+    run_agent(options, _key(overrides), prepare_to_compute)
 
 
 def _key(overrides: tuple[str, ...]) -> JobKey:

@@ -232,7 +232,7 @@ def last_answer(client: OperatorClient, make: Callable[[int], Request], timeout_
         assert isinstance(answer, Answer)
         if answer.is_last:
             return answer
-        say(line_of(answer), err=as_json)
+        say(answer_line(answer), err=as_json)
     raise AssertionError("a last answer or an error comes")
 
 
@@ -249,7 +249,9 @@ def _finish(answer: Answer, as_json: bool, over: JobOver | None = None) -> None:
         if over is not None:
             document["outcome"], document["outcome_reason"] = over.outcome, over.reason
         say_json(document)
-    lines = [line_of(answer)] + ([f"{over.outcome}: {over.reason}" if over.reason else over.outcome] if over else [])
+    lines = [answer_line(answer)] + (
+        [f"{over.outcome}: {over.reason}" if over.reason else over.outcome] if over else []
+    )
     if failed:
         say_error("error: " + "; ".join(lines))
         sys.exit(1)
@@ -257,7 +259,7 @@ def _finish(answer: Answer, as_json: bool, over: JobOver | None = None) -> None:
         say(*lines)
 
 
-def line_of(answer: Answer) -> str:
+def answer_line(answer: Answer) -> str:
     """An answer for people."""
     step = "" if answer.step is None else f" (step {answer.step})"
     return f"{answer.decided}{step}: {answer.reason}"

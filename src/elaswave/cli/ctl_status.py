@@ -12,7 +12,7 @@ from rich.text import Text
 from elaswave.channel.messages.operator import JobOver, JobStatus, WorkerStatus
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
 from elaswave.devices.gauges import Gauges
-from elaswave.observability.output import shown
+from elaswave.observability.output import printable
 from elaswave.observability.progress import format_loss, format_rate
 from elaswave.observability.result import from_json_float
 from elaswave.observability.wrapping import wrap
@@ -34,7 +34,7 @@ def render_status(status: JobStatus, run: Path, width: int, *, is_styled: bool |
     lines += wrap(_headline(status), width)
     lines += wrap(_pace(status), width)
     lines += wrap(
-        f"layout {status.layout}, {status.num_microbatches} micro-batches, epoch {status.epoch}, coordinator "
+        f"layout {status.layout}, {status.num_microbatches} micro-batches, generation {status.generation}, coordinator "
         f"{status.term}, {status.state}",
         width,
     )
@@ -45,7 +45,7 @@ def render_status(status: JobStatus, run: Path, width: int, *, is_styled: bool |
     for recovery in status.recoveries[-_RECOVERIES_SHOWN:]:
         who = recovery.kind if recovery.worker is None else f"worker {recovery.worker} {recovery.kind}"
         lines += wrap(
-            f"  {who} in step {recovery.step}, epoch {recovery.epoch}, {recovery.outcome}, "
+            f"  {who} in step {recovery.step}, generation {recovery.generation}, {recovery.outcome}, "
             f"{format_seconds(recovery.total_s)}",
             width,
         )
@@ -102,7 +102,7 @@ def _row(worker: WorkerStatus) -> list[str]:
         worker.num_followed_blocks,
         worker.step,
         None if worker.doing is None else worker.doing + (", waits" if worker.waiting_on else ""),
-        None if worker.heard_s is None else f"{worker.heard_s:.1f} s ago",
+        None if worker.last_heartbeat_s is None else f"{worker.last_heartbeat_s:.1f} s ago",
     ]
     return ["-" if cell is None else str(cell) for cell in cells]
 
@@ -183,5 +183,5 @@ class StatusDisplay:
             self._print(f"the job is over: {over.outcome}{', ' if over.reason else ''}{over.reason}")
 
     def _print(self, text: str) -> None:
-        self._stream.write(shown(text, self._stream) + "\n")
+        self._stream.write(printable(text, self._stream) + "\n")
         self._stream.flush()

@@ -27,11 +27,18 @@ from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
 from elaswave.faults.injection import FAULTS_FILE, Fault, FaultRecord, parse_faults, read_fault_records
 from elaswave.hashing import key64
-from elaswave.launcher.machine import check_memory
+from elaswave.launcher.machine import check_machine_memory
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.output import say_json
 from elaswave.observability.progress import format_loss, make_reporter, writes_unicode
-from elaswave.observability.result import EpochRecord, JsonFloat, Recovery, RunResult, from_json_float, read_digests
+from elaswave.observability.result import (
+    GenerationRecord,
+    JsonFloat,
+    Recovery,
+    RunResult,
+    from_json_float,
+    read_digests,
+)
 from elaswave.observability.run_folder import default_run_dir, open_run_dir
 from elaswave.protocol.step.engine import PHASES
 from elaswave.visible import visible
@@ -119,7 +126,7 @@ def demo_command(seed: int, run_dir: Path | None, overwrite: bool, overrides: tu
     own_layout = any(override.strip().startswith(_SHAPE) for override in overrides)
     defaults = [default for default in DEFAULTS if not (own_layout and default.startswith(_SHAPE))]
     config = load_config(None, [*defaults, *overrides])
-    check_memory(config)
+    check_machine_memory(config)
     specs = draw_faults(seed, sum(config.widths), config.run.steps)
     now = datetime.now(UTC)
     run_dir = run_dir or default_run_dir(now, secrets.token_hex(3))
@@ -217,7 +224,7 @@ def demonstrate(
     shown.say()
     shown.say(("2  The same again, and these faults strike: ", "bold"), (", ".join(map(str, faults)), "bold yellow"))
     struck_dir, struck = _train(config, run_dir / DISTURBED, faults, json_mode=json_mode, overwrite=overwrite)
-    joins = joins_of(struck.epochs)
+    joins = joins_of(struck.generations)
     comparison = compare_results(calm, struck, read_digests(calm_dir), read_digests(struck_dir))
     records = read_fault_records(struck_dir / FAULTS_FILE)
     shown.say()
@@ -240,20 +247,20 @@ def demonstrate(
     )
 
 
-def joins_of(epochs: Sequence[EpochRecord]) -> list[Join]:
+def joins_of(generations: Sequence[GenerationRecord]) -> list[Join]:
     """Who has joined, by the layouts that a run had.
 
     Args:
-        epochs: of the run, in their order.
+        generations: of the run, in their order.
     """
     first: dict[int, int] = {}
     computes: dict[int, int] = {}
-    for record in epochs:
+    for record in generations:
         for worker in record.layout.workers:
             first.setdefault(worker, record.first_step)
         for worker in record.layout.active:
             computes.setdefault(worker, record.first_step)
-    founders = epochs[0].layout.workers if epochs else ()
+    founders = generations[0].layout.workers if generations else ()
     return [
         Join(worker=worker, first_step=step, computes_from=computes.get(worker))
         for worker, step in first.items()

@@ -14,7 +14,7 @@ from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.output import say, say_json
 from elaswave.observability.progress import format_loss, format_rate, sparkline, writes_unicode
 from elaswave.observability.result import from_json_float, read_digests, read_result
-from elaswave.observability.summary import RunSummary, StageSummary, WorkerSummary, summarize
+from elaswave.observability.summary import RunSummary, StageSummary, WorkerSummary, summarize_run
 from elaswave.observability.wrapping import wrap
 
 _MAX_NOTES = 20
@@ -61,7 +61,7 @@ def inspect_group() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def inspect_run(run: Path, as_json: bool) -> None:
     """Show what a run did: layout, timings, losses, recoveries, checkpoints."""
-    summary = summarize(run)
+    summary = summarize_run(run)
     if as_json:
         _echo_json(summary)
         return
@@ -145,11 +145,11 @@ def _loss_lines(summary: RunSummary, width: int, *, ascii_only: bool) -> list[st
 
 
 def _layout_lines(summary: RunSummary, width: int) -> list[str]:
-    if not summary.epochs:
+    if not summary.generations:
         return []
     lines = [""]
-    for record in summary.epochs:
-        text = f"layout {record.layout.describe()}, epoch {record.epoch}, from step {record.first_step}"
+    for record in summary.generations:
+        text = f"layout {record.layout.describe()}, generation {record.generation}, from step {record.first_step}"
         lines += wrap(f"{text}: {record.reason}", width)
     header = ["stage", "workers", "layers", "parameters", "names"]
     lines += ["", *render_table(*_without_empty(header, [_stage_row(stage) for stage in summary.stages]), width)]

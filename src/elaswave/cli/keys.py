@@ -8,12 +8,12 @@ import click
 import msgspec
 
 from elaswave.channel.messages.operator import Answer, AskKey, AskStatus, StatusAnswer
-from elaswave.cli.ctl import DEFAULT_TIMEOUT_S, SECONDS, last_answer, line_of
+from elaswave.cli.ctl import DEFAULT_TIMEOUT_S, SECONDS, answer_line, last_answer
 from elaswave.cli.groups import DefaultCommand
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError, UsageError
 from elaswave.job.control_file import ControlFile, read_control_file
-from elaswave.job.key_files import JOB_KEY_FILE, LESSER, JobKey, Role
+from elaswave.job.key_files import JOB_KEY_FILE, LESSER, JobKey, KeyRole
 from elaswave.job.key_making import (
     LOCAL_NAMES,
     abandon_change,
@@ -82,7 +82,7 @@ def make_command(folder: Path, hosts: tuple[str, ...], roles: tuple[str, ...], d
     Write ./rotate for a folder that is called rotate.
     """
     made = make_keys(folder, [tuple(names.split(",")) for names in hosts], days, adds=bool(roles))
-    lesser = [write_role_key(folder, Role(role)) for role in dict.fromkeys(roles)]
+    lesser = [write_role_key(folder, KeyRole(role)) for role in dict.fromkeys(roles)]
     if as_json:
         document = {"folders": [str(each) for each in made], "keys": [str(each) for each in lesser]}
         say(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
@@ -204,11 +204,11 @@ def _finish(answer: Answer, files: list[Path], outdated: list[Path], as_json: bo
             document |= {"files": list(map(str, files)), "outdated": list(map(str, outdated))}
         say_json(document)
     if not is_changed:
-        say_error(f"error: {line_of(answer)}")
+        say_error(f"error: {answer_line(answer)}")
         sys.exit(1)
     if as_json:
         return
-    say(line_of(answer))
+    say(answer_line(answer))
     for file in files:
         say(f"{file}: the job's key from now on; copy it to all hosts that have the old one")
     for path in outdated:

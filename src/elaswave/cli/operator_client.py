@@ -28,7 +28,7 @@ from elaswave.channel.messages.operator import (
 from elaswave.channel.wire import operator_id
 from elaswave.errors import ControlError, RunFolderError, UsageError
 from elaswave.job.control_file import read_control_file
-from elaswave.job.key_files import JobKey, Role, next_file, read_key
+from elaswave.job.key_files import JobKey, KeyRole, next_file, read_key
 from elaswave.transport.handshake import KeyRing, Secrets
 
 TURN_S = 0.1
@@ -67,10 +67,10 @@ class OperatorClient:
         self._over: JobOver | None = None
         self._key_file = key_file or Path(self._file.key_file)
         self._new_keys = () if new_key is None else (new_key,)
-        self._role = Role.CHANGING
+        self._role = KeyRole.CHANGING
         if new_key is None:
-            is_reader = _key_in(self._key_file).role is Role.READING
-            self._role = Role.READING if is_reader else Role.STEERING
+            is_reader = _key_in(self._key_file).role is KeyRole.READING
+            self._role = KeyRole.READING if is_reader else KeyRole.STEERING
         self._ring = KeyRing(self._secrets())
         self._client: ControlClient[ToOperator] = ControlClient(
             self._file.address,
@@ -79,7 +79,7 @@ class OperatorClient:
             ToOperator,
             self._on_message,
             lambda: OperatorHello(version=__version__),
-            facts=lambda: () if self._open is None else (self._open,),
+            replayed_state=lambda: () if self._open is None else (self._open,),
             interval_s=HEARTBEAT_S,
             tls=self._file.tls,
             host=self._file.tls_host,
@@ -193,9 +193,9 @@ class OperatorClient:
         the one in the file, or the one that is to follow it, which is read first: it is renamed to the other."""
         following: list[JobKey] = []
         with contextlib.suppress(UsageError):
-            following = [key for key in (read_key(next_file(self._key_file)),) if key.role is Role.JOB]
+            following = [key for key in (read_key(next_file(self._key_file)),) if key.role is KeyRole.JOB]
         present = _key_in(self._key_file)
-        later = following if present.role is Role.JOB else []
+        later = following if present.role is KeyRole.JOB else []
         held = [_held(key, self._role) for key in (present, *later, *self._new_keys)]
         return Secrets(tuple(dict.fromkeys(held)))
 
@@ -222,7 +222,7 @@ class OperatorClient:
         )
 
 
-def _held(key: JobKey, role: Role) -> bytes:
+def _held(key: JobKey, role: KeyRole) -> bytes:
     try:
         return key.held(role)
     except UsageError as error:

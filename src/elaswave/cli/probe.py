@@ -10,7 +10,7 @@ import click
 from elaswave.api.environment import given_key
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
 from elaswave.errors import UsageError
-from elaswave.job.key_files import Role
+from elaswave.job.key_files import KeyRole
 from elaswave.observability.output import say, say_error, say_json
 from elaswave.planning.costs.network import NetworkLink
 
@@ -71,13 +71,13 @@ def probe_command(
     if answer is not None:
         if network is not None or source is not None or targets or output is not None or as_json:
             raise UsageError("--answer goes with --for alone: a host answers or measures; give the rest elsewhere")
-        _answer(answer, key.held(Role.JOINING), for_s)
+        _answer(answer, key.held(KeyRole.JOINING), for_s)
         return
     if network is None or source is None or not targets or for_s is not None:
         raise UsageError(
             "give --answer ADDRESS:PORT to answer, or NETWORK.toml, --from SITE and --to SITE=HOST:PORT to measure"
         )
-    _measure(network, source, targets, output, as_json, key.held(Role.JOINING))
+    _measure(network, source, targets, output, as_json, key.held(KeyRole.JOINING))
 
 
 def _answer(where: str, key: bytes, for_s: float | None) -> None:
@@ -98,7 +98,7 @@ def _answer(where: str, key: bytes, for_s: float | None) -> None:
 def _measure(file: Path, source: str, targets: tuple[str, ...], output: Path | None, as_json: bool, key: bytes) -> None:
     from elaswave.config.network import network_text, read_parts
     from elaswave.observability.result import atomic_write
-    from elaswave.transport.probing import measure
+    from elaswave.transport.probing import measure_link
 
     parts = read_parts(file)
     places = _places(source, targets, list(parts.sites), file)
@@ -108,7 +108,7 @@ def _measure(file: Path, source: str, targets: tuple[str, ...], output: Path | N
     for site, (host, port) in places.items():
         if not as_json:
             say_error(f"measuring the link from {source} to {site}")
-        found = measure(host, port, key)
+        found = measure_link(host, port, key)
         links[source, site], links[site, source] = _rounded(found.out), _rounded(found.back)
         rows.append((site, found))
     said = "; ".join(each for each in (parts.source, f"measured from {source}: {', '.join(places)}") if each)

@@ -43,7 +43,7 @@ def check_values(
         try:
             good[key] = _converted(value, fields[key].type)
         except msgspec.ValidationError:
-            problems.append(f"{section}.{key}: got {shown(value)}, expected {expectation(fields[key].type)}")
+            problems.append(f"{section}.{key}: got {toml_text(value)}, expected {expectation(fields[key].type)}")
     return good, problems
 
 
@@ -89,7 +89,7 @@ def expectation(field_type: Any) -> str:
     return _in_words(inspect.type_info(field_type))
 
 
-def shown(value: Any) -> str:
+def toml_text(value: Any) -> str:
     """A value as a person would write it in TOML, shortened."""
     try:
         text = toml_value(value)

@@ -14,19 +14,21 @@ import numpy as np
 from elaswave.config.own import OWN
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.config.schema import Config
-from elaswave.config.sites import sites_of
+from elaswave.config.sites import configured_sites
 from elaswave.fences import built_in_layer_names, codecs_at
 from elaswave.planning.costs.analytic import USABLE_MEMORY, analytic_costs, analytic_shares, multiplications
 from elaswave.planning.costs.fences import fenced_costs
 from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.planning.costs.machines import Cluster, DeviceSpec, FrequencyLevel
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.presets import ModelShape
 from elaswave.types import ExecutionParameters
 
 REAL_LINK = NetworkLink(bandwidth_bytes_per_s=2e9, latency_s=0.0)
 """Between processes of one machine, as measured; their latency is in the step's overhead."""
-CPU = Device(name="cpu", flops_per_s=1e11, memory_bytes=1e15, source="not described; its memory is not planned with")
+CPU = DeviceSpec(
+    name="cpu", flops_per_s=1e11, memory_bytes=1e15, source="not described; its memory is not planned with"
+)
 """Stands for the processor that a worker really runs on: costs are measured there, so only speeds' ratios count."""
 
 QUOTA_SPEEDS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
@@ -87,7 +89,7 @@ def emulated_costs(config: Config) -> Costs:
         msgspec.structs.replace(layer, **{name: getattr(layer, name) * device.time_scale for name in _SECONDS})
         for layer in described.layers
     )
-    sites, end_link = sites_of(config), None
+    sites, end_link = configured_sites(config), None
     if sites is not None:  # whose links carry the tensors of the run's own model
         carried = own_bytes(config).layers
         layers = tuple(
@@ -160,14 +162,14 @@ def estimated_costs(config: Config, layer_parameters: Sequence[int] = ()) -> Cos
     return Costs(layers=layers, source="estimated from the sizes of the layers")
 
 
-def device_of(config: Config) -> Device:
+def device_of(config: Config) -> DeviceSpec:
     """What every worker of a run computes on."""
     if config.device.kind == "emulated":
         return device_preset(config.device.name).device
     return CPU if config.device.quota is None else cpu_under_quota(config.device.quota)
 
 
-def cpu_under_quota(share: float) -> Device:
+def cpu_under_quota(share: float) -> DeviceSpec:
     """A processor of which each worker may use a share of a core at the base level, at higher ones more.
 
     What a level draws is its share of a core: then a limit of power is a limit of cores. There are no lower levels,
@@ -234,7 +236,7 @@ def cluster_of(
     """
     ids = range(sum(config.widths)) if workers is None else workers
     num_workers = len(ids)
-    device, sites = device_of(config), sites_of(config)
+    device, sites = device_of(config), configured_sites(config)
     return Cluster(
         ids=np.array(ids, dtype=np.int64),
         node=np.zeros(num_workers, dtype=np.int64) if sites is None else np.array(ids, dtype=np.int64),

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from elaswave.config.checks import check_values, path_problem, plain, shown, unknown_section
+from elaswave.config.checks import check_values, path_problem, plain, toml_text, unknown_section
 from elaswave.config.devices import emulated_costs, own_layer_costs, shape_of
 from elaswave.config.far_layout import planned_keys
 from elaswave.config.own import OWN, OwnModel, free_keys, problems_with_own
@@ -117,7 +117,7 @@ def build_config(
         elif name not in SECTIONS:
             found.append(unknown_section(name, value, SECTIONS))
         elif not isinstance(value, Mapping):
-            found.append(f"{name}: got {shown(value)}, expected a table of keys, [{name}]")
+            found.append(f"{name}: got {toml_text(value)}, expected a table of keys, [{name}]")
     for name, struct in SECTIONS.items():
         given = values.get(name)
         given = given if isinstance(given, Mapping) else {}
@@ -186,7 +186,7 @@ def _by_section(settings: Mapping[Any, Any], problems: list[str]) -> Values:
         elif dot and section and key:
             values.setdefault(section, {})[key] = value
         elif section in SECTIONS:
-            problems.append(f"{section}: got {shown(value)}, expected a dictionary of keys")
+            problems.append(f"{section}: got {toml_text(value)}, expected a dictionary of keys")
         else:
             problems.append(unknown_section(section, value, SECTIONS))
     return values

@@ -18,7 +18,7 @@ from elaswave.planning.costs.layers import Costs, LayerCosts
 from elaswave.planning.costs.memory import MemoryModel, num_copies
 
 
-class Memory(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """Bytes, at least, by worker of the fullest stage and in all."""
 
     num_parameters: int
@@ -35,7 +35,7 @@ class Memory(NamedTuple):
         return self.parameters + self.sums + self.optimizer + self.activations
 
 
-def least_memory(config: Config, layer_parameters: Sequence[int] = ()) -> Memory:
+def least_memory(config: Config, layer_parameters: Sequence[int] = ()) -> MemoryEstimate:
     """What a run needs at least.
 
     Args:
@@ -48,11 +48,11 @@ def least_memory(config: Config, layer_parameters: Sequence[int] = ()) -> Memory
     num_parameters = sum(layer_parameters) if is_own else shape_of(config).num_parameters
     widths, num_stages = config.widths, len(config.widths)
     copies = num_copies(config.elastic.num_followers, sum(widths))
-    total, fullest = 0, Memory(0, 0, 0, 0, 0, 0)
+    total, fullest = 0, MemoryEstimate(0, 0, 0, 0, 0, 0)
     for stage, (start, stop) in enumerate(pairwise(accumulate(config.layers_per_stage, initial=0))):
         in_flight = min(-(-config.batch.num_microbatches // widths[stage]), num_stages - stage)
         parts = MemoryModel.of_width(costs, widths[stage], copies).parts(start, stop, in_flight)
-        found = Memory(
+        found = MemoryEstimate(
             num_parameters=num_parameters,
             parameters=round(parts.parameters),
             sums=round(parts.sums),
@@ -94,7 +94,7 @@ def _layer(config: Config, num_parameters: int, num_kept: int) -> LayerCosts:
     )
 
 
-def memory_problem(memory: Memory, available: int, source: str) -> str | None:
+def memory_problem(memory: MemoryEstimate, available: int, source: str) -> str | None:
     """Why a run cannot be held, or None.
 
     Args:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from elaswave.config.checks import check_values, shown
+from elaswave.config.checks import check_values, toml_text
 from elaswave.config.presets import device_preset
 from elaswave.config.toml import read_toml, toml_value
 from elaswave.errors import ConfigError, UsageError
@@ -47,7 +47,7 @@ class SiteEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One way, between machines of the site."""
 
 
-class LinkEntry(msgspec.Struct, frozen=True, kw_only=True):
+class SiteLinkEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What a file says of the link between two sites."""
 
     between: tuple[str, str]
@@ -144,7 +144,7 @@ def _read(path: Path) -> tuple[NetworkParts, list[str]]:
     ]
     source = document.get("source", "")
     if not isinstance(source, str):
-        problems.append(f"source: got {shown(source)}, expected text")
+        problems.append(f"source: got {toml_text(source)}, expected text")
     sites = _sites(document.get("sites"), problems)
     links = _links(document.get("links", []), list(sites), problems)
     return NetworkParts(sites, links, source), problems
@@ -171,7 +171,7 @@ _Entry = TypeVar("_Entry", bound=msgspec.Struct)
 
 def _entry(section: str, struct: type[_Entry], values: Any, problems: list[str]) -> _Entry | None:
     if not isinstance(values, Mapping):
-        problems.append(f"{section}: got {shown(values)}, expected a table of keys")
+        problems.append(f"{section}: got {toml_text(values)}, expected a table of keys")
         return None
     good, bad = check_values(section, struct, values)
     bad += [
@@ -207,11 +207,11 @@ def _sites(tables: Any, problems: list[str]) -> dict[str, SiteEntry]:
 
 def _links(tables: Any, sites: list[str], problems: list[str]) -> dict[tuple[str, str], NetworkLink]:
     if not isinstance(tables, list):
-        problems.append(f"links: got {shown(tables)}, expected tables [[links]]")
+        problems.append(f"links: got {toml_text(tables)}, expected tables [[links]]")
         return {}
     found: dict[tuple[str, str], NetworkLink] = {}
     for number, values in enumerate(tables, start=1):
-        entry = _entry(f"links {number}", LinkEntry, values, problems)
+        entry = _entry(f"links {number}", SiteLinkEntry, values, problems)
         if entry is None:
             continue
         first, second = entry.between

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from elaswave.config.checks import check_values, shown, unknown_section
+from elaswave.config.checks import check_values, toml_text, unknown_section
 from elaswave.config.toml import parse_toml, read_toml
 from elaswave.errors import ConfigError, UsageError
-from elaswave.planning.costs.machines import Device, FrequencyLevel
+from elaswave.planning.costs.machines import DeviceSpec, FrequencyLevel
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.presets import DevicePreset, LinkPreset, ModelShape, frequency_levels
 
@@ -29,7 +29,7 @@ _Count = Annotated[int, Meta(ge=1)]
 _Text = Annotated[str, Meta(min_length=1)]
 
 
-class LinkEntry(msgspec.Struct, frozen=True, kw_only=True):
+class PresetLinkEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What a file says of a link."""
 
     bandwidth_bytes_per_s: _Positive
@@ -169,19 +169,19 @@ def catalog_of(document: Mapping[str, Any], where: str, *, known: Catalog) -> Ca
         ConfigError: lists every problem.
     """
     problems: list[str] = []
-    entries: dict[str, type[msgspec.Struct]] = {"devices": DeviceEntry, "links": LinkEntry, "models": ModelEntry}
+    entries: dict[str, type[msgspec.Struct]] = {"devices": DeviceEntry, "links": PresetLinkEntry, "models": ModelEntry}
     for kind, table in document.items():
         if kind not in entries:
             problems.append(unknown_section(kind, table, entries))
         elif not isinstance(table, Mapping):
-            problems.append(f"{kind}: got {shown(table)}, expected tables [{kind}.NAME]")
+            problems.append(f"{kind}: got {toml_text(table)}, expected tables [{kind}.NAME]")
     links = {
         name: LinkPreset(
             name=name,
             link=NetworkLink(bandwidth_bytes_per_s=entry.bandwidth_bytes_per_s, latency_s=entry.latency_s),
             source=entry.source,
         )
-        for name, entry in _entries(document, "links", LinkEntry, problems)
+        for name, entry in _entries(document, "links", PresetLinkEntry, problems)
     }
     devices, models = {}, {}
     for name, device in _entries(document, "devices", DeviceEntry, problems):
@@ -212,7 +212,7 @@ def _entries(
     for name, values in tables.items() if isinstance(tables, Mapping) else ():
         section = f"{kind}.{name}"
         if not isinstance(values, Mapping):
-            problems.append(f"{section}: got {shown(values)}, expected a table of keys, [{section}]")
+            problems.append(f"{section}: got {toml_text(values)}, expected a table of keys, [{section}]")
             continue
         good, bad = check_values(section, struct, values)
         fields = msgspec.structs.fields(struct)
@@ -245,7 +245,7 @@ def _device(name: str, entry: DeviceEntry, links: Mapping[str, LinkPreset]) -> D
         pairs = zip(entry.level_speeds, entry.level_power_w, strict=True)
         levels = tuple(FrequencyLevel(speed=speed, power_w=power_w) for speed, power_w in pairs)
     return DevicePreset(
-        device=Device(
+        device=DeviceSpec(
             name=name,
             flops_per_s=entry.flops_per_s,
             memory_bytes=entry.memory_gib * GIB,

@@ -26,7 +26,7 @@ SHAPE_KEYS = ("layout.stages", "layout.replicas", "layout.widths")
 """The keys that decide how many workers each stage has; ``widths``, without a dot, stands for the result."""
 
 
-class Rule(NamedTuple):
+class _Rule(NamedTuple):
     """One rule: the keys that it reads, and what is wrong with their values, or None."""
 
     keys: tuple[str, ...]
@@ -389,22 +389,22 @@ def _ports_are_a_range(text: str | None) -> str | None:
     return f"net.ports: {text} is no range of ports; give FIRST-LAST with 1 <= FIRST <= LAST <= 65535"
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(("model.hidden_size", "model.num_heads"), _heads_divide_hidden_size),
-    Rule(("model.family", "model.num_heads", "model.num_kv_heads"), _kv_heads_divide_heads),
-    Rule(("model.family", "model.intermediate_size"), _intermediate_size_is_llamas),
-    Rule(("model.family", "model.hidden_size", "model.num_heads"), _rotary_pairs),
-    Rule(("model.family", "model.num_layers", "model.fences"), _fences_stand_behind_layers),
-    Rule(("model.fences", "model.fence_ratios"), _ratios_are_of_fences),
-    Rule(("batch.microbatch_size", "model.context_length"), _enough_rows),
-    Rule(("data.source", "data.vocab_size"), _bin_needs_vocabulary),
-    Rule(("run.eval_every", "data.validation_fraction"), _evaluation_needs_tokens),
-    Rule(("optimizer.schedule", "optimizer.step_every"), _steps_have_a_length),
-    Rule(("optimizer.schedule", "optimizer.decay_steps", "optimizer.warmup_steps", "run.steps"), _decay_fits),
-    Rule(("elastic.min_workers", "widths"), _enough_workers),
-    Rule(("elastic.hosts", "widths"), _hosts_have_all_workers),
-    Rule(("control.hosts", "elastic.hosts", "widths"), _hosts_have_names_and_workers),
-    Rule(
+RULES: tuple[_Rule, ...] = (
+    _Rule(("model.hidden_size", "model.num_heads"), _heads_divide_hidden_size),
+    _Rule(("model.family", "model.num_heads", "model.num_kv_heads"), _kv_heads_divide_heads),
+    _Rule(("model.family", "model.intermediate_size"), _intermediate_size_is_llamas),
+    _Rule(("model.family", "model.hidden_size", "model.num_heads"), _rotary_pairs),
+    _Rule(("model.family", "model.num_layers", "model.fences"), _fences_stand_behind_layers),
+    _Rule(("model.fences", "model.fence_ratios"), _ratios_are_of_fences),
+    _Rule(("batch.microbatch_size", "model.context_length"), _enough_rows),
+    _Rule(("data.source", "data.vocab_size"), _bin_needs_vocabulary),
+    _Rule(("run.eval_every", "data.validation_fraction"), _evaluation_needs_tokens),
+    _Rule(("optimizer.schedule", "optimizer.step_every"), _steps_have_a_length),
+    _Rule(("optimizer.schedule", "optimizer.decay_steps", "optimizer.warmup_steps", "run.steps"), _decay_fits),
+    _Rule(("elastic.min_workers", "widths"), _enough_workers),
+    _Rule(("elastic.hosts", "widths"), _hosts_have_all_workers),
+    _Rule(("control.hosts", "elastic.hosts", "widths"), _hosts_have_names_and_workers),
+    _Rule(
         (
             "sites.network",
             "sites.coordinator",
@@ -417,24 +417,24 @@ RULES: tuple[Rule, ...] = (
         ),
         _sites_have_a_network,
     ),
-    Rule(
+    _Rule(
         ("sites.network", "sites.links", "sites.rate", "sites.delay", "net.transport", "control.hosts"),
         _real_links_are_there,
     ),
-    Rule(("device.kind", "device.model"), _described_model_is_known),
-    Rule(("device.kind", "device.name"), _described_device_is_known),
-    Rule(("model.family", "device.kind"), _own_models_run_on_real_devices),
-    Rule(("device.kind", "model.fences", "model.foreign"), _codecs_and_servers_are_on_the_host),
-    Rule(("model.family", "device.kind", "device.model", "model.num_layers"), _as_many_blocks_as_described),
-    Rule(("device.speeds", "widths"), _a_speed_for_each_worker),
-    Rule(("device.kind", "device.frequency"), _emulated_levels_need_an_emulated_device),
-    Rule(("device.frequency", "device.quota"), _a_quota_needs_control_groups),
-    Rule(("net.transport", *(f"net.{key}" for key in _TCP_KEYS)), _only_tcp_has_addresses),
-    Rule(("net.bind", "net.interface"), _one_place_to_listen),
-    Rule(("net.bind", "net.advertise"), _bind_is_numeric),
-    Rule(("net.advertise",), _dialled_as_a_host),
-    Rule(("net.tls", "net.keys"), _tls_needs_certificates),
-    Rule(("net.transport", "net.bind", "net.tls", "net.trusted"), _exposed_needs_tls),
-    Rule(("net.ports",), _ports_are_a_range),
-    Rule(("control.store", "control.store_ca", "net.trusted"), _exposed_store_needs_tls),
+    _Rule(("device.kind", "device.model"), _described_model_is_known),
+    _Rule(("device.kind", "device.name"), _described_device_is_known),
+    _Rule(("model.family", "device.kind"), _own_models_run_on_real_devices),
+    _Rule(("device.kind", "model.fences", "model.foreign"), _codecs_and_servers_are_on_the_host),
+    _Rule(("model.family", "device.kind", "device.model", "model.num_layers"), _as_many_blocks_as_described),
+    _Rule(("device.speeds", "widths"), _a_speed_for_each_worker),
+    _Rule(("device.kind", "device.frequency"), _emulated_levels_need_an_emulated_device),
+    _Rule(("device.frequency", "device.quota"), _a_quota_needs_control_groups),
+    _Rule(("net.transport", *(f"net.{key}" for key in _TCP_KEYS)), _only_tcp_has_addresses),
+    _Rule(("net.bind", "net.interface"), _one_place_to_listen),
+    _Rule(("net.bind", "net.advertise"), _bind_is_numeric),
+    _Rule(("net.advertise",), _dialled_as_a_host),
+    _Rule(("net.tls", "net.keys"), _tls_needs_certificates),
+    _Rule(("net.transport", "net.bind", "net.tls", "net.trusted"), _exposed_needs_tls),
+    _Rule(("net.ports",), _ports_are_a_range),
+    _Rule(("control.store", "control.store_ca", "net.trusted"), _exposed_store_needs_tls),
 )

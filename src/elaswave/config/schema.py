@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from elaswave.blocks.domains import deal_over_hosts
-from elaswave.config.checks import check_values, shown
+from elaswave.config.checks import check_values, toml_text
 from elaswave.config.hosts import host_sizes
 from elaswave.config.own import without_unused
 from elaswave.config.rules import broken_rules
@@ -491,7 +491,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ConfigError: lists every problem.
         """
         problems = [
-            f"{name}: got {shown(getattr(self, name))}, expected a {section.__name__}"
+            f"{name}: got {toml_text(getattr(self, name))}, expected a {section.__name__}"
             for name, section in SECTIONS.items()
             if not isinstance(getattr(self, name), section)
         ]

@@ -77,7 +77,7 @@ def run_network(config: Config) -> Network:
     return network_at(sites.network, PACED_SHARE if sites.links == "real" else sites.rate, sites.delay)
 
 
-def sites_of(config: Config) -> Sites | None:
+def configured_sites(config: Config) -> Sites | None:
     """Where workers are; None: all at one place.
 
     Raises:
@@ -115,7 +115,7 @@ def sites_of(config: Config) -> Sites | None:
 
 def sites_that_may_part(config: Config) -> tuple[str, ...]:
     """Sites whose links to the others are emulated, so that they can be cut: all but the coordinator's."""
-    sites = sites_of(config)
+    sites = configured_sites(config)
     if sites is None or sites.are_real:
         return ()
     return tuple(name for number, name in enumerate(sites.network.sites) if number != sites.coordinator)
@@ -134,7 +134,7 @@ def control_delays_s(config: Config) -> dict[int, float]:
     It waits for the link's latency, and for other messages, at most `CONTROL_BYTES` of them, also where the link has
     become `SLOWED` times as slow.
     """
-    sites = sites_of(config)
+    sites = configured_sites(config)
     if sites is None or sites.coordinator is None:
         return {}
     network = control_network(config)
@@ -157,7 +157,7 @@ def labels_of(config: Config) -> dict[int, str]:
     Raises:
         ConfigError: hosts that are at no site, or have no room for their site's workers.
     """
-    sites = sites_of(config)
+    sites = configured_sites(config)
     if sites is None:
         return config.host_of
     names = [sites.network.sites[sites.site_of(worker)] for worker in range(sum(config.widths))]

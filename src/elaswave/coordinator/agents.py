@@ -66,7 +66,7 @@ class Agents:
         Args:
             peer: the agent.
             message: its question.
-            keys: what those who want to take part are told to go by, see `AskedKeys.told`.
+            keys: what those who want to take part are told to go by, see `KeyCommands.told`.
         """
         spec = self._spec
         if spec is None:

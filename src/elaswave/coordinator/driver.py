@@ -28,16 +28,16 @@ from elaswave.channel.messages.worker import (
 )
 from elaswave.channel.server import ControlServer
 from elaswave.channel.wire import agent_id
-from elaswave.config.sites import control_delays_s, sites_of
+from elaswave.config.sites import configured_sites, control_delays_s
 from elaswave.coordinator.agents import Agents
 from elaswave.coordinator.background import Background, call_at_end
-from elaswave.coordinator.commands.asked_keys import AskedKeys, obstacle_to
-from elaswave.coordinator.commands.asked_members import AskedMembers
+from elaswave.coordinator.commands.asked_keys import KeyCommands, obstacle_to
+from elaswave.coordinator.commands.asked_members import MemberCommands
 from elaswave.coordinator.commands.job_status import JobParts
 from elaswave.coordinator.commands.operations import Operations
-from elaswave.coordinator.commands.operator_desk import OperatorDesk
+from elaswave.coordinator.commands.operator_sessions import OperatorSessions
 from elaswave.coordinator.job_spec import spec_of
-from elaswave.coordinator.own_faults import OwnFaults
+from elaswave.coordinator.own_faults import CoordinatorFaults
 from elaswave.coordinator.planning.measurements import DataWaits
 from elaswave.coordinator.planning.recovery_planning import LayoutSearches, RecoveryPlanning
 from elaswave.coordinator.planning.run_planner import RunPlanner
@@ -58,10 +58,10 @@ from elaswave.observability.run_folder import data_facts, differences_on_resume
 from elaswave.protocol import events
 from elaswave.protocol.coordinator.decisions import MemberEnd
 from elaswave.protocol.coordinator.machine import Bounds, Coordinator
-from elaswave.protocol.detection.awake import TICK_S, AwakeTime
+from elaswave.protocol.detection.active_time import TICK_S, ActiveTime
 from elaswave.protocol.detection.detector import Detector, Suspicion
 from elaswave.protocol.detection.unreachable import Unreachable
-from elaswave.protocol.membership.admissions import Founders, canaries_in
+from elaswave.protocol.membership.admissions import Founders, determinism_hashes_in
 from elaswave.protocol.membership.agents import HostAgents
 from elaswave.protocol.membership.driver import MembersDriver
 from elaswave.protocol.membership.effects import AgentEffect, AnyRecord, Effect
@@ -99,15 +99,17 @@ class JobDriver(MembersDriver):
             setup.keys.accepted[0],
             job=setup.job,
             term=None if claimed is None else claimed.term,
-            founded=setup.founded,
+            job_generation=setup.job_generation,
         )
         if claimed is not None:
-            claimed.beats.tell(self._call_on_loop(self._background.fail))
+            claimed.lease_heartbeats.tell(self._call_on_loop(self._background.fail))
         records = self._records_by_own_clock()
-        self._awake = AwakeTime()
+        self._active_time = ActiveTime()
         """Nobody is silent, or away, in time in which this process does not run."""
         self._server: ControlServer[ToCoordinator] = ControlServer(
-            when_durable=self._store.when_durable, head=lambda: self._store.head, now_s=self._awake_s
+            when_durable=self._store.when_durable,
+            store_position=lambda: self._store.store_position,
+            now_s=self._active_s,
         )
         self._terminal = Terminal(self._server)
         workers = plan.layout.workers
@@ -115,7 +117,7 @@ class JobDriver(MembersDriver):
         domain_of = plan.layout.domain_of
         founders = [labels.index(domain_of[worker]) if labels else 0 for worker in workers]
         self._hosts = Hosts(founders, labels, home=setup.home)
-        self._faults = OwnFaults(setup.faults, setup.run_dir, self)
+        self._faults = CoordinatorFaults(setup.faults, setup.run_dir, self)
         self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
         self._recorder = RunRecorder(
             plan,
@@ -149,13 +151,13 @@ class JobDriver(MembersDriver):
         agents = HostAgents(
             self._hosts,
             written,
-            lambda incarnation: self._server.heard_s(agent_id(incarnation)),
-            now_s=self._awake_s(),
+            lambda incarnation: self._server.last_heartbeat_s(agent_id(incarnation)),
+            now_s=self._active_s(),
             wait_s=terms.hosts_wait_s,
             is_local=not setup.job,
         )
         joiners = Joiners(terms, self._hosts, written, self._found, self._faults.away_until_s)
-        self.membership = Membership(self.core, joiners, agents, terms, self._awake)
+        self.membership = Membership(self.core, joiners, agents, terms, self._active_time)
         self._agents = Agents(
             agents,
             self._server.send,
@@ -185,7 +187,7 @@ class JobDriver(MembersDriver):
             domains=self.core.domains,
             can_look=agents.can_look,
             held_up_s=self._held_up_s(),
-            awake=self._awake,
+            active_time=self._active_time,
         )
         self.unreachable = Unreachable()
         self._recovery_planning = RecoveryPlanning(
@@ -211,7 +213,7 @@ class JobDriver(MembersDriver):
             answer=self.answer_checkpoint,
         )
         job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)
-        self._keys = AskedKeys(
+        self._keys = KeyCommands(
             setup.keys,
             obstacle_to(plan.config.control.store, setup.listen, has_tls=setup.tls is not None),
             self._server.send_all,
@@ -224,10 +226,10 @@ class JobDriver(MembersDriver):
             stop=partial(self.stop_job, "elaswave ctl stop"),
             begin=self._background.begin,
             change=self.feed,
-            members=AskedMembers(job, self),
+            members=MemberCommands(job, self),
             keys=self._keys,
         )
-        self._desk = OperatorDesk(self._server, job, self._operations)
+        self._operator_sessions = OperatorSessions(self._server, job, self._operations)
         self._end = JobEnd(
             self.core,
             self.membership,
@@ -237,7 +239,7 @@ class JobDriver(MembersDriver):
             self._server,
             first_workers=workers,
             home=self._agents.home,
-            tell_operators=self._desk.ended,
+            tell_operators=self._operator_sessions.ended,
         )
         self._publishing = Publishing(
             self.core,
@@ -297,7 +299,7 @@ class JobDriver(MembersDriver):
     def _held_up_s(self) -> Callable[[int], float]:
         """For how long the link from a worker's site may hold back what it says."""
         config, labels = self._setup.plan.config, self.core.domains
-        sites, delays_s = sites_of(config), control_delays_s(config)
+        sites, delays_s = configured_sites(config), control_delays_s(config)
         if sites is None or not delays_s:
             return lambda worker: 0.0
         return lambda worker: delays_s[sites.site_of(worker, labels)]
@@ -340,9 +342,9 @@ class JobDriver(MembersDriver):
         """Monotonic time of this machine."""
         return time.monotonic()
 
-    def _awake_s(self) -> float:
+    def _active_s(self) -> float:
         """Seconds for which this process has been awake."""
-        return self._awake.passed_s(time.monotonic())
+        return self._active_time.passed_s(time.monotonic())
 
     def persist(self, record: AnyRecord) -> None:
         """Into the journal."""
@@ -365,18 +367,18 @@ class JobDriver(MembersDriver):
         self.detector.pause(time.monotonic())
         self._background.begin(self._checkpoint_finder.find(question))
 
-    def on_new_epoch(self, effect: events.NewEpoch) -> None:
+    def on_new_generation(self, effect: events.NewGeneration) -> None:
         """Shows that workers were lost."""
-        super().on_new_epoch(effect)
-        self._state.new_epoch(effect.epoch)
+        super().on_new_generation(effect)
+        self._state.new_generation(effect.generation)
         for worker in effect.joined:
             self._watch(worker)
         for suspicion in effect.suspicions:
-            _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
+            _log.warning("generation %d: %s", effect.generation, suspicion.reason)
         if effect.unsound:
             self._terminal.say(f"{self.core.reason}; what is wrong is made good")
         self._operations.lost(suspicion.worker for suspicion in effect.suspicions)
-        self._recoveries.new_epoch(effect, time.monotonic())
+        self._recoveries.new_generation(effect, time.monotonic())
 
     def on_decided(self, effect: events.Decided) -> None:
         """Shows how survivors go on."""
@@ -502,7 +504,7 @@ class JobDriver(MembersDriver):
         self._stop = Stop()
         self._operations.stopping()
         self._server.send_all(self.core.members, self._stop)
-        if not self.membership.agents.is_founded:  # there is nobody whose step could be waited for
+        if not self.membership.agents.is_complete:  # there is nobody whose step could be waited for
             ended = Ended(outcome="stopped", reason="stopped before all hosts had come: nothing was trained")
             asyncio.get_running_loop().call_soon(self._background.guarded, partial(self._end.come, ended))
 
@@ -539,9 +541,9 @@ class JobDriver(MembersDriver):
         """Over its control connection, if there is one."""
         self._agents.tell(effect)
 
-    def heard_s(self, worker: int) -> float | None:
+    def last_heartbeat_s(self, worker: int) -> float | None:
         """As the server has it."""
-        return self._server.heard_s(worker)
+        return self._server.last_heartbeat_s(worker)
 
     def step_s(self) -> float:
         """As the run's records have it."""
@@ -555,7 +557,7 @@ class JobDriver(MembersDriver):
     def _report_restart(self, now_s: float) -> None:
         """Says that this coordinator follows others, once all members have found it."""
         if set(self._server.peers) >= set(self.core.members):
-            self._recoveries.coordinator_found(now_s, self.core.epoch)
+            self._recoveries.coordinator_found(now_s, self.core.generation)
 
     # ------------------------------------------------------------------------------------------------------------ hosts
 
@@ -572,7 +574,7 @@ class JobDriver(MembersDriver):
         """Asks the machines what is due, and when to ask again."""
         now_s, next_s = time.monotonic(), self.look()
         self._publishing.tick(now_s)
-        self._desk.turn()
+        self._operator_sessions.turn()
         for excuse in self.detector.take_excuses():
             _log.info("%s", excuse)
         if self._asked_of_agents != self._of_interest():
@@ -618,7 +620,7 @@ def founders_of(plan: RunPlan, identity: Identity, vector: bytes, environment: s
         vector: of their first merged vote.
         environment: of one of them, for people.
     """
-    canaries = canaries_in(
+    determinism_hashes = determinism_hashes_in(
         decode_certificate(vector),
         num_layers=plan.state.num_layers,
         num_tensors=len(plan.tensors),
@@ -632,7 +634,7 @@ def founders_of(plan: RunPlan, identity: Identity, vector: bytes, environment: s
         model_hash=identity.model_hash,
         data_hash=identity.data_hash,
         foreign=plan.config.model.foreign,
-        canaries=dict(canaries),
+        determinism_hashes=dict(determinism_hashes),
     )
 
 

@@ -25,7 +25,7 @@ from elaswave.untrusted import read_json
 _MARK_BYTES = 16
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class JobMark(msgspec.Struct, frozen=True, kw_only=True):
     """What stands in `agents.json`."""
 
     job: str
@@ -47,13 +47,13 @@ def write_marks(run_dir: Path, job: str) -> None:
 
 
 def _write_mark(folder: Path, job: str) -> None:
-    mark = Mark(job=job, mark=secrets.token_hex(_MARK_BYTES))
+    mark = JobMark(job=job, mark=secrets.token_hex(_MARK_BYTES))
     atomic_write(folder / AGENTS_FILE, [msgspec.json.encode(mark), b"\n"])
 
 
-def _read_mark(folder: Path) -> Mark | None:
+def _read_mark(folder: Path) -> JobMark | None:
     try:
-        return read_json(folder / AGENTS_FILE, Mark)
+        return read_json(folder / AGENTS_FILE, JobMark)
     except (OSError, ValueError):
         return None
 
@@ -114,7 +114,7 @@ def spec_of(setup: CoordinatorSetup) -> JobSpec | None:
         faults=[str(fault) for fault in setup.faults],
         profile=setup.profile,
         checkpoint=setup.checkpoint and StartingPoint(folder=str(setup.checkpoint[0]), meta=setup.checkpoint[1]),
-        founded=setup.founded,
+        job_generation=setup.job_generation,
     )
 
 

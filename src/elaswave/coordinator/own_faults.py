@@ -15,7 +15,7 @@ from elaswave.faults.injection import (
 )
 
 
-class OwnFaults:
+class CoordinatorFaults:
     """The injected faults of one run, as a coordinator sees them.
 
     Args:

@@ -26,7 +26,7 @@ from elaswave.channel.messages.worker import (
     Timings,
     Unreached,
 )
-from elaswave.channel.server import TurnedAway
+from elaswave.channel.server import RefusedPeer
 from elaswave.channel.wire import is_agent, is_operator, peer_name
 from elaswave.coordinator.agents import incarnation_of
 from elaswave.coordinator.driver import JobDriver
@@ -36,9 +36,9 @@ from elaswave.errors import DisplacedError, ElaswaveError, RetryError, StoreErro
 from elaswave.observability.output import VisibleLines
 from elaswave.observability.worker_logs import add_to_copy
 from elaswave.protocol import events
-from elaswave.protocol.coordinator.transitions import State
-from elaswave.protocol.detection.detector import Position
-from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.coordinator.transitions import CoordinatorState
+from elaswave.protocol.detection.detector import WorkerActivity
+from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.protocol.messages import (
     Evidence,
     Installed,
@@ -49,7 +49,7 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
-from elaswave.store.claim import Progress, Stage
+from elaswave.store.claim import CandidateProgress, CandidateStage
 from elaswave.store.opening import claim
 from elaswave.store.seal import proof_of_term
 
@@ -63,7 +63,7 @@ PORT_TAKEN = 5
 """Of one at whose address another program listens."""
 DISPLACED = 6
 """Of one whose claim was taken away, by nobody who has followed it: the next one claims the job anew."""
-FOUNDED_AGAIN = "the job was founded again since this agent has come: what its workers have is of the last one"
+CREATED_AGAIN = "the job was founded again since this agent has come: what its workers have is of the last one"
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
 
@@ -88,7 +88,7 @@ class CoordinatorProcess(JobDriver):
                 self._on_closed,
                 tls=self._setup.tls,
                 on_stranger=self._terminal.say_of_stranger,
-                on_head=self._on_head,
+                on_store_position=self._on_store_position,
                 key_of=self._keys.of_peer,
             )
         except OSError as error:
@@ -108,7 +108,7 @@ class CoordinatorProcess(JobDriver):
         serving = asyncio.ensure_future(self._server.serve())
         claimed = self._setup.claimed
         if claimed is not None:
-            claimed.report(Progress(Stage.SERVES, claimed.term.term))
+            claimed.report(CandidateProgress(CandidateStage.SERVES, claimed.term.term))
         failure: ElaswaveError | None = None
         try:
             try:
@@ -141,7 +141,7 @@ class CoordinatorProcess(JobDriver):
             self._events.close()
             self._store.close()
             if claimed is not None:
-                claimed.beats.stop()
+                claimed.lease_heartbeats.stop()
 
     def _begin_or_take_over(self) -> None:
         """Begins the job, or goes on where earlier coordinators stood."""
@@ -149,9 +149,9 @@ class CoordinatorProcess(JobDriver):
             # An earlier coordinator has ended the job and died before it could tell all members.
             outcome = "stopped" if self._state.outcome == "interrupted" else self._state.outcome
             self._end.come(agent_messages.Ended(outcome=outcome, reason=self._state.reason), write=False)
-        if self.core.state is not State.STARTING:
-            self._recorder.catch_up(self.core.epoch, self.core.decision)
-            undecided = self.core.undecided if self.core.state is State.COLLECTING else None
+        if self.core.state is not CoordinatorState.STARTING:
+            self._recorder.catch_up(self.core.generation, self.core.decision)
+            undecided = self.core.undecided if self.core.state is CoordinatorState.COLLECTING else None
             self._recoveries.restore(self._decisions, undecided, time.monotonic())
         self.carry_out(self.membership.begin(time.monotonic()))
         self.carry_out(self.core.begin())
@@ -159,34 +159,34 @@ class CoordinatorProcess(JobDriver):
 
     def _on_connected(self, peer: int) -> None:
         if is_operator(peer):
-            self._desk.connected(peer)
+            self._operator_sessions.connected(peer)
             return
         self._keys.connected(peer)
         self._end.tell(peer)
 
     def _on_closed(self, peer: int) -> None:
         if is_operator(peer):
-            self._desk.closed(peer)
+            self._operator_sessions.closed(peer)
         elif is_agent(peer):
             self._terminal.agent_went(peer)
             self.membership.agent_went(incarnation_of(peer), time.monotonic())
         else:
             self.detector.disconnected(peer, time.monotonic())
 
-    def _on_head(self, peer: int, head: Head) -> TurnedAway | None:
+    def _on_store_position(self, peer: int, store_position: StorePosition) -> RefusedPeer | None:
         """A peer has heard of a history that this coordinator may lack (H9), or is of an earlier founding of the job
         (H1). If so, nothing that it says counts."""
         if self._end.is_there:
             return None
         try:
-            if self._store.check(head):
+            if self._store.check(store_position):
                 return None
         except StoreError as error:
             self._background.fail(error)
-            return TurnedAway(None)
+            return RefusedPeer(None)
         _log.info("%s is of another founding of the job: it is turned away", peer_name(peer))
-        return TurnedAway(
-            agent_messages.AgentRefused(reason=FOUNDED_AGAIN, verdict="again") if is_agent(peer) else None
+        return RefusedPeer(
+            agent_messages.AgentRefused(reason=CREATED_AGAIN, verdict="again") if is_agent(peer) else None
         )
 
     # --------------------------------------------------------------------------------------------------------- messages
@@ -196,7 +196,7 @@ class CoordinatorProcess(JobDriver):
         if isinstance(message, Heartbeat) and message.worker == peer and peer in self.core.members:
             self._on_heartbeat(message, now_s)  # most messages are: they take the shortest way
         elif is_operator(peer) or isinstance(message, FromOperator):
-            self._desk.received(peer, message)
+            self._operator_sessions.received(peer, message)
         elif isinstance(message, agent_messages.FromAgent):
             if is_agent(peer):
                 self._on_agent(peer, message)
@@ -230,7 +230,7 @@ class CoordinatorProcess(JobDriver):
                 self._recoveries.log.installed(message)
             self.feed(message)
         elif isinstance(message, LinkLost):
-            if self.core.believes(message.worker, message.peer, message.epoch):
+            if self.core.believes(message.worker, message.peer, message.generation):
                 self.detector.link_lost(message.worker, message.peer, now_s)
                 self.look_soon()
         elif isinstance(message, Leaving):
@@ -271,7 +271,7 @@ class CoordinatorProcess(JobDriver):
         if lie := self._agents.may_say(peer, message):
             _log.warning("%s of %s does not count: %s", type(message).__name__, peer_name(peer), lie)
         elif isinstance(message, agent_messages.AskJob):
-            self._agents.asked(peer, message, self._keys.told)
+            self._agents.asked(peer, message, self._keys.sent)
         elif isinstance(message, agent_messages.AgentHello):
             if not self._end.is_there and not self.agent_came(message.node, message.incarnation, message.slots):
                 return
@@ -298,7 +298,7 @@ class CoordinatorProcess(JobDriver):
             self._on_host_leaving(peer, message.left_s)
         elif isinstance(message, agent_messages.TermTaken):
             own = self._setup.claimed
-            proof = proof_of_term(self._setup.keys.accepted[0], self._setup.founded, message.term)
+            proof = proof_of_term(self._setup.keys.accepted[0], self._setup.job_generation, message.term)
             if not hmac.compare_digest(proof, message.proof):
                 _log.warning("agent %d says that another coordinator has the job, and proves nothing", peer)
             elif own is not None and message.term > own.term.term:
@@ -347,8 +347,8 @@ class CoordinatorProcess(JobDriver):
         self._report_restart(time.monotonic())
 
     def _on_heartbeat(self, message: Heartbeat, now_s: float) -> None:
-        position = Position(
-            epoch=message.epoch,
+        activity = WorkerActivity(
+            generation=message.generation,
             step=message.step,
             attempt=message.attempt,
             label=message.label,
@@ -359,9 +359,9 @@ class CoordinatorProcess(JobDriver):
             starved_s=message.starved_s,
             first_s=message.first_s,
         )
-        self.detector.heartbeat(message.worker, position, now_s)
-        self._desk.heard(message)
-        self._recoveries.log.seen(message.worker, position)
+        self.detector.heartbeat(message.worker, activity, now_s)
+        self._operator_sessions.heartbeat(message)
+        self._recoveries.log.seen(message.worker, activity)
         self._faults.strike(message.step)
 
     def _on_step(self, message: StepReport, now_s: float) -> None:
@@ -373,7 +373,7 @@ class CoordinatorProcess(JobDriver):
             change=message.change,
             checkpoint=message.checkpoint,
         )
-        if self.hears_vote(message.worker, evidence, message.epoch) and not self._end.is_there:
+        if self.hears_vote(message.worker, evidence, message.generation) and not self._end.is_there:
             self._operations.committed(message)
             self._publishing.publish(message, now_s)
 
@@ -390,7 +390,9 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
     return _live(lambda: setup)
 
 
-def run_candidate(setup: CoordinatorSetup, name: str, founds: bool, report: Callable[[Progress], None]) -> int:
+def run_candidate(
+    setup: CoordinatorSetup, name: str, creates_job: bool, report: Callable[[CandidateProgress], None]
+) -> int:
     """A candidate's process from its start to its end: it waits until it has the job, then it is the coordinator.
 
     Args:
@@ -407,8 +409,8 @@ def run_candidate(setup: CoordinatorSetup, name: str, founds: bool, report: Call
             setup.job,
             name,
             setup.keys.accepted[0],
-            founds=founds,
-            founded=setup.founded,
+            creates_job=creates_job,
+            job_generation=setup.job_generation,
             ended_s=setup.lost_s,
             report=report,
         )

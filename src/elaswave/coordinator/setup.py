@@ -39,8 +39,8 @@ class CoordinatorSetup(NamedTuple):
     """Incarnation of the agent of this host; see `elaswave.protocol.membership.hosts`."""
     job: str = ""
     """The job's name; empty: no other hosts take part."""
-    founded: int = 0
-    """Of the job that this agent takes part in, see `elaswave.protocol.leadership.heads.Head`."""
+    job_generation: int = 0
+    """Of the job that this agent takes part in, see `elaswave.protocol.leadership.store_position.Head`."""
     lost_s: float | None = None
     """In a job of several hosts: monotonic time since when the coordinator before this one is missed; None: it is the
     first. Of a candidate that waits: at which its agent's last coordinator has ended."""

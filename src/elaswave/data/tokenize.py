@@ -154,7 +154,7 @@ def tokenize(
     in_pieces = tokenizer.splits_at_lines()
     with TokenWriter(output, tokenizer.vocab_size, tokenizer.digest) as writer:
         for path in texts:
-            pieces = pieces_of(path) if in_pieces else iter([_whole(path)])
+            pieces = text_pieces(path) if in_pieces else iter([_whole(path)])
             while batch := list(itertools.islice(pieces, PIECES_AT_ONCE)):
                 for tokens in tokenizer.encode(batch):
                     writer.write(tokens)
@@ -168,7 +168,7 @@ def tokenize(
     return Tokenized(writer.num_tokens, num_text_bytes, tokenizer.vocab_size, itemsize)
 
 
-def pieces_of(path: Path, num_characters: int = PIECE_CHARACTERS) -> Iterator[str]:
+def text_pieces(path: Path, num_characters: int = PIECE_CHARACTERS) -> Iterator[str]:
     """A text in pieces of about so many characters, each of which ends where no token crosses.
 
     That is after a line, or, where no line ends, before a single space; a text without spaces is cut anywhere.

@@ -26,7 +26,7 @@ class _Now:
         return self._at_s - earlier._at_s
 
 
-class Host:
+class CpuDevice:
     """See `Device` for what its methods promise."""
 
     place = torch.device("cpu")
@@ -74,7 +74,7 @@ class Host:
         return _Now()
 
 
-HOST = Host()
+HOST = CpuDevice()
 """The only one there is."""
 
 

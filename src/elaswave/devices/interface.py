@@ -146,7 +146,7 @@ def wait_for(mark: Mark, check: Callable[[], None]) -> None:
         time.sleep(WAIT_TURN_S)
 
 
-def read(device: Device, tensors: Sequence[torch.Tensor], check: Callable[[], None]) -> list[torch.Tensor]:
+def read_tensors(device: Device, tensors: Sequence[torch.Tensor], check: Callable[[], None]) -> list[torch.Tensor]:
     """Tensors of a device in host memory, by one wait.
 
     Args:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from elaswave.devices.interface import Device, read
+from elaswave.devices.interface import Device, read_tensors
 
 
 class Reading:
@@ -66,7 +66,7 @@ class Readings:
     def read(self) -> None:
         """Reads all that are not known."""
         if self._unread:
-            (found,) = read(self._device, [torch.stack([number for _, number in self._unread])], self._check)
+            (found,) = read_tensors(self._device, [torch.stack([number for _, number in self._unread])], self._check)
             for (reading, _), value in zip(self._unread, found.tolist(), strict=True):
                 reading.learn(value)
             self._unread.clear()

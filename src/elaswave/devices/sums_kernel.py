@@ -38,7 +38,7 @@ _VECTOR_ELEMENTS = 8
 _CLAMP = 2.0**62
 
 
-class Run(NamedTuple):
+class FlatRange(NamedTuple):
     """A tensor in its layer's flat storage."""
 
     offset: int
@@ -55,7 +55,7 @@ class Chunks:
         chunk_elements: that one program adds, a power of two.
     """
 
-    def __init__(self, runs: Sequence[Run], device: torch.device, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+    def __init__(self, runs: Sequence[FlatRange], device: torch.device, chunk_elements: int = CHUNK_ELEMENTS) -> None:
         rows = [
             (index, first, run.offset + first, min(chunk_elements, run.numel - first))
             for index, run in enumerate(runs)
@@ -78,7 +78,9 @@ class Gradients(NamedTuple):
     is_aligned: bool
 
 
-def addresses_of(gradients: Sequence[torch.Tensor | None], runs: Sequence[Run]) -> tuple[list[int], torch.dtype, bool]:
+def addresses_of(
+    gradients: Sequence[torch.Tensor | None], runs: Sequence[FlatRange]
+) -> tuple[list[int], torch.dtype, bool]:
     """Address of each gradient (0: there is none), their type, and whether the kernel may load whole vectors.
 
     Args:
@@ -140,7 +142,7 @@ def add_by_kernel(
 
 def add_by_operators(
     gradients: Sequence[torch.Tensor | None],
-    runs: Sequence[Run],
+    runs: Sequence[FlatRange],
     exponents: Sequence[int],
     planes: Sequence[torch.Tensor],
     maxima: torch.Tensor,

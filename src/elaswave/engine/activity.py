@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from elaswave.observability.processes import family_cpu_s
 from elaswave.observability.processor_waits import ProcessorWaits
-from elaswave.protocol.step.position import DATA, RECOVER, START, kind_of
+from elaswave.protocol.step.activity import DATA, RECOVER, START, action_kind
 from elaswave.transport.interface import Handle
 
 STIR_S = 0.01
@@ -58,7 +58,7 @@ class Activity:
         # Only the thread that tells writes these.
         self._stirred_cpu_s = 0.0
         self._stirred_s = self.doing.since_s
-        self._told = self.doing
+        self._reported = self.doing
         self._waits: ProcessorWaits | None = None
         self._starved_s = 0.0
 
@@ -67,7 +67,7 @@ class Activity:
         """Name of what is being done."""
         return self.doing.label
 
-    def told(self) -> Doing:
+    def snapshot(self) -> Doing:
         """What a heartbeat tells; called by one thread only.
 
         Making layers, reading data, loading a checkpoint, and whatever may have to be compiled first, is one long
@@ -86,8 +86,8 @@ class Activity:
         return doing._replace(since_s=max(doing.since_s, self._stirred_s), starved_s=starved_s)
 
     def _seen_starved_s(self, doing: Doing, now_s: float) -> float:
-        if self._waits is None or doing is not self._told:
-            self._told, self._waits, self._starved_s = doing, ProcessorWaits(os.getpid(), now_s), 0.0
+        if self._waits is None or doing is not self._reported:
+            self._reported, self._waits, self._starved_s = doing, ProcessorWaits(os.getpid(), now_s), 0.0
         else:
             self._starved_s += self._waits.look(now_s)
         return self._starved_s
@@ -95,7 +95,7 @@ class Activity:
     def compute(self, label: str) -> None:
         """The worker computes: it cannot be waiting for another worker."""
         now_s = time.monotonic()
-        is_first = kind_of(label) in FIRST_KINDS and _without_microbatch(label) not in self._ran
+        is_first = action_kind(label) in FIRST_KINDS and _without_microbatch(label) not in self._ran
         self.doing = Doing(label, True, (), now_s, is_first=is_first, began_s=now_s)
 
     def has_run(self) -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from elaswave.blocks.shapes import LayerShape
 from elaswave.errors import UsageError
-from elaswave.models.admission import check_sizes_known, check_values
+from elaswave.models.admission import check_not_meta, check_sizes_known
 from elaswave.models.builders import check_is_module
 from elaswave.models.calls import describe
 from elaswave.models.instances import CopyOf
@@ -42,7 +42,7 @@ def build_as_described(layer: Layer, seed: int, index: int, shapes: Sequence[Lay
     if isinstance(layer.build, CopyOf):  # a copy of what was described
         return module
     check_sizes_known(layer.name, module)
-    check_values(layer.name, module)
+    check_not_meta(layer.name, module)
     described, built = _described(layer, index, shapes), _built(module)
     for name in (*described, *built):
         if described.get(name) != built.get(name):

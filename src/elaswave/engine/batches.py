@@ -13,7 +13,7 @@ from elaswave.data.sampler import Sampler
 from elaswave.data.sources import Split
 from elaswave.engine.activity import Activity
 from elaswave.errors import DataError
-from elaswave.protocol.step.position import DATA
+from elaswave.protocol.step.activity import DATA
 from elaswave.training.dataset import UserDataError
 from elaswave.training.definition import Samples
 from elaswave.training.evaluation import evaluation_draws

@@ -24,21 +24,21 @@ from elaswave.devices.readings import Reading, Readings
 from elaswave.engine.admission import check_dense, leaves_of_others, refuse_leaf
 from elaswave.engine.batches import BatchError
 from elaswave.engine.boundaries.fences import NO_MASKS, Fences
-from elaswave.engine.checks.canary import (
-    canary_of,
+from elaswave.engine.checks.determinism_check import (
     check_again,
     check_equal,
     check_hashes,
-    hash_of,
+    determinism_hash_of,
+    hash_tensors,
     made_up_tree,
 )
-from elaswave.engine.checks.spot_checks import Kind, SpotChecks, check_probe
+from elaswave.engine.checks.spot_checks import CheckKind, SpotChecks, check_probe
 from elaswave.engine.checks.unwritten import (
     Guarded,
     Lending,
     Lent,
     Unwritten,
-    Watched,
+    WatchedTensors,
     Watching,
     refuse_writing_loss,
     refuse_written_gradient,
@@ -46,8 +46,18 @@ from elaswave.engine.checks.unwritten import (
 )
 from elaswave.engine.checks.values import TENSOR, Signatures, at_boundary, flatten, is_differentiable, unflatten
 from elaswave.engine.compiled import CompiledLayers
-from elaswave.engine.flights import Flights, Front
-from elaswave.engine.layer_runs import Again, Done, Given, Reached, Run, Saved, received, to_send, zeros_where_none
+from elaswave.engine.flights import InFlight, ResumePoint
+from elaswave.engine.layer_runs import (
+    Again,
+    Done,
+    LayerInputs,
+    LayerRun,
+    Reached,
+    Saved,
+    received,
+    to_send,
+    zeros_where_none,
+)
 from elaswave.engine.reduction import Accumulator
 from elaswave.engine.scoring import Scored, Scoring
 from elaswave.engine.split import Gradients, WeightHalf, input_half, is_exact
@@ -112,7 +122,7 @@ class _Half(NamedTuple):
     """A layer in whose graph W goes on."""
 
     saved: Saved
-    run: Run
+    run: LayerRun
     half: WeightHalf
     expected: Sequence[int] | None
     """Where the place is checked: hashes of the gradients that it is to find."""
@@ -129,7 +139,7 @@ class _Known(NamedTuple):
 class _LossRun(NamedTuple):
     """What the loss keeps between forward and backward."""
 
-    given: Given
+    given: LayerInputs
     scored: Scored
     lent: Lent
     targets: Any
@@ -146,7 +156,8 @@ class Compute:
         recompute: keep only layer inputs and run each layer again in backward; a layer's own wish counts as well.
         between_layers: called after each layer, so that transfers make progress while this worker computes.
         inputs: fetches the inputs of a micro-batch for layers that ask for them.
-        has_canary: run each layer's first micro-batch again, and a made-up one (`elaswave.engine.checks.canary`).
+        has_determinism_check: run each layer's first micro-batch again, and a made-up one
+            (`elaswave.engine.checks.determinism_check`).
         lowest_trained: the first layer with a parameter that is trained; those below run forward only.
         elsewhere: stands around waits for foreign parts.
         device: where the layers are.
@@ -164,7 +175,7 @@ class Compute:
         recompute: bool,
         between_layers: Callable[[], None],
         inputs: FetchInputs = no_inputs,
-        has_canary: bool = False,
+        has_determinism_check: bool = False,
         lowest_trained: int = 0,
         elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
         device: Device = HOST,
@@ -177,7 +188,7 @@ class Compute:
         self._device = device
         self._readings = Readings(device, move)
         """What the device has computed and the host is to know: losses, and whether gradients were finite."""
-        self._watching = Watching(self._readings, by_sums=has_canary)
+        self._watching = Watching(self._readings, by_sums=has_determinism_check)
         self._lending = Lending(self._who, self._watching)
         self.scoring = Scoring(model, self._readings, self._watching)
         """Losses and metrics of the micro-batches whose last layer ran here."""
@@ -188,11 +199,11 @@ class Compute:
         self._nonfinite: NonFinite | None = None
         self._watched: list[tuple[int, int, Reading]] = []
         """Micro-batch, layer, and a number that is finite if all was, which has not been looked at."""
-        self.canaries: dict[int, int] = {}
+        self.determinism_hashes: dict[int, int] = {}
         """By layer, what it makes of made-up numbers; of those that have run here."""
-        self._has_canary = has_canary
+        self._has_determinism_check = has_determinism_check
         self._spots = spots
-        if not has_canary and (names := [layer.name for layer in model.layers if layer.compile]):
+        if not has_determinism_check and (names := [layer.name for layer in model.layers if layer.compile]):
             raise UsageError(
                 f"layers {', '.join(names)} are to be compiled: whether they compute the same bits in every process is "
                 "found out in votes. Set elastic.verify=true, or leave out compile=True"
@@ -206,7 +217,7 @@ class Compute:
         self._lowest_trained = lowest_trained
         self._fetch = inputs
         self._step = 0
-        self._flights = Flights()
+        self._in_flight_microbatches = InFlight()
         self._covered: Sequence[int] = ()
         """By layer, the loss last: micro-batches that are in some worker's sums already; empty for none."""
         self._saved: dict[tuple[int, int], Saved] = {}
@@ -216,7 +227,7 @@ class Compute:
         self._splits: dict[int, bool] = {}
         """Whether the halves of a layer's backward have the bits of the whole; found out at its first one."""
         self._signatures = Signatures(self._boundary_name, device.place)
-        self._borrowed: list[Watched] = []
+        self._borrowed: list[WatchedTensors] = []
         """What `elaswave.batch` has returned to the layer that runs."""
         self._guards: dict[int, Guarded] = {}
         """By layer (or loss): its parameters, as they are until the next step."""
@@ -281,7 +292,7 @@ class Compute:
         self.writes = {tensor: pair for tensor, pair in self.writes.items() if tensor in tensors}
         self._nonfinite = None
         self._watched.clear()
-        self._keep_flights(keep.flights.keys())
+        self._keep_in_flight(keep.in_flight.keys())
         for index, accumulator in self.accumulators.items():
             if index not in kept:
                 accumulator.reset(exponents[index])
@@ -294,8 +305,8 @@ class Compute:
     def _has_added(self, layer: int, microbatch: int) -> bool:
         return bool(self.accumulators[layer].covered.get(0, 0) >> microbatch & 1)
 
-    def _keep_flights(self, microbatches: Collection[int]) -> None:
-        self._flights.keep(microbatches)
+    def _keep_in_flight(self, microbatches: Collection[int]) -> None:
+        self._in_flight_microbatches.keep(microbatches)
         self._saved = {place: saved for place, saved in self._saved.items() if place[1] in microbatches}
         self._losses = {number: value for number, value in self._losses.items() if number in microbatches}
         self._left.clear()
@@ -303,14 +314,14 @@ class Compute:
     def forget(self, layers: Collection[int]) -> None:
         """These layers are here no more, nor is what depends on them."""
         self._guards.clear()
-        for microbatch in self._flights.through(layers):
-            self._flights.end(microbatch)
+        for microbatch in self._in_flight_microbatches.through(layers):
+            self._in_flight_microbatches.end(microbatch)
         self._saved = {place: saved for place, saved in self._saved.items() if place[0] not in layers}
 
     def end_step(self, step: int) -> None:
         """A step is committed: nothing of it runs again. It may be told of later, when the next one has begun."""
         if step == self._step:
-            self._keep_flights(())
+            self._keep_in_flight(())
             self._replay_ratios(step + 1)  # also for an evaluation before it begins
 
     def use_ratios(self, ratios: Mapping[int, int]) -> None:
@@ -331,22 +342,26 @@ class Compute:
             for unit, accumulator in self.accumulators.items()
             for use, mask in accumulator.covered.items()
         }
-        flights = self._flights.facts({number for _, number in self._left})
-        return Unfinished(self.nonfinite is None, encode_rows(rows), mask_of(self.scoring.scored), flights)
+        in_flight = self._in_flight_microbatches.facts({number for _, number in self._left})
+        return Unfinished(self.nonfinite is None, encode_rows(rows), mask_of(self.scoring.scored), in_flight)
 
-    def front(self, kind: str, microbatch: int) -> Front | None:
+    def resume_point(self, kind: str, microbatch: int) -> ResumePoint | None:
         """How far a forward ("F") or backward has come of which something is kept."""
-        return self._flights.forward(microbatch) if kind == "F" else self._flights.backward(microbatch)
+        return (
+            self._in_flight_microbatches.forward(microbatch)
+            if kind == "F"
+            else self._in_flight_microbatches.backward(microbatch)
+        )
 
     def output(self, kind: str, microbatch: int) -> Any:
         """What a forward ("F") or backward has returned."""
-        front = self.front(kind, microbatch)
-        assert front is not None, f"micro-batch {microbatch} has no output to be handed on again"
-        return front.value if kind == "F" else to_send(front.value)
+        resume_point = self.resume_point(kind, microbatch)
+        assert resume_point is not None, f"micro-batch {microbatch} has no output to be handed on again"
+        return resume_point.value if kind == "F" else to_send(resume_point.value)
 
     def release(self, microbatch: int) -> None:
         """What the backward of a micro-batch has returned is needed no more."""
-        self._flights.end(microbatch)
+        self._in_flight_microbatches.end(microbatch)
 
     def refresh(self) -> None:
         """Takes over the buffers that lie in flat storage now: a step or an evaluation begins."""
@@ -370,11 +385,11 @@ class Compute:
             The last layer's output, detached, as it stands at the boundary behind it
             (`elaswave.engine.boundaries.fences`).
         """
-        front, first = self._flights.forward(microbatch) if train else None, layers.start
-        if front is not None:
-            first, value = front.at, front.value
+        resume_point, first = self._in_flight_microbatches.forward(microbatch) if train else None, layers.start
+        if resume_point is not None:
+            first, value = resume_point.at, resume_point.value
         elif train and keeps:
-            self._flights.end(microbatch)  # its backward is to run, whatever one before has made
+            self._in_flight_microbatches.end(microbatch)  # its backward is to run, whatever one before has made
         for index in range(first, layers.stop):
             with self._at(microbatch, index):
                 given = self._given(index, value if self.fences is None else self.fences.opened(value), train)
@@ -395,15 +410,15 @@ class Compute:
                         self._look(index, given, run.lent, train=True, is_over=False, is_dropped=True)
                     masks = NO_MASKS if self.fences is None else self.fences.masks(before, value)
                     self._saved[index, microbatch] = Saved(given, kept, left, masks)
-                    self._flights.went(microbatch, layers, index + 1, value)
+                    self._in_flight_microbatches.went(microbatch, layers, index + 1, value)
             self._between_layers()
         if layers.stop == self.num_layers:
             value = value if self.fences is None else self.fences.opened(value)
             self._forward_loss(microbatch, value, targets, train, keeps)
             if train and keeps:
-                self._flights.went(microbatch, layers, layers.stop + 1, None)
-        if train and not keeps and self._flights.backward(microbatch) is None:
-            self._flights.end(microbatch)
+                self._in_flight_microbatches.went(microbatch, layers, layers.stop + 1, None)
+        if train and not keeps and self._in_flight_microbatches.backward(microbatch) is None:
+            self._in_flight_microbatches.end(microbatch)
             for index in layers:
                 self._saved.pop((index, microbatch), None)
         return value
@@ -458,12 +473,12 @@ class Compute:
         gradient: Any,
         one_layer: Callable[[int, int, Saved, Reached], list[torch.Tensor]],
     ) -> Any:
-        front, last = self._flights.backward(microbatch), layers.stop
-        if front is not None:
-            last, reached = front.at, front.value
+        resume_point, last = self._in_flight_microbatches.backward(microbatch), layers.stop
+        if resume_point is not None:
+            last, reached = resume_point.at, resume_point.value
         else:
             reached = self._backward_loss(microbatch) if layers.stop == self.num_layers else received(gradient)
-            self._flights.returned(microbatch, layers, layers.stop, reached)
+            self._in_flight_microbatches.returned(microbatch, layers, layers.stop, reached)
         for index in reversed(range(layers.start, last)):
             saved = self._saved[index, microbatch]
             # Interrupted in the midst of the layer, it is run again from its input: its graph may be used up.
@@ -482,10 +497,10 @@ class Compute:
                     )
                 reached = reached._replace(gradients=passed_on)
             del self._saved[index, microbatch]
-            self._flights.returned(microbatch, layers, index, reached)
+            self._in_flight_microbatches.returned(microbatch, layers, index, reached)
             self._between_layers()
         if layers.start <= self._lowest_trained:
-            self._flights.end(microbatch)
+            self._in_flight_microbatches.end(microbatch)
             return None
         return to_send(reached)
 
@@ -522,23 +537,25 @@ class Compute:
 
     # ---------------------------------------------------------------------------------------------------------- forward
 
-    def _given(self, index: int, value: Any, train: bool) -> Given:
+    def _given(self, index: int, value: Any, train: bool) -> LayerInputs:
         """A value as a layer keeps it. The model's inputs have no gradient."""
         structure, leaves = flatten(value)
         if index == 0:
             self._signatures.check(-1, train, structure, leaves)
-        given = Given(structure, [at_boundary(leaf.detach()) for leaf in leaves])
+        given = LayerInputs(structure, [at_boundary(leaf.detach()) for leaf in leaves])
         if train or index in self._needs_graph:
             self._begin_graph(index, given)
         return given
 
-    def _begin_graph(self, index: int, given: Given) -> None:
+    def _begin_graph(self, index: int, given: LayerInputs) -> None:
         if index > self._lowest_trained:
             for leaf in given.leaves:
                 if is_differentiable(leaf):
                     leaf.requires_grad_(True)
 
-    def _run_layer(self, index: int, microbatch: int, given: Given, train: bool, *, admits: bool = True) -> Run:
+    def _run_layer(
+        self, index: int, microbatch: int, given: LayerInputs, train: bool, *, admits: bool = True
+    ) -> LayerRun:
         layer = self.layers[index]
         layer.set_training(train)
         layer.buffers.restore()
@@ -546,7 +563,7 @@ class Compute:
         self._seed_draws(microbatch, index)
         has_graph = train and self._has_backward(index)
         is_first = admits and (index, train) not in self._admitted
-        unwritten = Unwritten(layer.module) if is_first and self._has_canary else None
+        unwritten = Unwritten(layer.module) if is_first and self._has_determinism_check else None
         guard = self._guard(index, layer.module)
         with inside(call), torch.set_grad_enabled(has_graph or index in self._needs_graph):
             lent = self._lending.lend(index, given.leaves, train=train)
@@ -569,7 +586,7 @@ class Compute:
             unwritten.check(self._who(index))
         if (name := guard.written(elsewhere=self._is_repeated)) is not None:
             refuse_written_parameter(f"the forward of {self._who(index)}", name)
-        run = Run(structure, leaves, call.aux_losses, lent if not wrote and has_graph else None)
+        run = LayerRun(structure, leaves, call.aux_losses, lent if not wrote and has_graph else None)
         if is_first and train:
             check_hooks(self.layer_name(index), layer.module)
 
@@ -589,7 +606,7 @@ class Compute:
             guard = self._guards[index] = Guarded(module, buffers=index == self.num_layers)
         return guard
 
-    def _begins_to_need_a_graph(self, index: int, given: Given, error: RuntimeError) -> bool:
+    def _begins_to_need_a_graph(self, index: int, given: LayerInputs, error: RuntimeError) -> bool:
         """Whether a run without a graph has failed for want of one; from now on there is one, that begins with what
         is given, as in training."""
         if torch.is_grad_enabled() or "does not require grad" not in str(error):
@@ -599,7 +616,7 @@ class Compute:
         return True
 
     def _look(
-        self, index: int, given: Given, lent: Lent | None, *, train: bool, is_over: bool, is_dropped: bool = False
+        self, index: int, given: LayerInputs, lent: Lent | None, *, train: bool, is_over: bool, is_dropped: bool = False
     ) -> bool:
         """After a forward or a backward: whether the layer writes its input. Refuses what may not be written."""
         borrowed, self._borrowed = self._borrowed, []
@@ -611,13 +628,15 @@ class Compute:
             index, given.leaves, lent, train=train, is_over=is_over or (is_dropped and not lent.are_copies)
         )
 
-    def _look_after_backward(self, index: int, given: Given, run: Run) -> None:
+    def _look_after_backward(self, index: int, given: LayerInputs, run: LayerRun) -> None:
         self._look(index, given, run.lent, train=True, is_over=True)
         name = self._guard(index, self.layers[index].module).written(elsewhere=self._is_repeated)
         if name is not None:
             refuse_written_parameter(f"the backward of {self._who(index)}", name)
 
-    def _prove_evaluation(self, index: int, given: Given, run: Run, again: Callable[[Given], Run]) -> None:
+    def _prove_evaluation(
+        self, index: int, given: LayerInputs, run: LayerRun, again: Callable[[LayerInputs], LayerRun]
+    ) -> None:
         """Runs the first micro-batch of evaluation here a second time: a module may do something else then.
 
         Args:
@@ -625,7 +644,7 @@ class Compute:
             given, run: of the first run.
             again: the second run.
         """
-        if self._has_canary and (index, False) not in self._proven:
+        if self._has_determinism_check and (index, False) not in self._proven:
             module = self._loss_module if index == self.num_layers else self.layers[index].module
             done = Done(given, run, Reached([], None), [])
             self._run_again(index, module, [], done, lambda given, reached: (again(given), []))
@@ -641,7 +660,7 @@ class Compute:
         *,
         lends: bool = False,
     ) -> None:
-        """Compares with a second run; see `elaswave.engine.checks.canary.check_again`."""
+        """Compares with a second run; see `elaswave.engine.checks.determinism_check.check_again`."""
         with self._repeating():
             check_again(self._who(index), module, names, done, again, lends=lends)
 
@@ -665,7 +684,7 @@ class Compute:
 
     def _keeps_run(self, index: int) -> bool:
         """Whether a layer's outputs are needed once more: by its backward, or by the canary."""
-        return self._has_backward(index) or (self._has_canary and index not in self.canaries)
+        return self._has_backward(index) or (self._has_determinism_check and index not in self.determinism_hashes)
 
     def _callable(self, index: int) -> Callable[[Any], Any]:
         module = self.layers[index].module
@@ -731,7 +750,7 @@ class Compute:
     def _nothing(self, index: int, microbatch: int, saved: Saved) -> Gradients:
         """What a layer in which nothing runs backward brings; the canary looks at its forward."""
         none: Gradients = [None] * len(self.layers[index].parameters)
-        if self._has_canary and index not in self.canaries:
+        if self._has_determinism_check and index not in self.determinism_hashes:
             run = self._output(index, microbatch, saved)
             zeros = [torch.zeros_like(leaf) for leaf in run.leaves if is_differentiable(leaf)]
             self._prove(index, microbatch, saved, run, Reached(zeros, None), none)
@@ -772,7 +791,7 @@ class Compute:
         self._left[index, microbatch] = _Known(saved.buffers, found)
         return passed_on
 
-    def _output(self, index: int, microbatch: int, saved: Saved) -> Run:
+    def _output(self, index: int, microbatch: int, saved: Saved) -> LayerRun:
         return saved.run or self._run_layer(index, microbatch, saved.given, train=True)
 
     def _whole(
@@ -780,7 +799,7 @@ class Compute:
         index: int,
         microbatch: int,
         saved: Saved,
-        run: Run,
+        run: LayerRun,
         reached: Reached,
         *,
         retain_graph: bool = False,
@@ -794,8 +813,8 @@ class Compute:
         self._look_after_backward(index, saved.given, run)
         self._check_backward(index, microbatch, Done(saved.given, run, reached, found))
         if self.model.layers[index].compile and self._compiled.has_grown():
-            self.canaries.pop(index, None)
-        if self._has_canary and index not in self.canaries:
+            self.determinism_hashes.pop(index, None)
+        if self._has_determinism_check and index not in self.determinism_hashes:
             self._prove(index, microbatch, saved, run, reached, found)
         return found[:num_parameters], zeros_where_none(inputs, found[num_parameters:])
 
@@ -803,7 +822,7 @@ class Compute:
         self,
         index: int,
         microbatch: int,
-        run: Run,
+        run: LayerRun,
         reached: Reached,
         inputs: Sequence[torch.Tensor],
         *,
@@ -822,23 +841,25 @@ class Compute:
         check_dense(self._who(index), self.layers[index].parameter_names, found)
         return list(found)
 
-    def _prove(self, index: int, microbatch: int, saved: Saved, run: Run, reached: Reached, found: Gradients) -> None:
+    def _prove(
+        self, index: int, microbatch: int, saved: Saved, run: LayerRun, reached: Reached, found: Gradients
+    ) -> None:
         """Has the canary look at a layer's first micro-batch here."""
         done = Done(saved.given, run, reached, found)
         self.check_layer_again(index, microbatch, done)
 
-        canary, is_known_by_bits = self._canary_of(index, microbatch, done)
+        determinism_hash, is_known_by_bits = self._determinism_hash_of(index, microbatch, done)
         if self.model.layers[index].compile and not is_known_by_bits:
             raise UsageError(
                 f"{self._who(index)} is to be compiled, and does not run on made-up numbers: whether it computes the "
                 "same bits in every process cannot be told. Leave out compile=True"
             )
-        self.canaries[index] = canary
+        self.determinism_hashes[index] = determinism_hash
 
-    def _canary_of(self, index: int, microbatch: int, done: Done) -> tuple[int, bool]:
+    def _determinism_hash_of(self, index: int, microbatch: int, done: Done) -> tuple[int, bool]:
         """A layer's canary, and whether it is one of bits."""
 
-        def from_scratch(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+        def from_scratch(given: LayerInputs, reached: Reached) -> tuple[LayerRun, Gradients]:
             """The same in any process at any time: nothing but shapes and types goes into it."""
             step, fetch = self._step, self._fetch
             self._step, self._fetch = 0, lambda *place, train: made_up_tree(fetch(step, microbatch, train=train))
@@ -850,7 +871,7 @@ class Compute:
                 self._step, self._fetch = step, fetch
 
         layer = self.layers[index]
-        return canary_of(layer.module, layer.built, done, from_scratch)
+        return determinism_hash_of(layer.module, layer.built, done, from_scratch)
 
     def check_layer_again(self, index: int, microbatch: int, done: Done) -> None:
         """Runs a layer forward and backward a second time, with its memory elsewhere; adds nothing to any sum.
@@ -863,7 +884,7 @@ class Compute:
             UsageError: the second run has other bits, or has written what it was lent.
         """
 
-        def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+        def again(given: LayerInputs, reached: Reached) -> tuple[LayerRun, Gradients]:
             run = self._run_layer(index, microbatch, given, train=True)
             return run, self._gradients(index, microbatch, run, reached, given.inputs)
 
@@ -881,7 +902,7 @@ class Compute:
             UsageError: the second run has other bits, or has written what it was lent.
         """
 
-        def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+        def again(given: LayerInputs, reached: Reached) -> tuple[LayerRun, Gradients]:
             scored, _ = self._run_loss(microbatch, given, loss.targets, train=True, counts=False)
             return _run_of(scored), list(torch.autograd.grad(scored.total, given.inputs, allow_unused=True))
 
@@ -895,43 +916,45 @@ class Compute:
         """Time that spot checks of the present attempt have taken."""
         return 0 if self._spots is None else self._spots.spent_ns
 
-    def _due(self, index: int, microbatch: int) -> Kind | None:
+    def _due(self, index: int, microbatch: int) -> CheckKind | None:
         """What is checked of a place; nothing of one that is in some worker's sums already."""
         if self._spots is None or self._is_covered(index, microbatch):
             return None
         return self._spots.due(index, microbatch)
 
-    def _check_forward(self, index: int, microbatch: int, given: Given, run: Run, left: Sequence[torch.Tensor]) -> None:
+    def _check_forward(
+        self, index: int, microbatch: int, given: LayerInputs, run: LayerRun, left: Sequence[torch.Tensor]
+    ) -> None:
         """Before a forward's output goes on: runs it again, or the layer's probe, where that is due.
 
         Args:
             left: in buffers.
         """
         kind = self._due(index, microbatch)
-        if self._spots is None or kind is None or (kind is Kind.PROBE and index not in self.canaries):
+        if self._spots is None or kind is None or (kind is CheckKind.PROBE and index not in self.determinism_hashes):
             return
         self._between_layers()  # a check takes longer than a layer
         layer, who, done = self.layers[index], self._who(index), Done(given, run, Reached([], None), [])
         left_again: list[torch.Tensor] = []
 
-        def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+        def again(given: LayerInputs, reached: Reached) -> tuple[LayerRun, Gradients]:
             run = self._run_layer(index, microbatch, given, train=True)
             left_again.extend(layer.buffers.left())
             return run, []
 
         with self._spots.aside():
-            if kind is Kind.RUN:
+            if kind is CheckKind.RUN:
                 self._run_again(index, layer.module, [], done, again)
                 names = [f"what it leaves in buffer {slot.name}" for slot in layer.buffers.tensors]
                 check_equal(who, names, left, left_again)
             else:
-                canary, is_known_by_bits = self._canary_of(index, microbatch, done)
+                determinism_hash, is_known_by_bits = self._determinism_hash_of(index, microbatch, done)
                 if is_known_by_bits:
-                    check_probe(who, canary, self.canaries[index])
+                    check_probe(who, determinism_hash, self.determinism_hashes[index])
 
     def _check_backward(self, index: int, microbatch: int, done: Done) -> None:
         """Before gradients go on or are added: makes them again where that is due."""
-        if self._spots is not None and self._due(index, microbatch) is Kind.RUN:
+        if self._spots is not None and self._due(index, microbatch) is CheckKind.RUN:
             with self._spots.aside():
                 self.check_layer_again(index, microbatch, done)
 
@@ -943,14 +966,14 @@ class Compute:
         Returns:
             Hashes of the gradients of parameters that the second half is to find; None where nothing is due.
         """
-        if self._spots is None or self._due(index, microbatch) is not Kind.RUN:
+        if self._spots is None or self._due(index, microbatch) is not CheckKind.RUN:
             return None
         layer, expected = self.layers[index], list[int]()
 
-        def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+        def again(given: LayerInputs, reached: Reached) -> tuple[LayerRun, Gradients]:
             run = self._run_layer(index, microbatch, given, train=True)
             *found, passed_on = self._gradients(index, microbatch, run, reached, given.inputs)
-            expected.extend(hash_of([gradient]) for gradient in found)
+            expected.extend(hash_tensors([gradient]) for gradient in found)
             return run, [passed_on]
 
         with self._spots.aside():
@@ -969,7 +992,7 @@ class Compute:
         kind = self._due(self.num_layers, microbatch)
         if self._spots is not None and kind is not None:
             with self._spots.aside():
-                if kind is Kind.RUN:
+                if kind is CheckKind.RUN:
                     self.check_loss_again(microbatch, loss, found)
                 else:
                     self._spots.check_operator()
@@ -1054,7 +1077,7 @@ class Compute:
             self._watched.append((microbatch, index, self.scoring.scored[microbatch]))
 
     def _run_loss(
-        self, microbatch: int, given: Given, targets: Any, train: bool, *, counts: bool
+        self, microbatch: int, given: LayerInputs, targets: Any, train: bool, *, counts: bool
     ) -> tuple[Scored, Lent]:
         index, call = self.num_layers, self._call(microbatch, train)
         self._seed_draws(microbatch, index)
@@ -1086,7 +1109,7 @@ class Compute:
             found: Gradients = list(torch.autograd.grad(loss.scored.total, inputs, allow_unused=True))
             self._look(index, loss.given, loss.lent, train=True, is_over=True)
             self._check_loss(microbatch, loss, found)
-            if self._has_canary and (index, True) not in self._proven:
+            if self._has_determinism_check and (index, True) not in self._proven:
                 self.check_loss_again(microbatch, loss, found)
                 self._proven.add((index, True))
         return Reached(zeros_where_none(inputs, found), loss.scored.count)
@@ -1138,10 +1161,10 @@ class Compute:
         return ErrorPlace(self._step, microbatch, layer, self.layer_name(layer))
 
 
-def _run_of(scored: Scored) -> Run:
+def _run_of(scored: Scored) -> LayerRun:
     """A run of the loss as one of a layer."""
     counts = [] if scored.count is None else [torch.tensor(scored.count)]
-    return Run(TENSOR, [scored.total, *counts], [])
+    return LayerRun(TENSOR, [scored.total, *counts], [])
 
 
 class _Located:

@@ -8,10 +8,10 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from elaswave.engine.layer_runs import Reached
-from elaswave.protocol.step.salvage import Flight
+from elaswave.protocol.step.salvage import InFlightMicrobatch
 
 
-class Front(NamedTuple):
+class ResumePoint(NamedTuple):
     """How far a micro-batch has come in the layers of a hop."""
 
     layers: range
@@ -21,29 +21,29 @@ class Front(NamedTuple):
     """Forward, the output of the last layer that has run; backward, a `Reached`."""
 
 
-class Flights:
+class InFlight:
     """Those of one worker in a step, by micro-batch."""
 
     def __init__(self) -> None:
-        self._forwards: dict[int, Front] = {}
-        self._backwards: dict[int, Front] = {}
+        self._forwards: dict[int, ResumePoint] = {}
+        self._backwards: dict[int, ResumePoint] = {}
 
-    def forward(self, microbatch: int) -> Front | None:
+    def forward(self, microbatch: int) -> ResumePoint | None:
         """How far a forward has come that has begun, while no backward has."""
         return self._forwards.get(microbatch)
 
-    def backward(self, microbatch: int) -> Front | None:
+    def backward(self, microbatch: int) -> ResumePoint | None:
         """How far a backward has come that has begun, until what it has made is needed no more."""
         return self._backwards.get(microbatch)
 
     def went(self, microbatch: int, layers: range, at: int, value: Any) -> None:
         """A forward has come so far."""
-        self._forwards[microbatch] = Front(layers, at, value)
+        self._forwards[microbatch] = ResumePoint(layers, at, value)
 
     def returned(self, microbatch: int, layers: range, at: int, reached: Reached) -> None:
         """A backward has come so far."""
         self._forwards.pop(microbatch, None)
-        self._backwards[microbatch] = Front(layers, at, reached)
+        self._backwards[microbatch] = ResumePoint(layers, at, reached)
 
     def end(self, microbatch: int) -> None:
         """Nothing more is needed of a micro-batch."""
@@ -52,32 +52,38 @@ class Flights:
 
     def keep(self, microbatches: Collection[int]) -> None:
         """Forgets all others."""
-        for fronts in (self._forwards, self._backwards):
-            for microbatch in fronts.keys() - set(microbatches):
-                del fronts[microbatch]
+        for resume_points in (self._forwards, self._backwards):
+            for microbatch in resume_points.keys() - set(microbatches):
+                del resume_points[microbatch]
 
     def through(self, layers: Collection[int]) -> set[int]:
         """Micro-batches whose hop has one of these layers."""
         return {
             microbatch
-            for fronts in (self._forwards, self._backwards)
-            for microbatch, front in fronts.items()
-            if not set(front.layers).isdisjoint(layers)
+            for resume_points in (self._forwards, self._backwards)
+            for microbatch, resume_point in resume_points.items()
+            if not set(resume_point.layers).isdisjoint(layers)
         }
 
-    def facts(self, left_out: Collection[int]) -> tuple[Flight, ...]:
+    def facts(self, left_out: Collection[int]) -> tuple[InFlightMicrobatch, ...]:
         """For a report.
 
         Args:
             left_out: micro-batches that cannot go on from here.
         """
         found = [
-            Flight(microbatch, front.layers.start, front.layers.stop, front.at)
-            for microbatch, front in self._forwards.items()
+            InFlightMicrobatch(microbatch, resume_point.layers.start, resume_point.layers.stop, resume_point.at)
+            for microbatch, resume_point in self._forwards.items()
         ]
         found += [
-            Flight(microbatch, front.layers.start, front.layers.stop, front.layers.stop, front.at)
-            for microbatch, front in self._backwards.items()
+            InFlightMicrobatch(
+                microbatch,
+                resume_point.layers.start,
+                resume_point.layers.stop,
+                resume_point.layers.stop,
+                resume_point.at,
+            )
+            for microbatch, resume_point in self._backwards.items()
         ]
         return tuple(
             sorted((each for each in found if each.microbatch not in left_out), key=lambda each: each.microbatch)

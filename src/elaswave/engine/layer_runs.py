@@ -10,7 +10,7 @@ from elaswave.engine.checks.unwritten import Lent
 from elaswave.engine.checks.values import Structure, at_boundary, unflatten
 
 
-class Given(NamedTuple):
+class LayerInputs(NamedTuple):
     """What a layer or the loss is given."""
 
     structure: Structure
@@ -22,7 +22,7 @@ class Given(NamedTuple):
         return [leaf for leaf in self.leaves if leaf.requires_grad]
 
 
-class Run(NamedTuple):
+class LayerRun(NamedTuple):
     """What a layer's forward has made."""
 
     structure: Structure
@@ -40,8 +40,8 @@ class Run(NamedTuple):
 class Saved(NamedTuple):
     """What one layer keeps between forward and backward."""
 
-    given: Given
-    run: Run | None
+    given: LayerInputs
+    run: LayerRun | None
     """None where the layer is recomputed, or its outputs are not needed any more."""
     buffers: Sequence[torch.Tensor] = ()
     """What the forward has left in persistent buffers."""
@@ -63,15 +63,15 @@ class Reached(NamedTuple):
         return 1 if self.count is None else self.count
 
 
-Again = Callable[[Given, Reached], tuple[Run, list[torch.Tensor | None]]]
+Again = Callable[[LayerInputs, Reached], tuple[LayerRun, list[torch.Tensor | None]]]
 """Runs a layer or the loss forward and backward; answers with the gradients of its parameters and of its inputs."""
 
 
 class Done(NamedTuple):
     """A whole run of a layer or of the loss, forward and backward."""
 
-    given: Given
-    run: Run
+    given: LayerInputs
+    run: LayerRun
     reached: Reached
     """What has come to its outputs; nothing where it is the loss."""
     found: list[torch.Tensor | None]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elaswave.blocks.grids import INITIAL_EXPONENT
-from elaswave.blocks.placement import Placement, Role, roles_of
+from elaswave.blocks.placement import Placement, ReplicaRole, roles_of
 from elaswave.blocks.shapes import LayerShape, segments
 from elaswave.checkpoints.format import EMA, MASTER, UPDATER, CheckpointMeta, WantedPiece, stored_name
 from elaswave.checkpoints.shards import DTYPES, Piece, PieceReader
@@ -23,7 +23,7 @@ from elaswave.models.layers import Layer
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.step.ballot import GridState
 from elaswave.protocol.step.engine import TrainingProgress
-from elaswave.state.buffers import decode, encode
+from elaswave.state.buffers import buffer_from_float32, buffer_to_float32
 from elaswave.state.flat import FlatLayer, FlatUnit, initial_runs, slot_values
 from elaswave.state.store import BlockStore, HeldBlock, Scalars
 from elaswave.training.optimizer import Optimizer, Updater
@@ -199,7 +199,7 @@ class _Made:
             for _, part in parts
         ]
         for (run, part), values in zip(parts, self._reader.read(wanted), strict=True):
-            results[run][part.start : part.stop] = encode(values)
+            results[run][part.start : part.stop] = buffer_to_float32(values)
         return results
 
 
@@ -263,12 +263,12 @@ def owned_pieces(store: BlockStore, scalars: Scalars = ()) -> Iterable[Piece]:
         store: the blocks.
         scalars: of the optimizer.
     """
-    for held in store.with_role(Role.OWNER):
+    for held in store.with_role(ReplicaRole.OWNER):
         for slot, values in held.slots.items():
             for part in held.segments:
                 if part.slot.has(slot):
                     name = stored_name(slot, part.slot.name)
-                    own = decode(values[part.start : part.stop].cpu(), DTYPES[part.slot.dtype])
+                    own = buffer_from_float32(values[part.start : part.stop].cpu(), DTYPES[part.slot.dtype])
                     yield Piece(name, part.slot.shape, part.first_value, own)
         for name, tensor, value in held.scalar_states(scalars):
             yield Piece(stored_name(name, tensor.name), (), 0, value.reshape(1).cpu().clone())

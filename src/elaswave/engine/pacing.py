@@ -59,7 +59,7 @@ class Pace:
         Returns:
             Monotonic time at which the device began it.
         Raises:
-            InterruptedWaitError: a new epoch begins.
+            InterruptedWaitError: a new generation begins.
         """
         duration_s = self.seconds(kind, layers)
         if start_s - self._last_end_s <= min(_SLACK_S, _SLACK_FRACTION * duration_s):

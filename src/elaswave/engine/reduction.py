@@ -15,14 +15,14 @@ from elaswave.blocks.grids import WIDE_BITS
 from elaswave.blocks.placement import Block
 from elaswave.blocks.shapes import LayerShape
 from elaswave.devices.host import HOST
-from elaswave.devices.interface import Batch, Device, batches_of, read
+from elaswave.devices.interface import Batch, Device, batches_of, read_tensors
 from elaswave.hashing import MASK64, signed64
 from elaswave.protocol.step.engine import Imbalance
 from elaswave.state import device_sums, sums
 from elaswave.state.device_sums import DeviceAccumulator, Pieces, pieces_of
 from elaswave.state.store import HeldBlock
 from elaswave.state.sums import ExactAccumulator, FloatAccumulator, Scratch
-from elaswave.state.words import Planes, cut, plane_dtypes
+from elaswave.state.words import Planes, add_planes, cut, plane_dtypes
 
 Accumulator = ExactAccumulator | DeviceAccumulator | FloatAccumulator
 """The partial sum of one unit, where its device is, as exact as the job asks for."""
@@ -110,8 +110,8 @@ class Reduction:
         self._device = device
         self._check = check
         self._run_elements = _RUN_ELEMENTS if device.is_host else _DEVICE_RUN_ELEMENTS
-        self._arithmetic = sums if device.is_host else device_sums
-        """Makes totals of partial sums, their checksums, and means of them."""
+        self._add_planes = add_planes if device.is_host else device_sums.add_planes_on_device
+        """Makes a total of partial sums."""
         self._worker = worker
         self._blocks = blocks
         self._shapes = shapes
@@ -192,7 +192,7 @@ class Reduction:
             wanted.append(torch.stack(self._totals).view(torch.float64))  # as `figures` has a checksum
         if not wanted:
             return
-        (joined,) = read(self._device, [torch.cat(wanted)], self._check)
+        (joined,) = read_tensors(self._device, [torch.cat(wanted)], self._check)
         found = joined.split([len(each) for each in wanted])
         for accumulator, figures in zip(accumulators, found, strict=False):
             accumulator.learn(figures)
@@ -237,7 +237,7 @@ class Reduction:
         self._owned[layer] = self._groups(layer, tuple(held))
         self._balance -= sum(_coverage(self._slots[layer, peer]) for peer in peers)
         for group, parts in self._parts(layer):
-            total = self._arithmetic.add_up(list(parts.values()))
+            total = self._add_planes(list(parts.values()))
             means = (self._exponents[layer], self._num_microbatches, shape.num_uses, self._width)
             # Checksums are made of totals after their use, so that whatever had changed before it shows.
             if group.pieces is None:
@@ -247,9 +247,9 @@ class Reduction:
                     found = sums.checksum(total, shape, start)
                     self._balance -= found
             else:
-                gradient = device_sums.reduced_gradient(total, group.pieces, *means)
+                gradient = device_sums.reduced_gradient_on_device(total, group.pieces, *means)
                 if self.checked:
-                    self._totals.append(device_sums.checksum(total, group.pieces))
+                    self._totals.append(device_sums.checksum_on_device(total, group.pieces))
             for block, part in zip(group.blocks, gradient.split(group.sizes), strict=True):
                 held[block.id].gradient = part
         self._balance &= MASK64
@@ -273,7 +273,7 @@ class Reduction:
         shape = self._shapes[layer]
         if self._device.is_host:
             return sums.checksum(total, shape, runs[0][0])
-        return int(device_sums.checksum(total, pieces_of(shape, runs))) & MASK64
+        return int(device_sums.checksum_on_device(total, pieces_of(shape, runs))) & MASK64
 
     def recount(self) -> int:
         """The balance as it comes from what lies in memory now, adding each partial sum up by itself."""
@@ -283,7 +283,7 @@ class Reduction:
         for layer in self._owned:
             for group, parts in self._parts(layer):
                 runs = [(run.start, run.stop) for run in group.runs]
-                totals += sum(self._checksum(self._arithmetic.add_up([part]), layer, runs) for part in parts.values())
+                totals += sum(self._checksum(self._add_planes([part]), layer, runs) for part in parts.values())
         return (sent - come - totals) & MASK64
 
     def in_transit(self) -> dict[int, int]:
@@ -298,13 +298,13 @@ class Reduction:
             accumulator = self._accumulators[layer]
             for index in blocks:
                 block = self._blocks[index]
-                total = self._arithmetic.add_up([cut(accumulator.planes, block.start, block.stop)])
+                total = self._add_planes([cut(accumulator.planes, block.start, block.stop)])
                 note(index, self._checksum(total, layer, [(block.start, block.stop)]))
             note(blocks[0], accumulator.coverage)
         for (layer, _), slot in self._slots.items():
             groups = self._owned.get(layer, [])
             for group, planes in zip(groups, self._planes_of(slot, groups) if groups else (), strict=True):
-                total = self._arithmetic.add_up([planes])
+                total = self._add_planes([planes])
                 for block, piece in zip(group.blocks, total.split(group.sizes), strict=True):
                     note(block.id, -self._checksum(piece, layer, [(block.start, block.stop)]))
             if groups:

@@ -1,5 +1,5 @@
 """The numbers of a worker, with torch: layers, sums of gradients and the content of copies. The machine of
-`elaswave.protocol` says what is done when; nothing here knows of links, epochs or votes.
+`elaswave.protocol` says what is done when; nothing here knows of links, generations or votes.
 """
 
 import math
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elaswave.blocks.placement import Placement, Role
+from elaswave.blocks.placement import Placement, ReplicaRole
 from elaswave.checkpoints.checkpoint import folder_there, read_meta
 from elaswave.checkpoints.format import EMA, MASTER
 from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device, Mark, batches_of, read, wait_for
+from elaswave.devices.interface import Device, Mark, batches_of, read_tensors, wait_for
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.checks.canary import changed_operator
+from elaswave.engine.checks.determinism_check import changed_operator
 from elaswave.engine.checks.spot_checks import SpotChecks
 from elaswave.engine.checks.update_canary import environment_of
 from elaswave.engine.compute import Compute
@@ -28,7 +28,7 @@ from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.reduction import Reduction
 from elaswave.hashing import MASK64
 from elaswave.protocol.environment import ENVIRONMENT, Environment
-from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, Memory, Unfinished
+from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, MemoryKind, Unfinished
 from elaswave.protocol.step.salvage import Keep
 from elaswave.protocol.step.scores import Scores
 from elaswave.state.device_verify import Found, run_hashes, square_sums
@@ -45,7 +45,7 @@ RUN_AHEAD_ACTIONS = 2
 interrupt takes effect after so many at most."""
 
 
-class Batches(Protocol):
+class MicrobatchSource(Protocol):
     """Where micro-batches come from."""
 
     def __call__(self, step: int, microbatch: int) -> tuple[Any, Any]:
@@ -58,11 +58,11 @@ class EngineContext(NamedTuple):
 
     blueprint: Blueprint
     worker: int
-    batches: Batches
+    batches: MicrobatchSource
     """Of training."""
-    evaluation_batches: Batches
+    evaluation_batches: MicrobatchSource
     check: Callable[[], None]
-    """Called between layers: moves bytes, and raises InterruptedWaitError if the epoch is over."""
+    """Called between layers: moves bytes, and raises InterruptedWaitError if the generation is over."""
     timer: ActionTimer
     """Measures every action, and makes it last on an emulated device."""
     run_dir: Path
@@ -139,7 +139,7 @@ class TorchEngine:
             recompute=blueprint.config.model.recompute,
             between_layers=context.check,
             inputs=self._microbatches.inputs,
-            has_canary=elastic.verify,
+            has_determinism_check=elastic.verify,
             lowest_trained=blueprint.state.lowest_trained,
             elsewhere=context.elsewhere,
             device=device,
@@ -286,7 +286,7 @@ class TorchEngine:
         """Waits until few actions are queued on the device.
 
         Raises:
-            InterruptedWaitError: the epoch is over.
+            InterruptedWaitError: the generation is over.
         """
         while len(self._running) >= RUN_AHEAD_ACTIONS:
             wait_for(self._running[0], self.context.check)
@@ -303,10 +303,14 @@ class TorchEngine:
 
     def _left_of(self, action: Action, layers: range) -> range:
         """The layers of an action that have not run before an interrupt."""
-        front = None if action.kind == "W" else self.compute.front(action.kind, action.microbatch)
-        if front is None:
+        resume_point = None if action.kind == "W" else self.compute.resume_point(action.kind, action.microbatch)
+        if resume_point is None:
             return layers
-        return range(min(front.at, layers.stop), layers.stop) if action.kind == "F" else range(layers.start, front.at)
+        return (
+            range(min(resume_point.at, layers.stop), layers.stop)
+            if action.kind == "F"
+            else range(layers.start, resume_point.at)
+        )
 
     def output(self, action: Action) -> Any:
         """What an action has returned."""
@@ -394,16 +398,19 @@ class TorchEngine:
             self.scores(),
             maxima,
             nonfinite,
-            self._canaries(),
+            self._determinism_hashes(),
             dict(compute.writes),
             (time.monotonic_ns() - self._began_ns - compute.checking_ns) // 1000,
         )
 
-    def _canaries(self) -> dict[int, int]:
+    def _determinism_hashes(self) -> dict[int, int]:
         if not self.context.blueprint.config.elastic.verify:
             return {}
-        layers = {ENVIRONMENT + 1 + layer: canary for layer, canary in self.compute.canaries.items()}
-        return {ENVIRONMENT: self.environment().canary, **layers}
+        layers = {
+            ENVIRONMENT + 1 + layer: determinism_hash
+            for layer, determinism_hash in self.compute.determinism_hashes.items()
+        }
+        return {ENVIRONMENT: self.environment().determinism_hash, **layers}
 
     def square_sums(self, copies: Sequence[HeldBlock]) -> list[float]:
         """Sums of squares of copies' mean gradients; buffers are no part of the norm."""
@@ -428,7 +435,7 @@ class TorchEngine:
 
     def _read(self, found: Found) -> list[Any]:
         """Numbers of runs, by one wait."""
-        (numbers,) = read(self.device, [found.numbers], self.context.move)
+        (numbers,) = read_tensors(self.device, [found.numbers], self.context.move)
         return found.in_order(numbers)
 
     def gradient_hashes(self, copies: Sequence[HeldBlock]) -> list[int]:
@@ -442,11 +449,11 @@ class TorchEngine:
             return []
         working, masters = self.seals.broken(self.layers, copies)
         working += self.seals.given_up if given_up else ()
-        found = [Change(Memory.WORKING, block, was, now) for block, was, now in working if isinstance(block, int)]
-        found += [Change(Memory.COPY, block, was, now) for block, was, now in masters if isinstance(block, int)]
+        found = [Change(MemoryKind.WORKING, block, was, now) for block, was, now in working if isinstance(block, int)]
+        found += [Change(MemoryKind.COPY, block, was, now) for block, was, now in masters if isinstance(block, int)]
         for layer, broken in self.seals.broken_constants(self.layers).items():
             is_mended = self._take_constants(layer, self._made_again(layer))
-            kind = Memory.MENDED if is_mended else Memory.CONSTANT
+            kind = MemoryKind.MENDED if is_mended else MemoryKind.CONSTANT
             found += [Change(kind, layer, each.was, each.now) for each in broken]
         return found
 
@@ -650,7 +657,7 @@ class TorchEngine:
     def empty_copy(self, block: int, num_updates: int) -> HeldBlock:
         """A follower's copy of a block, without content."""
         run, state = self.blocks[block], self.context.blueprint.state
-        copy = HeldBlock(run, Role.FOLLOWER, state.layers[run.layer], {}, version=-1)
+        copy = HeldBlock(run, ReplicaRole.FOLLOWER, state.layers[run.layer], {}, version=-1)
         for name in state.slots_of((segment.slot for segment in copy.segments), num_updates):
             copy.slots[name] = torch.empty(run.num_elements, dtype=torch.float32, device=self._place)
         return copy

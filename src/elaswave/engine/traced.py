@@ -20,7 +20,7 @@ class TracedTransport:
 
     def __init__(self, inner: Transport, trace: TraceRecorder) -> None:
         self.worker = inner.worker
-        self.epoch = inner.epoch
+        self.generation = inner.generation
         self._inner = inner
         self._trace = trace
         self._pending: list[tuple[Handle, int, int]] = []
@@ -37,7 +37,7 @@ class TracedTransport:
 
     @property
     def broken(self) -> tuple[int, str] | None:
-        """A peer whose link has ended in this epoch though frames of it were sent there, and how it ended."""
+        """A peer whose link has ended in this generation though frames of it were sent there, and how it ended."""
         return self._inner.broken
 
     @property
@@ -98,14 +98,14 @@ class TracedTransport:
         self._inner.rest(until_s)
         self._collect()
 
-    def interrupt(self, reason: str, epoch: int | None = None) -> None:
+    def interrupt(self, reason: str, generation: int | None = None) -> None:
         """See `Transport.interrupt`."""
-        self._inner.interrupt(reason, epoch)
+        self._inner.interrupt(reason, generation)
 
-    def advance_epoch(self, epoch: int, members: Iterable[int]) -> None:
-        """See `Transport.advance_epoch`."""
-        self._inner.advance_epoch(epoch, members)
-        self.epoch = epoch
+    def advance_generation(self, generation: int, members: Iterable[int]) -> None:
+        """See `Transport.advance_generation`."""
+        self._inner.advance_generation(generation, members)
+        self.generation = generation
         self._pending.clear()
 
     def close(self) -> None:

@@ -520,13 +520,13 @@ class AwayWatch:
         self._faults = faults
         self._record = record
         self._part = part
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._size = 0
         if any(fault.kind == AWAY for fault in faults):
             threading.Thread(target=self._run, name="sites that are away", daemon=True).start()
 
     def _run(self) -> None:
-        while len(self._told) < sum(fault.kind == AWAY for fault in self._faults):
+        while len(self._reported) < sum(fault.kind == AWAY for fault in self._faults):
             self.look()
             time.sleep(_LOOK_S)
 
@@ -541,8 +541,8 @@ class AwayWatch:
         self._size = size
         for record in read_fault_records(self._record):
             fault = self._faults[record.position]
-            if fault.kind == AWAY and record.position not in self._told:
-                self._told.add(record.position)
+            if fault.kind == AWAY and record.position not in self._reported:
+                self._reported.add(record.position)
                 self._part(fault.host, end_of(fault, record.time_s))
 
 

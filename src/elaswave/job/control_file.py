@@ -15,7 +15,7 @@ import msgspec
 
 from elaswave.errors import ControlError, RunFolderError
 from elaswave.job.network import JobNetwork
-from elaswave.observability.processes import RunProcess, described, lives
+from elaswave.observability.processes import RunProcess, lives, process_entry
 from elaswave.observability.run_folder import CONTROL_FILE, is_run
 from elaswave.transport.tls import Tls
 from elaswave.untrusted import read_json, reason
@@ -55,7 +55,7 @@ def write_control_file(run_dir: Path, network: JobNetwork, key_file: Path, *, is
         key_file=str(key_file),
         key_is_temporary=is_temporary,
         host=socket.gethostname(),
-        launcher=described("launcher", 0, os.getpid()),
+        launcher=process_entry("launcher", 0, os.getpid()),
         tls=network.tls,
         tls_host=network.host,
     )

@@ -28,7 +28,7 @@ _KEY_BYTES = 32
 _KEY_FILE_BYTES_MAX = 1 << 16
 
 
-class Role(Enum):
+class KeyRole(Enum):
     """What a key is for. Who holds one cannot compute those that may do more."""
 
     JOB = "job"
@@ -44,13 +44,13 @@ class Role(Enum):
 
 
 _ABOVE = {
-    Role.JOINING: Role.JOB,
-    Role.STEERING: Role.JOB,
-    Role.READING: Role.STEERING,
-    Role.CHANGING: Role.JOB,
+    KeyRole.JOINING: KeyRole.JOB,
+    KeyRole.STEERING: KeyRole.JOB,
+    KeyRole.READING: KeyRole.STEERING,
+    KeyRole.CHANGING: KeyRole.JOB,
 }
 """Role -> from whose key its own is derived."""
-LESSER = (Role.JOINING, Role.STEERING, Role.READING)
+LESSER = (KeyRole.JOINING, KeyRole.STEERING, KeyRole.READING)
 """Those of which there are files."""
 _MARK = b"-key:"
 
@@ -61,9 +61,9 @@ class JobKey(NamedTuple):
     secret: bytes
     file: Path | None
     """Where it stands; None: nowhere yet."""
-    role: Role = Role.JOB
+    role: KeyRole = KeyRole.JOB
 
-    def held(self, role: Role) -> bytes:
+    def held(self, role: KeyRole) -> bytes:
         """The secret of a role.
 
         Raises:
@@ -75,17 +75,20 @@ class JobKey(NamedTuple):
             where = "this key" if self.file is None else str(self.file)
             raise UsageError(
                 f"{where} is a {self.role.value} key of the job: what is asked for needs its key, or one that may do "
-                f"more; `elaswave keys DIR --role {Role.STEERING.value}` and such make them, where the job's key stands"
+                f"more; `elaswave keys DIR --role {KeyRole.STEERING.value}` and such make them, where the job's key "
+                "stands"
             )
         return derived(self.held(_ABOVE[role]), role.value)
 
     @property
     def text(self) -> bytes:
         """As it stands in a file."""
-        return self.secret if self.role is Role.JOB else self.role.value.encode() + _MARK + self.secret.hex().encode()
+        return (
+            self.secret if self.role is KeyRole.JOB else self.role.value.encode() + _MARK + self.secret.hex().encode()
+        )
 
 
-def role_key(key: JobKey, role: Role, file: Path | None = None) -> JobKey:
+def role_key(key: JobKey, role: KeyRole, file: Path | None = None) -> JobKey:
     """The key of a role.
 
     Raises:
@@ -94,7 +97,7 @@ def role_key(key: JobKey, role: Role, file: Path | None = None) -> JobKey:
     return JobKey(key.held(role), file, role)
 
 
-def secrets_for(job: Secrets, role: Role) -> Secrets:
+def secrets_for(job: Secrets, role: KeyRole) -> Secrets:
     """The secrets of a role that are made of a job's keys."""
     return job.each(lambda key: JobKey(key, None).held(role))
 

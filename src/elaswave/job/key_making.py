@@ -23,7 +23,7 @@ from elaswave.job.key_files import (
     CERTIFICATE_KEY_FILE,
     JOB_KEY_FILE,
     JobKey,
-    Role,
+    KeyRole,
     new_key,
     next_file,
     read_key,
@@ -101,7 +101,7 @@ def make_keys(folder: Path, hosts: Sequence[Sequence[str]], days: int, *, adds: 
     return made
 
 
-def write_role_key(folder: Path, role: Role) -> Path:
+def write_role_key(folder: Path, role: KeyRole) -> Path:
     """Writes a lesser key beside the job's; one that is there already stays.
 
     Returns:
@@ -146,7 +146,7 @@ def begin_change(file: Path) -> tuple[JobKey, bool]:
     if path.is_symlink():  # it would take the place of the job's key
         raise UsageError(f"{path} is a link, and the job's new key is to stand there: remove it")
     key = read_key(path)
-    key.held(Role.JOB)
+    key.held(KeyRole.JOB)
     return key, is_new
 
 

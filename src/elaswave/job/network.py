@@ -15,7 +15,7 @@ from elaswave.config.rules import LOOPBACK, exposed_problem, is_exposed, ports_o
 from elaswave.config.schema import NetConfig
 from elaswave.errors import ConfigError, LaunchError
 from elaswave.job.key_files import tls_of
-from elaswave.transport.addresses import Place, reserve, tcp_address
+from elaswave.transport.addresses import Endpoint, reserve, tcp_address
 from elaswave.transport.tls import Tls
 
 CONTROL_SOCKET = "control.sock"
@@ -35,7 +35,7 @@ class JobNetwork(NamedTuple):
     """What reaches it from anywhere."""
     launcher_dials: str
     """What reaches it from this machine."""
-    links: Place
+    links: Endpoint
     """Where workers listen."""
     host: str = ""
     """With TLS: what certificates must name."""
@@ -51,7 +51,7 @@ class JobNetwork(NamedTuple):
 def network_in(folder: Path) -> JobNetwork:
     """The sockets of a job in its private folder."""
     address = f"unix:{folder / CONTROL_SOCKET}"
-    return JobNetwork(address, address, address, Place(f"unix:{folder}"))
+    return JobNetwork(address, address, address, Endpoint(f"unix:{folder}"))
 
 
 def ports_beside(net: NetConfig, port: int, num_workers: int) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ def open_network(net: NetConfig, folder: Path, num_workers: int) -> tuple[JobNet
     except ConfigError:
         kept.close()
         raise
-    links = Place(tcp_address(bind, 0), advertise="" if host == bind else host, ports=beside, tls=tls)
+    links = Endpoint(tcp_address(bind, 0), advertise="" if host == bind else host, ports=beside, tls=tls)
     near = bind
     if ipaddress.ip_address(bind).is_unspecified:
         near = "::1" if ":" in bind else LOOPBACK

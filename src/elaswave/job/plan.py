@@ -11,7 +11,7 @@ from functools import cached_property
 import msgspec
 from msgspec.structs import replace
 
-from elaswave.blocks.domains import hosts_of, sites_of
+from elaswave.blocks.domains import hosts_of, workers_by_site
 from elaswave.blocks.placement import Block, Placement, default_block_size, make_blocks, place_blocks
 from elaswave.blocks.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
 from elaswave.blocks.survival import alone_on
@@ -160,7 +160,7 @@ class RunPlan:
         Args:
             layout, placement: that the members go on with.
         """
-        hosts, at, kind = sites_of(layout), "at", "site"
+        hosts, at, kind = workers_by_site(layout), "at", "site"
         if not hosts:
             hosts, at, kind = hosts_of(layout), "on", "host"
         alone = alone_on(placement, hosts)

@@ -9,7 +9,7 @@ from elaswave.job.network import JobNetwork
 _INCARNATION_BITS = 30
 
 
-class Post(NamedTuple):
+class AgentRole(NamedTuple):
     """The part of one agent."""
 
     node: str
@@ -18,12 +18,13 @@ class Post(NamedTuple):
     """Tells it apart from other agents that were, or will be, started there."""
     slots: int = 0
     """Workers that may run here; 0: as many as are asked for."""
-    founds: bool = True
+    creates_job: bool = True
     """Whether it starts the job's coordinators."""
     job: str = ""
     """The job's name; empty: it has no other hosts."""
-    founded: int = 0
-    """Which founding of the job it takes part in, see `elaswave.protocol.leadership.heads.Head`; 0: it founds it."""
+    job_generation: int = 0
+    """Which founding of the job it takes part in, see `elaswave.protocol.leadership.store_position.Head`; 0: it founds
+    it."""
     keys: tuple[bytes, ...] = ()
     """Secrets of those who take part that it was told; none: they are made of the key that it was given."""
     network: JobNetwork | None = None
@@ -43,7 +44,7 @@ class Post(NamedTuple):
     @property
     def suffix(self) -> str:
         """Of files that every host has its own one of in a shared folder; empty where the job was founded."""
-        return "" if self.founds else f"-{self.node}"
+        return "" if self.creates_job else f"-{self.node}"
 
 
 def new_incarnation() -> int:
@@ -51,6 +52,6 @@ def new_incarnation() -> int:
     return secrets.randbits(_INCARNATION_BITS)
 
 
-def own_post() -> Post:
+def own_role() -> AgentRole:
     """Of the launcher of a job on one machine."""
-    return Post(socket.gethostname(), new_incarnation())
+    return AgentRole(socket.gethostname(), new_incarnation())

@@ -13,7 +13,7 @@ STOP_GRACE_S = 300.0
 """After the first signal, how long the step in hand and its checkpoint may take."""
 
 
-class AskedStop:
+class StopRequest:
     """What an agent was asked.
 
     Args:

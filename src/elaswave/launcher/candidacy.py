@@ -8,7 +8,7 @@ import os
 import selectors
 from collections.abc import Sequence
 
-from elaswave.store.claim import Progress, progress_of
+from elaswave.store.claim import CandidateProgress, progress_of
 
 CANDIDATE = "candidate"
 """In the selector: what a candidate's process reports."""
@@ -18,7 +18,7 @@ STAND_BY_AGAIN_S_MAX = 60.0
 one is started so much later."""
 
 
-class Candidacy:
+class Standby:
     """Of one agent.
 
     Args:
@@ -57,7 +57,7 @@ class Candidacy:
             os.close(self._reports)
             self._reports = None
 
-    def hear(self) -> Sequence[Progress]:
+    def hear(self) -> Sequence[CandidateProgress]:
         """What the process has said, or nothing if its end of the pipe is closed."""
         if self._reports is None:
             return ()

@@ -22,7 +22,7 @@ from elaswave.config.schema import NetConfig
 from elaswave.errors import ConfigError, RetryError, UsageError
 from elaswave.job.key_files import tls_of
 from elaswave.job.network import JobNetwork, address_of, ports_beside
-from elaswave.transport.addresses import Place, reserve, tcp_address
+from elaswave.transport.addresses import Endpoint, reserve, tcp_address
 from elaswave.transport.tls import Tls
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -270,7 +270,7 @@ def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None, slots:
         listen=tcp_address(bind, seed.port),
         dial=tcp_address(seed.host, seed.port),
         launcher_dials=tcp_address(near if is_own else seed.host, seed.port),
-        links=Place(
+        links=Endpoint(
             tcp_address(bind, 0),
             advertise="" if host == bind else host,
             ports=ports_beside(net, seed.port, slots),

@@ -15,10 +15,10 @@ from elaswave.config.schema import Config
 from elaswave.config.sites import labels_of, sites_that_may_part
 from elaswave.errors import UsageError
 from elaswave.faults.injection import KILL_HOST, parse_faults
-from elaswave.job.key_files import JobKey, Role, own_key
-from elaswave.job.role import Post
+from elaswave.job.key_files import JobKey, KeyRole, own_key
+from elaswave.job.role import AgentRole
 from elaswave.job.script import Script
-from elaswave.launcher.machine import check_memory
+from elaswave.launcher.machine import check_machine_memory
 from elaswave.observability.result import RunResult
 from elaswave.observability.run_folder import (
     TERMINAL_LOG,
@@ -75,7 +75,7 @@ def run_job(
     layer_parameters: tuple[int, ...] = (),
     prepare: Callable[[], None] = lambda: None,
     key: JobKey | None = None,
-    post: Post | None = None,
+    agent_role: AgentRole | None = None,
 ) -> FinishedJob:
     """Trains to the end.
 
@@ -86,7 +86,7 @@ def run_job(
         layer_parameters: number of parameters of each layer of a script's model.
         prepare: called once all is checked that can be without loading anything that computes.
         key: the job's; None: that of ``net.keys``, or a new one.
-        post: of this host's agent; None: the job has no other hosts.
+        agent_role: of this host's agent; None: the job has no other hosts.
     Raises:
         ElaswaveError: see `elaswave.launcher.launcher.train`, `own_key`, `check_memory`, `find_policy`,
             `parse_faults` and `open_run_dir`.
@@ -94,13 +94,13 @@ def run_job(
         Exception: what a script's callback has raised.
     """
     key = key or own_key(config.net)
-    key.held(Role.JOB)
-    if post is None and config.control.hosts > 1:
+    key.held(KeyRole.JOB)
+    if agent_role is None and config.control.hosts > 1:
         raise UsageError(
             f"control.hosts: {config.control.hosts} hosts, but this command starts all workers here: start `elaswave "
             "agent` on each host, or set control.hosts = 1"
         )
-    check_memory(config, layer_parameters)
+    check_machine_memory(config, layer_parameters)
     if config.elastic.policy_is_code:
         from elaswave.config.policy_code import find_policy  # late: few jobs need the planners this early
 
@@ -114,9 +114,9 @@ def run_job(
         respawns=config.elastic.respawns,
         hosts=labels_of(config),
         sites=sites_that_may_part(config),
-        has_agents=post is not None and bool(post.job),
+        has_agents=agent_role is not None and bool(agent_role.job),
     )
-    if post is not None and post.job and any(fault.kind == KILL_HOST for fault in faults):
+    if agent_role is not None and agent_role.job and any(fault.kind == KILL_HOST for fault in faults):
         raise UsageError(
             "--fault kill-host strikes hosts that one machine stands for, and this job has agents: kill the agent of a "
             "host instead, or use `elaswave train` with elastic.hosts"
@@ -142,6 +142,6 @@ def run_job(
                 faults=faults,
                 script=script,
                 key=key,
-                post=post,
+                agent_role=agent_role,
             )
     return FinishedJob(run, result)

@@ -9,7 +9,7 @@ from elaswave.config.schema import Config
 from elaswave.job.control_file import write_control_file
 from elaswave.job.key_files import JOB_KEY_FILE, JobKey
 from elaswave.job.network import JobNetwork, open_network
-from elaswave.job.role import Post
+from elaswave.job.role import AgentRole
 from elaswave.store.opening import JobStore
 from elaswave.system.job_folder import JobFolder
 
@@ -20,43 +20,53 @@ class JobPlace:
     Args:
         config: with its layout resolved.
         run_dir: the run's folder.
-        post: how the agent takes part.
+        agent_role: how the agent takes part.
         key: the job's.
     Raises:
         LaunchError: the system refuses a folder or a port, or the store cannot be used.
         ConfigError: the network cannot be used.
     """
 
-    def __init__(self, config: Config, run_dir: Path, post: Post, key: JobKey) -> None:
-        self._run_dir, self._post, self._key = run_dir, post, key
+    def __init__(self, config: Config, run_dir: Path, agent_role: AgentRole, key: JobKey) -> None:
+        self._run_dir, self._agent_role, self._key = run_dir, agent_role, key
         self._job_folder = JobFolder()
         self.folder = self._job_folder.path
         self.store: JobStore | None = None
         """None: this agent starts no coordinator."""
-        self._kept_port: socket.socket | None = post.kept_port
+        self._kept_port: socket.socket | None = agent_role.kept_port
         try:
             self.network: JobNetwork
-            if post.network is not None:
-                self.network = post.network
+            if agent_role.network is not None:
+                self.network = agent_role.network
             else:
                 self.network, self._kept_port = open_network(config.net, self.folder, sum(config.widths))
-            if post.founds or post.is_candidate:
+            if agent_role.creates_job or agent_role.is_candidate:
                 self.store = JobStore(
-                    config.control, run_dir, self.folder, key.secret, job=post.job, founds=post.founds
+                    config.control,
+                    run_dir,
+                    self.folder,
+                    key.secret,
+                    job=agent_role.job,
+                    creates_job=agent_role.creates_job,
                 )
         except BaseException:
             self.close()
             raise
 
     @property
-    def founded(self) -> int:
-        """Which founding of the job this agent takes part in, see `elaswave.protocol.leadership.heads.Head`."""
-        return self._post.founded or (0 if self.store is None else self.store.founded) or self._post.incarnation
+    def job_generation(self) -> int:
+        """Which founding of the job this agent takes part in, see
+        `elaswave.protocol.leadership.store_position.Head`."""
+        return (
+            self._agent_role.job_generation
+            or (0 if self.store is None else self.store.job_generation)
+            or self._agent_role.incarnation
+        )
 
     @property
     def holder(self) -> str:
         """The name under which this agent's coordinators hold the job in a store that others may use; else empty."""
-        return self._post.name if self._post.is_candidate else ""
+        return self._agent_role.name if self._agent_role.is_candidate else ""
 
     def write_control_file(self) -> str:
         """Tells operators of this machine where the coordinator is; returns what is wrong if it cannot."""

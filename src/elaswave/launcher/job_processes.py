@@ -23,38 +23,38 @@ from elaswave.launcher.forkserver.machine import COMMITTER, COORDINATOR, Loader
 from elaswave.launcher.forkserver.messages import (
     ChildGone,
     CommitDone,
-    FromTemplate,
+    FromForkServer,
     KillWorkers,
     LoaderGone,
     LoaderSpawned,
     Prepared,
     SpawnCoordinator,
     Spawned,
-    ToTemplate,
+    ToForkServer,
     Unprepared,
 )
-from elaswave.launcher.forkserver.server import TemplateSetup
+from elaswave.launcher.forkserver.server import ForkServerSetup
 from elaswave.launcher.launcher_waits import Standstill, how_it_stands_still
-from elaswave.launcher.template_link import TemplateProcess
+from elaswave.launcher.template_link import ForkServerProcess
 from elaswave.observability.processes import (
     ProcessFacts,
     Role,
     RunProcess,
-    described,
     facts_of,
+    process_entry,
     remove_processes,
     write_processes,
 )
 from elaswave.system.parent_death import ORPHAN_S_MAX, end_group, end_orphan, parent_of_orphans
 
-TEMPLATE_GRACE_S = 2.0
+FORKSERVER_GRACE_S = 2.0
 """At the end, how long the template may take to reap what it has killed, and a commit in hand to be finished."""
 TICK_S = 0.2
-TEMPLATE = "template"
-TEMPLATE_EXIT = "template exit"
+FORKSERVER = "forkserver"
+FORKSERVER_EXIT = "template exit"
 COORDINATOR_EXIT = "coordinator exit"
 """What `JobProcesses.selector` tells by a key's data."""
-_LAUNCHER, _TEMPLATE = -4, -3
+_LAUNCHER, _FORKSERVER = -4, -3
 """Names of processes, beside workers' ids, `COMMITTER` and `COORDINATOR`."""
 
 
@@ -69,7 +69,7 @@ class JobProcesses:
         UsageError: a fresh interpreter cannot be given what it needs.
     """
 
-    def __init__(self, setup: TemplateSetup, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, setup: ForkServerSetup, environment: Mapping[str, str] | None = None) -> None:
         self._run_dir, self._suffix = setup.run_dir, setup.suffix
         self.selector = selectors.DefaultSelector()
         self._coordinator: Child | None = None
@@ -77,40 +77,40 @@ class JobProcesses:
         self._coordinator_number = 0
         self._pids: dict[int | Loader, int] = {}
         """Of the template's children that live."""
-        self._processes: dict[int | Loader, RunProcess] = {_LAUNCHER: described("launcher", 0, os.getpid())}
+        self._processes: dict[int | Loader, RunProcess] = {_LAUNCHER: process_entry("launcher", 0, os.getpid())}
         self._has_changed = True
         self._orphans = contextlib.ExitStack()
         self._orphans.enter_context(parent_of_orphans())
         try:
-            self._template = TemplateProcess(setup, self.selector.close, environment)
+            self._forkserver = ForkServerProcess(setup, self.selector.close, environment)
         except BaseException:
             self.selector.close()
             self._orphans.close()
             raise
-        self.template_pid = self._template.pid
-        self.selector.register(self._template, selectors.EVENT_READ, TEMPLATE)
-        self.selector.register(self._template.pid_fd, selectors.EVENT_READ, TEMPLATE_EXIT)
-        self._note(_TEMPLATE, described("template", 0, self._template.pid))
+        self.forkserver_pid = self._forkserver.pid
+        self.selector.register(self._forkserver, selectors.EVENT_READ, FORKSERVER)
+        self.selector.register(self._forkserver.pid_fd, selectors.EVENT_READ, FORKSERVER_EXIT)
+        self._note(_FORKSERVER, process_entry("forkserver", 0, self._forkserver.pid))
         self.show()
 
     # -------------------------------------------------------------------------------------------------------- template
 
-    def ask_template(self, message: ToTemplate) -> None:
+    def ask_forkserver(self, message: ToForkServer) -> None:
         """Asks the template for something; never waits."""
-        self._template.ask(message)
+        self._forkserver.ask(message)
         self._watch_room()
 
     def _watch_room(self) -> None:
         """Waits for room in the template's socket only while something is to be sent."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._template.has_unsent else 0)
-        if self.selector.get_key(self._template).events != events:
-            self.selector.modify(self._template, events, TEMPLATE)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._forkserver.has_unsent else 0)
+        if self.selector.get_key(self._forkserver).events != events:
+            self.selector.modify(self._forkserver, events, FORKSERVER)
 
-    def hear_template(self) -> list[FromTemplate]:
+    def receive_from_forkserver(self) -> list[FromForkServer]:
         """What the template has said; the processes that it tells of are noted already."""
-        self._template.flush()
+        self._forkserver.flush()
         self._watch_room()
-        messages = self._template.hear()
+        messages = self._forkserver.hear()
         for message in messages:
             if isinstance(message, Spawned):
                 self._pids[message.child] = message.pid
@@ -118,7 +118,7 @@ class JobProcesses:
             elif isinstance(message, LoaderSpawned):
                 loader = Loader(message.worker, message.number)
                 self._pids[loader] = message.pid
-                self._note(loader, described("loader", message.worker, message.pid))
+                self._note(loader, process_entry("loader", message.worker, message.pid))
             elif isinstance(message, LoaderGone):
                 loader = Loader(message.worker, message.number)
                 self._pids.pop(loader, None)
@@ -131,22 +131,22 @@ class JobProcesses:
 
     def _described(self, message: Spawned) -> RunProcess:
         if message.child == COMMITTER:
-            return described("committer", 0, message.pid)
+            return process_entry("committer", 0, message.pid)
         if message.child == COORDINATOR:
-            return described("coordinator", self._coordinator_number, message.pid)
-        return described("worker", message.child, message.pid)
+            return process_entry("coordinator", self._coordinator_number, message.pid)
+        return process_entry("worker", message.child, message.pid)
 
-    def template_end(self) -> str | None:
+    def forkserver_end(self) -> str | None:
         """How the template has ended, if it has: "was killed by SIGKILL". Its workers have then ended, or will."""
-        text = self._template.ended()
+        text = self._forkserver.ended()
         if text is not None:
-            self.selector.unregister(self._template.pid_fd)
-            self._note(_TEMPLATE, None)
+            self.selector.unregister(self._forkserver.pid_fd)
+            self._note(_FORKSERVER, None)
         return text
 
-    def template_facts(self) -> ProcessFacts | None:
+    def forkserver_facts(self) -> ProcessFacts | None:
         """What the kernel says of the template, if it lives."""
-        return facts_of(self.template_pid) if _TEMPLATE in self._processes else None
+        return facts_of(self.forkserver_pid) if _FORKSERVER in self._processes else None
 
     # ----------------------------------------------------------------------------------------------------- coordinator
 
@@ -165,12 +165,12 @@ class JobProcesses:
         self.selector.register(self._coordinator.pid_fd, selectors.EVENT_READ, COORDINATOR_EXIT)
         self._coordinator_number = number
         role: Role = "candidate" if waits else "coordinator"
-        self._note(COORDINATOR, described(role, number, self._coordinator.pid))
+        self._note(COORDINATOR, process_entry(role, number, self._coordinator.pid))
 
     def has_taken_over(self) -> None:
         """The candidate that was forked is the coordinator from now on."""
         if self._coordinator is not None:
-            self._note(COORDINATOR, described("coordinator", self._coordinator_number, self._coordinator.pid))
+            self._note(COORDINATOR, process_entry("coordinator", self._coordinator_number, self._coordinator.pid))
 
     def ask_for_coordinator(self, number: int, message: SpawnCoordinator) -> None:
         """Has the template fork a coordinator; its end is a `ChildGone`.
@@ -180,12 +180,12 @@ class JobProcesses:
             message: what it is started with.
         """
         self._coordinator_number = number
-        self.ask_template(message)
+        self.ask_forkserver(message)
 
     def _let_go(self) -> None:
         """In a coordinator: closes what is the launcher's."""
         self.selector.close()
-        self._template.let_go()
+        self._forkserver.let_go()
 
     def reap_coordinator(self) -> str:
         """Reaps a coordinator that has ended.
@@ -204,7 +204,7 @@ class JobProcesses:
         if self._coordinator is not None:
             os.kill(self._coordinator.pid, signal.SIGKILL)
         elif COORDINATOR in self._pids:
-            self.ask_template(KillWorkers(workers=(COORDINATOR,)))
+            self.ask_forkserver(KillWorkers(workers=(COORDINATOR,)))
 
     # ------------------------------------------------------------------------------------------------------------- all
 
@@ -220,7 +220,7 @@ class JobProcesses:
     @property
     def all_pids(self) -> list[int]:
         """Of this process, the template, workers and loaders."""
-        return [os.getpid(), self.template_pid, *self._pids.values()]
+        return [os.getpid(), self.forkserver_pid, *self._pids.values()]
 
     def facts_of(self, workers: Iterable[int]) -> dict[int, ProcessFacts]:
         """What the kernel says of those workers that live."""
@@ -245,15 +245,15 @@ class JobProcesses:
         """Waits until coordinator and workers have ended, but not for ever, nor for those that are stopped."""
         deadline_s = time.monotonic() + timeout_s
         while (self._pids or self._coordinator) and time.monotonic() < deadline_s and not self._only_stopped():
-            if _TEMPLATE not in self._processes:
+            if _FORKSERVER not in self._processes:
                 return  # its children have ended with it, and are reaped as orphans
             for key, _ in self.selector.select(TICK_S):
-                if key.data == TEMPLATE_EXIT:
+                if key.data == FORKSERVER_EXIT:
                     return
                 if key.data == COORDINATOR_EXIT:
                     self.reap_coordinator()
-                elif key.data == TEMPLATE:
-                    self.hear_template()
+                elif key.data == FORKSERVER:
+                    self.receive_from_forkserver()
 
     def _only_stopped(self) -> bool:
         """Whether all that are left are stopped (a hung worker): nothing to wait for. Loaders end with their worker."""
@@ -268,7 +268,7 @@ class JobProcesses:
     def end(self) -> None:
         """Kills and reaps the processes that are left. To be called once."""
         self.kill_coordinator()
-        orphans = self._template.end(TEMPLATE_GRACE_S)
+        orphans = self._forkserver.end(FORKSERVER_GRACE_S)
         if self._coordinator is not None:
             self._coordinator.reap()
             self._coordinator = None
@@ -297,17 +297,17 @@ def await_prepared(processes: JobProcesses, log: Path, turn: Callable[[], None])
     standstill = Standstill(time.monotonic())
     while True:
         processes.selector.select(TICK_S)
-        for message in processes.hear_template():
+        for message in processes.receive_from_forkserver():
             if isinstance(message, Prepared):
                 return message
             assert isinstance(message, Unprepared), message
             if message.is_usage:
                 raise UsageError(message.text)
             raise _unprepared(message.text, log)
-        ended = processes.template_end()
+        ended = processes.forkserver_end()
         if ended is not None:
             raise _unprepared(f"it {ended}", log)
-        still = how_it_stands_still(standstill, processes.template_facts(), time.monotonic())
+        still = how_it_stands_still(standstill, processes.forkserver_facts(), time.monotonic())
         if still is not None:
             raise _unprepared(still, log)
         turn()

@@ -41,7 +41,7 @@ from elaswave.errors import (
 from elaswave.faults.injection import FAULTS_FILE, Fault
 from elaswave.job.key_files import JobKey, new_key
 from elaswave.job.plan import RunPlan, StartingPoint
-from elaswave.job.role import Post
+from elaswave.job.role import AgentRole
 from elaswave.job.script import Script
 from elaswave.launcher.local_job import LocalJob
 from elaswave.launcher.machine import memory_bytes
@@ -81,7 +81,7 @@ def train(
     before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None,
     script: Script | None = None,
     key: JobKey | None = None,
-    post: Post | None = None,
+    agent_role: AgentRole | None = None,
 ) -> RunResult:
     """Trains to the end and writes the run folder.
 
@@ -96,7 +96,7 @@ def train(
         before_effect: called in the coordinator before each effect of the protocol's core (for tests).
         script: what a script trains; None: what the configuration describes.
         key: the job's; None: a new one.
-        post: of this host's agent; None: the job has no other hosts.
+        agent_role: of this host's agent; None: the job has no other hosts.
     Returns:
         What stands in ``result.json``.
     Raises:
@@ -127,12 +127,12 @@ def train(
         started_s=started_s,
         script=script,
         key=key or JobKey(new_key(), None),
-        post=post,
+        agent_role=agent_role,
     )
     try:
         data = open_data(config, run_dir, script)  # bad data ends here, not in a worker
         checkpoint = _look_around(config, run_dir, data, job.dataset_facts, reporter, resume=resume)
-        plan = RunPlan(config, job.await_template())
+        plan = RunPlan(config, job.await_forkserver())
         if script is not None:
             _compare_with_script(config, run_dir, script, job, reporter)
         if checkpoint is not None:
@@ -143,7 +143,7 @@ def train(
         raise
     reporter.started(config, plan.layout, run_dir)
     try:
-        ended = job.run(plan, data.sampler, checkpoint, lambda: _way_on(config, run_dir, post))
+        ended = job.run(plan, data.sampler, checkpoint, lambda: _way_on(config, run_dir, agent_role))
         job.calls.raise_error()
         result = outcome_of(ended, job.stop_signal, run_dir)
         metrics = {name: list(map(from_json_float, values)) for name, values in result.metrics.items()}
@@ -151,14 +151,14 @@ def train(
         job.calls.raise_error()
     except StoppedBySignalError as error:
         job.end()  # from now on no process writes checkpoints
-        raise StoppedBySignalError(error.signal_number, f"{error}; {_way_on(config, run_dir, post)}") from None
+        raise StoppedBySignalError(error.signal_number, f"{error}; {_way_on(config, run_dir, agent_role)}") from None
     finally:
         job.end()
         if config.device.frequency == "cgroup":
-            remove_groups(job.template_pid, os.getpid())
+            remove_groups(job.forkserver_pid, os.getpid())
         if profile:
             merge_traces(run_dir)  # an interrupted run has recorded something too
-        if post is None or not post.is_candidate:  # else the job may go on without this host
+        if agent_role is None or not agent_role.is_candidate:  # else the job may go on without this host
             _close_log(run_dir, started_s, reporter)
     reporter.finished(result, run_dir)
     return result
@@ -332,15 +332,15 @@ def outcome_of(ended: Ended, stop_signal: int | None, run_dir: Path) -> RunResul
     raise (StateError if ended.is_state_error else RecoveryError)(ended.reason)
 
 
-def _way_on(config: Config, run_dir: Path, post: Post | None) -> str:
+def _way_on(config: Config, run_dir: Path, agent_role: AgentRole | None) -> str:
     """How a run that was stopped can go on."""
     try:
         step = newest_committed_step(run_dir)
     except CheckpointError as error:
         return str(error)
     if step is None:
-        return "it has no checkpoint, so it can only begin again" + (" (--overwrite)" if post is None else "")
-    command = resume_command(config, run_dir) if post is None else "start its agents again"
+        return "it has no checkpoint, so it can only begin again" + (" (--overwrite)" if agent_role is None else "")
+    command = resume_command(config, run_dir) if agent_role is None else "start its agents again"
     return f"its newest checkpoint is of step {step}, to go on from there: {command}"
 
 

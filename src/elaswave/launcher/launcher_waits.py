@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from elaswave.launcher.forkserver.machine import COORDINATOR
 from elaswave.observability.processes import ProcessFacts
-from elaswave.protocol.detection.awake import AwakeTime
+from elaswave.protocol.detection.active_time import ActiveTime
 
 STOPPED_S_MAX = 20.0
 """How long the template may be stopped, and use no processor time, while it loads the model, or is to fork."""
@@ -22,7 +22,7 @@ class Standstill:
     """
 
     def __init__(self, now_s: float) -> None:
-        self._awake = AwakeTime(now_s)
+        self._active_time = ActiveTime(now_s)
         self._cpu_s = -1.0
         self._moved_s = 0.0
 
@@ -35,25 +35,25 @@ class Standstill:
         Returns:
             Seconds for which it has used none, of those in which this process was awake.
         """
-        passed_s = self._awake.passed_s(now_s)
+        passed_s = self._active_time.passed_s(now_s)
         if cpu_s != self._cpu_s:
             self._cpu_s, self._moved_s = cpu_s, passed_s
         return passed_s - self._moved_s
 
 
-def how_it_stands_still(standstill: Standstill, template: ProcessFacts | None, now_s: float) -> str | None:
+def how_it_stands_still(standstill: Standstill, forkserver: ProcessFacts | None, now_s: float) -> str | None:
     """What to tell of a template that has used no processor time for too long.
 
     Args:
         standstill: what was seen of it.
-        template: what the kernel says of it; None if it does not live.
+        forkserver: what the kernel says of it; None if it does not live.
         now_s: monotonic time.
     Returns:
         None of one that gets on.
     """
-    if template is None:
+    if forkserver is None:
         return None
-    still_s, is_stopped = standstill.look(template.cpu_s, now_s), template.state in "Tt"
+    still_s, is_stopped = standstill.look(forkserver.cpu_s, now_s), forkserver.state in "Tt"
     if still_s <= (STOPPED_S_MAX if is_stopped else STILL_S_MAX):
         return None
     return f"it has used no processor time for {still_s:.0f} s" + (" and is stopped" if is_stopped else "")
@@ -65,8 +65,8 @@ class LauncherWaits:
     def __init__(self) -> None:
         self._unforked: set[int] = set()
         self._forking = Standstill(0.0)
-        self._killed: AwakeTime | None = None
-        self._ending_commit: AwakeTime | None = None
+        self._killed: ActiveTime | None = None
+        self._ending_commit: ActiveTime | None = None
 
     def for_forks(self, names: Iterable[int], now_s: float) -> None:
         """The template is to fork workers, or a `COORDINATOR`."""
@@ -79,7 +79,7 @@ class LauncherWaits:
 
     def for_killed_coordinator(self, now_s: float) -> None:
         """The coordinator is to be killed; may be said again."""
-        self._killed = self._killed or AwakeTime(now_s)
+        self._killed = self._killed or ActiveTime(now_s)
 
     def coordinator_ended(self) -> None:
         """It has ended."""
@@ -92,22 +92,22 @@ class LauncherWaits:
 
     def for_commit(self, now_s: float) -> None:
         """The process that commits a checkpoint is to be killed before the next coordinator is started."""
-        self._ending_commit = AwakeTime(now_s)
+        self._ending_commit = ActiveTime(now_s)
 
     def commit_ended(self) -> None:
         """No checkpoint is being committed any more."""
         self._ending_commit = None
 
-    def overdue(self, template: Callable[[], ProcessFacts | None], now_s: float) -> str | None:
+    def overdue(self, forkserver: Callable[[], ProcessFacts | None], now_s: float) -> str | None:
         """Why the job cannot go on; to be asked often.
 
         Args:
-            template: what the kernel says of the template; None if it does not live. Called only while it is to fork.
+            forkserver: what the kernel says of the template; None if it does not live. Called only while it is to fork.
             now_s: monotonic time.
         Returns:
             None if nothing is overdue.
         """
-        still = how_it_stands_still(self._forking, template(), now_s) if self._unforked else None
+        still = how_it_stands_still(self._forking, forkserver(), now_s) if self._unforked else None
         if still is not None:
             names = ["the coordinator" if name == COORDINATOR else f"worker {name}" for name in sorted(self._unforked)]
             return f"the template process does not fork {', '.join(names)}: {still}"

@@ -3,7 +3,7 @@
 It is told at once when a process ends: a worker's end it reports to the coordinator, a coordinator's end it answers
 with a new coordinator, the template's end is the job's. It passes signals on, shows what the coordinator has to say,
 and has checkpoints committed. This is the loop, and who is told what. The parts are `elaswave.launcher.job_processes`,
-`own_workers`, `own_coordinators`, `alone`, `shown`, and `job_place`: folder, network and store.
+`worker_supervisor`, `coordinator_supervisor`, `alone`, `shown`, and `job_place`: folder, network and store.
 """
 
 import contextlib
@@ -56,19 +56,19 @@ from elaswave.engine.checks.probe import Probe
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.job.control_file import remove_control_file
-from elaswave.job.key_files import JobKey, Role
+from elaswave.job.key_files import JobKey, KeyRole
 from elaswave.job.plan import RunPlan, StartingPoint
-from elaswave.job.role import Post, own_post
+from elaswave.job.role import AgentRole, own_role
 from elaswave.job.script import Script
-from elaswave.launcher.alone import Alone
-from elaswave.launcher.asked_stop import AskedStop
-from elaswave.launcher.candidacy import CANDIDATE, Candidacy
+from elaswave.launcher.alone import WithoutCoordinator
+from elaswave.launcher.asked_stop import StopRequest
+from elaswave.launcher.candidacy import CANDIDATE, Standby
 from elaswave.launcher.forkserver.forking import how_it_ended
 from elaswave.launcher.forkserver.machine import COORDINATOR
 from elaswave.launcher.forkserver.messages import (
     ChildGone,
     CommitDone,
-    FromTemplate,
+    FromForkServer,
     KeysHeld,
     KillWorkers,
     LoaderGone,
@@ -77,28 +77,28 @@ from elaswave.launcher.forkserver.messages import (
     Spawned,
     SpawnRefused,
 )
-from elaswave.launcher.forkserver.server import TemplateSetup
+from elaswave.launcher.forkserver.server import ForkServerSetup
 from elaswave.launcher.job_place import JobPlace
 from elaswave.launcher.job_processes import (
     COORDINATOR_EXIT,
-    TEMPLATE,
-    TEMPLATE_EXIT,
+    FORKSERVER,
+    FORKSERVER_EXIT,
     TICK_S,
     JobProcesses,
     await_prepared,
 )
 from elaswave.launcher.launcher_waits import LauncherWaits
-from elaswave.launcher.own_coordinators import CoordinatorStarts, OwnCoordinators
-from elaswave.launcher.own_keys import OwnKeys
-from elaswave.launcher.own_workers import LogSending, OwnWorkers, WorkerLooks
-from elaswave.launcher.shown import Shown, StepCalls
-from elaswave.launcher.template_link import template_log
+from elaswave.launcher.own_coordinators import CoordinatorStarts, CoordinatorSupervisor
+from elaswave.launcher.own_keys import AgentKeys
+from elaswave.launcher.own_workers import LogSending, WorkerLooks, WorkerSupervisor
+from elaswave.launcher.shown import StepCalls, TerminalView
+from elaswave.launcher.template_link import forkserver_log
 from elaswave.observability.mapped_files import MappedFiles
 from elaswave.observability.progress import Reporter
 from elaswave.observability.run_folder import prepare_spare
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.protocol.membership.agent import Agent, JobEnded, WorkerEnded
-from elaswave.store.claim import Stage
+from elaswave.store.claim import CandidateStage
 from elaswave.store.seal import proof_of_term
 from elaswave.system.death_watch import DeathWatch
 from elaswave.system.stop_signals import stop_signals, undisturbed
@@ -130,7 +130,7 @@ class LocalJob:
         started_s: monotonic time at which the command began.
         script: what a script trains; None: what the configuration describes.
         key: the job's.
-        post: how this agent takes part; None: it is the job's only one.
+        agent_role: how this agent takes part; None: it is the job's only one.
     Raises:
         LaunchError: the system refuses a process, a folder or a port.
         UsageError: what the script trains cannot be sent to the job's processes, or its network cannot be used.
@@ -149,10 +149,10 @@ class LocalJob:
         started_s: float,
         script: Script | None = None,
         key: JobKey,
-        post: Post | None = None,
+        agent_role: AgentRole | None = None,
     ) -> None:
-        self._post = post = post or own_post()
-        self._stop = AskedStop(post.leave_s)
+        self._agent_role = agent_role = agent_role or own_role()
+        self._stop = StopRequest(agent_role.leave_s)
         self._prepared: Prepared | None = None
         """What the template has said, once it is there."""
         self._script = script
@@ -161,7 +161,7 @@ class LocalJob:
         self._config = config
         self._run_dir = run_dir
         self._reporter = reporter
-        self._shown = Shown(reporter, self.calls, config, post, started_s)
+        self._terminal_view = TerminalView(reporter, self.calls, config, agent_role, started_s)
         self._profile = profile
         self._faults = faults
         self._before_effect = before_effect
@@ -173,14 +173,16 @@ class LocalJob:
         self._is_over = False
         self._waits = LauncherWaits()
         self._logs = LogSending(run_dir)
-        starts_coordinators = post.founds or post.is_candidate
-        key.held(Role.JOB if starts_coordinators else Role.JOINING)
-        prepare_spare(run_dir, config, post.job)
-        self._place = place = JobPlace(config, run_dir, post, key)
-        self._keys = OwnKeys(key, place.key_file, starts_coordinators=starts_coordinators, told=post.keys)
-        self._alone = Alone(config.control, post.job, run_dir, key, place.founded)
+        starts_coordinators = agent_role.creates_job or agent_role.is_candidate
+        key.held(KeyRole.JOB if starts_coordinators else KeyRole.JOINING)
+        prepare_spare(run_dir, config, agent_role.job)
+        self._place = place = JobPlace(config, run_dir, agent_role, key)
+        self._keys = AgentKeys(key, place.key_file, starts_coordinators=starts_coordinators, sent=agent_role.keys)
+        self._without_coordinator = WithoutCoordinator(
+            config.control, agent_role.job, run_dir, key, place.job_generation
+        )
         self._deaths = DeathWatch()
-        setup = TemplateSetup(
+        setup = ForkServerSetup(
             config=config,
             run_dir=run_dir,
             control_dir=place.folder,
@@ -188,37 +190,37 @@ class LocalJob:
             keys=self._keys.ring.now,
             job_keys=self._keys.job,
             deaths=self._deaths,
-            commits=self._alone.commits,
+            commits=self._without_coordinator.commits,
             faults=faults,
             probe=probe,
             profile=profile,
             training=None if script is None else script.training,
             read_files=() if script is None else script.read_files,
             before_effect=before_effect,
-            founded=place.founded,
-            suffix=post.suffix,
+            job_generation=place.job_generation,
+            suffix=agent_role.suffix,
         )
         try:
             self._processes = JobProcesses(setup, None if script is None else script.environment)
         except BaseException:
-            if place.store is not None and post.founds:
+            if place.store is not None and agent_role.creates_job:
                 place.store.end(place.holder)
             place.close()
             raise
-        self.template_pid = self._processes.template_pid
+        self.forkserver_pid = self._processes.forkserver_pid
         self._selector = self._processes.selector
-        self._workers = OwnWorkers(self._agent, self._processes, self._logs, self._waits, run_dir)
+        self._workers = WorkerSupervisor(self._agent, self._processes, self._logs, self._waits, run_dir)
         self._looks = WorkerLooks(self._processes)
         self._mapped = MappedFiles(time.monotonic())
         self._ends: dict[int, str] = {}
         """How the processes of workers have ended."""
         self._cut = ""
         """What was found out about files that were cut short."""
-        leads = post.founds and not post.is_candidate
-        self._candidacy = Candidacy(leads=leads, is_candidate=post.is_candidate, selector=self._selector)
-        if post.founds:
-            if post.job:
-                write_marks(run_dir, post.job)
+        leads = agent_role.creates_job and not agent_role.is_candidate
+        self._standby = Standby(leads=leads, is_candidate=agent_role.is_candidate, selector=self._selector)
+        if agent_role.creates_job:
+            if agent_role.job:
+                write_marks(run_dir, agent_role.job)
             self._write_control_file()
 
     def _write_control_file(self) -> None:
@@ -226,7 +228,7 @@ class LocalJob:
         if trouble:
             self._reporter.message(trouble)
 
-    def await_template(self) -> StateShapes:
+    def await_forkserver(self) -> StateShapes:
         """Waits until workers can be forked.
 
         Returns:
@@ -238,7 +240,8 @@ class LocalJob:
         return self._await_prepared().state
 
     def dataset_facts(self, num_samples: dict[str, int]) -> DatasetFingerprint:
-        """What is known of a script's datasets, and of what else it gives; waits for the template, as `await_template`.
+        """What is known of a script's datasets, and of what else it gives; waits for the template, as
+        `await_forkserver`.
 
         Args:
             num_samples: of each dataset, by name.
@@ -249,18 +252,18 @@ class LocalJob:
         return DatasetFingerprint(num_samples=num_samples, hashes=hashes, script=prepared.given)
 
     def not_taken(self) -> list[str]:
-        """What a fresh template could not take over of the script's modules; waits for it, as `await_template`."""
+        """What a fresh template could not take over of the script's modules; waits for it, as `await_forkserver`."""
         return self._await_prepared().not_taken
 
     def findings(self) -> list[Finding]:
         """What samples and loss of a script are like in the job's processes; waits for the template, as
-        `await_template`."""
+        `await_forkserver`."""
         return self._await_prepared().findings
 
     def _await_prepared(self) -> Prepared:
         if self._prepared is not None:
             return self._prepared
-        self._prepared = await_prepared(self._processes, self._template_log, self._say_starting)
+        self._prepared = await_prepared(self._processes, self._forkserver_log, self._say_starting)
         return self._prepared
 
     # --------------------------------------------------------------------------------------------------------- running
@@ -288,28 +291,28 @@ class LocalJob:
         starts = CoordinatorStarts(
             self._coordinator_setup(plan, sampler, checkpoint),
             checkpoint,
-            self._post,
+            self._agent_role,
             self._processes,
-            self._candidacy,
+            self._standby,
             self._waits,
-            by_template=self._script is not None,
+            by_forkserver=self._script is not None,
         )
-        self._coordinators = OwnCoordinators(
+        self._coordinators = CoordinatorSupervisor(
             starts,
             self._place.store,
             self._agent,
             self._processes,
-            self._candidacy,
+            self._standby,
             self._waits,
             self._run_dir / "logs" / "coordinator.log",
             way_on,
         )
-        if self._post.founds or self._post.is_candidate:
+        if self._agent_role.creates_job or self._agent_role.is_candidate:
             self._coordinators.start()
         self._client = ControlClient(
             self._place.network.launcher_dials,
             self._keys.ring,
-            agent_id(self._post.incarnation),
+            agent_id(self._agent_role.incarnation),
             ToAgent,
             self._on_message,
             self._hello,
@@ -317,7 +320,7 @@ class LocalJob:
             tls=self._place.network.tls,
             host=self._place.network.host,
             others=self._place.network.others,
-            founded=self._place.founded,
+            job_generation=self._place.job_generation,
         )
         self._selector.register(self._client.fileno(), selectors.EVENT_READ, "control")
         with stop_signals(self._stop.on_signal) as wake_fd:
@@ -330,14 +333,14 @@ class LocalJob:
                     self._selector.unregister(wake_fd)
         assert self._ended is not None
         if self._ended.outcome == "failed":
-            self._check_template()  # its end may be the reason: then the workers have ended only after it
+            self._check_forkserver()  # its end may be the reason: then the workers have ended only after it
         self._selector.unregister(self._client.fileno())
-        self._candidacy.close()
-        if self._post.is_candidate and not self._candidacy.leads:
+        self._standby.close()
+        if self._agent_role.is_candidate and not self._standby.leads:
             self._processes.kill_coordinator()  # it waits for nothing any more
         self._client.close(1.0)
         self._client = None
-        self._processes.ask_template(
+        self._processes.ask_forkserver(
             KillWorkers(workers=tuple(self._ended.lost))
         )  # who is cut off does not hear that it may go
         if self._ended.outcome == "failed":
@@ -361,19 +364,19 @@ class LocalJob:
                 if key.data == "signal":
                     with contextlib.suppress(BlockingIOError):
                         os.read(key.fd, 4096)
-                elif key.data == TEMPLATE_EXIT:
-                    self._check_template()
+                elif key.data == FORKSERVER_EXIT:
+                    self._check_forkserver()
                 elif key.data == COORDINATOR_EXIT:
                     at_s = time.monotonic()
                     self._on_coordinator_exit(self._processes.reap_coordinator(), at_s)
-                elif key.data == TEMPLATE:
-                    self._hear_template()
+                elif key.data == FORKSERVER:
+                    self._receive_from_forkserver()
                 elif key.data == CANDIDATE:
                     self._hear_candidate()
             wait_s = self._client.turn()
             if self._refused is not None:
-                raise refusal(self._refused)
-            overdue = self._waits.overdue(self._processes.template_facts, time.monotonic())
+                raise error_of_refusal(self._refused)
+            overdue = self._waits.overdue(self._processes.forkserver_facts, time.monotonic())
             if overdue is not None:
                 raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
             for looked in self._looks.turn():
@@ -383,7 +386,7 @@ class LocalJob:
             if self._mapped.is_due(time.monotonic()):
                 self._mapped.look(self._processes.all_pids)
             self._coordinators.turn(self._client.disconnected_s)
-            self._keep_vigil()
+            self._check_coordinator_timeout()
             self._reporter.refresh()
             self._say_starting()
             if self._stop.signal is not None or self.calls.error is not None:
@@ -403,32 +406,33 @@ class LocalJob:
     def _hear_candidate(self) -> None:
         """A candidate's process has the job, or can be dialled; or its end of the pipe is closed."""
         assert self._client is not None
-        for stage, term in self._candidacy.hear():
-            if stage is Stage.HOLDS:
+        for stage, term in self._standby.hear():
+            if stage is CandidateStage.HOLDS:
                 self._coordinators.has_job()
                 if term > 1:
                     self._reporter.message(f"this host has the job's coordinator from now on, its number {term}")
                     self._write_control_file()
             else:
                 if self._client.connected:  # to one that was replaced, and may not know it: it may not reach the store
-                    proof = proof_of_term(self._keys.job.accepted[0], self._place.founded, term)
+                    proof = proof_of_term(self._keys.job.accepted[0], self._place.job_generation, term)
                     self._client.send(TermTaken(term=term, proof=proof))
                 self._client.dial_first()
 
-    def _keep_vigil(self) -> None:
+    def _check_coordinator_timeout(self) -> None:
         """Where another host has the coordinator: does what is due while it cannot be reached.
 
         Raises:
             RetryError: it could not be for too long, and this host's workers have not committed a step either.
         """
         assert self._client is not None
-        found = self._alone.look(has_coordinator=self._candidacy.leads or self._client.connected)
+        found = self._without_coordinator.look(has_coordinator=self._standby.leads or self._client.connected)
         if found is not None:  # its workers wait for a coordinator, which does not come any more
             self._ended = msgspec.structs.replace(found, lost=self._processes.workers)
-        elif self._alone.gives_up:
+        elif self._without_coordinator.gives_up:
             trouble = self._client.trouble or "nobody answers"
             raise RetryError(
-                f"no coordinator for {self._alone.for_s:.0f} s at {self._place.network.launcher_dials} ({trouble}), "
+                f"no coordinator for {self._without_coordinator.for_s:.0f} s at "
+                f"{self._place.network.launcher_dials} ({trouble}), "
                 f"and no step committed here; {self._way_on()}"
             )
 
@@ -438,20 +442,20 @@ class LocalJob:
         return self._stop.signal
 
     @property
-    def _template_log(self) -> Path:
-        return self._run_dir / "logs" / template_log(self._post.suffix)
+    def _forkserver_log(self) -> Path:
+        return self._run_dir / "logs" / forkserver_log(self._agent_role.suffix)
 
     def _say_starting(self) -> None:
-        self._shown.starting(has_workers=self._workers.has_first)
+        self._terminal_view.starting(has_workers=self._workers.has_first)
 
     def _ask_to_stop(self) -> None:
         """Passes a signal on; later coordinators are told with the hello."""
         assert self._client is not None
         name = self._stop.name
         if self._stop.is_leaving:
-            assert self._post.leave_s is not None
+            assert self._agent_role.leave_s is not None
             self._reporter.message(f"{name}: this host's workers leave; a second signal ends them at once")
-            self._client.send(AgentLeaving(left_s=self._post.leave_s))
+            self._client.send(AgentLeaving(left_s=self._agent_role.leave_s))
             return
         self._reporter.message(f"{name}: ending after this step, with a checkpoint; Ctrl-C ends at once")
         self._client.send(StopJob())
@@ -460,23 +464,23 @@ class LocalJob:
 
     def _hello(self) -> AgentHello:
         exited = [Exited(worker=end.worker, text=end.text) for end in self._agent.worker_ends]
-        post = self._post
+        agent_role = self._agent_role
         self._logs.connected()
         stop = (self._stop.signal is not None or self.calls.error is not None) and not self._stop.is_leaving
         return AgentHello(
-            node=post.node,
-            incarnation=post.incarnation,
-            slots=post.slots,
+            node=agent_role.node,
+            incarnation=agent_role.incarnation,
+            slots=agent_role.slots,
             exited=exited,
             stop=stop,
             called_step=self.calls.last_step,
-            folder=mark_of(self._run_dir) if post.job else "",
-            leaving_s=post.leave_s if self._stop.is_leaving else None,
+            folder=mark_of(self._run_dir) if agent_role.job else "",
+            leaving_s=agent_role.leave_s if self._stop.is_leaving else None,
         )
 
     def _on_message(self, message: ToAgent) -> None:
         if isinstance(message, ShowStep | StepLosses | ShowEvaluation | ShowText):
-            self._shown.heard(message)
+            self._terminal_view.received(message)
             if isinstance(message, ShowStep):
                 self._mapped.has_begun()
         elif isinstance(message, Awaited):
@@ -504,7 +508,7 @@ class LocalJob:
             self._tell([AgentKeysTaken(ring=b"", problem=problem)])
             return
         self._coordinators.take_keys(self._keys.job)
-        self._processes.ask_template(self._keys.for_template())
+        self._processes.ask_forkserver(self._keys.for_forkserver())
 
     def _coordinator_setup(self, plan: RunPlan, sampler: Sampler, checkpoint: StartingPoint | None) -> CoordinatorSetup:
         return CoordinatorSetup(
@@ -520,9 +524,9 @@ class LocalJob:
             faults=self._faults,
             coordinator_ends_s=(),
             before_effect=self._before_effect,
-            home=self._post.incarnation,
-            job=self._post.job,
-            founded=self._place.founded,
+            home=self._agent_role.incarnation,
+            job=self._agent_role.job,
+            job_generation=self._place.job_generation,
             profile=self._profile,
             tls=self._place.network.tls,
         )
@@ -534,8 +538,8 @@ class LocalJob:
 
     # -------------------------------------------------------------------------------------------------------- template
 
-    def _hear_template(self) -> None:
-        for message in self._processes.hear_template():
+    def _receive_from_forkserver(self) -> None:
+        for message in self._processes.receive_from_forkserver():
             self._note_end(message)
             if isinstance(message, ChildGone) and message.child == COORDINATOR:
                 self._on_coordinator_exit(how_it_ended(message.status), message.at_s)
@@ -543,8 +547,8 @@ class LocalJob:
                 end = WorkerEnded(message.child, how_it_ended(message.status), message.at_s)
                 self._tell(self._workers.ended(end))
             elif isinstance(message, CommitDone):
-                told = self._coordinators.committed(message)
-                self._tell([] if told is None else [told])
+                sent = self._coordinators.committed(message)
+                self._tell([] if sent is None else [sent])
             elif isinstance(message, SpawnRefused):
                 self._tell(self._workers.refused(message))
             elif isinstance(message, KeysHeld):
@@ -558,11 +562,11 @@ class LocalJob:
         """That workers have ended the coordinator hears before how they have."""
         deadline_s = time.monotonic() + FAILED_GRACE_S
         while self._processes.workers and time.monotonic() < deadline_s:
-            if any(key.data == TEMPLATE for key, _ in self._selector.select(TICK_S)):
-                for message in self._processes.hear_template():
+            if any(key.data == FORKSERVER for key, _ in self._selector.select(TICK_S)):
+                for message in self._processes.receive_from_forkserver():
                     self._note_end(message)
 
-    def _note_end(self, message: FromTemplate) -> None:
+    def _note_end(self, message: FromForkServer) -> None:
         """Keeps how a worker has ended, and names the files behind the end of which a process may have read, before
         others do."""
         if not isinstance(message, ChildGone | LoaderGone):
@@ -588,13 +592,13 @@ class LocalJob:
             for message in messages:
                 self._client.send(message)
 
-    def _check_template(self) -> None:
+    def _check_forkserver(self) -> None:
         """Ends the job if the template has ended, and with it the workers, before the job was over.
 
         Raises:
             RecoveryError: it has.
         """
-        text = self._processes.template_end()
+        text = self._processes.forkserver_end()
         if text is None:
             return
         assert self._client is not None
@@ -604,7 +608,7 @@ class LocalJob:
         if self._ended is None or self._ended.outcome == "failed":  # a coordinator knows only that workers have ended
             raise RecoveryError(
                 f"the template process, from which the workers are forked, {text}, and all workers have ended with it "
-                f"(see {self._template_log}); {self._way_on()}"
+                f"(see {self._forkserver_log}); {self._way_on()}"
             )
 
     def end(self) -> None:
@@ -616,25 +620,25 @@ class LocalJob:
             self._end()
 
     def _end(self) -> None:
-        is_ours = self._candidacy.leads or (self._post.founds and not self._candidacy.had_it)
+        is_ours = self._standby.leads or (self._agent_role.creates_job and not self._standby.had_it)
         if is_ours:
             remove_control_file(self._run_dir)
-        self._candidacy.close()
+        self._standby.close()
         self._processes.end()
         if self._client is not None:
             self._client.close(0.0)
         self._place.close()
         # Of a job that may go on others need what is in the store.
-        may_go_on = bool(self._post.job) and self._ended is None and self._candidacy.had_it
+        may_go_on = bool(self._agent_role.job) and self._ended is None and self._standby.had_it
         if self._place.store is None or not is_ours or may_go_on:
             return
-        outcome = msgspec.json.encode(self._ended) if self._post.job and self._ended is not None else None
+        outcome = msgspec.json.encode(self._ended) if self._agent_role.job and self._ended is not None else None
         # Who was told to stop, or has waited for the store in vain, does not wait for it now.
         is_patient = outcome is not None and self._stop.signal is None and not (self._ended and self._ended.again)
         trouble = self._place.store.end(
             self._place.holder,
             outcome,
-            self._place.founded if self._post.job else 0,
+            self._place.job_generation if self._agent_role.job else 0,
             is_patient=is_patient,
             say=self._reporter.message,
         )
@@ -653,7 +657,7 @@ def with_ends(reason: str, ends: Mapping[int, str]) -> str:
     return re.sub(pattern, lambda found: f"worker {found[1]} {ends.get(int(found[1]), 'has ended')}", reason)
 
 
-def refusal(refused: AgentRefused) -> ElaswaveError:
+def error_of_refusal(refused: AgentRefused) -> ElaswaveError:
     """What ends an agent that may not take part: a person's mistake (`UsageError`), another agent of its node
     (`NeedlessError`), or what a later one may not meet (`RetryError`)."""
     if refused.verdict == "needless":

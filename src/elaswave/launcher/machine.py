@@ -37,7 +37,7 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
     return min(found, default=None)
 
 
-def check_memory(config: Config, layer_parameters: Sequence[int] = ()) -> None:
+def check_machine_memory(config: Config, layer_parameters: Sequence[int] = ()) -> None:
     """Refuses a run that this machine cannot hold, before anything of it is built.
 
     Args:

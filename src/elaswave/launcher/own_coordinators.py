@@ -15,14 +15,14 @@ from elaswave.coordinator.process import DISPLACED, PORT_TAKEN, STORE_GONE, SUPE
 from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.errors import RecoveryError, RetryError
 from elaswave.job.plan import StartingPoint
-from elaswave.job.role import Post
-from elaswave.launcher.candidacy import Candidacy
+from elaswave.job.role import AgentRole
+from elaswave.launcher.candidacy import Standby
 from elaswave.launcher.forkserver.machine import COORDINATOR
 from elaswave.launcher.forkserver.messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
 from elaswave.launcher.job_processes import JobProcesses
 from elaswave.launcher.launcher_waits import LauncherWaits
 from elaswave.protocol.membership.agent import Agent, CoordinatorEnded, ReportEnd, StartCoordinator, StartJoiner
-from elaswave.store.claim import Progress
+from elaswave.store.claim import CandidateProgress
 from elaswave.store.opening import JobStore
 from elaswave.transport.handshake import Secrets
 
@@ -36,27 +36,27 @@ class CoordinatorStarts:
     Args:
         setup: what its first coordinator is started with.
         checkpoint: where workers begin; None: at the seed.
-        post: how the agent takes part.
+        agent_role: how the agent takes part.
         processes, candidacy, waits: of the agent.
-        by_template: whether the template forks coordinators.
+        by_forkserver: whether the template forks coordinators.
     """
 
     def __init__(
         self,
         setup: CoordinatorSetup,
         checkpoint: StartingPoint | None,
-        post: Post,
+        agent_role: AgentRole,
         processes: JobProcesses,
-        candidacy: Candidacy,
+        standby: Standby,
         waits: LauncherWaits,
         *,
-        by_template: bool,
+        by_forkserver: bool,
     ) -> None:
-        self._setup, self._checkpoint, self._post = setup, checkpoint, post
+        self._setup, self._checkpoint, self._agent_role = setup, checkpoint, agent_role
         self.keys = setup.keys
         """The job's, of those that are started from now on; the template has its own."""
-        self._processes, self._candidacy, self._waits = processes, candidacy, waits
-        self._by_template = by_template
+        self._processes, self._standby, self._waits = processes, standby, waits
+        self._by_forkserver = by_forkserver
 
     def start(self, ends_s: tuple[float, ...]) -> None:
         """Starts the next one.
@@ -67,7 +67,7 @@ class CoordinatorStarts:
             LaunchError: the system refuses its process.
         """
         number, setup = 1 + len(ends_s), self._setup
-        if self._by_template:
+        if self._by_forkserver:
             message = SpawnCoordinator(
                 num_samples=setup.sampler.num_samples,
                 checkpoint=self._checkpoint,
@@ -78,15 +78,15 @@ class CoordinatorStarts:
             self._processes.ask_for_coordinator(number, message)
             self._waits.for_forks((COORDINATOR,), time.monotonic())
             return
-        setup = setup._replace(keys=self.keys, coordinator_ends_s=ends_s, lost_s=self._candidacy.missed_since_s)
-        if not self._post.is_candidate:
+        setup = setup._replace(keys=self.keys, coordinator_ends_s=ends_s, lost_s=self._standby.missed_since_s)
+        if not self._agent_role.is_candidate:
             self._processes.start_coordinator(number, lambda: run_coordinator(setup))
             return
-        writes = self._candidacy.open()
+        writes = self._standby.open()
 
         def stand_by() -> int:
-            name, founds = self._post.name, self._post.founds
-            return run_candidate(setup, name, founds, lambda progress: _tell(writes, progress))
+            name, creates_job = self._agent_role.name, self._agent_role.creates_job
+            return run_candidate(setup, name, creates_job, lambda progress: _tell(writes, progress))
 
         try:
             self._processes.start_coordinator(number, stand_by, waits=True)
@@ -94,7 +94,7 @@ class CoordinatorStarts:
             os.close(writes)
 
 
-class OwnCoordinators:
+class CoordinatorSupervisor:
     """Of one agent.
 
     Args:
@@ -112,13 +112,13 @@ class OwnCoordinators:
         store: JobStore | None,
         agent: Agent,
         processes: JobProcesses,
-        candidacy: Candidacy,
+        standby: Standby,
         waits: LauncherWaits,
         log: Path,
         way_on: Callable[[], str],
     ) -> None:
         self._starts, self._store, self._agent = starts, store, agent
-        self._processes, self._candidacy, self._waits = processes, candidacy, waits
+        self._processes, self._standby, self._waits = processes, standby, waits
         self._log, self._way_on = log, way_on
         self._since_s = 0.0
         self._patience_s = COORDINATOR_HUNG_S
@@ -151,9 +151,9 @@ class OwnCoordinators:
         Args:
             disconnected_s: how long the agent has had no connection.
         """
-        if self._candidacy.is_due(time.monotonic()):
+        if self._standby.is_due(time.monotonic()):
             self.start()
-        if not self._candidacy.leads:
+        if not self._standby.leads:
             return
         assert self._store is not None
         age_s = time.monotonic() - self._since_s
@@ -164,7 +164,7 @@ class OwnCoordinators:
 
     def has_job(self) -> None:
         """The candidate's process has the job now."""
-        self._candidacy.has_it()
+        self._standby.has_it()
         self._since_s = time.monotonic()
         self._processes.has_taken_over()
 
@@ -181,13 +181,13 @@ class OwnCoordinators:
         self._waits.coordinator_ended()
         # One that cannot be dialled leaves the job to other candidates, as one that was replaced.
         was_replaced, was_displaced = _has(text, SUPERSEDED, PORT_TAKEN), _has(text, DISPLACED)
-        if self._candidacy.ended(at_s, was_replaced=was_replaced, was_displaced=was_displaced):
+        if self._standby.ended(at_s, was_replaced=was_replaced, was_displaced=was_displaced):
             return
         if _has(text, PORT_TAKEN):
             raise RetryError(f"another program has the coordinator's port on this host; see {self._log}")
         if _has(text, STORE_GONE):
             raise RetryError(f"the coordinator was lost, and the store does not answer the next one; see {self._log}")
-        self._candidacy.missed_since_s = at_s
+        self._standby.missed_since_s = at_s
         for effect in self._agent.handle(CoordinatorEnded(text, _gave_up(text), at_s)):
             if not isinstance(effect, StartCoordinator):
                 assert not isinstance(effect, ReportEnd | StartJoiner)
@@ -197,15 +197,15 @@ class OwnCoordinators:
             else:
                 # The next one may go back behind that checkpoint: it must not appear when it has looked.
                 self._waits.for_commit(at_s)
-                self._processes.ask_template(AbandonCommits())
+                self._processes.ask_forkserver(AbandonCommits())
 
     def commit(self, message: CommitCheckpoint | BreakOffCommit) -> None:
         """The coordinator wants a checkpoint committed, or that broken off."""
         if isinstance(message, CommitCheckpoint):
             self._committing = message.number
-            self._processes.ask_template(CommitShards(number=message.number, request=message.request))
+            self._processes.ask_forkserver(CommitShards(number=message.number, request=message.request))
         elif message.number == self._committing:
-            self._processes.ask_template(AbandonCommits())
+            self._processes.ask_forkserver(AbandonCommits())
 
     def committed(self, message: CommitDone) -> CheckpointCommitted | None:
         """A commit has ended; returns what the coordinator is to be told, if there is one."""
@@ -229,7 +229,7 @@ def _has(text: str, *statuses: int) -> bool:
     return text.endswith(tuple(f"with status {status}" for status in statuses))
 
 
-def _tell(writes: int, progress: Progress) -> None:
+def _tell(writes: int, progress: CandidateProgress) -> None:
     """In a candidate's process: a report to its agent, which may have ended, and with it this process."""
     with contextlib.suppress(OSError):
         os.write(writes, progress.line())

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elaswave.errors import UsageError
-from elaswave.job.key_files import JobKey, Role, next_file, read_key
+from elaswave.job.key_files import JobKey, KeyRole, next_file, read_key
 from elaswave.launcher.forkserver.messages import TakeKeys
 from elaswave.protocol.coordinator.key_change import RETIRED_MAX
 from elaswave.transport.handshake import KeyRing, Secrets
 
 
-class OwnKeys:
+class AgentKeys:
     """Of one agent.
 
     Args:
@@ -28,10 +28,10 @@ class OwnKeys:
         UsageError: the key is of a role that may not do what this agent does.
     """
 
-    def __init__(self, key: JobKey, file: Path, *, starts_coordinators: bool, told: tuple[bytes, ...] = ()) -> None:
-        self.job = Secrets((key.held(Role.JOB),) if starts_coordinators else ())
+    def __init__(self, key: JobKey, file: Path, *, starts_coordinators: bool, sent: tuple[bytes, ...] = ()) -> None:
+        self.job = Secrets((key.held(KeyRole.JOB),) if starts_coordinators else ())
         """The job's; none where no coordinator is started."""
-        self.ring = KeyRing(Secrets(told or (key.held(Role.JOINING),)))
+        self.ring = KeyRing(Secrets(sent or (key.held(KeyRole.JOINING),)))
         """Of those who take part."""
         self._file = file
 
@@ -44,7 +44,7 @@ class OwnKeys:
             Why this agent cannot go by them; empty: it does.
         """
         if self.job.accepted:
-            known = {JobKey(key, None).held(Role.JOINING): key for key in self._known()}
+            known = {JobKey(key, None).held(KeyRole.JOINING): key for key in self._known()}
             missing = [key for key in keys if key not in known]
             if missing:
                 return f"it stands neither in {next_file(self._file)} nor in {self._file}, where the agent looks"
@@ -55,7 +55,7 @@ class OwnKeys:
         self.ring.now = Secrets(keys)
         return ""
 
-    def for_template(self) -> TakeKeys:
+    def for_forkserver(self) -> TakeKeys:
         """What the template is told, which forks workers, and may fork coordinators."""
         return TakeKeys(keys=self.ring.now.accepted, job_keys=self.job.accepted, retired=self.job.retired)
 
@@ -65,5 +65,5 @@ class OwnKeys:
         for file in (next_file(self._file), self._file):
             with contextlib.suppress(UsageError):
                 key = read_key(file)
-                if key.role is Role.JOB and key.secret not in self.job.retired:
+                if key.role is KeyRole.JOB and key.secret not in self.job.retired:
                     yield key.secret

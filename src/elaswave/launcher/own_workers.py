@@ -64,7 +64,7 @@ class LogSending:
         return _parts({worker: tail.next() for worker, tail in self._tails.items()})
 
 
-class OwnWorkers:
+class WorkerSupervisor:
     """Of one agent.
 
     Args:
@@ -97,15 +97,15 @@ class OwnWorkers:
                 for worker in first:
                     self._logs.started(worker)
                 checkpoint = _as_seen_from(self._run_dir, message.checkpoint)
-                self._processes.ask_template(SpawnWorkers(workers=first, checkpoint=checkpoint))
+                self._processes.ask_forkserver(SpawnWorkers(workers=first, checkpoint=checkpoint))
                 self._waits.for_forks(first, time.monotonic())
         elif isinstance(message, SpawnJoiner):
             for effect in self._agent.handle(JoinerWanted(message.worker)):
                 assert isinstance(effect, StartJoiner)
                 self._logs.started(effect.worker)
-                self._processes.ask_template(messages.SpawnJoiner(worker=effect.worker))
+                self._processes.ask_forkserver(messages.ForkJoiner(worker=effect.worker))
         elif message.worker in self._agent.joiners:
-            self._processes.ask_template(KillWorkers(workers=(message.worker,)))
+            self._processes.ask_forkserver(KillWorkers(workers=(message.worker,)))
 
     def ended(self, end: WorkerEnded) -> Sequence[LogPart | Exited]:
         """One has ended; returns what the coordinator is to be told."""
@@ -126,7 +126,7 @@ class OwnWorkers:
         """
         if message.child not in self._agent.joiners:
             raise LaunchError(message.text)
-        self._processes.ask_template(KillWorkers(workers=(message.child,)))  # it may be a loader that is lacking
+        self._processes.ask_forkserver(KillWorkers(workers=(message.child,)))  # it may be a loader that is lacking
         return self.ended(WorkerEnded(message.child, f"was not started: {message.text}", time.monotonic()))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from elaswave.channel.messages.agent import ShowEvaluation, ShowStep, ShowText, StepLosses
 from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.config.schema import Config
-from elaswave.job.role import Post
+from elaswave.job.role import AgentRole
 from elaswave.observability.progress import Reporter
 
 STARTING_S = 10.0
@@ -64,26 +64,28 @@ class StepCalls:
             raise self.error
 
 
-class Shown:
+class TerminalView:
     """Of one agent.
 
     Args:
         reporter: shows progress.
         calls: of a script's callback.
         config: with its layout resolved.
-        post: how the agent takes part.
+        agent_role: how the agent takes part.
         started_s: monotonic time at which the command began.
     """
 
-    def __init__(self, reporter: Reporter, calls: StepCalls, config: Config, post: Post, started_s: float) -> None:
+    def __init__(
+        self, reporter: Reporter, calls: StepCalls, config: Config, agent_role: AgentRole, started_s: float
+    ) -> None:
         self._reporter, self._calls = reporter, calls
-        self._config, self._post = config, post
+        self._config, self._agent_role = config, agent_role
         self._started_s = started_s
         self._has_stepped = False
         self._say_at_s = STARTING_S
         """Seconds after the beginning at which the terminal hears again of a start that lasts."""
 
-    def heard(self, message: ShowStep | StepLosses | ShowEvaluation | ShowText) -> None:
+    def received(self, message: ShowStep | StepLosses | ShowEvaluation | ShowText) -> None:
         """The coordinator has something to show."""
         if isinstance(message, ShowStep):
             self._has_stepped = True
@@ -93,7 +95,7 @@ class Shown:
                 message.loss,
                 message.rate,
                 message.data_pass,
-                message.epoch,
+                message.generation,
                 message.layout_name,
                 SAMPLES_PER_S if message.counts_samples else TOKENS_PER_S,
             )
@@ -116,7 +118,7 @@ class Shown:
         if not self._has_stepped and waited_s >= self._say_at_s:
             self._say_at_s = waited_s + STARTING_S
             what = f"{sum(self._config.widths)} workers are starting, and making the first step"
-            if self._post.job and not has_workers:
-                what = f"{self._post.node} waits until it is to start workers; the job begins with "
+            if self._agent_role.job and not has_workers:
+                what = f"{self._agent_role.node} waits until it is to start workers; the job begins with "
                 what += f"{self._config.control.hosts} hosts"
             self._reporter.message(f"{what}: {waited_s:.0f} s so far")

@@ -24,19 +24,19 @@ from elaswave.coordinator.job_spec import check_data, check_shared, config_diges
 from elaswave.data.fingerprint import fingerprint_of_all
 from elaswave.errors import CheckpointError, NeedlessError, RetryError, UsageError
 from elaswave.faults.injection import parse_fault
-from elaswave.job.key_files import JobKey, Role
+from elaswave.job.key_files import JobKey, KeyRole
 from elaswave.job.plan import RunPlan
-from elaswave.job.role import Post, new_incarnation
+from elaswave.job.role import AgentRole, new_incarnation
 from elaswave.launcher.host_network import HeldPort, Seed, agent_network, hold, seeds_of, tls_here, where_to_listen
 from elaswave.launcher.job import JobOptions, run_job
 from elaswave.launcher.launcher import open_data, outcome_of
-from elaswave.launcher.local_job import LocalJob, refusal
+from elaswave.launcher.local_job import LocalJob, error_of_refusal
 from elaswave.observability.output import say_error
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import RESULT_FILE
 from elaswave.observability.run_folder import TERMINAL_LOG, is_run, saved_config
 from elaswave.observability.worker_logs import LOGS_DIR
-from elaswave.protocol.leadership.founding import Due, Founder
+from elaswave.protocol.leadership.job_creation import CreatorAction, JobCreator
 from elaswave.store.etcd_store import foreign_job
 from elaswave.store.opening import FILE, look_for_earlier, remove_earlier
 from elaswave.system.job_folder import sweep_dead
@@ -96,7 +96,7 @@ class _Host(NamedTuple):
 
 
 @ending_early()
-def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -> None:
+def run_agent(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -> None:
     """Takes part in a job until it is over, or this host's part is.
 
     Args:
@@ -125,12 +125,12 @@ def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
     if _is_over(run_dir):
         return
     can_found = not options.joins and (is_given or base is not None)  # who is told of no configuration is to find one
-    key.held(Role.JOINING)
+    key.held(KeyRole.JOINING)
     own, held = _hold_one(seeds, config, options.locks, can_found)
     host = _Host(options, config, is_given, seeds, own, key, new_incarnation())
     try:
         if held is not None:
-            key.held(Role.JOB)  # coordinators need it
+            key.held(KeyRole.JOB)  # coordinators need it
         spec = None
         if not can_found or own != 0:
             spec = _ask(host, options.wait_s)
@@ -169,23 +169,23 @@ def _ask_whether_it_runs(host: _Host) -> JobSpec | AgentRefused | Ended | None:
         RetryError: it runs, but no candidate can be reached from here.
     """
     options, control = host.options, host.config.control
-    founder = Founder(has_others=len(host.seeds) > 1, patience_s=options.wait_s, now_s=time.monotonic())
-    due = Due.LOOK
-    while due is not Due.FOUND:
-        if due is Due.LOOK:
-            due = founder.looked(*look_for_earlier(control, options.job, host.key.secret, founder.founded))
-        elif due is Due.ASK:
+    founder = JobCreator(has_others=len(host.seeds) > 1, patience_s=options.wait_s, now_s=time.monotonic())
+    due = CreatorAction.LOOK
+    while due is not CreatorAction.FOUND:
+        if due is CreatorAction.LOOK:
+            due = founder.looked(*look_for_earlier(control, options.job, host.key.secret, founder.job_generation))
+        elif due is CreatorAction.ASK:
             try:
                 return _ask(host, founder.ask_s, hopeless_s=math.inf)  # a stranger must not cut it short
             except RetryError:
                 due = founder.unanswered()
-        elif due is Due.REMOVE:
+        elif due is CreatorAction.REMOVE:
             assert founder.left is not None
             due = founder.removed(remove_earlier(control, options.job, host.key.secret, founder.left), time.monotonic())
-        elif due is Due.END:
+        elif due is CreatorAction.END:
             assert founder.outcome is not None
             return msgspec.json.decode(founder.outcome.value, type=Ended)
-        elif due is Due.FOREIGN:
+        elif due is CreatorAction.FOREIGN:
             raise UsageError(str(foreign_job(f"{control.store}/elaswave/{options.job}/")))
         else:
             raise RetryError(
@@ -226,7 +226,7 @@ def _found(host: _Host, held: HeldPort, prepare: Callable[[], None]) -> None:
             has_checkpoint = newest_committed_step(run_dir) is not None
         except CheckpointError:
             has_checkpoint = True  # the launcher says what is wrong with it
-    post = Post(
+    agent_role = AgentRole(
         node=options.node,
         incarnation=host.incarnation,
         slots=_slots(options, config),
@@ -242,7 +242,7 @@ def _found(host: _Host, held: HeldPort, prepare: Callable[[], None]) -> None:
         overwrite=is_run(run_dir) and not has_checkpoint,
         fault_specs=options.fault_specs,
     )
-    run_job(config, job_options, prepare=prepare, key=host.key, post=post)
+    run_job(config, job_options, prepare=prepare, key=host.key, agent_role=agent_role)
 
 
 # ----------------------------------------------------------------------------------------------------------- the others
@@ -260,7 +260,7 @@ def _follow(
             return
         raise RetryError(f"the job was just ending: {answer.outcome} ({answer.reason})")
     if isinstance(answer, AgentRefused):
-        raise refusal(answer)
+        raise error_of_refusal(answer)
     spec = answer
     config = build_config({**spec.config})
     network = agent_network(host.config.net, host.seeds, host.own, _slots(options, config))
@@ -272,14 +272,14 @@ def _follow(
     provide_descriptors(sum(config.widths), 0)
     sweep_dead()
     prepare()
-    post = Post(
+    agent_role = AgentRole(
         node=options.node,
         incarnation=host.incarnation,
         slots=_slots(options, config),
         job=spec.job,
-        founded=spec.founded,
+        job_generation=spec.job_generation,
         keys=spec.keys,
-        founds=False,
+        creates_job=False,
         network=network,
         kept_port=None if held is None else held.port,
         is_candidate=held is not None and config.control.store != FILE,
@@ -298,13 +298,13 @@ def _follow(
             before_effect=lambda effect: None,
             started_s=started_s,
             key=host.key,
-            post=post,
+            agent_role=agent_role,
         )
         try:
             data = open_data(config, run_dir, None)
             facts = msgspec.to_builtins(fingerprint_of_all(data.paths, whole=False))
             check_data(spec, facts, options.node)
-            plan = RunPlan(config, job.await_template())
+            plan = RunPlan(config, job.await_forkserver())
             reporter.started(config, plan.layout, run_dir)
             ended = job.run(
                 plan, data.sampler, spec.checkpoint, lambda: "start the agent again when the coordinator is back"
@@ -346,7 +346,7 @@ def _ask(host: _Host, wait_s: float, *, hopeless_s: float = HOPELESS_S) -> JobSp
     network = agent_network(host.config.net, host.seeds, host.own)
     client: ControlClient[ToAgent] = ControlClient(
         network.launcher_dials,
-        host.key.held(Role.JOINING),
+        host.key.held(KeyRole.JOINING),
         agent_id(host.incarnation),
         ToAgent,
         answers.append,

@@ -9,12 +9,19 @@ from collections.abc import Callable, Mapping
 
 from elaswave.job.read_files import at_present
 from elaswave.launcher.forkserver.forking import Child, fork, how_it_ended
-from elaswave.launcher.forkserver.messages import FromTemplate, LoaderSpawned, Spawned, ToTemplate, Unpacker, pack
-from elaswave.launcher.forkserver.server import TemplateSetup, run_template
+from elaswave.launcher.forkserver.messages import (
+    FromForkServer,
+    LoaderSpawned,
+    Spawned,
+    ToForkServer,
+    Unpacker,
+    pack_message,
+)
+from elaswave.launcher.forkserver.server import ForkServerSetup, run_forkserver
 from elaswave.observability.processes import children_of
 
 
-def template_log(suffix: str) -> str:
+def forkserver_log(suffix: str) -> str:
     """The name of the template's log.
 
     Args:
@@ -23,7 +30,7 @@ def template_log(suffix: str) -> str:
     return f"template{suffix}.log"
 
 
-class TemplateProcess:
+class ForkServerProcess:
     """The template of a job.
 
     Args:
@@ -36,25 +43,27 @@ class TemplateProcess:
     """
 
     def __init__(
-        self, setup: TemplateSetup, let_go: Callable[[], None], environment: Mapping[str, str] | None = None
+        self, setup: ForkServerSetup, let_go: Callable[[], None], environment: Mapping[str, str] | None = None
     ) -> None:
         self._link, theirs = socket.socketpair()
         self._link.setblocking(False)
-        self._unpacker: Unpacker[FromTemplate] = Unpacker(FromTemplate)
+        self._unpacker: Unpacker[FromForkServer] = Unpacker(FromForkServer)
         self._unsent = bytearray()
 
         def release() -> None:
             self._link.close()
             let_go()
 
-        log = setup.run_dir / "logs" / template_log(setup.suffix)
+        log = setup.run_dir / "logs" / forkserver_log(setup.suffix)
         self._child: Child | None
         try:
             if environment is None:
                 inherited = at_present(setup.read_files)
-                self._child = fork("the template", log, lambda: run_template(setup, theirs, inherited), let_go=release)
+                self._child = fork(
+                    "the template", log, lambda: run_forkserver(setup, theirs, inherited), let_go=release
+                )
             else:
-                from elaswave.launcher.forkserver.fresh_template import pickled_setup, spawn  # late: few jobs need it
+                from elaswave.launcher.forkserver.fresh_forkserver import pickled_setup, spawn  # late: few jobs need it
 
                 self._unsent += pickled_setup(setup)
                 self._child = spawn(log, theirs, environment)
@@ -70,9 +79,9 @@ class TemplateProcess:
         """Readable when `hear` has something to do."""
         return self._link.fileno()
 
-    def ask(self, message: ToTemplate) -> None:
+    def ask(self, message: ToForkServer) -> None:
         """Sends a message, or as much of it as there is room for; `flush` sends the rest."""
-        self._unsent += pack(message)
+        self._unsent += pack_message(message)
         self.flush()
 
     @property
@@ -90,9 +99,9 @@ class TemplateProcess:
         except OSError:
             self._unsent.clear()
 
-    def hear(self) -> list[FromTemplate]:
+    def hear(self) -> list[FromForkServer]:
         """What has come."""
-        messages: list[FromTemplate] = []
+        messages: list[FromForkServer] = []
         with contextlib.suppress(OSError):
             while data := self._link.recv(1 << 20):
                 messages += self._unpacker.feed(data)

@@ -65,7 +65,7 @@ def check_sizes_known(layer: str, module: nn.Module) -> None:
             )
 
 
-def check_values(layer: str, module: nn.Module) -> None:
+def check_not_meta(layer: str, module: nn.Module) -> None:
     """Refuses a module whose tensors have no values.
 
     Args:

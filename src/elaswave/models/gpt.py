@@ -46,7 +46,7 @@ _HUGGINGFACE_IN_BLOCK = {
 _MATRICES_IN_BLOCK = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 
 
-def huggingface_name(name: str) -> tuple[str, bool]:
+def gpt2_name(name: str) -> tuple[str, bool]:
     """The place of a parameter in transformers' ``GPT2LMHeadModel``.
 
     Args:

@@ -47,7 +47,7 @@ _HUGGINGFACE_IN_BLOCK = {
 }
 
 
-def huggingface_name(name: str) -> str:
+def huggingface_llama_name(name: str) -> str:
     """The name of a parameter in transformers' ``LlamaForCausalLM``.
 
     Args:

@@ -24,7 +24,14 @@ import msgspec
 from elaswave.blocks.survival import Survival
 from elaswave.devices.gauges import Gauges
 from elaswave.errors import RunFolderError
-from elaswave.observability.result import CheckpointRecord, EpochRecord, JsonFloat, Recovery, set_json_floats
+from elaswave.observability.result import (
+    CheckpointRecord,
+    GenerationRecord,
+    JsonFloat,
+    Recovery,
+    of_an_earlier_release,
+    set_json_floats,
+)
 from elaswave.planning.costs.profiled import ActionTiming
 from elaswave.types import Layout
 from elaswave.untrusted import decode_json, open_binary, open_regular
@@ -81,7 +88,7 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
 class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
     """A layout takes effect."""
 
-    epoch: int
+    generation: int
     layout: Layout
     reason: str
     first_step: int
@@ -111,10 +118,10 @@ class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
     """Which losses its placement survives once all copies are there; None in logs of older versions."""
 
     @property
-    def record(self) -> EpochRecord:
+    def record(self) -> GenerationRecord:
         """The layout as it stands in ``result.json``, before its steps have been measured."""
-        return EpochRecord(
-            epoch=self.epoch,
+        return GenerationRecord(
+            generation=self.generation,
             layout=self.layout,
             reason=self.reason,
             first_step=self.first_step,
@@ -127,7 +134,7 @@ class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
 class StepTimePredicted(Event, frozen=True, kw_only=True, tag="step_time_predicted"):
     """What a step of the layout in force should take, where that was not known when it was chosen."""
 
-    epoch: int
+    generation: int
     change: int
     predicted_step_s: float
 
@@ -135,7 +142,7 @@ class StepTimePredicted(Event, frozen=True, kw_only=True, tag="step_time_predict
 class StepTimeMeasured(Event, frozen=True, kw_only=True, tag="step_time"):
     """A layout is left, or the run ends: what its steps were predicted to take, and what they took."""
 
-    epoch: int
+    generation: int
     change: int
     predicted_step_s: float | None
     measured_step_s: float
@@ -148,7 +155,7 @@ class StepCommitted(Event, frozen=True, kw_only=True, tag="step"):
     """A step has been committed."""
 
     step: int
-    epoch: int
+    generation: int
     attempt: int
     """Which try of the step was the one that committed, from 1."""
     loss: JsonFloat
@@ -421,7 +428,7 @@ def read_events(path: Path) -> list[AnyEvent]:
     try:
         for number, line in _lines(path):
             try:
-                events.append(decode_json(line, _EVENTS))
+                events.append(_event_of(line))
             except ValueError as error:
                 if _is_of_a_newer_version(line):
                     continue
@@ -436,6 +443,15 @@ def read_events(path: Path) -> list[AnyEvent]:
         reason = f"{path.name} has {more} damaged lines besides"
         events.append(EventsLost(num_events=more, since=events[-1].time, reason=reason, time=events[-1].time))
     return events
+
+
+def _event_of(line: bytes) -> AnyEvent:
+    try:
+        return decode_json(line, _EVENTS)
+    except ValueError:
+        if (translated := of_an_earlier_release(line)) is None:
+            raise
+        return decode_json(translated, _EVENTS)
 
 
 _EVENTS = msgspec.json.Decoder(AnyEvent)

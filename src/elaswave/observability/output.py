@@ -86,7 +86,7 @@ def say_json(document: object, enc_hook: Callable[[Any], Any] | None = None) -> 
     say(msgspec.json.format(msgspec.json.encode(document, enc_hook=enc_hook), indent=2).decode())
 
 
-def shown(text: str, stream: TextIO) -> str:
+def printable(text: str, stream: TextIO) -> str:
     """A text as a stream takes it: visible, and with "?" for every character that the stream's encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return visible(text).encode(encoding, "replace").decode(encoding)

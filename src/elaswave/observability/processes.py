@@ -17,7 +17,7 @@ from elaswave.untrusted import read_json
 
 PROCESSES_FILE = "processes.json"
 
-Role = Literal["launcher", "template", "coordinator", "candidate", "worker", "loader", "committer"]
+Role = Literal["launcher", "forkserver", "template", "coordinator", "candidate", "worker", "loader", "committer"]
 
 
 class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ def _contents(path: str) -> str:
         return ""  # the thread has just ended, or the kernel does not tell
 
 
-def described(role: Role, number: int, pid: int) -> RunProcess:
+def process_entry(role: Role, number: int, pid: int) -> RunProcess:
     """The entry of a process that lives now."""
     facts = facts_of(pid)
     return RunProcess(role=role, id=number, pid=pid, start_ticks=0 if facts is None else facts.start_ticks)

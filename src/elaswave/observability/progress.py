@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elaswave.config.own import OWN, SAMPLES_PER_S, TOKENS_PER_S
-from elaswave.observability.output import lead_elsewhere, shown
+from elaswave.observability.output import lead_elsewhere, printable
 from elaswave.observability.result import RunResult, from_json_float
 from elaswave.observability.wrapping import wrap
 from elaswave.types import Layout
@@ -103,7 +103,7 @@ class Reporter(Protocol):
         loss: float,
         tokens_per_s: float,
         data_pass: int,
-        epoch: int,
+        generation: int,
         layout_name: str,
         unit: str = TOKENS_PER_S,
     ) -> None:
@@ -115,7 +115,7 @@ class Reporter(Protocol):
             loss: mean nats per token.
             tokens_per_s: throughput of the last steps, in `unit`.
             data_pass: number of the pass over the data, from 0.
-            epoch: number of the membership view.
+            generation: number of the membership view.
             layout_name: such as "2x2".
             unit: of the throughput: tokens per second, or samples of a script's own model.
         """
@@ -243,7 +243,7 @@ class _LineReporter:
 
     def _print(self, text: str, stream: TextIO | None = None) -> None:
         stream = stream or self._stream
-        stream.write(shown(text, stream) + "\n")
+        stream.write(printable(text, stream) + "\n")
         stream.flush()
 
     def started(self, config: object, layout: Layout, run_dir: Path) -> None:
@@ -256,7 +256,7 @@ class _LineReporter:
         loss: float,
         tokens_per_s: float,
         data_pass: int,
-        epoch: int,
+        generation: int,
         layout_name: str,
         unit: str = TOKENS_PER_S,
     ) -> None:
@@ -268,7 +268,7 @@ class _LineReporter:
                 return
         self._print(
             f"step {step}/{total_steps}  loss {format_loss(loss)}  {format_rate(tokens_per_s, unit)}  "
-            f"epoch {epoch}  layout {layout_name}  data pass {data_pass + 1}"
+            f"layout {layout_name}  generation {generation}  epoch {data_pass + 1}"
         )
         self._last_step, self._last_time = step, now
 
@@ -344,7 +344,7 @@ class _LiveReporter:
         self._curve = _Curve()
 
     def _print(self, text: str, style: str = "") -> None:
-        text = shown(text, cast(TextIO, self._console.file))
+        text = printable(text, cast(TextIO, self._console.file))
         # Wrapped here: rich, and terminals, break lines wherever they are full, also inside a path or a command.
         lines = [line for paragraph in text.splitlines() for line in wrap(paragraph, self._console.width) or [""]]
         self._console.print(Text("\n".join(lines), style=style), soft_wrap=True)
@@ -352,7 +352,7 @@ class _LiveReporter:
     def started(self, config: object, layout: Layout, run_dir: Path) -> None:
         headline, _, folder = _headline(config, layout, run_dir).partition("\n")
         self._print(headline, "bold")
-        self._console.print(Text(shown(folder, cast(TextIO, self._console.file)), style="dim"), soft_wrap=True)
+        self._console.print(Text(printable(folder, cast(TextIO, self._console.file)), style="dim"), soft_wrap=True)
 
     def step(
         self,
@@ -361,7 +361,7 @@ class _LiveReporter:
         loss: float,
         tokens_per_s: float,
         data_pass: int,
-        epoch: int,
+        generation: int,
         layout_name: str,
         unit: str = TOKENS_PER_S,
     ) -> None:
@@ -371,8 +371,8 @@ class _LiveReporter:
         self._step, self._total_steps = step, total_steps
         self._curve.append(loss)
         self._facts = (
-            f"loss {format_loss(loss)}  {format_rate(tokens_per_s, unit)}  epoch {epoch}  layout {layout_name}  "
-            f"data pass {data_pass + 1}"
+            f"loss {format_loss(loss)}  {format_rate(tokens_per_s, unit)}  layout {layout_name}  "
+            f"generation {generation}  epoch {data_pass + 1}"
         )
         if self._live is None:
             self._live = Live(
@@ -497,12 +497,14 @@ class _LastingReporter:
         loss: float,
         tokens_per_s: float,
         data_pass: int,
-        epoch: int,
+        generation: int,
         layout_name: str,
         unit: str = TOKENS_PER_S,
     ) -> None:
         self._tell(
-            lambda reporter: reporter.step(step, total_steps, loss, tokens_per_s, data_pass, epoch, layout_name, unit)
+            lambda reporter: reporter.step(
+                step, total_steps, loss, tokens_per_s, data_pass, generation, layout_name, unit
+            )
         )
 
     def evaluation(self, step: int, loss: float) -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from elaswave.errors import RunFolderError
 from elaswave.types import Layout
-from elaswave.untrusted import read_json, reason
+from elaswave.untrusted import JSON_BYTES_MAX, decode_json, read_bytes, reason
 
 RESULT_FILE = "result.json"
 DIGESTS_FILE = "digests.json"
@@ -67,10 +67,10 @@ def _json_floats(value: Any) -> Any:
     return None if value is None else to_json_float(value)
 
 
-class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One membership view of the run and the layout that it trained under."""
 
-    epoch: int
+    generation: int
     """Number of the membership view."""
     layout: Layout
     """Who ran what."""
@@ -108,8 +108,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """Phase of the step in which it happened: forward, backward, reduce, vote, apply, gather; or any, where it is not
     known: the lost worker's last heartbeat was of a place that it had passed, since it has voted later."""
     detected_by: Literal["exit", "link", "heartbeat", "progress", "vote", "drain", "host"] | None
-    epoch: int
-    """The epoch that the event led to."""
+    generation: int
+    """The generation that the event led to."""
     attempt: int
     outcome: Literal["committed", "retried"]
     """Whether the step in flight was committed as it stood or tried again."""
@@ -166,7 +166,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     throughput_tokens_per_s: float | None
     """Start-up and the first three steps left out; None if there were no more steps than that, and for a script's own
     model, whose samples are not counted in tokens."""
-    epochs: list[EpochRecord]
+    generations: list[GenerationRecord]
     throughput_samples_per_s: float | None = None
     """The same in samples; None if there were no more steps."""
     recoveries: list[Recovery] = []
@@ -334,8 +334,43 @@ _T = TypeVar("_T")
 def _decode(path: Path, type_: type[_T]) -> _T:
     """Reads a JSON file of a known shape, with errors that name the file."""
     try:
-        return read_json(path, type_)
+        data = read_bytes(path, JSON_BYTES_MAX)
+        try:
+            return decode_json(data, type_)
+        except ValueError:
+            if (translated := of_an_earlier_release(data)) is None:
+                raise
+            return decode_json(translated, type_)
     except OSError as error:
         raise RunFolderError(f"cannot read {path}: {reason(error)}") from error
     except ValueError as error:
         raise RunFolderError(f"{path} is damaged or not of this version: {error}") from error
+
+
+_EARLIER = {"epoch": "generation", "epochs": "generations"}
+_OF_A_USER = ("metrics", "val_metrics", "config")
+"""What stands in these has names of its own."""
+
+
+def of_an_earlier_release(document: bytes) -> bytes | None:
+    """A result or an event with today's names, if it has those of releases that called a generation an epoch.
+
+    Returns:
+        The document; None: it has no such name.
+    Raises:
+        ValueError: it is no JSON.
+    """
+    if not any(f'"{name}"'.encode() in document for name in _EARLIER):
+        return None
+    return msgspec.json.encode(_with_generations(decode_json(document)))
+
+
+def _with_generations(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_generations(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        _EARLIER.get(name, name): held if name in _OF_A_USER else _with_generations(held)
+        for name, held in value.items()
+    }

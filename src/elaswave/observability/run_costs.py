@@ -140,7 +140,7 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
         # Of a worker that runs the whole step, as those of the first stage do; others wait for them in REDUCE.
         if step.attempt == 1 and step.duration_s / 2 < run_s <= step.duration_s:
             meter.add_step(step.duration_s, run_s)
-    since = [step for step in steps if step.epoch == chosen.epoch and step.step >= chosen.first_step]
+    since = [step for step in steps if step.generation == chosen.generation and step.step >= chosen.first_step]
     current = [step.duration_s for step in since if step.attempt == 1]
     schedule: Schedule = chosen.schedule or config.layout.schedule  # type: ignore[assignment]
     levels = dict.fromkeys(layout.workers, base_level(config)) | chosen.levels

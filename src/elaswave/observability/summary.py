@@ -31,7 +31,7 @@ from elaswave.observability.result import (
     EVENTS_FILE,
     RESULT_FILE,
     CheckpointRecord,
-    EpochRecord,
+    GenerationRecord,
     JsonFloat,
     Recovery,
     RunResult,
@@ -109,7 +109,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """By step."""
     val_losses: dict[int, JsonFloat]
     """By step."""
-    epochs: list[EpochRecord]
+    generations: list[GenerationRecord]
     layout: str | None
     """Short name of the latest layout."""
     survival: Survival | None
@@ -131,7 +131,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     state_digest: str | None
 
 
-def summarize(run_dir: Path) -> RunSummary:
+def summarize_run(run_dir: Path) -> RunSummary:
     """Reads a run folder.
 
     Raises:
@@ -184,8 +184,8 @@ def build_summary(run_dir: str, result: RunResult | None, events: Sequence[AnyEv
     if result is not None:
         losses = dict(enumerate(result.losses, start=1))
         val_losses = dict(zip(result.val_steps, result.val_losses, strict=True))
-    epochs = result.epochs if result is not None else [event.record for event in chosen]
-    layout = epochs[-1].layout if epochs else None
+    generations = result.generations if result is not None else [event.record for event in chosen]
+    layout = generations[-1].layout if generations else None
     described = next((event for event in reversed(chosen) if event.layout == layout), None)
     return RunSummary(
         run_dir=run_dir,
@@ -196,7 +196,7 @@ def build_summary(run_dir: str, result: RunResult | None, events: Sequence[AnyEv
         policy=_policy(result.config if result is not None else started.config if started is not None else {}),
         losses=losses,
         val_losses=val_losses,
-        epochs=epochs,
+        generations=generations,
         layout=layout.describe() if layout is not None else None,
         survival=described.survival if described is not None else None,
         stages=_stages(layout, described) if layout is not None else [],

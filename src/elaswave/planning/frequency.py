@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.costs.machines import Cluster, Device
+from elaswave.planning.costs.machines import Cluster, DeviceSpec
 
 Goal = Literal["fastest", "energy"]
 """``fastest``: smallest step time; ``energy``: least energy at a step time no longer than without this axis."""
@@ -27,7 +27,7 @@ _SLACK = 1e-9
 def choose_levels(
     loads_s: np.ndarray,
     device: np.ndarray,
-    devices: tuple[Device, ...],
+    devices: tuple[DeviceSpec, ...],
     *,
     power_limit_w: float | None = None,
     pace_s: float | None = None,
@@ -142,7 +142,7 @@ def check_power(cluster: Cluster, peak_power_w: float) -> None:
         )
 
 
-def _level_tables(devices: tuple[Device, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _level_tables(devices: tuple[DeviceSpec, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Speed and draw of every level of every device; speed 0 and infinite draw where a device has fewer levels."""
     most = max(len(device.levels) for device in devices)
     speeds, draws = np.zeros((len(devices), most)), np.full((len(devices), most), np.inf)

@@ -257,8 +257,8 @@ class Planner(Protocol):
     A training job takes the allocation only. Pauses, lost work and transfers are predictions, for the other commands:
     the job's own state never goes back to a checkpoint because of a policy.
 
-    `elaswave.planning.policy.declared.replicates` is for what cannot be seen from a plan: what the policy keeps copies
-    of.
+    `elaswave.planning.policy.policy_metadata.replicates` is for what cannot be seen from a plan: what the policy keeps
+    copies of.
     """
 
     def __call__(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:

@@ -14,7 +14,7 @@ import numpy as np
 from elaswave.hashing import key64
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.plan import Allocation
-from elaswave.planning.policy.replication import WHOLE, Copies, Replication
+from elaswave.planning.policy.replication import WHOLE, ReplicaSet, Replication
 from elaswave.planning.state_moves.placed_blocks import PlacedBlocks, Placing
 
 LISTED_MAX = 2_000_000
@@ -24,7 +24,7 @@ DRAWN = 10_000
 _NAMES = {1: ("worker", "single workers"), 2: ("two workers", "pairs"), 3: ("three workers", "triples")}
 
 
-class Survival(msgspec.Struct, frozen=True, kw_only=True):
+class SurvivalShares(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of losses at one instant that leave a copy of everything."""
 
     workers: tuple[float, ...]
@@ -61,7 +61,9 @@ def _of_domains(name: str, survived: int, number: int) -> str:
     return f"{survived} of {number} whole {name}s" if survived else f"no whole {name}"
 
 
-def survival(copies: Copies, workers: np.ndarray, nodes: np.ndarray, racks: np.ndarray | None = None) -> Survival:
+def survival(
+    copies: ReplicaSet, workers: np.ndarray, nodes: np.ndarray, racks: np.ndarray | None = None
+) -> SurvivalShares:
     """Counts what a job survives.
 
     Args:
@@ -81,7 +83,7 @@ def survival(copies: Copies, workers: np.ndarray, nodes: np.ndarray, racks: np.n
             break
     hosts, num_hosts = _survived(copies, workers, nodes)
     of_racks = (0, 0) if racks is None else _survived(copies, workers, racks)
-    return Survival(
+    return SurvivalShares(
         workers=tuple(shares),
         drawn=drawn,
         hosts=hosts,
@@ -91,7 +93,9 @@ def survival(copies: Copies, workers: np.ndarray, nodes: np.ndarray, racks: np.n
     )
 
 
-def survival_of(replication: Replication, allocation: Allocation, there: Cluster, placing: Placing) -> Survival:
+def survival_shares_of(
+    replication: Replication, allocation: Allocation, there: Cluster, placing: Placing
+) -> SurvivalShares:
     """What a policy's job survives.
 
     Args:
@@ -100,7 +104,7 @@ def survival_of(replication: Replication, allocation: Allocation, there: Cluster
         there: with all of its workers.
         placing: how blocks are copied, if the policy has blocks; which racks there are.
     """
-    copies: Copies
+    copies: ReplicaSet
     if replication.unit == "blocks":
         copies = PlacedBlocks.of(allocation, there, placing)
     else:
@@ -119,7 +123,7 @@ def percent(share: float) -> str:
     return f"all but {1 - share:.1e}"
 
 
-def _share(copies: Copies, workers: np.ndarray, size: int) -> tuple[float, bool]:
+def _share(copies: ReplicaSet, workers: np.ndarray, size: int) -> tuple[float, bool]:
     """Share of the sets of so many workers that are survived, and whether it is estimated."""
     number = sum(1 for _ in islice(copies.fatal_sets(size), LISTED_MAX + 1))
     if number <= LISTED_MAX:
@@ -138,7 +142,7 @@ def _draw(workers: np.ndarray, size: int, number: int) -> set[int]:
     return found
 
 
-def _survived(copies: Copies, workers: np.ndarray, domains: np.ndarray) -> tuple[int, int]:
+def _survived(copies: ReplicaSet, workers: np.ndarray, domains: np.ndarray) -> tuple[int, int]:
     """How many domains (hosts, or racks) may be lost whole, and how many there are."""
     groups = list(_by_domain(workers, domains))
     return sum(not copies.lost_with(members) for members in groups), len(groups)

@@ -1,10 +1,10 @@
 """What workers must have in common so that they compute the same bits, as the vote compares it.
 
 A *canary* is a 62-bit hash in one place of every ballot: place 0 for what a process computes with (processor, library,
-kernels), place 1 + l for what layer l makes of made-up numbers (`elaswave.engine.checks.canary`). A worker tells its
-own and those that it knows from earlier votes, as max(h) and max(-h); all agree exactly if the two add to 0. So a
-worker that is new, or a layer on a worker that has not held it before, is compared with all that have ever voted. No IO
-here.
+kernels), place 1 + l for what layer l makes of made-up numbers (`elaswave.engine.checks.determinism_check`). A worker
+tells its own and those that it knows from earlier votes, as max(h) and max(-h); all agree exactly if the two add to 0.
+So a worker that is new, or a layer on a worker that has not held it before, is compared with all that have ever voted.
+No IO here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ class Environment(NamedTuple):
     """62-bit hash of the results of each operator of a fixed list, the same list in every process of a release."""
 
     @property
-    def canary(self) -> int:
+    def determinism_hash(self) -> int:
         """Of all operators."""
         return key64(*(part for item in sorted(self.operators.items()) for part in item)) >> 2
 
@@ -60,7 +60,7 @@ def flat(pairs: Mapping[int, Pair], num_places: int) -> list[int]:
     return [value for place in range(num_places) for value in pairs.get(place, (NO_HASH, NO_HASH))]
 
 
-class Canaries(NamedTuple):
+class VotedHashes(NamedTuple):
     """What a vote says of them."""
 
     known: Mapping[int, int]
@@ -69,12 +69,12 @@ class Canaries(NamedTuple):
     """Places at which workers differ."""
 
 
-def read(maxima: Iterable[int]) -> Canaries:
+def read_votes(maxima: Iterable[int]) -> VotedHashes:
     """The inverse of `flat`, after a vote."""
     values = list(maxima)
     pairs = [(place, top, bottom) for place, (top, bottom) in enumerate(zip(values[::2], values[1::2], strict=True))]
     told = [(place, top, bottom) for place, top, bottom in pairs if top != NO_HASH]
-    return Canaries(
+    return VotedHashes(
         {place: top for place, top, bottom in told if top == -bottom},
         tuple(place for place, top, bottom in told if top != -bottom),
     )

@@ -50,11 +50,11 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     """Whether what it has computed of the step may be wrong."""
 
 
-class NewEpochRecord(msgspec.Struct, frozen=True, kw_only=True, tag="new epoch"):
-    """A new epoch has begun, without the workers that were lost; no decision yet."""
+class NewGenerationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="new generation"):
+    """A new generation has begun, without the workers that were lost; no decision yet."""
 
     term: int
-    epoch: int
+    generation: int
     members: tuple[int, ...]
     lost: tuple[int, ...]
     """Lost since the last decision."""
@@ -78,7 +78,7 @@ class LeavingRecord(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
     worker: int
 
 
-Record = TermRecord | StartRecord | NewEpochRecord | LeavingRecord | LayoutChange | Decision
+Record = TermRecord | StartRecord | NewGenerationRecord | LeavingRecord | LayoutChange | Decision
 """What a coordinator persists, in order."""
 
 
@@ -111,8 +111,8 @@ class EvidenceSeen(NamedTuple):
     """A worker has reported a committed step with its vote."""
 
     evidence: Evidence
-    epoch: int
-    """The epoch in which the vote was held."""
+    generation: int
+    """The generation in which the vote was held."""
 
 
 class CheckpointFound(NamedTuple):
@@ -125,9 +125,9 @@ class CheckpointFound(NamedTuple):
 
 
 class ChangePlanned(NamedTuple):
-    """The planner has a better layout, or better places for the blocks, for the members of an epoch."""
+    """The planner has a better layout, or better places for the blocks, for the members of a generation."""
 
-    epoch: int
+    generation: int
     layout: Layout
     placement: Placement
     execution: ExecutionParameters
@@ -145,7 +145,7 @@ class PendingWork(NamedTuple):
 
 
 class RecoveryPlan(NamedTuple):
-    """How the members of an epoch go on."""
+    """How the members of a generation go on."""
 
     layout: Layout
     """Of exactly these members."""
@@ -262,7 +262,7 @@ class PlanRecovery(NamedTuple):
 
     sequence: int
     """Of the question; the answer bears it."""
-    epoch: int
+    generation: int
     members: tuple[int, ...]
     lost: tuple[int, ...]
     """Workers of the layout that are no members any more."""
@@ -284,11 +284,11 @@ class PlanRecovery(NamedTuple):
     """Whether all members go back to the checkpoint of the base step: then blocks are placed afresh."""
 
 
-class NewEpoch(NamedTuple):
-    """For the report: a new epoch has begun, because of these suspicions, as members join and leave, or since copies
-    are wrong."""
+class NewGeneration(NamedTuple):
+    """For the report: a new generation has begun, because of these suspicions, as members join and leave, or since
+    copies are wrong."""
 
-    epoch: int
+    generation: int
     suspicions: tuple[Suspected, ...]
     joined: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
@@ -305,9 +305,9 @@ class Decided(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """For the report: every member of the epoch computes again."""
+    """For the report: every member of the generation computes again."""
 
-    epoch: int
+    generation: int
     installed: tuple[Installed, ...]
 
 
@@ -328,5 +328,5 @@ class Note(NamedTuple):
 
 
 CoordinatorEffect = (
-    Persist | Send | TellAddresses | FindCheckpoint | PlanRecovery | NewEpoch | Decided | Resumed | End | Note
+    Persist | Send | TellAddresses | FindCheckpoint | PlanRecovery | NewGeneration | Decided | Resumed | End | Note
 )

@@ -1,7 +1,7 @@
 """What coordinator and workers say to each other about membership and commits. Plain typed data.
 
-Every message carries an epoch; a receiver of one of an unexpected epoch drops it or answers with its own epoch.
-Coordinators carry a term, which grows with every start of one.
+Every message carries a generation; a receiver of one of an unexpected generation drops it or answers with its own
+generation. Coordinators carry a term, which grows with every start of one.
 """
 
 from typing import NamedTuple
@@ -12,9 +12,9 @@ from elaswave.blocks.placement import Placement
 from elaswave.protocol.step.salvage import Partial
 from elaswave.types import ExecutionParameters, Layout
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Both ends of a control connection must have the same."""
-FIRST_EPOCH = 1
+FIRST_GENERATION = 1
 """In which a job begins."""
 
 
@@ -54,7 +54,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return self.step if self.commits else self.step - 1
 
 
-class Copies(msgspec.Struct, frozen=True, kw_only=True):
+class BlockReplicas(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks that a worker holds, three lists of equal length."""
 
     blocks: list[int]
@@ -64,14 +64,14 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """A worker's answer to `Prepare`. It is a promise: the worker has left the old epoch's data plane before it sends
-    this, can learn nothing more of it, and discards nothing until the decision."""
+    """A worker's answer to `Prepare`. It is a promise: the worker has left the old generation's data plane before it
+    sends this, can learn nothing more of it, and discards nothing until the decision."""
 
     worker: int
-    epoch: int
-    """The epoch that is being answered."""
+    generation: int
+    """The generation that is being answered."""
     evidence: Evidence | None
-    """The newest completed vote that this worker knows, of any epoch."""
+    """The newest completed vote that this worker knows, of any generation."""
     step: int
     attempt: int
     """What it was trying."""
@@ -81,9 +81,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     """The step up to which all parameters of its layers are complete; -1 while it has none."""
     layers: tuple[int, int]
     """The layers [start, stop) whose parameters it has."""
-    copies: Copies
+    copies: BlockReplicas
     decided: int = 0
-    """The epoch of the newest decision that it has taken; 0 for none."""
+    """The generation of the newest decision that it has taken; 0 for none."""
     partial: Partial | None = None
     """What it has of the step that it was trying."""
     wrong: tuple[tuple[int, int], ...] = ()
@@ -103,21 +103,21 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Of the grids, by tensor."""
     calibrated: bool
     exact: bool
-    canaries: dict[int, int]
+    determinism_hashes: dict[int, int]
     """That all workers have agreed on in votes, by place."""
     engine: str
     """What the engine keeps once, as it says it itself."""
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
-    """A new epoch begins: leave the old one, report, and wait for the decision."""
+    """A new generation begins: leave the old one, report, and wait for the decision."""
 
     term: int
-    epoch: int
+    generation: int
     members: tuple[int, ...]
-    """Workers of the new epoch; all others are fenced."""
+    """Workers of the new generation; all others are fenced off."""
     lost: tuple[int, ...]
-    """Workers that the new epoch leaves behind."""
+    """Workers that the new generation leaves behind."""
     reason: str
     with_progress: bool = False
     """Whether a member has no state yet, so that the reports are to tell where training stands."""
@@ -132,12 +132,12 @@ class LayoutChange(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
     """
 
     term: int
-    epoch: int
+    generation: int
     """It is void in any other."""
     number: int
     """Grows over the whole job; the newest one that a worker holds counts."""
     layout: Layout
-    """Of exactly the members of the epoch."""
+    """Of exactly the members of the generation."""
     placement: Placement
     """Who holds what from then on."""
     execution: ExecutionParameters
@@ -146,10 +146,10 @@ class LayoutChange(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
-    """What all members of an epoch do next. Persisted before it is sent."""
+    """What all members of a generation do next. Persisted before it is sent."""
 
     term: int
-    epoch: int
+    generation: int
     members: tuple[int, ...]
     lost: tuple[int, ...]
     """Workers lost since the last decision."""
@@ -175,7 +175,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     """Number of blocks that got a new owner."""
     reason: str
     change: int = 0
-    """Number of the newest planned change that the layout follows from. Later ones of older epochs are void."""
+    """Number of the newest planned change that the layout follows from. Later ones of older generations are void."""
     execution: ExecutionParameters = ExecutionParameters()
     plan: str = ""
     """Why this layout, if a policy other than ElasWave's has chosen it."""
@@ -184,9 +184,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     num_microbatches_recomputed: int = 0
     """Micro-batches of `resume_step` of which a layer that had run runs again (S6)."""
     joined: tuple[int, ...] = ()
-    """Members since this epoch; they run and hold nothing yet."""
+    """Members since this generation; they run and hold nothing yet."""
     left: tuple[int, ...] = ()
-    """Workers that have left on request with this epoch."""
+    """Workers that have left on request with this generation."""
     progress: Progress | None = None
     """For members that have no state yet."""
 
@@ -195,7 +195,7 @@ class Dial(msgspec.Struct, frozen=True, kw_only=True, tag="dial"):
     """Have links to these peers, beside those to the members; made in the background."""
 
     term: int
-    epoch: int
+    generation: int
     addresses: dict[int, str]
     """Peer -> where its data plane listens; of all that are wanted from now on."""
 
@@ -204,7 +204,7 @@ class AskPause(msgspec.Struct, frozen=True, kw_only=True, tag="ask pause"):
     """Ask in the next vote for a pause: the membership is about to change at a boundary between two steps."""
 
     term: int
-    epoch: int
+    generation: int
     """It is void in any other."""
 
 
@@ -212,14 +212,14 @@ class GoOn(msgspec.Struct, frozen=True, kw_only=True, tag="go on"):
     """The membership stays as it is: do not pause, or pause no longer."""
 
     term: int
-    epoch: int
+    generation: int
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
     """To a worker that has left on request: nothing of it is needed any more."""
 
     term: int
-    epoch: int
+    generation: int
     reason: str
 
 
@@ -234,7 +234,7 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True, tag="paused"):
     """A worker waits before its next step, as a vote has asked for, with the duties of the last one done."""
 
     worker: int
-    epoch: int
+    generation: int
     step: int
     """The last one that is made."""
     is_over: bool = False
@@ -242,21 +242,21 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True, tag="paused"):
 
 
 class Unsound(msgspec.Struct, frozen=True, kw_only=True, tag="unsound"):
-    """A worker waits for a new epoch: copies of the state are wrong, and its report will say what it lacks."""
+    """A worker waits for a new generation: copies of the state are wrong, and its report will say what it lacks."""
 
     worker: int
-    epoch: int
+    generation: int
     step: int
     """That it was trying, or that it has made last."""
     reason: str
     """What is wrong, for people."""
 
 
-class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
+class FencedOff(msgspec.Struct, frozen=True, kw_only=True, tag="fenced off"):
     """To a worker that is no member any more: it must end itself and change nothing."""
 
     term: int
-    epoch: int
+    generation: int
     reason: str
 
 
@@ -266,8 +266,8 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="registered"):
     worker: int
     address: str
     """Where its data plane listens."""
-    epoch: int
-    """The epoch it is in; that of its last report if it waits for a decision."""
+    generation: int
+    """The generation it is in; that of its last report if it waits for a decision."""
     report: Report | None
     """Its last report, if it waits for a decision."""
 
@@ -276,9 +276,9 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True, tag="installed"):
     """A worker has installed a decision and computes again."""
 
     worker: int
-    epoch: int
+    generation: int
     edit_s: float
-    """Seconds for moving to the new epoch and making missing links."""
+    """Seconds for moving to the new generation and making missing links."""
     promote_s: float
     """Seconds for catching up, changing roles and building the new program."""
     critical_bytes: int
@@ -305,9 +305,9 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True, tag="joining"):
     """Where it runs, see `elaswave.blocks.domains`; empty: it cannot say."""
     foreign: tuple[str, ...] = ()
     """``LAYER: KIND`` of each foreign part, as its server is there (`Config.model.foreign`)."""
-    canaries: dict[int, int]
+    determinism_hashes: dict[int, int]
     """By place, see `elaswave.protocol.environment`: of the environment, and of the first layer of each kind. None
     where foreign parts are of other kinds."""
 
 
-CoreToWorker = Prepare | Decision | Fenced | LayoutChange | Dial | AskPause | GoOn | Released
+CoreToWorker = Prepare | Decision | FencedOff | LayoutChange | Dial | AskPause | GoOn | Released

@@ -48,13 +48,13 @@ def _places(module: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]
     ]
 
 
-def encode(buffer: torch.Tensor) -> torch.Tensor:
+def buffer_to_float32(buffer: torch.Tensor) -> torch.Tensor:
     """The elements of flat storage of a buffer, float32, one dimension; see `elaswave.blocks.shapes.WHOLE_BYTES`."""
     flat = buffer.detach().contiguous().reshape(-1)
     return flat.to(torch.float32) if buffer.is_floating_point() else flat.view(torch.uint8).to(torch.float32)
 
 
-def decode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def buffer_from_float32(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The inverse of `encode`, still in one dimension; always in memory of its own."""
     if dtype.is_floating_point:
         return values.to(dtype, copy=True)
@@ -148,7 +148,7 @@ class LayerBuffers:
     def restore(self) -> None:
         """A forward begins: persistent buffers are copies of the step's, the others have their built values."""
         for each, initial in zip(self._persistent, self._initial, strict=True):
-            value = decode(initial, each.dtype).view(each.slot.shape)
+            value = buffer_from_float32(initial, each.dtype).view(each.slot.shape)
             for owner, key in each.places:
                 owner._buffers[key] = value
         for index, fixed in enumerate(self._fixed):
@@ -223,7 +223,7 @@ class LayerBuffers:
                     f"{list(each.slot.shape)}, and must stay so. Register it with persistent=False, or keep it out of "
                     "the buffers"
                 )
-            values = encode(buffer)
+            values = buffer_to_float32(buffer)
             if not is_finite:
                 if not _same_bits(values, initial):
                     raise UsageError(

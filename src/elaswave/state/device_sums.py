@@ -18,8 +18,8 @@ from elaswave.blocks.shapes import LayerShape, segments
 from elaswave.devices.sums_kernel import (
     NOT_FINITE,
     Chunks,
+    FlatRange,
     Gradients,
-    Run,
     add_by_kernel,
     add_by_operators,
     addresses_of,
@@ -49,7 +49,7 @@ class DeviceAccumulator:
         self._checked = checked
         self._unused_bits = unused_bits(width)
         self._planes = tuple(torch.zeros(shape.size, dtype=dtype, device=place) for dtype in plane_dtypes(width))
-        self._runs = [Run(slot.offset, slot.numel) for slot in shape.tensors]
+        self._runs = [FlatRange(slot.offset, slot.numel) for slot in shape.tensors]
         self._chunks = Chunks(self._runs, place) if place.type == "cuda" and has_kernel() else None
         """Of the kernel; None: torch's operators add."""
         self.figures = torch.zeros(len(shape.tensors) + 1, dtype=torch.float64, device=place)
@@ -85,7 +85,7 @@ class DeviceAccumulator:
     @property
     def sum(self) -> torch.Tensor:
         """The same as words, int64 [shape.size]: the sum's own memory where it has 64 bits."""
-        return add_up([self.planes])
+        return add_planes_on_device([self.planes])
 
     @property
     def maxima(self) -> list[float]:
@@ -142,7 +142,7 @@ class DeviceAccumulator:
         return largest.reshape(1).view(torch.float32)
 
 
-def add_up(parts: Sequence[Planes]) -> torch.Tensor:
+def add_planes_on_device(parts: Sequence[Planes]) -> torch.Tensor:
     """The sum of some runs of equal length as words; a single run of one plane is returned itself."""
     if len(parts[0]) == 2:
         total = parts[0][1].to(torch.int64)
@@ -201,7 +201,7 @@ def pieces_of(shape: LayerShape, runs: Sequence[tuple[int, int]]) -> Pieces:
     )
 
 
-def checksum(total: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+def checksum_on_device(total: torch.Tensor, pieces: Pieces) -> torch.Tensor:
     """Sum of the words of some runs of a layer, wrapping, padding left out, as a number on the device.
 
     Args:
@@ -214,7 +214,7 @@ def checksum(total: torch.Tensor, pieces: Pieces) -> torch.Tensor:
     return found - torch.cat([total[gap] for gap in pieces.gaps]).sum() if pieces.gaps else found
 
 
-def reduced_gradient(
+def reduced_gradient_on_device(
     total: torch.Tensor,
     pieces: Pieces,
     exponents: Sequence[int],

@@ -25,7 +25,7 @@ from elaswave.hashing import key64
 from elaswave.models.admission import check_module
 from elaswave.models.instances import CopyOf, refuse_overlap, without_values
 from elaswave.models.layers import Layer, ModelSpec, build_layer
-from elaswave.state.buffers import FLOATS, LayerBuffers, encode, persistent_buffers
+from elaswave.state.buffers import FLOATS, LayerBuffers, buffer_to_float32, persistent_buffers
 
 
 def model_shapes(model: ModelSpec) -> tuple[LayerShape, ...]:
@@ -211,7 +211,7 @@ def slot_values(spec: Layer, module: nn.Module, shape: LayerShape) -> Iterator[t
     for slot in shape.tensors:
         name = spec.own_name(slot.name)
         if slot.is_buffer:
-            yield slot, encode(module.get_buffer(name))
+            yield slot, buffer_to_float32(module.get_buffer(name))
         else:
             yield slot, module.get_parameter(name).detach().reshape(-1)
 

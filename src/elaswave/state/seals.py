@@ -17,7 +17,7 @@ import torch
 from elaswave.blocks.placement import Block
 from elaswave.checkpoints.format import MASTER
 from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device, read
+from elaswave.devices.interface import Device, read_tensors
 from elaswave.hashing import MASK64
 from elaswave.state.device_verify import Found, prepare_hashes, queued_tensor_hash, run_hashes
 from elaswave.state.flat import FlatLayer, FlatUnit
@@ -202,7 +202,7 @@ class Seals:
         if self._device.is_host or not tensors:
             return list(map(tensor_hash, tensors))
         queued = torch.stack(list(map(queued_tensor_hash, tensors)))
-        return [value & MASK64 for value in read(self._device, [queued], self._move)[0].tolist()]
+        return [value & MASK64 for value in read_tensors(self._device, [queued], self._move)[0].tolist()]
 
     def _hashes(
         self, units: Mapping[int, FlatLayer | FlatUnit], runs: Sequence[torch.Tensor]
@@ -228,7 +228,7 @@ class Seals:
         asked = [*(found for _, found in self._unread), *wanted]
         if not asked:
             return []
-        numbers = read(self._device, [torch.cat([found.numbers for found in asked])], self._move)[0]
+        numbers = read_tensors(self._device, [torch.cat([found.numbers for found in asked])], self._move)[0]
         values = [
             [value & MASK64 for value in found.in_order(part)]
             for found, part in zip(asked, numbers.split([len(found.places) for found in asked]), strict=True)

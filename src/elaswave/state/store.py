@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from elaswave.blocks.placement import Block, Role
+from elaswave.blocks.placement import Block, ReplicaRole
 from elaswave.blocks.shapes import LayerShape, Segment, TensorSlot, segments
 from elaswave.checkpoints.format import MASTER
 from elaswave.hashing import MASK64
@@ -29,7 +29,7 @@ class HeldBlock:
     """
 
     def __init__(
-        self, block: Block, role: Role, shape: LayerShape, slots: dict[str, torch.Tensor], version: int
+        self, block: Block, role: ReplicaRole, shape: LayerShape, slots: dict[str, torch.Tensor], version: int
     ) -> None:
         self.block = block
         self.role = role
@@ -106,7 +106,7 @@ class BlockStore:
     def __getitem__(self, block: int) -> HeldBlock:
         return self.held[block]
 
-    def with_role(self, role: Role) -> Iterator[HeldBlock]:
+    def with_role(self, role: ReplicaRole) -> Iterator[HeldBlock]:
         """The blocks held in one role, ascending."""
         return (held for held in self if held.role is role)
 
@@ -114,7 +114,7 @@ class BlockStore:
         """Bytes of masters and optimizer slots."""
         return sum(slot.nbytes for held in self for slot in held.slots.values())
 
-    def digest_parts(self, role: Role, scalars: Scalars = ()) -> dict[str, int]:
+    def digest_parts(self, role: ReplicaRole, scalars: Scalars = ()) -> dict[str, int]:
         """This worker's part of every tensor digest, from the blocks of one role."""
         (parts,) = self.weighted_digests(scalars, {held.block.id: 1 for held in self.with_role(role)})
         return parts

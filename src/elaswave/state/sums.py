@@ -34,7 +34,7 @@ import torch
 from elaswave.blocks.grids import INITIAL_EXPONENT, WIDE_BITS
 from elaswave.blocks.shapes import LayerShape, TensorSlot, segments
 from elaswave.hashing import MASK64, signed64
-from elaswave.state.words import NarrowTerm, Planes, WideTerm, add_up, cut, plane_dtypes, unused_bits
+from elaswave.state.words import NarrowTerm, Planes, WideTerm, add_planes, cut, plane_dtypes, unused_bits
 
 _FAST_LIMIT_BITS = 51
 
@@ -168,7 +168,7 @@ class ExactAccumulator:
     @property
     def sum(self) -> torch.Tensor:
         """The same as words, int64 [shape.size]: the sum's own memory where it has 64 bits."""
-        return add_up([self.planes])
+        return add_planes([self.planes])
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Adds one micro-batch's gradients, all of them or (where one is not finite) none.

@@ -35,7 +35,7 @@ def cut(planes: Planes, start: int, stop: int) -> Planes:
     return tuple(plane[start:stop] for plane in planes)
 
 
-def add_up(parts: Sequence[Planes]) -> torch.Tensor:
+def add_planes(parts: Sequence[Planes]) -> torch.Tensor:
     """The sum of some runs of equal length as words; a single run of one plane is returned itself.
 
     By numpy, which adds int64 faster than torch.

@@ -14,28 +14,28 @@ from typing import NamedTuple
 
 from elaswave.errors import StoreError
 from elaswave.protocol.coordinator.store_writes import (
-    BEAT,
+    LEASE_HEARTBEAT,
     SPEC,
     TERM,
     Claim,
     Holder,
     KeyValue,
     Transaction,
-    beat_of,
-    beat_value,
     holder_of,
     is_there,
+    lease_heartbeat_of,
+    lease_heartbeat_value,
 )
-from elaswave.protocol.leadership.election import BEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, POLL_S, Seen, Watch
 from elaswave.store.etcd_client import REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S_MAX, EtcdClient, NoAnswerError
-from elaswave.store.etcd_store import RETRY_S, Patience, fenced, new_nonce, term_before
+from elaswave.store.etcd_store import RETRY_S, Patience, lease_lost, new_nonce, term_before
 
 ENTRIES_S = 60.0
 """How long a candidate asks for what was written before it, where no claim stands there."""
 _log = logging.getLogger("elaswave.store")
 
 
-class Stage(Enum):
+class CandidateStage(Enum):
     """How far a candidate's process is."""
 
     HOLDS = "holds"
@@ -44,10 +44,10 @@ class Stage(Enum):
     """It can be dialled."""
 
 
-class Progress(NamedTuple):
+class CandidateProgress(NamedTuple):
     """What a candidate's process reports to its agent, one line each."""
 
-    stage: Stage
+    stage: CandidateStage
     term: int
 
     def line(self) -> bytes:
@@ -55,10 +55,10 @@ class Progress(NamedTuple):
         return f"{self.stage.value} {self.term}\n".encode()
 
 
-def progress_of(lines: bytes) -> list[Progress]:
+def progress_of(lines: bytes) -> list[CandidateProgress]:
     """What was reported. Each line was written at once, so none is torn."""
     words = [line.split() for line in lines.decode().splitlines()]
-    return [Progress(Stage(stage), int(term)) for stage, term in words]
+    return [CandidateProgress(CandidateStage(stage), int(term)) for stage, term in words]
 
 
 class Won(NamedTuple):
@@ -92,27 +92,27 @@ def stand_by(
             refuses.
     """
     client.timeout_s_max = REQUEST_TIMEOUT_S
-    looking = Transaction(reads=(SPEC, TERM, BEAT))
+    looking = Transaction(reads=(SPEC, TERM, LEASE_HEARTBEAT))
     while True:
         asked_s = now_s()
         try:
-            spec, term, beat = client.carry_out(looking).found
+            spec, term, lease_heartbeat = client.carry_out(looking).found
         except NoAnswerError as error:
             _log.info("the store does not answer this candidate: %s", error)
             watch.missed()
             wait(RETRY_S)
             continue
         holder = holder_of(term)
-        if not is_there(spec, term, client.founded, founds=watch.founds):
-            _term_before(client, spec, term, wait, founds=watch.founds)  # or there is no job to claim
-        watch.looked(Seen(holder, beat_of(beat, holder)), asked_s, now_s())
+        if not is_there(spec, term, client.job_generation, creates_job=watch.creates_job):
+            _term_before(client, spec, term, wait, creates_job=watch.creates_job)  # or there is no job to claim
+        watch.looked(Seen(holder, lease_heartbeat_of(lease_heartbeat, holder)), asked_s, now_s())
         if not watch.is_due(now_s()):
             wait(POLL_S)
             continue
         before = watch.holder
-        above = before.term or _term_before(client, spec, term, wait, founds=watch.founds)
+        above = before.term or _term_before(client, spec, term, wait, creates_job=watch.creates_job)
         missed_s = ended_s if before.name == name and ended_s is not None else watch.since_s
-        won = _claim(client, Claim(name, new_nonce(), before, spec, client.founded, above=above), wait)
+        won = _claim(client, Claim(name, new_nonce(), before, spec, client.job_generation, above=above), wait)
         if won is not None:
             client.timeout_s_max = REQUEST_TIMEOUT_S_MAX
             return Won(won, missed_s if before.term else None)
@@ -121,12 +121,17 @@ def stand_by(
 
 
 def _term_before(
-    client: EtcdClient, spec: KeyValue | None, term: KeyValue | None, wait: Callable[[float], None], *, founds: bool
+    client: EtcdClient,
+    spec: KeyValue | None,
+    term: KeyValue | None,
+    wait: Callable[[float], None],
+    *,
+    creates_job: bool,
 ) -> int:
     client.timeout_s_max = REQUEST_TIMEOUT_S_MAX  # entries may be large
     try:
         return term_before(
-            client, Patience(client.name, ENTRIES_S, lambda *_: wait(RETRY_S)), spec, term, founds=founds
+            client, Patience(client.name, ENTRIES_S, lambda *_: wait(RETRY_S)), spec, term, creates_job=creates_job
         )
     finally:
         client.timeout_s_max = REQUEST_TIMEOUT_S
@@ -142,7 +147,7 @@ def _claim(client: EtcdClient, claim: Claim, wait: Callable[[float], None]) -> H
             wait(RETRY_S)
 
 
-class Beats:
+class LeaseHeartbeats:
     """Renews the beat of a coordinator, in a thread, as long as its process lives and may write.
 
     Args:
@@ -178,9 +183,9 @@ class Beats:
     def _run(self) -> None:
         number = 0
         try:
-            while not self._end.wait(BEAT_S if number else 0.0):
+            while not self._end.wait(LEASE_HEARTBEAT_S if number else 0.0):
                 number += 1
-                error = self._beat(number)
+                error = self._lease_heartbeat(number)
                 if error is not None:
                     with self._lock:
                         self._error = error
@@ -191,13 +196,15 @@ class Beats:
         finally:
             self._client.close()
 
-    def _beat(self, number: int) -> StoreError | None:
-        beat = self._term.still_writes()._replace(puts=((BEAT, beat_value(self._term.term, number)),))
+    def _lease_heartbeat(self, number: int) -> StoreError | None:
+        lease_heartbeat = self._term.still_writes()._replace(
+            puts=((LEASE_HEARTBEAT, lease_heartbeat_value(self._term.term, number)),)
+        )
         try:
-            outcome = self._client.carry_out(beat)
+            outcome = self._client.carry_out(lease_heartbeat)
         except NoAnswerError:
             return None  # the next one follows; one that is late does no harm
         except StoreError as refusal:
             _log.warning("the store takes no beat: %s", refusal)
             return None
-        return None if outcome.succeeded else fenced(self._client.name, outcome, self._term)
+        return None if outcome.succeeded else lease_lost(self._client.name, outcome, self._term)

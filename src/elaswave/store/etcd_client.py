@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from elaswave.errors import StoreError
-from elaswave.protocol.coordinator.store_writes import SPEC, KeyValue, Outcome, Transaction, founding_of
-from elaswave.store.etcd_gateway import Answer, Gateway
+from elaswave.protocol.coordinator.store_writes import SPEC, KeyValue, Transaction, TransactionResult, job_generation_of
+from elaswave.store.etcd_gateway import Gateway, HttpResponse
 from elaswave.store.seal import StoreSeal
 from elaswave.untrusted import decode_json
 
@@ -57,7 +57,8 @@ class EtcdClient:
         gateway: reaches them.
         key: the job's: all values are sealed with it.
         credentials: None: etcd asks for none.
-        founded: number of the founding whose values count; 0: of the one that `SPEC` tells when it is first read.
+        job_generation: number of the founding whose values count; 0: of the one that `SPEC` tells when it is first
+            read.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class EtcdClient:
         key: bytes,
         credentials: Credentials | None = None,
         *,
-        founded: int = 0,
+        job_generation: int = 0,
     ) -> None:
         self.prefix = prefix
         self.seal = StoreSeal(key, prefix)
-        self.founded = founded
+        self.job_generation = job_generation
         self.timeout_s_max = REQUEST_TIMEOUT_S_MAX
         """The longest that a member gets; who asks again and again takes the first one for all."""
         self._endpoints = tuple(endpoints)
@@ -100,15 +101,15 @@ class EtcdClient:
         Raises:
             NoAnswerError, StoreError: see the module's docstring.
         """
-        said = self._ask("/v3/kv/txn", {"compare": compare, "success": success, "failure": failure})
+        response = self._ask("/v3/kv/txn", {"compare": compare, "success": success, "failure": failure})
         try:
-            responses = said.get("responses", [])
+            responses = response.get("responses", [])
             ranges = [each["response_range"].get("kvs", []) for each in responses if "response_range" in each]
             for found in (found for page in ranges for found in page if found["key"] == self._key(SPEC)):
-                self.founded = self.founded or founding_of(self._key_value(found))
+                self.job_generation = self.job_generation or job_generation_of(self._key_value(found))
             return Transacted(
-                bool(said.get("succeeded", False)),
-                int(said["header"]["revision"]),
+                bool(response.get("succeeded", False)),
+                int(response["header"]["revision"]),
                 tuple(tuple(map(self._key_value, page)) for page in ranges),
             )
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -116,7 +117,7 @@ class EtcdClient:
                 f"{self.name} answers what no etcd does ({type(error).__name__}: {error}): see who is at that address"
             ) from error
 
-    def carry_out(self, transaction: Transaction) -> Outcome:
+    def carry_out(self, transaction: Transaction) -> TransactionResult:
         """One transaction, in the protocol's words.
 
         Raises:
@@ -131,9 +132,9 @@ class EtcdClient:
             changes += self.delete_all_but([key for key, _ in transaction.puts])
         reads = [self.get(key) for key in transaction.reads]
         only_reads = not compare and not changes
-        said = self.transact(compare, reads if only_reads else changes, reads)
-        found = tuple(page[0] if page else None for page in said.ranges)
-        return Outcome(said.succeeded, said.revision, found)
+        response = self.transact(compare, reads if only_reads else changes, reads)
+        found = tuple(page[0] if page else None for page in response.ranges)
+        return TransactionResult(response.succeeded, response.revision, found)
 
     def close(self) -> None:
         """Ends all connections."""
@@ -185,11 +186,11 @@ class EtcdClient:
         return _encoded(self.prefix + key)
 
     def _stored(self, key: str, value: bytes) -> str:
-        return base64.b64encode(self.seal.sealed(key, value, self.founded)).decode()
+        return base64.b64encode(self.seal.sealed(key, value, self.job_generation)).decode()
 
     def _key_value(self, found: dict[str, str]) -> KeyValue:
         key = base64.b64decode(found["key"]).decode(errors="replace").removeprefix(self.prefix)
-        value = self.seal.opened(key, base64.b64decode(found.get("value", "")), self.founded)
+        value = self.seal.opened(key, base64.b64decode(found.get("value", "")), self.job_generation)
         return KeyValue(key, value or b"", int(found["mod_revision"]), value is not None)
 
     # --------------------------------------------------------------------------------------------------------- asking
@@ -210,21 +211,21 @@ class EtcdClient:
         headers = {"Authorization": self._token} if self._token else {}
         try:
             answer = self._gateway.post(endpoint, path, json.dumps(request).encode(), headers, timeout_s)
-            said = self._said(endpoint, answer)
+            response = self._response(endpoint, answer)
         except (OSError, NoAnswerError) as error:
             self._num_failed += 1
             self._at = (self._at + 1) % len(self._endpoints)
             text = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
             raise NoAnswerError(f"{endpoint}: {text}") from error
         self._num_failed = 0
-        return said
+        return response
 
-    def _said(self, endpoint: str, answer: Answer) -> dict[str, Any]:
+    def _response(self, endpoint: str, answer: HttpResponse) -> dict[str, Any]:
         try:
-            said = decode_json(answer.body)
+            response = decode_json(answer.body)
         except ValueError:
-            said = None
-        if not isinstance(said, dict) or (answer.status == 200 and "header" not in said):
+            response = None
+        if not isinstance(response, dict) or (answer.status == 200 and "header" not in response):
             if answer.status in (200, 404):
                 raise StoreError(
                     f"{endpoint} does not speak as etcd does (status {answer.status}): members of etcd 3.4 or newer "
@@ -235,8 +236,11 @@ class EtcdClient:
                 raise StoreError(f"etcd at {endpoint} refuses: {text}{_advice(text)}")
             raise NoAnswerError(f"status {answer.status}")
         if answer.status == 200:
-            return said
-        code, text = said.get("code"), str(said.get("message") or said.get("error") or f"status {answer.status}")
+            return response
+        code, text = (
+            response.get("code"),
+            str(response.get("message") or response.get("error") or f"status {answer.status}"),
+        )
         if code == _UNAUTHENTICATED or (code == _INVALID and _NO_TOKEN in text and self._credentials is not None):
             self._token = ""  # it has expired, or the member was started again
             raise NoAnswerError(text)

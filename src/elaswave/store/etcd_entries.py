@@ -77,12 +77,12 @@ def entry_key(index: int) -> str:
     return f"rec/{index:016d}"
 
 
-def digest_of(content: bytes) -> bytes:
+def content_digest(content: bytes) -> bytes:
     """By which contents are known."""
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def pack(records: Sequence[Any], previous: bytes, nonce: bytes, term: int = 0) -> Packed:
+def pack_records(records: Sequence[Any], previous: bytes, nonce: bytes, term: int = 0) -> Packed:
     """Makes an entry.
 
     Args:
@@ -117,7 +117,7 @@ def pack(records: Sequence[Any], previous: bytes, nonce: bytes, term: int = 0) -
 
 
 def _add(blobs: dict[Blob, bytes], content: bytes) -> Blob:
-    blob = Blob(digest_of(content).hex(), len(content))
+    blob = Blob(content_digest(content).hex(), len(content))
     blobs[blob] = content
     return blob
 
@@ -164,7 +164,7 @@ class BlobsInUse:
         self.superseded -= self.needed | self.kept
 
 
-class Chain(Generic[_T]):
+class EntryReader(Generic[_T]):
     """Reads entries in their order.
 
     Args:
@@ -213,7 +213,7 @@ class Chain(Generic[_T]):
         self._lacking.update((first + at, blob) for at, blob in entry.placements)
         self._records += records
         self.in_use.take(entry, records)
-        self.digests.append(digest_of(value))
+        self.digests.append(content_digest(value))
 
     def records(self) -> list[_T]:
         """All records, with those placements that count.
@@ -237,7 +237,7 @@ def joined(name: str, blob: Blob, chunks: Iterable[bytes]) -> bytes:
         StoreError: something is missing or changed.
     """
     content = b"".join(chunks)
-    if digest_of(content).hex() != blob.digest:
+    if content_digest(content).hex() != blob.digest:
         raise StoreError(
             f"{name}: blob {blob.digest} has {len(content)} of {blob.num_bytes} bytes, or other ones: restore the "
             "store from a copy, or resume the job from its last durable checkpoint"

@@ -19,7 +19,7 @@ DEFAULT_PORT = 2379
 _ANSWER_BYTES_MAX = 256 << 20
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     """What a member has said."""
 
     status: int
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 class Gateway(Protocol):
     """Reaches members; tests have one that loses, delays and repeats."""
 
-    def post(self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
+    def post(self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> HttpResponse:
         """Sends a request and returns the answer.
 
         Raises:
@@ -87,7 +87,7 @@ class HttpGateway:
         self._security = security
         self._connections: dict[str, _Connection] = {}
 
-    def post(self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
+    def post(self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> HttpResponse:
         """See `Gateway.post`."""
         connection = self._connections.get(endpoint)
         is_used = connection is not None
@@ -131,14 +131,14 @@ class _Connection(http.client.HTTPConnection):
                 raise
         self.sock: Any = _Timed(sock, self)
 
-    def post(self, path: str, body: bytes, headers: dict[str, str], deadline_s: float) -> Answer:
+    def post(self, path: str, body: bytes, headers: dict[str, str], deadline_s: float) -> HttpResponse:
         self._deadline_s = deadline_s
         self.request("POST", path, body, {"Content-Type": "application/json", **headers})
         with self.getresponse() as response:
             content = response.read(_ANSWER_BYTES_MAX)
             if response.read(1):
                 raise StoreError(f"an answer of etcd has more than {_ANSWER_BYTES_MAX} bytes")
-        return Answer(response.status, content)
+        return HttpResponse(response.status, content)
 
     def left_s(self) -> float:
         """Of the present request.

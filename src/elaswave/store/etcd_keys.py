@@ -1,18 +1,26 @@
 """The keys of a job in etcd before its first coordinator and after its last one. What is asked, and what the answers
-mean, is `elaswave.protocol.leadership.founding`'s."""
+mean, is `elaswave.protocol.leadership.job_creation`'s."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from elaswave.errors import StoreError
-from elaswave.protocol.coordinator.store_writes import OUTCOME, SPEC, TERM, KeyValue, Outcome, Transaction, founding_of
-from elaswave.protocol.leadership.founding import LOOKING, Founding, Left, Made, ending, left_of
+from elaswave.protocol.coordinator.store_writes import (
+    OUTCOME,
+    SPEC,
+    TERM,
+    KeyValue,
+    Transaction,
+    TransactionResult,
+    job_generation_of,
+)
+from elaswave.protocol.leadership.job_creation import LOOKING, CreationResult, JobCreation, Left, ending, left_of
 from elaswave.store.etcd_client import EtcdClient
 from elaswave.store.etcd_entries import entry_key
 from elaswave.store.etcd_store import Patience, foreign_job, pause, read_entries
 
 
-class Standing(NamedTuple):
+class StoredJob(NamedTuple):
     """What the store holds of a job."""
 
     left: Left | None
@@ -21,20 +29,20 @@ class Standing(NamedTuple):
     """How the last one has ended, if there is none."""
 
 
-def standing_of(client: EtcdClient, patience_s: float) -> Standing:
+def standing_of(client: EtcdClient, patience_s: float) -> StoredJob:
     """Looks what the store holds of a job.
 
     Raises:
         StoreError: etcd does not answer or refuses.
     """
     waiting = Patience(client.name, patience_s, pause)
-    spec, term, beat, outcome = waiting.ask(lambda: client.carry_out(LOOKING)).found
+    spec, term, lease_heartbeat, outcome = waiting.ask(lambda: client.carry_out(LOOKING)).found
     key = entry_key(0 if spec is None else len(read_entries(client, waiting)))
     (entry,) = waiting.ask(lambda: client.carry_out(Transaction(reads=(key,)))).found
-    return Standing(left_of(spec, term, beat, key, entry), outcome)
+    return StoredJob(left_of(spec, term, lease_heartbeat, key, entry), outcome)
 
 
-def remove_left(client: EtcdClient, seen: Left, patience_s: float) -> Outcome:
+def remove_left(client: EtcdClient, seen: Left, patience_s: float) -> TransactionResult:
     """Removes a job's keys, unless one of its coordinators has written, or was started, since it was looked at.
 
     Raises:
@@ -55,17 +63,17 @@ def found(client: EtcdClient, spec: bytes, patience_s: float) -> int:
         StoreError: the job is there already, or etcd does not answer or refuses.
     """
     waiting = Patience(client.name, patience_s, pause)
-    client.founded = founding_of(KeyValue(SPEC, spec, 0))
+    client.job_generation = job_generation_of(KeyValue(SPEC, spec, 0))
     while True:
         (outcome,) = waiting.ask(lambda: client.carry_out(Transaction(reads=(OUTCOME,)))).found
-        founding = Founding(spec, outcome)
-        made = founding.judge(waiting.ask(lambda founding=founding: client.carry_out(founding.transaction())))  # type: ignore[misc]
-        if made is Made.HELD:
+        creation = JobCreation(spec, outcome)
+        made = creation.judge(waiting.ask(lambda creation=creation: client.carry_out(creation.transaction())))  # type: ignore[misc]
+        if made is CreationResult.HELD:
             raise StoreError(f"{client.name} holds another job: remove its keys, or give this one another name")
-        if made is Made.FOREIGN:
+        if made is CreationResult.FOREIGN:
             raise foreign_job(client.name)
-        if made is Made.YES:
-            return client.founded
+        if made is CreationResult.YES:
+            return client.job_generation
 
 
 def remove(
@@ -73,7 +81,7 @@ def remove(
     patience_s: float,
     name: str = "",
     outcome: bytes | None = None,
-    founded: int = 0,
+    job_generation: int = 0,
     between: Callable[[str, float], None] = pause,
 ) -> None:
     """Removes a job's keys; no coordinator can write to it from then on.
@@ -81,15 +89,15 @@ def remove(
     Args:
         client: of the job.
         patience_s: how long to wait for each of two answers.
-        name, outcome, founded: as of `elaswave.protocol.leadership.founding.ending`.
+        name, outcome, founded: as of `elaswave.protocol.leadership.job_creation.ending`.
         between: as of `Patience`.
     Raises:
         StoreError: etcd does not answer or refuses.
     """
     waiting = Patience(client.name, patience_s, between)
     spec, term = waiting.ask(lambda: client.carry_out(Transaction(reads=(SPEC, TERM)))).found
-    asked = ending(name, founded, spec, term, outcome)
-    if asked is None and not founding_of(spec) and (spec or term):
+    asked = ending(name, job_generation, spec, term, outcome)
+    if asked is None and not job_generation_of(spec) and (spec or term):
         raise foreign_job(client.name)
     if asked is not None:
         waiting.ask(lambda: client.carry_out(asked))

@@ -41,29 +41,34 @@ from elaswave.protocol.coordinator.store_writes import (
     EntryWrite,
     Holder,
     KeyValue,
-    Outcome,
     Transaction,
+    TransactionResult,
     Written,
-    founding_of,
     holder_of,
     is_there,
+    job_generation_of,
 )
-from elaswave.protocol.leadership.heads import Head, Heard, beginning, judge
+from elaswave.protocol.leadership.store_position import (
+    PositionVerdict,
+    StorePosition,
+    compare_positions,
+    first_position,
+)
 from elaswave.store.etcd_client import EtcdClient, NoAnswerError
 from elaswave.store.etcd_entries import (
     CHUNK_BYTES,
     Blob,
     BlobsInUse,
-    Chain,
+    EntryReader,
     Packed,
     chunks_of,
-    digest_of,
+    content_digest,
     entry_key,
     joined,
     newest_term,
-    pack,
+    pack_records,
 )
-from elaswave.store.interface import Owner, WriterFence
+from elaswave.store.interface import Owner, WriterLease
 
 BATCH_S = 1.0
 """How long what was added may wait before it is written: a successor may lack so much."""
@@ -154,7 +159,7 @@ class EtcdStore(Generic[_T]):
         self._client = client
         self._owner = owner
         self._patience_s = patience_s
-        self._fence = WriterFence(client.name)
+        self._lease = WriterLease(client.name)
         self._durable: list[_T] = []
         self._blobs: dict[Blob, bytes] = {}
         """Read already."""
@@ -183,9 +188,9 @@ class EtcdStore(Generic[_T]):
         """For how long etcd has not answered now."""
         self._trouble = ""
         """What the last request met."""
-        self._has_said = False
+        self._has_warned = False
         """Whether people know that the store is waited for."""
-        self._has_told = False
+        self._has_sent = False
         """Whether people know that strangers write to the store."""
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
@@ -196,8 +201,8 @@ class EtcdStore(Generic[_T]):
         client = self._client
         spec, standing = self._waiting.ask(lambda: client.carry_out(Transaction(reads=(SPEC, TERM)))).found
         holder, name = holder_of(standing), f"{socket.gethostname()}:{os.getpid()}"
-        above = term_before(client, self._waiting, spec, standing, founds=True)
-        claim = Claim(name, new_nonce(), holder, spec, client.founded, above=above)
+        above = term_before(client, self._waiting, spec, standing, creates_job=True)
+        claim = Claim(name, new_nonce(), holder, spec, client.job_generation, above=above)
         won = claim.judge(self._waiting.ask(lambda: client.carry_out(claim.transaction())))
         if won is None:
             raise SupersededError(
@@ -206,24 +211,26 @@ class EtcdStore(Generic[_T]):
         return won
 
     def _read(self, record_type: Any) -> None:
-        chain: Chain[_T] = Chain(self._client.name, record_type, self._read_blob)
+        chain: EntryReader[_T] = EntryReader(self._client.name, record_type, self._read_blob)
         for found in read_entries(self._client, self._waiting):
             chain.take(found.key, found.value)
         self._durable += chain.records()
-        self._fence.took(self._durable)
+        self._lease.took(self._durable)
         self._blobs.clear()
         self._digests = chain.digests
-        self._head = self._head_now()
+        self._store_position = self._position_now()
         self._in_use: BlobsInUse = chain.in_use
         wanted = {key for blob in chain.in_use.needed | chain.in_use.kept for key in blob.chunk_keys}
         present = {found.key for found in pages(self._client, self._waiting, "blob/")}
         self._garbage = present - wanted
         """Keys of chunks that no entry needs."""
 
-    def _head_now(self) -> Head:
+    def _position_now(self) -> StorePosition:
         digests, client = self._digests, self._client
-        head = Head(client.founded, self._term.term, len(digests), digests[-1] if digests else b"")
-        return client.seal.seal_head(head)
+        store_position = StorePosition(
+            client.job_generation, self._term.term, len(digests), digests[-1] if digests else b""
+        )
+        return client.seal.seal_position(store_position)
 
     def _read_blob(self, blob: Blob) -> bytes:
         client = self._client
@@ -273,24 +280,24 @@ class EtcdStore(Generic[_T]):
             return list(self._durable)
 
     @property
-    def head(self) -> Head:
+    def store_position(self) -> StorePosition:
         """See `Store.head`."""
         with self._changed:
-            return self._head
+            return self._store_position
 
-    def check(self, heard: Head) -> bool:
+    def check(self, reported: StorePosition) -> bool:
         """See `Store.check`."""
-        if (heard.term or heard.length) and not self._client.seal.knows(heard):
-            _log.warning("no coordinator of this job has told what a peer says that it has heard (%s)", heard)
-            heard = beginning(heard.founded)
+        if (reported.term or reported.length) and not self._client.seal.knows(reported):
+            _log.warning("no coordinator of this job has told what a peer says that it has heard (%s)", reported)
+            reported = first_position(reported.job_generation)
         with self._changed:
-            own, meaning = self._head, judge(heard, self._head, self._digests)
-        if meaning is Heard.NEWER_TERM or heard.founded > own.founded:
+            own, meaning = self._store_position, compare_positions(reported, self._store_position, self._digests)
+        if meaning is PositionVerdict.NEWER_TERM or reported.job_generation > own.job_generation:
             self.append()  # of nothing: shows whether another coordinator has taken over
-        if meaning is Heard.OTHER_JOB:
+        if meaning is PositionVerdict.OTHER_JOB:
             return False
-        if meaning is not Heard.FITS:
-            raise gone_back(self._client.name, f"a member has heard of {heard}, and there are {own}")
+        if meaning is not PositionVerdict.FITS:
+            raise gone_back(self._client.name, f"a member has heard of {reported}, and there are {own}")
         return True
 
     def close(self) -> None:
@@ -308,9 +315,9 @@ class EtcdStore(Generic[_T]):
                 raise self._error
             if self._is_closing:
                 raise StoreError(f"{self._client.name} takes no records: it is closed")
-            self._fence.check(records)
-            self._fence.took(records)
-            num_bytes = len(pack(records, b"", b"").value) if records else 0
+            self._lease.check(records)
+            self._lease.took(records)
+            num_bytes = len(pack_records(records, b"", b"").value) if records else 0
             self._given.append(_Given(records, num_bytes, time.monotonic()))
             self._num_given += 1
             self._is_urgent |= urgent
@@ -339,9 +346,9 @@ class EtcdStore(Generic[_T]):
     def _tell(self) -> None:
         """Tells people once that the store is waited for."""
         with self._changed:
-            if self._has_said or not self._trouble or self._silent_s < SLOW_S:
+            if self._has_warned or not self._trouble or self._silent_s < SLOW_S:
                 return
-            self._has_said = True
+            self._has_warned = True
             text = (
                 f"the coordinator waits for its store {self._client.name}, which has not answered for "
                 f"{self._silent_s:.1f} s ({self._trouble}); steps go on meanwhile, losses, joins and new layouts wait"
@@ -422,8 +429,8 @@ class EtcdStore(Generic[_T]):
         if not records:
             self._confirm()
             return
-        length, last = self._head.length, self._head.digest
-        packed = pack(records, last, secrets.token_bytes(_NONCE_BYTES), self._term.term)
+        length, last = self._store_position.length, self._store_position.digest
+        packed = pack_records(records, last, secrets.token_bytes(_NONCE_BYTES), self._term.term)
         self._write_blobs(packed)
         chunks = [chunk for blob in packed.blobs for chunk in blob.chunk_keys]
         key, previous = entry_key(length), entry_key(length - 1) if length else ""
@@ -433,10 +440,10 @@ class EtcdStore(Generic[_T]):
             written = entry.judge(answer)
             if written is Written.YES:
                 break
-            if written is Written.FENCED:
-                raise self._fenced(answer)
+            if written is Written.LEASE_LOST:
+                raise self._lease_lost(answer)
             if written is Written.GONE_BACK:
-                raise gone_back(self._client.name, f"there were {self._head}, and {previous} is not there")
+                raise gone_back(self._client.name, f"there were {self._store_position}, and {previous} is not there")
             if written is Written.TAKEN:
                 raise DisplacedError(f"{self._client.name}: {key}: {written.value}; this coordinator must end")
             if written is Written.INCOMPLETE:
@@ -444,8 +451,8 @@ class EtcdStore(Generic[_T]):
             elif entry.over:
                 self._tell_of_stranger(key)
         with self._changed:
-            self._digests.append(digest_of(packed.value))
-            self._head = self._head_now()
+            self._digests.append(content_digest(packed.value))
+            self._store_position = self._position_now()
         self._in_use.take(packed, records)
         self._garbage |= {chunk for blob in self._in_use.superseded for chunk in blob.chunk_keys}
         self._garbage -= {chunk for blob in self._in_use.needed | self._in_use.kept for chunk in blob.chunk_keys}
@@ -455,13 +462,13 @@ class EtcdStore(Generic[_T]):
         """Asks whether this coordinator may still write."""
         answer = self._persist(self._term.still_writes())
         if not answer.succeeded:
-            raise self._fenced(answer)
+            raise self._lease_lost(answer)
 
     def _tell_of_stranger(self, key: str) -> None:
         text = f"{key} of the store {self._client.name} was written without the job's key: it is replaced"
         _log.warning("%s", text)
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_sent:
+            self._has_sent = True
             self._post(lambda: self._owner.say(f"{text}; see who else may write there"))
 
     def _write_blobs(self, packed: Packed) -> None:
@@ -469,22 +476,22 @@ class EtcdStore(Generic[_T]):
         for blob, content in packed.blobs.items():
             for key, chunk in zip(blob.chunk_keys, chunks_of(content), strict=True):
                 written = self._persist(asked._replace(puts=((key, chunk),)))
-                if not written.succeeded and self._term.is_fenced(written.found[0]):
-                    raise self._fenced(written)
+                if not written.succeeded and self._term.has_lost_lease(written.found[0]):
+                    raise self._lease_lost(written)
 
     def _remove_garbage(self) -> None:
         keys = tuple(sorted(self._garbage)[: _PAGE // 2])
         if keys:
             asked = self._term.still_writes()
-            absent = (entry_key(self._head.length), 0)
+            absent = (entry_key(self._store_position.length), 0)
             unwritten_since = (*asked.unwritten_since, absent)
             self._client.carry_out(asked._replace(unwritten_since=unwritten_since, deletes=keys, reads=()))
             self._garbage -= set(keys)
 
-    def _fenced(self, answer: Outcome) -> StoreError:
-        return fenced(self._client.name, answer, self._term)
+    def _lease_lost(self, answer: TransactionResult) -> StoreError:
+        return lease_lost(self._client.name, answer, self._term)
 
-    def _persist(self, transaction: Transaction) -> Outcome:
+    def _persist(self, transaction: Transaction) -> TransactionResult:
         begun_s = time.monotonic()
         while True:
             try:
@@ -504,14 +511,14 @@ class EtcdStore(Generic[_T]):
                 raise self._error
             if self._is_closing and time.monotonic() >= self._close_by_s:
                 raise StoreError(f"{self._client.name} did not take the last records: {text}")
-            must_say = not self._has_said and self._silent_s >= SLOW_S and not self._is_waited_for
+            must_say = not self._has_warned and self._silent_s >= SLOW_S and not self._is_waited_for
             self._changed.wait(RETRY_S)
         if must_say:
             self._post(self._tell)
 
     def _answered(self) -> None:
         with self._changed:
-            has_said, self._has_said = self._has_said, False
+            has_said, self._has_warned = self._has_warned, False
             self._trouble, self._silent_s = "", 0.0
         if has_said:
             self._post(self._tell_end)
@@ -549,7 +556,7 @@ def foreign_job(name: str) -> StoreError:
     )
 
 
-def fenced(name: str, answer: Outcome, own: Holder) -> SupersededError:
+def lease_lost(name: str, answer: TransactionResult, own: Holder) -> SupersededError:
     """A coordinator may not write any more.
 
     Args:
@@ -572,7 +579,7 @@ def fenced(name: str, answer: Outcome, own: Holder) -> SupersededError:
 
 def read_entries(client: EtcdClient, waiting: Patience) -> list[KeyValue]:
     """The genuine entries of a job, in their order; what else stands beside them is not looked at, whatever its size.
-    Those behind a gap are there too, as far as one request shows them: `Chain` refuses them.
+    Those behind a gap are there too, as far as one request shows them: `EntryReader` refuses them.
 
     Raises:
         StoreError: etcd does not answer or refuses.
@@ -592,23 +599,23 @@ def read_entries(client: EtcdClient, waiting: Patience) -> list[KeyValue]:
 
 
 def term_before(
-    client: EtcdClient, waiting: Patience, spec: KeyValue | None, term: KeyValue | None, *, founds: bool
+    client: EtcdClient, waiting: Patience, spec: KeyValue | None, term: KeyValue | None, *, creates_job: bool
 ) -> int:
     """The newest term of a job's coordinators. Where its own key does not tell it, the entries do.
 
     Args:
         client, waiting: of the job.
         spec, term: as they stand there.
-        founds: as of `is_there`.
+        creates_job: as of `is_there`.
     Raises:
         StoreError: there is no job, it is not this one, or it was founded again; or etcd does not answer or refuses.
     """
     known = holder_of(term).term or newest_term(found.value for found in read_entries(client, waiting))
-    if not is_there(spec, term, client.founded, founds=founds):
+    if not is_there(spec, term, client.job_generation, creates_job=creates_job):
         (outcome,) = waiting.ask(lambda: client.carry_out(Transaction(reads=(OUTCOME,)))).found
         if known and not (outcome is not None and outcome.is_genuine):
             return known  # else the job is over, and somebody has put an entry of it back
-        if founding_of(spec) not in (0, client.founded):
+        if job_generation_of(spec) not in (0, client.job_generation):
             raise StoreError(f"{client.name}: the job was founded again; who is of the last one does not follow there")
         raise no_job(client.name) if spec is None and term is None else foreign_job(client.name)
     return known

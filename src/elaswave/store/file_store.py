@@ -28,8 +28,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from elaswave.errors import StoreError
-from elaswave.protocol.leadership.heads import Head
-from elaswave.store.interface import WriterFence
+from elaswave.protocol.leadership.store_position import StorePosition
+from elaswave.store.interface import WriterLease
 from elaswave.untrusted import open_regular
 
 _log = logging.getLogger("elaswave.store")
@@ -154,7 +154,7 @@ class _Entries(Generic[_T]):
 
     def __init__(self, record_type: Any, payloads: Sequence[bytes], name: str) -> None:
         self.all: list[_T] = []
-        self.fence = WriterFence(name)
+        self.fence = WriterLease(name)
         decoder: msgspec.msgpack.Decoder[list[_T]] = msgspec.msgpack.Decoder(list[record_type])
         self._encoder = msgspec.msgpack.Encoder()
         self.num_entries = len(payloads)
@@ -186,7 +186,8 @@ class FileStore(Generic[_T]):
         lock_timeout_s: how long another coordinator that still holds the journal is waited for.
         outlives_machine: False: records outlive this process, not a crash of the machine. That is enough, and saves
             the disk's time (2 to 25 ms an append), where no process that acts on a record outlives the machine either.
-        founded: of the job, as in `elaswave.protocol.leadership.heads.Head`; drawn by who has founded it.
+        job_generation: of the job, as in `elaswave.protocol.leadership.store_position.Head`; drawn by who has founded
+            it.
     Raises:
         StoreError: another coordinator holds the journal, it is damaged, or the system refuses.
     """
@@ -198,10 +199,10 @@ class FileStore(Generic[_T]):
         *,
         lock_timeout_s: float = 0.0,
         outlives_machine: bool = True,
-        founded: int = 0,
+        job_generation: int = 0,
     ) -> None:
         self.path = path
-        self._founded = founded
+        self._job_generation = job_generation
         self._outlives_machine = outlives_machine
         self._fd = -1
         self._trouble = "it is closed"
@@ -287,13 +288,13 @@ class FileStore(Generic[_T]):
         return list(self._records.all)
 
     @property
-    def head(self) -> Head | None:
+    def store_position(self) -> StorePosition | None:
         """None: its file is private to the job."""
         return None
 
-    def check(self, heard: Head) -> bool:
+    def check(self, reported: StorePosition) -> bool:
         """See `Store.check`."""
-        return heard.founded == self._founded
+        return reported.job_generation == self._job_generation
 
     def close(self) -> None:
         """See `Store.close`."""

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, TypeVar
 
 from elaswave.errors import StoreError, SupersededError
-from elaswave.protocol.leadership.fence import TermFence
-from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.leadership.store_position import StorePosition
+from elaswave.protocol.leadership.term_lease import TermLease
 
 _T = TypeVar("_T")
 
@@ -48,10 +48,10 @@ class Store(Protocol[_T]):
         """All durable records, oldest first: those found at the opening and those since."""
 
     @property
-    def head(self) -> Head | None:
+    def store_position(self) -> StorePosition | None:
         """Where the durable history stands; None: the store cannot go back while a job runs."""
 
-    def check(self, heard: Head) -> bool:
+    def check(self, reported: StorePosition) -> bool:
         """Compares what a member has heard of the history with what is there (H9).
 
         Returns:
@@ -78,7 +78,7 @@ class Owner(NamedTuple):
     """The store takes no more records, and nobody waits who could be told so. Called on the owner's thread."""
 
 
-class WriterFence:
+class WriterLease:
     """Refuses what a coordinator gives to a store that has been replaced.
 
     Args:
@@ -87,20 +87,20 @@ class WriterFence:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._fence = TermFence()
+        self._lease = TermLease()
 
     def check(self, records: Iterable[object]) -> None:
         """Records are to be written.
 
         Raises:
-            SupersededError: see `TermFence`.
+            SupersededError: see `TermLease`.
         """
         for record in records:
-            refusal = self._fence.refusal_of(record)
+            refusal = self._lease.refusal_of(record)
             if refusal is not None:
                 raise SupersededError(f"{self._name} {refusal}")
 
     def took(self, records: Iterable[object]) -> None:
         """Records stand in the store, or will before all later ones."""
         for record in records:
-            self._fence.took(record)
+            self._lease.took(record)

@@ -107,7 +107,7 @@ def _by_coordinator(records: Sequence[JournalRecord]) -> list[list[JournalRecord
 def _time_of(record: JournalRecord) -> float | None:
     if isinstance(record, Published):
         return record.finished_s
-    if isinstance(record, ClockRead | PlaceTaken | LeaveAsked | events.NewEpochRecord):
+    if isinstance(record, ClockRead | PlaceTaken | LeaveAsked | events.NewGenerationRecord):
         return record.at_s
     return None
 
@@ -115,6 +115,6 @@ def _time_of(record: JournalRecord) -> float | None:
 def _shifted(record: JournalRecord, shift_s: float) -> JournalRecord:
     if isinstance(record, Published):
         return msgspec.structs.replace(record, finished_s=record.finished_s + shift_s)
-    if isinstance(record, PlaceTaken | LeaveAsked | events.NewEpochRecord):
+    if isinstance(record, PlaceTaken | LeaveAsked | events.NewGenerationRecord):
         return msgspec.structs.replace(record, at_s=record.at_s + shift_s)
     return record

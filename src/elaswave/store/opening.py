@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from elaswave.config.schema import ControlConfig
 from elaswave.errors import ConfigError, LaunchError, RecoveryError, StoreError
-from elaswave.protocol.coordinator.store_writes import OUTCOME, Holder, Outcome, Transaction, spec_value
+from elaswave.protocol.coordinator.store_writes import OUTCOME, Holder, Transaction, TransactionResult, spec_value
 from elaswave.protocol.leadership.election import Watch
-from elaswave.protocol.leadership.founding import Left
-from elaswave.store.claim import Beats, Progress, Stage, stand_by
+from elaswave.protocol.leadership.job_creation import Left
+from elaswave.store.claim import CandidateProgress, CandidateStage, LeaseHeartbeats, stand_by
 from elaswave.store.etcd_client import Credentials, EtcdClient, NoAnswerError
 from elaswave.store.etcd_gateway import HttpGateway, endpoints_of, security_of
-from elaswave.store.etcd_keys import Standing, found, remove, remove_left, standing_of
+from elaswave.store.etcd_keys import StoredJob, found, remove, remove_left, standing_of
 from elaswave.store.etcd_store import EtcdStore, new_nonce, pause
 from elaswave.store.file_store import FileStore
 from elaswave.store.interface import Owner, Store
@@ -34,7 +34,7 @@ FOUND_S = 10.0
 """How long a start waits for etcd. Longer than its members take to choose another leader."""
 REMOVE_S = 2.0
 """How long an end does, unless others are to learn the outcome; then it is said after this time."""
-_FOUNDING_BITS = 20
+_JOB_GENERATION_BITS = 20
 _log = logging.getLogger("elaswave.store")
 
 
@@ -44,8 +44,8 @@ class Claimed(NamedTuple):
     term: Holder
     missed_s: float | None
     """As of `Won.missed_s`."""
-    beats: Beats
-    report: Callable[[Progress], None]
+    lease_heartbeats: LeaseHeartbeats
+    report: Callable[[CandidateProgress], None]
     """Tells its agent how far it is."""
 
 
@@ -58,7 +58,7 @@ def open_store(
     *,
     job: str = "",
     term: Holder | None = None,
-    founded: int = 0,
+    job_generation: int = 0,
 ) -> Store[JournalRecord]:
     """Opens the store of a job for its coordinator.
 
@@ -70,7 +70,7 @@ def open_store(
         key: the job's.
         job: the name of a job of several hosts.
         term: what this coordinator has claimed already; None: it claims the job now.
-        founded: of the job that its members take part in.
+        job_generation: of the job that its members take part in.
     Raises:
         StoreError: it cannot be opened.
     """
@@ -78,8 +78,10 @@ def open_store(
         # All of a job's processes run on this machine: after its crash no process is left that could act on the
         # journal.
         journal = control_dir / JOURNAL_FILE
-        return FileStore(journal, JournalRecord, lock_timeout_s=5.0, outlives_machine=False, founded=founded)
-    client = _client(config, job or _own_name(run_dir, control_dir), key, founded)
+        return FileStore(
+            journal, JournalRecord, lock_timeout_s=5.0, outlives_machine=False, job_generation=job_generation
+        )
+    client = _client(config, job or _own_name(run_dir, control_dir), key, job_generation)
     return EtcdStore(client, JournalRecord, owner, patience_s=config.store_patience_s, term=term)
 
 
@@ -89,10 +91,10 @@ def claim(
     name: str,
     key: bytes,
     *,
-    founds: bool,
-    founded: int,
+    creates_job: bool,
+    job_generation: int,
     ended_s: float | None,
-    report: Callable[[Progress], None],
+    report: Callable[[CandidateProgress], None],
 ) -> Claimed:
     """Waits until this candidate has a job of several hosts.
 
@@ -101,18 +103,20 @@ def claim(
         job: its name.
         name: of this host's agent, under which all of its coordinators hold the job.
         key: the job's.
-        founds: whether that agent has founded the job.
-        founded: which founding of the job it takes part in.
+        creates_job: whether that agent has founded the job.
+        job_generation: which founding of the job it takes part in.
         ended_s: as of `stand_by`.
         report: tells the agent how far it is.
     Raises:
         StoreError: the job's keys are gone, or etcd refuses.
         ConfigError: files that cannot be read.
     """
-    with contextlib.closing(_client(config, job, key, founded)) as client:
-        won = stand_by(client, Watch(name, founds=founds), name, ended_s=ended_s)
-        report(Progress(Stage.HOLDS, won.term.term))
-        return Claimed(won.term, won.missed_s, Beats(_client(config, job, key, founded), won.term), report)
+    with contextlib.closing(_client(config, job, key, job_generation)) as client:
+        won = stand_by(client, Watch(name, creates_job=creates_job), name, ended_s=ended_s)
+        report(CandidateProgress(CandidateStage.HOLDS, won.term.term))
+        return Claimed(
+            won.term, won.missed_s, LeaseHeartbeats(_client(config, job, key, job_generation), won.term), report
+        )
 
 
 class JobStore:
@@ -124,7 +128,7 @@ class JobStore:
         key: the job's.
         job: the name of a job of several hosts; what an earlier one of this name has left must have been removed, see
             `remove_earlier`.
-        founds: whether it is made anew; else a candidate goes on with it.
+        creates_job: whether it is made anew; else a candidate goes on with it.
     Raises:
         LaunchError: etcd does not answer, or refuses.
     """
@@ -137,14 +141,14 @@ class JobStore:
         key: bytes,
         *,
         job: str = "",
-        founds: bool = True,
+        creates_job: bool = True,
     ) -> None:
         self._config = config
         self._control_dir = control_dir
         self._client: EtcdClient | None = None
-        self.founded = 0
+        self.job_generation = 0
         """Number of the founding that was made here, in a store of other machines; see
-        `elaswave.protocol.leadership.heads.Head`."""
+        `elaswave.protocol.leadership.store_position.Head`."""
         self.patience_s = 0.0
         """How long a coordinator may take to open it."""
         if config.store == FILE:
@@ -153,7 +157,7 @@ class JobStore:
             return
         self.patience_s = config.store_patience_s
         spec = spec_value(
-            _new_founding(),
+            _new_job_generation(),
             run=str(run_dir),
             host=socket.gethostname(),
             launcher=os.getpid(),
@@ -161,8 +165,8 @@ class JobStore:
         )
         try:
             self._client = _client(config, job or _own_name(run_dir, control_dir), key)
-            if founds:
-                self.founded = found(self._client, spec, FOUND_S)
+            if creates_job:
+                self.job_generation = found(self._client, spec, FOUND_S)
             self._client.close()  # the job's processes, which are forked, are not to inherit the connection
         except (StoreError, ConfigError) as error:
             if self._client is not None:
@@ -185,7 +189,7 @@ class JobStore:
         self,
         name: str = "",
         outcome: bytes | None = None,
-        founded: int = 0,
+        job_generation: int = 0,
         *,
         is_patient: bool = False,
         say: Callable[[str], None] = lambda text: None,
@@ -195,7 +199,7 @@ class JobStore:
         Args:
             name: of the agent in a job of several hosts: the keys stay if another one's coordinator has the job.
             outcome: of a job of several hosts: stays, for `read_outcome`.
-            founded: which founding of the job is over; 0: there was one only.
+            job_generation: which founding of the job is over; 0: there was one only.
             is_patient: wait for etcd as long as a decision does.
             say: called with a line for people if that takes long.
         Returns:
@@ -204,7 +208,7 @@ class JobStore:
         if self._client is None:
             return ""
         client, self._client = self._client, None
-        client.founded = founded or client.founded
+        client.job_generation = job_generation or client.job_generation
         has_said = False
 
         def between(text: str, passed_s: float) -> None:
@@ -218,7 +222,7 @@ class JobStore:
             pause(text, passed_s)
 
         try:
-            remove(client, self.patience_s if is_patient else REMOVE_S, name, outcome, founded, between)
+            remove(client, self.patience_s if is_patient else REMOVE_S, name, outcome, job_generation, between)
             return ""
         except StoreError as error:
             return f"the job is over, but its keys below {client.prefix} stay in etcd: {error}"
@@ -226,20 +230,20 @@ class JobStore:
             client.close()
 
 
-def _new_founding() -> int:
+def _new_job_generation() -> int:
     """That no other founding has. By the founder's clock later ones are larger, which a coordinator takes for a hint
     that it was replaced, and for nothing else."""
-    return (time.time_ns() // 1_000_000 << _FOUNDING_BITS) + secrets.randbits(_FOUNDING_BITS)
+    return (time.time_ns() // 1_000_000 << _JOB_GENERATION_BITS) + secrets.randbits(_JOB_GENERATION_BITS)
 
 
-def read_outcome(config: ControlConfig, job: str, key: bytes, founded: int) -> bytes | None:
+def read_outcome(config: ControlConfig, job: str, key: bytes, job_generation: int) -> bytes | None:
     """What `JobStore.end` has left of a job of several hosts; asks one member of etcd once, for a second at most.
 
     Args:
         config: which store.
         job: its name.
         key: its key.
-        founded: which founding of it is meant.
+        job_generation: which founding of it is meant.
     Returns:
         None: the job goes on, etcd does not answer, nothing was left, or what stands there is of another founding or
         of nobody with the key.
@@ -249,7 +253,7 @@ def read_outcome(config: ControlConfig, job: str, key: bytes, founded: int) -> b
     """
     if config.store == FILE:
         return None
-    with contextlib.closing(_client(config, job, key, founded)) as client:
+    with contextlib.closing(_client(config, job, key, job_generation)) as client:
         try:
             (standing,) = client.carry_out(Transaction(reads=(OUTCOME,))).found
         except NoAnswerError:
@@ -259,37 +263,37 @@ def read_outcome(config: ControlConfig, job: str, key: bytes, founded: int) -> b
         return standing.value if standing is not None and standing.is_genuine else None
 
 
-def look_for_earlier(config: ControlConfig, job: str, key: bytes, founded: int = 0) -> Standing:
+def look_for_earlier(config: ControlConfig, job: str, key: bytes, job_generation: int = 0) -> StoredJob:
     """What the store holds of a job of several hosts that runs, or has run.
 
     Args:
         config: which store.
         job: its name.
         key: its key.
-        founded: whose outcome counts: the founding that was seen before; 0: none was.
+        job_generation: whose outcome counts: the founding that was seen before; 0: none was.
     Raises:
         LaunchError: etcd does not answer, or refuses.
     """
     if config.store == FILE:
-        return Standing(None, None)
-    with _asking(config, job, key, founded) as client:
+        return StoredJob(None, None)
+    with _asking(config, job, key, job_generation) as client:
         return standing_of(client, FOUND_S)
 
 
-def remove_earlier(config: ControlConfig, job: str, key: bytes, seen: Left) -> Outcome:
+def remove_earlier(config: ControlConfig, job: str, key: bytes, seen: Left) -> TransactionResult:
     """Removes what was found, unless a coordinator of that job has written since.
 
     Raises:
         LaunchError: etcd does not answer, or refuses.
     """
-    with _asking(config, job, key, seen.founded) as client:
+    with _asking(config, job, key, seen.job_generation) as client:
         return remove_left(client, seen, FOUND_S)
 
 
 @contextlib.contextmanager
-def _asking(config: ControlConfig, job: str, key: bytes, founded: int) -> Iterator[EtcdClient]:
+def _asking(config: ControlConfig, job: str, key: bytes, job_generation: int) -> Iterator[EtcdClient]:
     try:
-        with contextlib.closing(_client(config, job, key, founded)) as client:
+        with contextlib.closing(_client(config, job, key, job_generation)) as client:
             yield client
     except (StoreError, ConfigError) as error:
         raise LaunchError(f"the job's store cannot be used: {error}") from error
@@ -300,7 +304,7 @@ def _own_name(run_dir: Path, control_dir: Path) -> str:
     return f"{run_dir.name}-{control_dir.name.rpartition('-')[2]}"
 
 
-def _client(config: ControlConfig, name: str, key: bytes, founded: int = 0) -> EtcdClient:
+def _client(config: ControlConfig, name: str, key: bytes, job_generation: int = 0) -> EtcdClient:
     security = security_of(
         *(None if name is None else Path(name) for name in (config.store_ca, config.store_cert, config.store_key))
     )
@@ -310,7 +314,7 @@ def _client(config: ControlConfig, name: str, key: bytes, founded: int = 0) -> E
         HttpGateway(security),
         key,
         None if config.store_credentials is None else _credentials(Path(config.store_credentials)),
-        founded=founded,
+        job_generation=job_generation,
     )
 
 

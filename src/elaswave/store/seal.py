@@ -5,8 +5,8 @@ has not the job's key, nor one that was moved to another key, another job, or an
 once stood in its place does count when it is put back; what follows from that is
 `elaswave.protocol.coordinator.store_writes`'.
 
-A head (`elaswave.protocol.leadership.heads`) is sealed as well, before members are told: they give it back to later
-coordinators, and a person who steers the job cannot make one up.
+A head (`elaswave.protocol.leadership.store_position`) is sealed as well, before members are told: they give it back to
+later coordinators, and a person who steers the job cannot make one up.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import hmac
 import msgspec
 
 from elaswave.protocol.coordinator.store_writes import SPEC
-from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.transport.handshake import derived
 
 MAGIC = b"ELWSEAL1"
@@ -25,16 +25,16 @@ _HEAD = " head"
 """No key of a job."""
 
 
-def proof_of_term(key: bytes, founded: int, term: int) -> bytes:
+def proof_of_term(key: bytes, job_generation: int, term: int) -> bytes:
     """That who says so has the job's key, and with it a coordinator: an agent tells others' coordinators by this that
     its own one has the job. Who only takes part cannot make it.
 
     Args:
         key: the job's.
-        founded: number of the founding.
+        job_generation: number of the founding.
         term: of its coordinator.
     """
-    return hmac.digest(derived(key, "term"), msgspec.msgpack.encode((founded, term)), "sha256")
+    return hmac.digest(derived(key, "term"), msgspec.msgpack.encode((job_generation, term)), "sha256")
 
 
 class StoreSeal:
@@ -49,17 +49,17 @@ class StoreSeal:
         self._key = derived(key, "store")
         self._prefix = prefix
 
-    def sealed(self, key: str, value: bytes, founded: int) -> bytes:
+    def sealed(self, key: str, value: bytes, job_generation: int) -> bytes:
         """What to write.
 
         Args:
             key: below the prefix.
             value: of it.
-            founded: number of the founding; of no account for `SPEC`, which tells it.
+            job_generation: number of the founding; of no account for `SPEC`, which tells it.
         """
-        return MAGIC + self._tag(key, value, founded) + value
+        return MAGIC + self._tag(key, value, job_generation) + value
 
-    def opened(self, key: str, stored: bytes, founded: int) -> bytes | None:
+    def opened(self, key: str, stored: bytes, job_generation: int) -> bytes | None:
         """The value that stands in a place; None: it is not genuine.
 
         Args:
@@ -68,23 +68,25 @@ class StoreSeal:
         """
         at = len(MAGIC) + _TAG_BYTES
         tag, value = stored[len(MAGIC) : at], stored[at:]
-        if stored[: len(MAGIC)] != MAGIC or not hmac.compare_digest(tag, self._tag(key, value, founded)):
+        if stored[: len(MAGIC)] != MAGIC or not hmac.compare_digest(tag, self._tag(key, value, job_generation)):
             return None
         return value
 
-    def seal_head(self, head: Head) -> Head:
+    def seal_position(self, position: StorePosition) -> StorePosition:
         """A head as it is told."""
-        return msgspec.structs.replace(head, seal=self._tag_of_head(head))
+        return msgspec.structs.replace(position, seal=self._tag_of_position(position))
 
-    def knows(self, head: Head) -> bool:
+    def knows(self, position: StorePosition) -> bool:
         """Whether a coordinator of this job has told a head."""
-        return hmac.compare_digest(head.seal, self._tag_of_head(head))
+        return hmac.compare_digest(position.seal, self._tag_of_position(position))
 
-    def _tag_of_head(self, head: Head) -> bytes:
-        return self._tag(_HEAD, msgspec.msgpack.encode((head.term, head.length, head.digest)), head.founded)
+    def _tag_of_position(self, position: StorePosition) -> bytes:
+        return self._tag(
+            _HEAD, msgspec.msgpack.encode((position.term, position.length, position.digest)), position.job_generation
+        )
 
-    def _tag(self, key: str, value: bytes, founded: int) -> bytes:
+    def _tag(self, key: str, value: bytes, job_generation: int) -> bytes:
         mac = hashlib.blake2b(key=self._key, digest_size=_TAG_BYTES)
-        mac.update(msgspec.msgpack.encode((self._prefix, key, 0 if key == SPEC else founded)))
+        mac.update(msgspec.msgpack.encode((self._prefix, key, 0 if key == SPEC else job_generation)))
         mac.update(value)  # the last part: what is before it ends where its own lengths say
         return mac.digest()

@@ -171,7 +171,7 @@ class DatasetSamples:
                 if isinstance(error.__cause__, SIGNALS):
                     raise
                 continue
-            yield SampleHash(sample=sample, hash=hash_of(pair))
+            yield SampleHash(sample=sample, hash=hash_batch(pair))
 
 
 def as_pair(collated: Any) -> tuple[Any, Any]:
@@ -245,7 +245,7 @@ def _leaves_of(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def hash_of(pair: tuple[Any, Any]) -> str:
+def hash_batch(pair: tuple[Any, Any]) -> str:
     """The hash of a micro-batch: of the place, type, shape and bytes of each of its tensors, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for place, leaf in _leaves_of_pair(pair):

@@ -17,14 +17,21 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from elaswave.blocks.placement import Block, Role
+from elaswave.blocks.placement import Block, ReplicaRole
 from elaswave.blocks.shapes import ALIGNMENT_ELEMENTS, LayerShape, TensorSlot, align
 from elaswave.checkpoints.format import EMA, MASTER
 from elaswave.checkpoints.shards import DTYPE_NAMES
 from elaswave.errors import OptimizerError
 from elaswave.state.store import HeldBlock
 from elaswave.training.lent_steps import State, attributes_of, lend_and_step, options_of
-from elaswave.training.parameters import Parameters, float32_by_default, groups_of, kind_of, make_optimizer, stand_ins
+from elaswave.training.parameters import (
+    Parameters,
+    float32_by_default,
+    groups_of,
+    make_optimizer,
+    optimizer_class_name,
+    stand_ins,
+)
 from elaswave.training.torch_optimizer import TorchUpdater, Traits
 
 STEPS = 16
@@ -74,7 +81,7 @@ class _Trial:
         self._factory, self._tensors = factory, tensors
         parameters = stand_ins(tensors)
         self._optimizer = make_optimizer(factory, parameters)
-        self._kind = kind_of(self._optimizer)
+        self._kind = optimizer_class_name(self._optimizer)
         self._groups = groups_of(self._optimizer, parameters)
         self._generator = torch.Generator().manual_seed(_SEED)
         self._samples = self._sampled()
@@ -276,7 +283,9 @@ class _Trial:
             cuts.update(slot.offset + ALIGNMENT_ELEMENTS * place for place in places.tolist())
         blocks = []
         for number, (start, stop) in enumerate(pairwise(sorted(cuts))):
-            held = HeldBlock(Block(number, 0, start, stop), Role.OWNER, shape, {MASTER: master[start:stop].clone()}, 0)
+            held = HeldBlock(
+                Block(number, 0, start, stop), ReplicaRole.OWNER, shape, {MASTER: master[start:stop].clone()}, 0
+            )
             for segment in held.segments:
                 for name, value in tried.traits[segment.slot.group].fills.items():
                     state = held.slots.setdefault(name, torch.zeros(stop - start))

@@ -24,7 +24,7 @@ from elaswave.models.instances import CopyOf
 from elaswave.training.definition import Training
 
 _ITEMS_MAX, _SHOWN_MAX = 10_000, 100
-_FOLLOWS = ("base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "last_epoch")
+_FOLLOWS = ("base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "last_generation")
 """In the state of a new scheduler: what follows from the optimizer's options, or is no option."""
 _LIBRARIES = ("torch", "numpy", "builtins", "collections", "functools", "typing", "abc")
 """Modules whose classes are known by their names."""

@@ -18,7 +18,7 @@ from elaswave.blocks.shapes import ALIGNMENT_ELEMENTS, TensorSlot
 from elaswave.config.checks import plain
 from elaswave.errors import OptimizerError
 from elaswave.hashing import key64
-from elaswave.training.parameters import float32_by_default, kind_of
+from elaswave.training.parameters import float32_by_default, optimizer_class_name
 
 TRIED_ELEMENTS = 1024
 """Of a tensor, at most, in each update."""
@@ -113,7 +113,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- at every update
 
 
-class Run(NamedTuple):
+class TensorRun(NamedTuple):
     """A run of one tensor in a block, before an update."""
 
     slot: TensorSlot
@@ -133,7 +133,7 @@ def can_be_tried(num_elements: int) -> bool:
 
 
 def try_update(
-    optimizer: torch.optim.Optimizer, run: Run, attributes: Mapping[str, Any], step: int, num_updates: int
+    optimizer: torch.optim.Optimizer, run: TensorRun, attributes: Mapping[str, Any], step: int, num_updates: int
 ) -> None:
     """Makes the update of a part of a run on clones, in as many dimensions as its tensor has, and in two halves.
 
@@ -178,7 +178,12 @@ class _Updated(NamedTuple):
 
 
 def _updated(
-    optimizer: torch.optim.Optimizer, run: Run, start: int, stop: int, dimensions: int, attributes: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    run: TensorRun,
+    start: int,
+    stop: int,
+    dimensions: int,
+    attributes: Mapping[str, Any],
 ) -> _Updated:
     shape = _shape_of(stop - start, dimensions)
 
@@ -234,7 +239,8 @@ def _refuse(
     optimizer: torch.optim.Optimizer, slot: TensorSlot, num_updates: int, what: str, error: Exception | None = None
 ) -> None:
     raise OptimizerError(
-        f"{kind_of(optimizer)} cannot be used any more: update {num_updates} of {slot.name} {list(slot.shape)} {what}. "
+        f"{optimizer_class_name(optimizer)} cannot be used any more: update {num_updates} of {slot.name} "
+        f"{list(slot.shape)} {what}. "
         "It must update every element by itself at every update, and keep nothing that depends on gradients but per "
         "element; it did in those that were tried before the run. Blocks of state hold any run of a tensor's elements"
     ) from error

@@ -92,7 +92,7 @@ class Updater(Protocol):
         ...
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """The update of an optimizer that a configuration names."""
 
     slots: tuple[str, ...]
@@ -196,7 +196,7 @@ class SGD:
         torch._foreach_add_(masters, added, alpha=-learning_rate)
 
 
-RULES: dict[str, Callable[[OptimizerConfig], Rule]] = {"adamw": AdamW, "sgd": SGD}
+RULES: dict[str, Callable[[OptimizerConfig], UpdateRule]] = {"adamw": AdamW, "sgd": SGD}
 
 
 class ConfiguredOptimizer:
@@ -236,7 +236,7 @@ class ConfiguredUpdater:
         rate: the learning rate of a step.
     """
 
-    def __init__(self, rule: Rule, rate: Callable[[int], float]) -> None:
+    def __init__(self, rule: UpdateRule, rate: Callable[[int], float]) -> None:
         self._rule, self._rate = rule, rate
         self.learning_rate = 0.0
 

@@ -178,7 +178,7 @@ def groups_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[
             name = names.get(id(parameter))
             if name is None:
                 raise OptimizerError(
-                    f"parameter group {number} of {kind_of(optimizer)} holds a tensor of shape "
+                    f"parameter group {number} of {optimizer_class_name(optimizer)} holds a tensor of shape "
                     f"{list(parameter.shape)} that is none of the given parameters; make it of those that "
                     "optimizer= is called with, for instance parameters.named(...), not of copies or of the module's"
                 )
@@ -190,7 +190,8 @@ def groups_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[
     missing = [name for name in names.values() if name not in groups]
     if missing:
         raise OptimizerError(
-            f"{kind_of(optimizer)} has no parameter group for {_listed(missing)}; every trainable parameter must be in "
+            f"{optimizer_class_name(optimizer)} has no parameter group for {_listed(missing)}; every trainable "
+            "parameter must be in "
             "exactly one: parameters.except_named(...) gives the rest. Freeze what is not to be trained "
             "(requires_grad_(False))"
         )
@@ -209,7 +210,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES_MAX]) + more
 
 
-def kind_of(optimizer: object) -> str:
+def optimizer_class_name(optimizer: object) -> str:
     """An object's class, as a person calls it: ``torch.optim.AdamW``."""
     kind = type(optimizer)
     return f"torch.optim.{kind.__qualname__}" if kind.__module__.startswith("torch.optim") else kind.__qualname__

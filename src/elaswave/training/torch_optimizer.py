@@ -32,8 +32,8 @@ from elaswave.hashing import key64
 from elaswave.state.store import HeldBlock
 from elaswave.training.given import options_given
 from elaswave.training.lent_steps import (
-    Run,
     State,
+    TensorRun,
     attributes_of,
     can_be_tried,
     copied,
@@ -43,7 +43,7 @@ from elaswave.training.lent_steps import (
     options_of,
     try_update,
 )
-from elaswave.training.parameters import float32_by_default, has_raised, kind_of
+from elaswave.training.parameters import float32_by_default, has_raised, optimizer_class_name
 
 PILOT_ELEMENTS = 32
 
@@ -222,7 +222,7 @@ class TorchUpdater:
         state = kit.state[part.parameter]
         numbers: State = {}
         _set([numbers], self._before[group], self._place_of_numbers(group, part.parameter))
-        run = Run(
+        run = TensorRun(
             segment.slot,
             part.parameter.detach(),
             gradient[segment.start : segment.stop],
@@ -272,7 +272,8 @@ class TorchUpdater:
         kept = {name for name, _ in part.views} | self._scalars[part.segment.slot.group].keys()
         if found.keys() != kept:
             raise OptimizerError(
-                f"{kind_of(self._optimizer)} keeps {_listed(found)} of {part.segment.slot.name} after update "
+                f"{optimizer_class_name(self._optimizer)} keeps {_listed(found)} of {part.segment.slot.name} after "
+                "update "
                 f"{num_updates}, but kept {_listed(kept)} when it was tried; an optimizer's states must not depend on "
                 "values, and must all be there from the first update on"
             )
@@ -314,13 +315,14 @@ class TorchUpdater:
                 raise ValueError("its groups are not those of an optimizer")
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} has no state of an optimizer like {kind_of(self._optimizer)}: {error}; "
+                f"the checkpoint of step {step} has no state of an optimizer like "
+                f"{optimizer_class_name(self._optimizer)}: {error}; "
                 "resume with the optimizer that it was written with"
             ) from error
         if len(options) != len(self._groups) or (scheduler is None) != (self._scheduler is None):
             raise CheckpointError(
                 f"the checkpoint of step {step} is of an optimizer with {len(options)} parameter groups and "
-                f"{'no' if scheduler is None else 'a'} scheduler, but {kind_of(self._optimizer)} has "
+                f"{'no' if scheduler is None else 'a'} scheduler, but {optimizer_class_name(self._optimizer)} has "
                 f"{len(self._groups)} and {'none' if self._scheduler is None else 'one'}; resume with the optimizer "
                 "and the scheduler that it was written with"
             )
@@ -334,7 +336,8 @@ class TorchUpdater:
             raise
         except Exception as error:  # of any kind: a scheduler takes what it is given
             raise CheckpointError(
-                f"the state of {kind_of(self._optimizer)} in the checkpoint of step {step} cannot be taken over "
+                f"the state of {optimizer_class_name(self._optimizer)} in the checkpoint of step {step} cannot be "
+                "taken over "
                 f"({type(error).__name__}: {error}); resume with the optimizer that it was written with"
             ) from error
         self._scalars, self._num_updates, self._step = scalars, num_updates, step
@@ -348,7 +351,7 @@ def _scheduler_of(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> Any:
     except SIGNALS:
         raise
     except (Exception, SystemExit) as error:
-        raise has_raised(f"lr_scheduler=, called with {kind_of(optimizer)},", error) from error
+        raise has_raised(f"lr_scheduler=, called with {optimizer_class_name(optimizer)},", error) from error
     missing = [
         name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))
     ]

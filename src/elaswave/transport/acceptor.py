@@ -19,7 +19,7 @@ from elaswave.errors import AuthenticationError
 from elaswave.transport import addresses
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Key, Listener, secrets_of
 from elaswave.transport.tls import TlsError, TlsSocket, bound_key
-from elaswave.transport.unauthenticated import CROWDED_OUT, LimitedLines, UnauthenticatedPeers, source_of
+from elaswave.transport.unauthenticated import CROWDED_OUT, LimitedLines, UnauthenticatedPeers, source_network
 from elaswave.transport.waiter import READ, WRITE, Waiter
 
 _log = logging.getLogger("elaswave.transport")
@@ -97,7 +97,7 @@ class Acceptor:
         self,
         worker: int,
         key: Key,
-        place: addresses.Place,
+        place: addresses.Endpoint,
         waiter: Waiter,
         on_link: Callable[[int, socket.socket | TlsSocket], None],
         refusal: Callable[[int], str | None],
@@ -223,7 +223,7 @@ class Acceptor:
                 return
             addresses.tune(sock)
             visit = self._begin(sock, self._make_listener, None, None)
-            if ended := self._unauthenticated.admit(visit, source_of(address)):
+            if ended := self._unauthenticated.admit(visit, source_network(address)):
                 self._turn_away(ended, TimeoutError(CROWDED_OUT))
 
     def _make_listener(self, key: Key) -> Listener:

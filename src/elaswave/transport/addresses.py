@@ -30,7 +30,7 @@ USER_TIMEOUT_S = 20.0
 10 s for which a network may be gone."""
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """Where a worker listens, and how its links are secured."""
 
     listen: str

@@ -172,7 +172,7 @@ class EmulatedLinks:
             self._leaving[site] = deque(frame for frame in queue if frame.handle.peer != peer)
 
     def clear(self, make_error: Callable[[], CommError]) -> None:
-        """A new epoch begins: everything of older ones is forgotten, and the links are free."""
+        """A new generation begins: everything of older ones is forgotten, and the links are free."""
         for queue in self._leaving.values():
             for frame in queue:
                 fail(frame.handle, make_error())

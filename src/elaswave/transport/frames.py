@@ -1,12 +1,12 @@
 """What travels on a link: a fixed 64-byte header, then the raw bytes of one or more tensors.
 
-This file turns tensors into byte views and headers into bytes and back; no sockets here. A header carries the epoch and
-the tag, so that a receiver can tell late frames from current ones without any state of the sender. Every field is
-checked before a single byte of the payload is read: a header that cannot be right ends the link.
+This file turns tensors into byte views and headers into bytes and back; no sockets here. A header carries the
+generation and the tag, so that a receiver can tell late frames from current ones without any state of the sender. Every
+field is checked before a single byte of the payload is read: a header that cannot be right ends the link.
 
 Header, little endian, 64 bytes:
 
-    magic 4 | version 2 | dtype 1 | ndim 1 | epoch 4
+    magic 4 | version 2 | dtype 1 | ndim 1 | generation 4
     channel 2 | step 4 | attempt 2 | a 4 | b 4 | length 8 | dims 7 x 4
 
 Frames carry no checksum and no signature of their own: the link was authenticated when it was made, and what the bytes
@@ -32,7 +32,7 @@ _NO_DIMS = (0,) * MAX_NDIM
 
 
 class Tag(NamedTuple):
-    """The name of a message between two workers in one epoch.
+    """The name of a message between two workers in one generation.
 
     Messages of one sender with equal tags are received in the order in which they were sent.
     """
@@ -80,10 +80,10 @@ _READ_AS = {
 }
 
 
-class Header(NamedTuple):
+class FrameHeader(NamedTuple):
     """A checked frame header."""
 
-    epoch: int
+    generation: int
     tag: Tag
     dtype_code: int
     shape: tuple[int, ...]
@@ -148,14 +148,14 @@ def common_dtype_code(tensors: Tensor | Sequence[Tensor]) -> int:
     return BYTES_CODE
 
 
-def encode_header(epoch: int, tag: Tag, tensors: Tensor | Sequence[Tensor], length: int) -> bytes:
+def encode_header(generation: int, tag: Tag, tensors: Tensor | Sequence[Tensor], length: int) -> bytes:
     """The header of a frame.
 
     Several tensors travel as one run of elements: their frame has one dimension, in their common dtype (bytes if they
     differ).
 
     Args:
-        epoch: membership epoch of the sender, [0, 2**32).
+        generation: membership generation of the sender, [0, 2**32).
         tag: name of the message.
         tensors: what the frame holds.
         length: total bytes of the tensors.
@@ -168,15 +168,15 @@ def encode_header(epoch: int, tag: Tag, tensors: Tensor | Sequence[Tensor], leng
     if ndim > MAX_NDIM:
         raise ValueError(f"a tensor of {ndim} dimensions cannot be sent, at most {MAX_NDIM}: flatten it")
     try:
-        return _HEADER.pack(MAGIC, VERSION, dtype_code, ndim, epoch, *tag, length, *shape, *_NO_DIMS[ndim:])
+        return _HEADER.pack(MAGIC, VERSION, dtype_code, ndim, generation, *tag, length, *shape, *_NO_DIMS[ndim:])
     except struct.error as error:
         raise ValueError(
-            f"epoch {epoch}, {tag} or shape {shape} does not fit a frame header ({error}); "
+            f"generation {generation}, {tag} or shape {shape} does not fit a frame header ({error}); "
             "see Tag for the ranges, every dimension must be below 2**32"
         ) from error
 
 
-def decode_header(data: bytes | bytearray | memoryview, offset: int, max_frame_bytes: int) -> Header:
+def decode_header(data: bytes | bytearray | memoryview, offset: int, max_frame_bytes: int) -> FrameHeader:
     """Read and check a header.
 
     Args:
@@ -187,7 +187,7 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int, max_frame_b
         FrameError: anything about the header that cannot be right.
     """
     fields = _HEADER.unpack_from(data, offset)
-    magic, version, dtype_code, ndim, epoch = fields[:5]
+    magic, version, dtype_code, ndim, generation = fields[:5]
     length = fields[10]
     if magic != MAGIC:
         raise FrameError(f"frame starts with {magic!r} instead of {MAGIC!r}: these are not elaswave frames")
@@ -204,7 +204,7 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int, max_frame_b
         raise FrameError(
             f"frame announces {length} bytes, {ndim} dimensions {fields[11:]} of {DTYPES[dtype_code]}: they contradict"
         )
-    return Header(epoch, Tag._make(fields[5:10]), dtype_code, shape, length)
+    return FrameHeader(generation, Tag._make(fields[5:10]), dtype_code, shape, length)
 
 
 def empty_tensor(dtype_code: int, shape: tuple[int, ...]) -> Tensor:

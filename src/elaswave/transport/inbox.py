@@ -3,12 +3,13 @@
 An ``Inbox`` holds, for one peer, the receives that wait for a frame and the frames that wait for a receive. No sockets,
 threads or clocks here.
 
-Epoch rules (the design, "The commit, exactly", rules 1, 4, 7 and 8):
+Generation rules (the design, "The commit, exactly", rules 1, 4, 7 and 8):
 
-- a frame of an older epoch is read and dropped; of a newer one it is kept, within a bound, until the receiver advances;
-- advancing fails everything that is pending, and from then on nothing of the old epoch is written into the caller's
-  memory: a buffer that is half filled is swapped for scratch in the same call;
-- frames that had arrived but were not asked for are forgotten with their epoch.
+- a frame of an older generation is read and dropped; of a newer one it is kept, within a bound, until the receiver
+  advances;
+- advancing fails everything that is pending, and from then on nothing of the old generation is written into the
+  caller's memory: a buffer that is half filled is swapped for scratch in the same call;
+- frames that had arrived but were not asked for are forgotten with their generation.
 """
 
 from collections import deque
@@ -17,18 +18,26 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from elaswave.errors import CommError, FrameError, InterruptedWaitError
-from elaswave.transport.frames import BYTES_CODE, Header, Tag, byte_view, byte_views, common_dtype_code, empty_tensor
+from elaswave.transport.frames import (
+    BYTES_CODE,
+    FrameHeader,
+    Tag,
+    byte_view,
+    byte_views,
+    common_dtype_code,
+    empty_tensor,
+)
 from elaswave.transport.interface import Failures, Handle, complete, fail
 
 
 class Incoming:
     """A frame whose payload is on its way in."""
 
-    __slots__ = ("buffer", "epoch", "handle", "header", "remaining", "views")
+    __slots__ = ("buffer", "generation", "handle", "header", "remaining", "views")
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: FrameHeader) -> None:
         self.header = header
-        self.epoch = header.epoch
+        self.generation = header.generation
         self.remaining = header.length
         self.views: list[memoryview] | None = None
         """Where the next bytes go; None: they are dropped."""
@@ -47,18 +56,18 @@ class Inbox:
 
     Args:
         peer: the sender.
-        epoch: present epoch.
-        max_unexpected_bytes: bound for frames that are not asked for yet, newer epochs included.
+        generation: present generation.
+        max_unexpected_bytes: bound for frames that are not asked for yet, newer generations included.
     """
 
-    def __init__(self, peer: int, epoch: int, max_unexpected_bytes: int) -> None:
+    def __init__(self, peer: int, generation: int, max_unexpected_bytes: int) -> None:
         self.peer = peer
-        self.epoch = epoch
+        self.generation = generation
         self.max_unexpected_bytes = max_unexpected_bytes
         self.stored_bytes = 0
         self._posted: dict[Tag, deque[Handle]] = {}
-        self._arrived: dict[Tag, deque[tuple[Header, Tensor]]] = {}
-        self._newer: list[tuple[Header, Tensor]] = []
+        self._arrived: dict[Tag, deque[tuple[FrameHeader, Tensor]]] = {}
+        self._newer: list[tuple[FrameHeader, Tensor]] = []
 
     def post(self, handle: Handle) -> bool:
         """Add a receive.
@@ -85,16 +94,16 @@ class Inbox:
         """A frame of this tag is here and not yet asked for."""
         return tag in self._arrived
 
-    def begin(self, header: Header) -> Incoming:
+    def begin(self, header: FrameHeader) -> Incoming:
         """Decide where the payload of a frame goes.
 
         Raises:
             FrameError: the peer has sent more unexpected bytes than allowed.
         """
         frame = Incoming(header)
-        if header.epoch < self.epoch:
+        if header.generation < self.generation:
             return frame
-        if header.epoch == self.epoch:
+        if header.generation == self.generation:
             handle = self._take_posted(header.tag)
             if handle is not None:
                 if handle.views is None:
@@ -118,7 +127,7 @@ class Inbox:
         frame.views = [byte_view(frame.buffer)] if header.length else []
         return frame
 
-    def deliver(self, header: Header, payload: Sequence[memoryview]) -> None:
+    def deliver(self, header: FrameHeader, payload: Sequence[memoryview]) -> None:
         """Take a whole frame at once, by copying its payload.
 
         Raises:
@@ -138,7 +147,7 @@ class Inbox:
             complete(handle)
         elif buffer is None:
             pass  # dropped
-        elif header.epoch == self.epoch:
+        elif header.generation == self.generation:
             handle = self._take_posted(header.tag)
             if handle is not None:
                 self.stored_bytes -= header.length
@@ -163,25 +172,26 @@ class Inbox:
                 fail(handle, make_error())
         self._posted.clear()
 
-    def advance(self, epoch: int, incoming: Incoming | None) -> None:
-        """Move to a newer epoch.
+    def advance(self, generation: int, incoming: Incoming | None) -> None:
+        """Move to a newer generation.
 
         Args:
-            epoch: the new epoch.
-            incoming: the frame that is being filled just now, if any; swapped for scratch if it is of an older epoch.
+            generation: the new generation.
+            incoming: the frame that is being filled just now, if any; swapped for scratch if it is of an older
+                generation.
         """
-        if incoming is not None and incoming.epoch < epoch:
-            self.abandon(incoming, interrupted_by_epoch(epoch))
-        self.fail_posted(lambda: interrupted_by_epoch(epoch))
+        if incoming is not None and incoming.generation < generation:
+            self.abandon(incoming, interrupted_by_generation(generation))
+        self.fail_posted(lambda: interrupted_by_generation(generation))
         self._arrived.clear()
-        self.epoch = epoch
+        self.generation = generation
         self.stored_bytes = incoming.header.length if incoming is not None and incoming.buffer is not None else 0
         newer, self._newer = self._newer, []
         for header, buffer in newer:
-            if header.epoch < epoch:
+            if header.generation < generation:
                 continue
             self.stored_bytes += header.length
-            if header.epoch == epoch:
+            if header.generation == generation:
                 self._arrived.setdefault(header.tag, deque()).append((header, buffer))
             else:
                 self._newer.append((header, buffer))
@@ -208,9 +218,9 @@ def make_recv(src: int, tag: Tag, out: Tensor | Sequence[Tensor] | None, failure
     return handle
 
 
-def interrupted_by_epoch(epoch: int) -> InterruptedWaitError:
-    """The error of everything that was pending when an epoch began."""
-    return InterruptedWaitError(f"epoch {epoch} has begun; what was pending belongs to an older one")
+def interrupted_by_generation(generation: int) -> InterruptedWaitError:
+    """The error of everything that was pending when a generation began."""
+    return InterruptedWaitError(f"generation {generation} has begun; what was pending belongs to an older one")
 
 
 def copy_bytes(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
@@ -231,7 +241,7 @@ def copy_bytes(source: Sequence[memoryview], target: Sequence[memoryview]) -> No
             filled += size
 
 
-def _misfit(handle: Handle, header: Header) -> str | None:
+def _misfit(handle: Handle, header: FrameHeader) -> str | None:
     """Why a frame does not fit the memory of a receive, or None."""
     assert handle.views is not None
     room = sum(map(len, handle.views))
@@ -248,7 +258,7 @@ def _misfit(handle: Handle, header: Header) -> str | None:
     return None
 
 
-def _hand_over(handle: Handle, header: Header, buffer: Tensor) -> None:
+def _hand_over(handle: Handle, header: FrameHeader, buffer: Tensor) -> None:
     """Give a frame that lies in its own memory to a receive."""
     if handle.views is None:
         handle.result = buffer

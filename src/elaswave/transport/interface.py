@@ -65,8 +65,8 @@ class Transport(Protocol):
 
     worker: int
     """Id of this worker."""
-    epoch: int
-    """Epoch that is stamped on every frame sent and required of every frame received."""
+    generation: int
+    """Generation that is stamped on every frame sent and required of every frame received."""
 
     @property
     def address(self) -> str:
@@ -80,7 +80,7 @@ class Transport(Protocol):
 
     @property
     def broken(self) -> tuple[int, str] | None:
-        """A peer whose link has ended in this epoch though frames of it were sent there, and how it ended."""
+        """A peer whose link has ended in this generation though frames of it were sent there, and how it ended."""
         ...
 
     @property
@@ -116,7 +116,8 @@ class Transport(Protocol):
         """Make links in the background, for peers that are to become members; never blocks.
 
         They are made inside the calls that move bytes; `peers` tells when one stands. One that ends is made again.
-        Both sides ask for it, as of ``connect``. A wanted link outlives a new epoch of which the peer is no member.
+        Both sides ask for it, as of ``connect``. A wanted link outlives a new generation of which the peer is no
+        member.
 
         Args:
             addresses: peer to its ``address``, of all that are wanted from now on: those that were wanted before are
@@ -166,10 +167,10 @@ class Transport(Protocol):
             timeout_s: bound in seconds.
         Raises:
             FrameError: a frame did not fit its receive.
-            InterruptedWaitError: ``interrupt`` was called, or the epoch of a handle has passed.
+            InterruptedWaitError: ``interrupt`` was called, or the generation of a handle has passed.
             PeerLostError: a handle needs a peer whose link has ended; or this would block, and a link has ended over
-                which frames of this epoch were sent: the peer may never have read them, and a link that is made again
-                does not bring them back.
+                which frames of this generation were sent: the peer may never have read them, and a link that is made
+                again does not bring them back.
             WaitTimeoutError: the bound has passed; names what is missing.
         """
         ...
@@ -188,16 +189,16 @@ class Transport(Protocol):
         """
         ...
 
-    def interrupt(self, reason: str, epoch: int | None = None) -> None:
+    def interrupt(self, reason: str, generation: int | None = None) -> None:
         """Wake the wait that is blocked, or the next one that would block, with InterruptedWaitError. Thread-safe.
 
         Args:
             reason: text of the error.
-            epoch: the epoch that the interrupt asks to move to; it is void once the transport is there.
+            generation: the generation that the interrupt asks to move to; it is void once the transport is there.
         """
         ...
 
-    def advance_epoch(self, epoch: int, members: Iterable[int]) -> None:
+    def advance_generation(self, generation: int, members: Iterable[int]) -> None:
         """Edit the membership in place: needs no network and cannot block.
 
         Everything pending fails with InterruptedWaitError and its memory is the caller's again at once. Links to
@@ -205,10 +206,10 @@ class Transport(Protocol):
         are made by ``connect``.
 
         Args:
-            epoch: larger than the present one.
-            members: workers of the new epoch, this one included or not.
+            generation: larger than the present one.
+            members: workers of the new generation, this one included or not.
         Raises:
-            ValueError: the epoch does not grow.
+            ValueError: the generation does not grow.
         """
         ...
 

@@ -10,7 +10,7 @@ from collections import deque
 
 from elaswave.errors import CommError, PeerLostError
 from elaswave.transport.frames import HEADER_BYTES, decode_header
-from elaswave.transport.inbox import Inbox, Incoming, interrupted_by_epoch
+from elaswave.transport.inbox import Inbox, Incoming, interrupted_by_generation
 from elaswave.transport.interface import Handle, complete, fail
 from elaswave.transport.tls import TlsSocket
 
@@ -118,9 +118,9 @@ class Link:
             elif not self._read_body(incoming):
                 return
 
-    def advance(self, epoch: int) -> None:
-        """Forget what belongs to older epochs; their memory is the callers' again when this returns."""
-        self.inbox.advance(epoch, self._incoming)
+    def advance(self, generation: int) -> None:
+        """Forget what belongs to older generations; their memory is the callers' again when this returns."""
+        self.inbox.advance(generation, self._incoming)
         if not self._queue:
             return
         head = self._queue[0]
@@ -129,7 +129,7 @@ class Link:
             keep.append(_Outgoing(None, [memoryview(b"".join(head.views))], started=True))
         for frame in self._queue:
             if frame.handle is not None:
-                fail(frame.handle, interrupted_by_epoch(epoch))
+                fail(frame.handle, interrupted_by_generation(generation))
         self._queue = keep
 
     def close(self, detail: str, error: CommError | None = None) -> None:

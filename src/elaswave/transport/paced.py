@@ -42,7 +42,7 @@ class PacedPath(Protocol):
         """Of data."""
 
 
-class Connection(Protocol):
+class _Connection(Protocol):
     """Of a socket, or of one inside TLS, what is needed here."""
 
     @property
@@ -79,18 +79,18 @@ class PacedLinks:
         """
         self._factor = factor
 
-    def begin(self, peer: int, sock: Connection) -> None:
+    def begin(self, peer: int, sock: _Connection) -> None:
         """A link to a peer is there."""
         if sock.family == socket.AF_UNIX or self._path_to(peer) is None:
             return
         with contextlib.suppress(OSError):  # not offered by this kernel, or not to this user
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
-    def end(self, sock: Connection) -> None:
+    def end(self, sock: _Connection) -> None:
         """A link is about to be closed."""
         self._rates.pop(sock.fileno(), None)
 
-    def share(self, links: Iterable[tuple[int, Connection]], now_s: float, sending: int | None = None) -> float:
+    def share(self, links: Iterable[tuple[int, _Connection]], now_s: float, sending: int | None = None) -> float:
         """Gives each link that has something to send its part of the rate to its site.
 
         Args:
@@ -103,7 +103,7 @@ class PacedLinks:
         if sending is None and now_s < self._looked_s + _LOOK_S:
             return self._looked_s + _LOOK_S - now_s if self._is_shared else math.inf
         self._looked_s = now_s
-        busy: dict[int, list[tuple[Connection, float]]] = {}
+        busy: dict[int, list[tuple[_Connection, float]]] = {}
         for peer, sock in links:
             path = None if sock.family == socket.AF_UNIX else self._path_to(peer)
             if path is not None and (peer == sending or _unsent_bytes(sock)):
@@ -114,7 +114,7 @@ class PacedLinks:
                 self._pace(sock, max(1, int(bandwidth * self._factor / len(those))))
         return _LOOK_S if self._is_shared else math.inf
 
-    def _pace(self, sock: Connection, rate: int) -> None:
+    def _pace(self, sock: _Connection, rate: int) -> None:
         if self._rates.get(sock.fileno()) == rate:
             return
         self._rates[sock.fileno()] = rate
@@ -123,7 +123,7 @@ class PacedLinks:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, min(standing, 1 << 30))
 
 
-def _unsent_bytes(sock: Connection) -> int:
+def _unsent_bytes(sock: _Connection) -> int:
     """That the kernel holds, and has not sent for the first time."""
     (found,) = _INT.unpack(fcntl.ioctl(sock.fileno(), _SIOCOUTQNSD, _INT.pack(0)))
     return int(found)

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from elaswave.errors import AuthenticationError, CommError, ProbeError
-from elaswave.planning.costs.link_probes import PROBE_BYTES_MAX, MeasuredLinks, Probe, probing
+from elaswave.planning.costs.link_probes import PROBE_BYTES_MAX, LinkProbe, MeasuredLinks, probing
 from elaswave.transport.addresses import tune
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener
-from elaswave.transport.unauthenticated import LimitedLines, UnauthenticatedPeers, source_of
+from elaswave.transport.unauthenticated import LimitedLines, UnauthenticatedPeers, source_network
 
 PROBER = 2**32 - 1
 """Id of both sides in the handshake; no process of a job has it."""
@@ -37,7 +37,7 @@ _HEADER = struct.Struct("<QQ")
 _CHUNK_BYTES = 1 << 20
 
 
-def measure(host: str, port: int, key: bytes) -> MeasuredLinks:
+def measure_link(host: str, port: int, key: bytes) -> MeasuredLinks:
     """Measures the link to a host that answers.
 
     Args:
@@ -81,18 +81,18 @@ def answer(listener: socket.socket, key: bytes, goes_on: Callable[[], bool], say
         say: told of each host that has ended, and why.
     """
     listener.settimeout(_TURN_S)
-    desk = _Desk(key, say)
+    probes = _ProbeListener(key, say)
     try:
         while goes_on():
             with contextlib.suppress(TimeoutError):
                 sock, address = listener.accept()
-                desk.admit(sock, address)
-            desk.say_the_rest()
+                probes.admit(sock, address)
+            probes.say_the_rest()
     finally:
-        desk.close()
+        probes.close()
 
 
-class _Desk:
+class _ProbeListener:
     """Those who want to measure: they shake hands at the same time, and then wait for their turn. So who holds no key
     makes nobody wait.
 
@@ -115,7 +115,7 @@ class _Desk:
         """Somebody has connected; who has to make room for that is hung up."""
         thread = threading.Thread(target=self._serve, args=(sock, str(address[0])), daemon=True)
         with self._lock:
-            ended = self._unauthenticated.admit(sock, source_of(address))
+            ended = self._unauthenticated.admit(sock, source_network(address))
             self._guests[sock] = thread
         if ended is not None:
             _hang_up(ended)
@@ -228,7 +228,7 @@ class _Link:
         return ProbeError(f"{self.who} ended the connection during {self._what}, after {found} of {needed} bytes")
 
 
-def _ask(link: _Link, probe: Probe) -> None:
+def _ask(link: _Link, probe: LinkProbe) -> None:
     """One probe, until its last byte is back."""
     link.begin(f"a probe of {probe.sent_bytes} bytes there and {probe.returned_bytes} back", PROBE_S_MAX)
     link.send(_HEADER.pack(*probe))

@@ -27,11 +27,11 @@ from elaswave.errors import (
     WaitTimeoutError,
 )
 from elaswave.transport.acceptor import Acceptor
-from elaswave.transport.addresses import Place
+from elaswave.transport.addresses import Endpoint
 from elaswave.transport.emulated import EmulatedLinks
 from elaswave.transport.frames import Tag, byte_views, decode_header, encode_header
 from elaswave.transport.handshake import Key
-from elaswave.transport.inbox import Inbox, interrupted_by_epoch, make_recv
+from elaswave.transport.inbox import Inbox, interrupted_by_generation, make_recv
 from elaswave.transport.interface import (
     DEFAULT_MAX_FRAME_BYTES,
     DEFAULT_MAX_UNEXPECTED_BYTES,
@@ -72,7 +72,7 @@ class StreamTransport:
         worker: id of this worker.
         key: secret of the job, at least 16 bytes, or several; a process that holds none of them cannot link.
         listen: ``unix:/private/folder`` or ``tcp:10.0.0.7``, or a place (see ``addresses``).
-        epoch: epoch to start with.
+        generation: generation to start with.
         max_frame_bytes: largest payload sent, or accepted from a peer.
         max_unexpected_bytes: most bytes kept for each peer of frames that are not asked for yet.
         handshake_timeout_s: time that an unauthenticated peer has to prove itself.
@@ -89,8 +89,8 @@ class StreamTransport:
         worker: int,
         *,
         key: Key,
-        listen: str | Place,
-        epoch: int = 0,
+        listen: str | Endpoint,
+        generation: int = 0,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         max_unexpected_bytes: int = DEFAULT_MAX_UNEXPECTED_BYTES,
         handshake_timeout_s: float = 5.0,
@@ -98,19 +98,19 @@ class StreamTransport:
         paced: PacedLinks | None = None,
     ) -> None:
         self.worker = worker
-        self.epoch = epoch
+        self.generation = generation
         self._emulated = emulated
         self._paced = paced
         self._max_frame_bytes = max_frame_bytes
         self._max_unexpected_bytes = max_unexpected_bytes
         self._scratch = bytearray(SCRATCH_BYTES)
         self._links: dict[int, Link] = {}
-        self._inboxes: dict[int, Inbox] = {worker: Inbox(worker, epoch, max_unexpected_bytes)}
+        self._inboxes: dict[int, Inbox] = {worker: Inbox(worker, generation, max_unexpected_bytes)}
         self._lost: dict[int, str] = {}
         self._sent_to: set[int] = set()
-        """Peers to which frames of the present epoch have been sent."""
+        """Peers to which frames of the present generation have been sent."""
         self._broken: dict[int, str] = {}
-        """Those of them whose link has ended in this epoch, and how."""
+        """Those of them whose link has ended in this generation, and how."""
         self._members: frozenset[int] = frozenset()
         self._former: set[int] = set()
         self._past_sent: dict[int, int] = {}
@@ -118,7 +118,7 @@ class StreamTransport:
         self._wanted: dict[int, _Wanted] = {}
         """Links that are made in the background."""
         self._waiter = Waiter(worker, self._timers)
-        place = Place(listen) if isinstance(listen, str) else listen
+        place = Endpoint(listen) if isinstance(listen, str) else listen
         try:
             self._acceptor = Acceptor(
                 worker, key, place, self._waiter, self._add_link, self._refusal, handshake_timeout_s
@@ -171,7 +171,7 @@ class StreamTransport:
         length = sum(map(len, views))
         if length > self._max_frame_bytes:
             raise ValueError(f"{tag} has {length} bytes, a frame at most {self._max_frame_bytes}: send it in parts")
-        header = encode_header(self.epoch, tag, tensors, length)
+        header = encode_header(self.generation, tag, tensors, length)
         handle = Handle("send", dst, tag, self._waiter.failures)
         link = self._links.get(dst)
         if link is None:
@@ -232,7 +232,7 @@ class StreamTransport:
 
     def wait(self, handles: Handle | Iterable[Handle], timeout_s: float) -> None:
         """Block until all are done well or one has failed; see ``Transport.wait``."""
-        self._waiter.wait(handles, timeout_s, self.epoch, self._check_links)
+        self._waiter.wait(handles, timeout_s, self.generation, self._check_links)
 
     def poll(self) -> None:
         """Move bytes that can move now, without blocking."""
@@ -240,11 +240,11 @@ class StreamTransport:
 
     def rest(self, until_s: float) -> None:
         """Block until a time, moving bytes meanwhile; see ``Transport.rest``."""
-        self._waiter.rest(until_s, self.epoch)
+        self._waiter.rest(until_s, self.generation)
 
-    def interrupt(self, reason: str, epoch: int | None = None) -> None:
+    def interrupt(self, reason: str, generation: int | None = None) -> None:
         """Wake the wait that is blocked, or the next one that would block; thread-safe. See ``Transport.interrupt``."""
-        self._waiter.interrupt(reason, epoch)
+        self._waiter.interrupt(reason, generation)
 
     def connect(self, addresses: Mapping[int, str], timeout_s: float) -> None:
         """Make the links that are missing; see ``Transport.connect``."""
@@ -255,7 +255,7 @@ class StreamTransport:
         redial_at = dict.fromkeys(wanted, 0.0)
         try:
             while missing := [peer for peer in wanted if peer not in self._links]:
-                self._waiter.check_interrupts(self.epoch)
+                self._waiter.check_interrupts(self.generation)
                 now = time.monotonic()
                 if now >= deadline:
                     trouble_of = {peer: acceptor.trouble.get(peer, "no sign of it") for peer in missing}
@@ -313,27 +313,29 @@ class StreamTransport:
             nearest_s = min(nearest_s, wanted.redial_at - now)
         return nearest_s
 
-    def advance_epoch(self, epoch: int, members: Iterable[int]) -> None:
-        """Edit the membership in place; see ``Transport.advance_epoch``."""
-        if epoch <= self.epoch:
-            raise ValueError(f"epoch {epoch} does not follow epoch {self.epoch}: epochs only grow")
-        self.epoch = epoch
+    def advance_generation(self, generation: int, members: Iterable[int]) -> None:
+        """Edit the membership in place; see ``Transport.advance_generation``."""
+        if generation <= self.generation:
+            raise ValueError(
+                f"generation {generation} does not follow generation {self.generation}: generations only grow"
+            )
+        self.generation = generation
         members = frozenset(members)
         self._former |= self._members - members
         self._members = members
         for peer, link in list(self._links.items()):
             if peer in members or peer in self._wanted:
-                link.advance(epoch)
+                link.advance(generation)
             else:
-                detail = f"epoch {epoch} has begun without worker {peer}"
+                detail = f"generation {generation} has begun without worker {peer}"
                 self._close_link(link, detail, InterruptedWaitError(detail))
         for peer, inbox in list(self._inboxes.items()):
             if peer not in self._links:
-                inbox.advance(epoch, None)
+                inbox.advance(generation, None)
             if peer not in members and peer not in self._wanted and peer != self.worker:
                 del self._inboxes[peer]
         if self._emulated is not None:
-            self._emulated.clear(lambda: interrupted_by_epoch(epoch))
+            self._emulated.clear(lambda: interrupted_by_generation(generation))
         self._sent_to.clear()
         self._broken.clear()
 
@@ -428,7 +430,7 @@ class StreamTransport:
         if peer >= self.worker:
             return "the lower id dials"
         if peer in self._former:
-            return f"it has left, and ids are never used again (this worker is at epoch {self.epoch})"
+            return f"it has left, and ids are never used again (this worker is at generation {self.generation})"
         return None
 
     def _add_link(self, peer: int, sock: socket.socket | TlsSocket) -> None:
@@ -437,7 +439,7 @@ class StreamTransport:
             self._link_ended(old, "it has dialled again")
         inbox = self._inboxes.get(peer)
         if inbox is None:
-            inbox = self._inboxes[peer] = Inbox(peer, self.epoch, self._max_unexpected_bytes)
+            inbox = self._inboxes[peer] = Inbox(peer, self.generation, self._max_unexpected_bytes)
         link = Link(peer, sock, inbox, self._scratch, self._max_frame_bytes)
         self._links[peer] = link
         self._lost.pop(peer, None)

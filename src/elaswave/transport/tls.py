@@ -86,7 +86,8 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
         except ssl.SSLError as error:
             raise ConfigError(
                 [
-                    f"TLS: {self.certificate} cannot serve {host}: {reason_of(error)}; make certificates for this host "
+                    f"TLS: {self.certificate} cannot serve {host}: {tls_reason(error)}; make certificates for this "
+                    "host "
                     "with `elaswave keys`, or give the folder that holds them as net.keys"
                 ]
             ) from None
@@ -130,7 +131,7 @@ def digest_of_peer(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
     return hashlib.sha256(connection.getpeercert(binary_form=True) or b"").digest()
 
 
-def reason_of(error: ssl.SSLError) -> str:
+def tls_reason(error: ssl.SSLError) -> str:
     """What is wrong, in one line."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate is refused: {error.verify_message}"
@@ -139,18 +140,18 @@ def reason_of(error: ssl.SSLError) -> str:
 
 def trouble_with(error: ssl.SSLError) -> str:
     """What is wrong with a connection, and what both sides need."""
-    return f"TLS failed ({reason_of(error)}): both sides must use it, with certificates of one authority"
+    return f"TLS failed ({tls_reason(error)}): both sides must use it, with certificates of one authority"
 
 
 _ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 """The connection is over, for whatever reason: nothing was said against a certificate."""
 
 
-def failure(error: ssl.SSLError) -> ConnectionError:
+def tls_failure(error: ssl.SSLError) -> ConnectionError:
     """What a failure of TLS means: a connection that has ended, and may be dialled again, or a `TlsError`."""
     if isinstance(error, _ENDED):
         return ConnectionError(
-            f"the connection ended inside of TLS ({reason_of(error)}); if it does so each time, look whether both "
+            f"the connection ended inside of TLS ({tls_reason(error)}); if it does so each time, look whether both "
             "sides use TLS, with certificates of one authority"
         )
     return TlsError(trouble_with(error))
@@ -194,7 +195,7 @@ class TlsSocket:
         except ssl.SSLWantWriteError:
             return True
         except ssl.SSLError as error:
-            raise failure(error) from None
+            raise tls_failure(error) from None
         return None
 
     @property
@@ -277,7 +278,7 @@ class TlsSocket:
         except ssl.SSLWantWriteError:
             self._held = bytes(record)
         except ssl.SSLError as error:
-            raise failure(error) from None
+            raise tls_failure(error) from None
 
     def recv(self, num_bytes: int) -> bytes:
         """At most so many bytes; none at the end of the connection.
@@ -301,7 +302,7 @@ class TlsSocket:
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
         except ssl.SSLError as error:
-            raise failure(error) from None
+            raise tls_failure(error) from None
 
     def recvmsg_into(self, views: Sequence[memoryview]) -> tuple[int]:
         """Receives into the first of several pieces of memory: a record ends anywhere, and the caller comes again."""

@@ -20,7 +20,7 @@ PERIOD_S = 10.0
 _T = TypeVar("_T")
 
 
-def source_of(address: Any) -> str:
+def source_network(address: Any) -> str:
     """Where a connection comes from, as far as its sender cannot choose: an IPv4 address, an IPv6 network of 64 bits.
 
     Args:

@@ -1,7 +1,8 @@
 """What a worker's one thread blocks on: descriptors, interrupts and time. Both transports wait with this.
 
 Holds the epoll set, the descriptor that ``interrupt`` writes to from any thread, and the loop behind
-``Transport.wait``. Knows nothing of links, frames or epochs beyond comparing an interrupt's epoch with the present one.
+``Transport.wait``. Knows nothing of links, frames or generations beyond comparing an interrupt's generation with the
+present one.
 """
 
 import contextlib
@@ -65,23 +66,23 @@ class Waiter:
             if not self.closed:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def interrupt(self, reason: str, epoch: int | None) -> None:
+    def interrupt(self, reason: str, generation: int | None) -> None:
         """See ``Transport.interrupt``. Thread-safe."""
-        self._interrupts.append((reason, epoch))
+        self._interrupts.append((reason, generation))
         self.wake()
 
-    def check_interrupts(self, epoch: int) -> None:
+    def check_interrupts(self, generation: int) -> None:
         """Use up all interrupts so far.
 
         Args:
-            epoch: the present epoch; an interrupt that asks to move to it, or to an older one, is void.
+            generation: the present generation; an interrupt that asks to move to it, or to an older one, is void.
         Raises:
             InterruptedWaitError: one of them is not void.
         """
         reason = None
         while self._interrupts:
             text, target = self._interrupts.popleft()
-            if target is None or target > epoch:
+            if target is None or target > generation:
                 reason = text
         if reason is not None:
             raise InterruptedWaitError(reason)
@@ -101,15 +102,15 @@ class Waiter:
                 on_event(event)
 
     def wait(
-        self, handles: Handle | Iterable[Handle], timeout_s: float, epoch: int, check_links: Callable[[], None]
+        self, handles: Handle | Iterable[Handle], timeout_s: float, generation: int, check_links: Callable[[], None]
     ) -> None:
         """See ``Transport.wait``.
 
         Args:
             handles, timeout_s: as there.
-            epoch: the present one.
-            check_links: raises if what has been sent in this epoch is lost; called before blocking, whenever something
-                has failed.
+            generation: the present one.
+            check_links: raises if what has been sent in this generation is lost; called before blocking, whenever
+                something has failed.
         """
         pending = [handles] if isinstance(handles, Handle) else list(handles)
         deadline = None
@@ -130,7 +131,7 @@ class Waiter:
             if has_failures:
                 check_links()
             if self._interrupts:
-                self.check_interrupts(epoch)
+                self.check_interrupts(generation)
             now = time.monotonic()
             if deadline is None:
                 deadline = now + timeout_s
@@ -140,11 +141,11 @@ class Waiter:
             else:
                 raise WaitTimeoutError(f"worker {self.worker} waited {timeout_s:g} s for {describe_pending(pending)}")
 
-    def rest(self, until_s: float, epoch: int) -> None:
-        """See ``Transport.rest``; ``epoch`` is the present one."""
+    def rest(self, until_s: float, generation: int) -> None:
+        """See ``Transport.rest``; ``generation`` is the present one."""
         while (left_s := until_s - time.monotonic()) > 0:
             if self._interrupts:
-                self.check_interrupts(epoch)
+                self.check_interrupts(generation)
             self.turn(left_s)
 
     def close(self, *, forked: bool = False) -> None:

@@ -7,13 +7,13 @@ from elaswave.devices.faults import DeviceFault, fault_of
 from elaswave.engine.batches import BatchError
 from elaswave.engine.compute import LayerError
 from elaswave.errors import SpotCheckError, VoteError
-from elaswave.protocol.step.position import PHASES, kind_of
+from elaswave.protocol.step.activity import PHASES, action_kind
 from elaswave.training.raised import readable, said, traceback_of
 
 _ACTIONS = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
 
 
-class Whereabouts(NamedTuple):
+class FailureLocation(NamedTuple):
     """What a worker was at."""
 
     step: int = 0
@@ -22,10 +22,10 @@ class Whereabouts(NamedTuple):
     """What its heartbeat tells: an action, a phase, or another word."""
 
 
-NOWHERE = Whereabouts()
+UNKNOWN_LOCATION = FailureLocation()
 
 
-def failure(worker: int, error: BaseException, at: Whereabouts = NOWHERE) -> Failed:
+def failure_message(worker: int, error: BaseException, at: FailureLocation = UNKNOWN_LOCATION) -> Failed:
     """What is said of an error.
 
     Args:
@@ -75,7 +75,7 @@ def _microbatch(error: LayerError) -> str:
     return f"step {error.position.step}, micro-batch {error.position.microbatch}"
 
 
-def _fault_signature(worker: int, error: BaseException, kind: str, fault: DeviceFault, at: Whereabouts) -> str:
+def _fault_signature(worker: int, error: BaseException, kind: str, fault: DeviceFault, at: FailureLocation) -> str:
     """Equal for what would strike whoever computes the same.
 
     A fault that shows late has the step for its place: one worker may have met it in an action, another in the next. A
@@ -87,7 +87,7 @@ def _fault_signature(worker: int, error: BaseException, kind: str, fault: Device
     return f"{fault.words} at step {at.step}{whose}"
 
 
-def _fault_summary(error: BaseException, fault: DeviceFault, at: Whereabouts) -> str:
+def _fault_summary(error: BaseException, fault: DeviceFault, at: FailureLocation) -> str:
     """The class of the fault, the device's own words, and where they came."""
     if not at.step:
         return f"{fault.kind.value}: {fault.words}"
@@ -101,7 +101,7 @@ def _fault_summary(error: BaseException, fault: DeviceFault, at: Whereabouts) ->
 
 def _doing(label: str) -> str:
     """An action or phase as people read it; empty for anything else."""
-    kind = kind_of(label)
+    kind = action_kind(label)
     if kind in _ACTIONS:
         stage, microbatch = label.split(kind)
         return f"{_ACTIONS[kind]} of micro-batch {microbatch} in stage {stage}"

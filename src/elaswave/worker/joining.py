@@ -1,8 +1,8 @@
 """What a worker says of itself that is no member yet: which libraries, configuration, model, data and bits it has.
 
 It finds that out by itself, before it connects, so that the others wait for nothing. Bits are those of the canary
-(`elaswave.engine.checks.canary`), of the first layer of each kind: forward, backward and update at the run's shapes, on
-made-up numbers. Layers are built one after the other, and never are two of them here.
+(`elaswave.engine.checks.determinism_check`), of the first layer of each kind: forward, backward and update at the run's
+shapes, on made-up numbers. Layers are built one after the other, and never are two of them here.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def first_words(setup: WorkerSetup, address: str) -> Joining:
     """
     blueprint = Blueprint(setup.config, setup.training)
     identity = identity_of(blueprint, _data_facts(setup, blueprint))
-    text, canaries = "", {}
+    text, determinism_hashes = "", {}
     pinned = setup.config.model.foreign
     foreign = kinds_here(blueprint.model.layers) if pinned else ()
     if setup.config.elastic.verify:
@@ -50,7 +50,10 @@ def first_words(setup: WorkerSetup, address: str) -> Joining:
         text = own.text
         if foreign == pinned:  # else it is refused for that
             inputs = _first_inputs(setup, blueprint)
-            canaries = {ENVIRONMENT: own.canary, **layer_canaries(blueprint, inputs, setup.device)}
+            determinism_hashes = {
+                ENVIRONMENT: own.determinism_hash,
+                **layer_determinism_hashes(blueprint, inputs, setup.device),
+            }
     return Joining(
         worker=setup.worker,
         address=address,
@@ -62,7 +65,7 @@ def first_words(setup: WorkerSetup, address: str) -> Joining:
         data_hash=identity.data_hash,
         domain=setup.domain,
         foreign=foreign,
-        canaries=canaries,
+        determinism_hashes=determinism_hashes,
     )
 
 
@@ -83,7 +86,7 @@ def _first_inputs(setup: WorkerSetup, blueprint: Blueprint) -> Any:
     return inputs
 
 
-def layer_canaries(blueprint: Blueprint, inputs: Any, device: Device = HOST) -> dict[int, int]:
+def layer_determinism_hashes(blueprint: Blueprint, inputs: Any, device: Device = HOST) -> dict[int, int]:
     """Canaries of the first layer of each kind, by place.
 
     Args:
@@ -102,7 +105,7 @@ def layer_canaries(blueprint: Blueprint, inputs: Any, device: Device = HOST) -> 
         recompute=False,
         between_layers=lambda: None,
         inputs=lambda step, microbatch, train: inputs,
-        has_canary=True,
+        has_determinism_check=True,
         lowest_trained=blueprint.state.lowest_trained,
         device=device,
     )
@@ -116,7 +119,7 @@ def layer_canaries(blueprint: Blueprint, inputs: Any, device: Device = HOST) -> 
         value = compute.try_out(index, value, prove=kind not in kinds)
         kinds.add(kind)
         del layers[index], module
-    return {ENVIRONMENT + 1 + index: canary for index, canary in compute.canaries.items()}
+    return {ENVIRONMENT + 1 + index: determinism_hash for index, determinism_hash in compute.determinism_hashes.items()}
 
 
 def _kind(module: nn.Module) -> str:

@@ -12,12 +12,12 @@ from elaswave.blocks.placement import Block, Placement
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device, Mark, wait_for
 from elaswave.engine.activity import Activity
-from elaswave.engine.boundaries.payloads import pack, unpack
+from elaswave.engine.boundaries.payloads import pack_value, unpack_value
 from elaswave.engine.checks.values import flatten, unflatten
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
 from elaswave.planning.programs.layout import peers_of
+from elaswave.protocol.step.activity import FIRST_S, LINK
 from elaswave.protocol.step.engine import FrameKind, Key, Pause, Wait
-from elaswave.protocol.step.position import FIRST_S, LINK
 from elaswave.protocol.step.traffic import doubling_partners
 from elaswave.transport.frames import Tag
 from elaswave.transport.interface import Handle, Transport
@@ -47,7 +47,7 @@ class TransportLinks:
         blocks: of the model.
         transport: moves the bytes.
         activity: told for whom this worker waits.
-        check: at a moment: moves bytes, and raises InterruptedWaitError if the epoch is over.
+        check: at a moment: moves bytes, and raises InterruptedWaitError if the generation is over.
         check_coordinator: called with what is waited for when links do not come; raises if there is no coordinator that
             could end the wait.
         say_unreached: told now and then of peers that do not answer at their addresses, see `unreached`.
@@ -75,7 +75,7 @@ class TransportLinks:
         self._wanted: frozenset[int] = frozenset()
         """Peers to which links are made in the background."""
         self.edit_s = 0.0
-        """Seconds that the newest move to an epoch took, with the links made since."""
+        """Seconds that the newest move to a generation took, with the links made since."""
         self.connected_s = time.monotonic()
         """When the newest links were there."""
         self._blocks = blocks
@@ -97,7 +97,7 @@ class TransportLinks:
         """Makes the links that a layout and a placement need (all of them in a small job).
 
         Raises:
-            InterruptedWaitError: a new epoch is about to begin.
+            InterruptedWaitError: a new generation is about to begin.
             WaitTimeoutError: there is no coordinator any more.
         """
         begin_s = time.monotonic()
@@ -142,7 +142,8 @@ class TransportLinks:
 
     @property
     def broken(self) -> tuple[int, str] | None:
-        """A peer whose link has ended in this epoch though frames of it were sent there, and how it ended (W11)."""
+        """A peer whose link has ended in this generation though frames of it were sent there, and how it ended
+        (W11)."""
         return self.transport.broken
 
     @property
@@ -163,14 +164,14 @@ class TransportLinks:
         seen = {peer: self.transport.unreached(peer) for peer in sorted(peers) if peer > self.worker}
         return {peer: f"at {self.addresses[peer]}: {text}" for peer, text in seen.items() if text}
 
-    def edit(self, epoch: int, members: tuple[int, ...]) -> None:
-        """Moves the data plane to a newer epoch."""
+    def edit(self, generation: int, members: tuple[int, ...]) -> None:
+        """Moves the data plane to a newer generation."""
         begin_s = time.monotonic()
         self._receives.clear()
-        self._sends.clear()  # what was pending failed with its epoch
+        self._sends.clear()  # what was pending failed with its generation
         self._fetching.clear()
         self._rooms.clear()
-        self.transport.advance_epoch(epoch, members)
+        self.transport.advance_generation(generation, members)
         self.edit_s = time.monotonic() - begin_s
 
     def post(self, key: Key, slot: Any) -> None:
@@ -188,7 +189,7 @@ class TransportLinks:
         elif not self._device.is_host:
             payload = self._fetched(payload, is_value=key.kind in _VALUES)
         if key.kind in _VALUES:
-            payload = pack(payload)
+            payload = pack_value(payload)
         if self._device.is_host or (key.kind in _WORDS and not self._fetching):
             self._sends.append(self.transport.send(key.peer, _tag(key), payload))
         else:
@@ -219,7 +220,7 @@ class TransportLinks:
         if result is None:
             return None
         if key.kind in _VALUES:
-            return self._brought(unpack(result), has_count=key.kind is FrameKind.GRADIENT)
+            return self._brought(unpack_value(result), has_count=key.kind is FrameKind.GRADIENT)
         return result.tolist() if key.kind in _WORDS else result
 
     def _fetched(self, payload: Any, *, is_value: bool) -> Any:

@@ -12,13 +12,13 @@ import msgspec
 from elaswave.channel.messages.worker import Heartbeat, Leaving, Settled, Stop, TakeCheckpoint, ToWorker
 from elaswave.engine.activity import Activity
 from elaswave.errors import WaitTimeoutError
-from elaswave.protocol.messages import FIRST_EPOCH, Fenced, Joining, Prepare, Registered
+from elaswave.protocol.messages import FIRST_GENERATION, FencedOff, Joining, Prepare, Registered
 from elaswave.protocol.step.ballot import Request
-from elaswave.protocol.step.facts import Facts
+from elaswave.protocol.step.replayed_state import ReplayedState
 from elaswave.transport.interface import Transport
 
 
-class SharedFacts(Facts):
+class SharedReplayedState(ReplayedState):
     """Standing facts that several threads note and read."""
 
     def __init__(self) -> None:
@@ -50,10 +50,10 @@ class SharedFacts(Facts):
         with self._lock:
             super().unsound(message)
 
-    def part(self, step: int, epoch: int, message: Any) -> None:
+    def part(self, step: int, generation: int, message: Any) -> None:
         """See `Facts.part`."""
         with self._lock:
-            super().part(step, epoch, message)
+            super().part(step, generation, message)
 
     def leaving(self, message: Any) -> None:
         """See `Facts.leaving`."""
@@ -101,24 +101,26 @@ class Mailbox:
         """Whether the coordinator has told this worker to ask for the end."""
         self.num_held = (0, 0)
         """Blocks that it owns and follows, for heartbeats."""
-        self.registration = Registered(worker=worker, address=transport.address, epoch=FIRST_EPOCH, report=None)
+        self.registration = Registered(
+            worker=worker, address=transport.address, generation=FIRST_GENERATION, report=None
+        )
         """As of `WorkerMachine.registration`, which another thread must not ask."""
         self.joining: Joining | None = None
         """What a worker says instead that is no member yet."""
-        self.facts = SharedFacts()
+        self.replayed_state = SharedReplayedState()
         self.on_commit: Callable[[], None] = lambda: None
         """Called on the main thread whenever this worker has committed a step."""
         self._gone_at_s = math.inf
         """Monotonic time at which the machine will be taken away, once there was a notice."""
         self.activity = Activity()
-        self.place = (FIRST_EPOCH, 0, 0)
-        """Epoch, step and attempt, for heartbeats."""
+        self.place = (FIRST_GENERATION, 0, 0)
+        """Generation, step and attempt, for heartbeats."""
         self._transport = transport
         self._wanted = (0, -1)
-        """The newest (epoch, step) after which the coordinator wants a checkpoint."""
+        """The newest (generation, step) after which the coordinator wants a checkpoint."""
         self._asked = (0, 0)
-        """(epoch, step) of the newest vote that has asked for one and committed. Both are compared, never cleared: one
-        thread sets the one, the other the other."""
+        """(generation, step) of the newest vote that has asked for one and committed. Both are compared, never cleared:
+        one thread sets the one, the other the other."""
         self._messages: deque[ToWorker] = deque()
         self._changed = threading.Condition()
 
@@ -131,7 +133,7 @@ class Mailbox:
         left_s = self._gone_at_s - time.monotonic()
         return [
             msgspec.structs.replace(fact, left_s=max(0.0, left_s)) if isinstance(fact, Leaving) else fact
-            for fact in self.facts.standing()
+            for fact in self.replayed_state.standing()
         ]
 
     def leaving_within(self, left_s: float) -> Leaving:
@@ -144,18 +146,18 @@ class Mailbox:
         """
         leaving = Leaving(worker=self.registration.worker, left_s=left_s)
         self._gone_at_s = time.monotonic() + left_s
-        self.facts.leaving(leaving)
+        self.replayed_state.leaving(leaving)
         return leaving
 
     def heartbeat(self) -> Heartbeat | None:
         """Where the main thread is; None of a worker that is no member yet, of which nobody asks."""
         if self.joining is not None:
             return None
-        doing, now_s = self.activity.told(), time.monotonic()
-        epoch, step, attempt = self.place
+        doing, now_s = self.activity.snapshot(), time.monotonic()
+        generation, step, attempt = self.place
         return Heartbeat(
             worker=self.registration.worker,
-            epoch=epoch,
+            generation=generation,
             step=step,
             attempt=attempt,
             label=doing.label,
@@ -176,9 +178,9 @@ class Mailbox:
             return Request.STOP
         return Request.CHECKPOINT if self._wanted >= self._asked else Request.NONE
 
-    def asked_for_checkpoint(self, epoch: int, step: int) -> None:
+    def asked_for_checkpoint(self, generation: int, step: int) -> None:
         """A vote has asked for a checkpoint, or for the end, and has committed a step."""
-        self._asked = max(self._asked, (epoch, step))
+        self._asked = max(self._asked, (generation, step))
 
     def receive(self, message: ToWorker) -> None:
         """Takes a message; called on the control client's thread."""
@@ -186,24 +188,24 @@ class Mailbox:
             self.must_stop = True
             return
         if isinstance(message, TakeCheckpoint):
-            self._wanted = max(self._wanted, (message.epoch, message.after))
+            self._wanted = max(self._wanted, (message.generation, message.after))
             return
         if isinstance(message, Settled):
-            self.facts.settled(message.step)
+            self.replayed_state.settled(message.step)
             return
         with self._changed:
             self._messages.append(message)
             self._look()
             self._changed.notify()
-        if isinstance(message, Prepare | Fenced) and self.is_urgent(message):
-            self._transport.interrupt(message.reason, message.epoch)
+        if isinstance(message, Prepare | FencedOff) and self.is_urgent(message):
+            self._transport.interrupt(message.reason, message.generation)
 
     def is_urgent(self, message: ToWorker) -> bool:
         """Whether a message ends the step in hand. A question that has been answered, and is asked again by a new
         coordinator, does not: it must never take a worker out of a step that nothing has happened to."""
         if isinstance(message, Prepare):
-            return message.epoch > self.registration.epoch
-        return isinstance(message, Fenced)
+            return message.generation > self.registration.generation
+        return isinstance(message, FencedOff)
 
     @property
     def is_empty(self) -> bool:

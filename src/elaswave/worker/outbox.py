@@ -15,9 +15,9 @@ from elaswave.channel.messages.worker import (
     FromWorker,
     LinkLost,
     Ready,
-    Standing,
     StepReport,
     Timings,
+    TrainingStanding,
 )
 from elaswave.config.devices import base_level
 from elaswave.engine.blueprint import Blueprint
@@ -120,14 +120,14 @@ class ControlOutbox:
 
     def link_lost(self, peer: int, detail: str) -> LinkLost:
         """The link to a peer has ended."""
-        return LinkLost(worker=self.machine.worker, peer=peer, epoch=self.machine.member.epoch, detail=detail)
+        return LinkLost(worker=self.machine.worker, peer=peer, generation=self.machine.member.generation, detail=detail)
 
     def committed(self, committed: Committed) -> StepReport:
         """A committed step; now and then also how long actions take."""
         self._mailbox.on_commit()
         self.is_stopping = committed.request is Request.STOP
         if committed.request in (Request.CHECKPOINT, Request.STOP):
-            self._mailbox.asked_for_checkpoint(self.machine.member.epoch, committed.step)
+            self._mailbox.asked_for_checkpoint(self.machine.member.generation, committed.step)
         if committed.was_run:
             if committed.attempt == 1:
                 self._runs_s.append(self._watch.phases_s.get("run", 0.0))
@@ -139,7 +139,7 @@ class ControlOutbox:
         num_in_place, num_moving = self.machine.move_progress
         return StepReport(
             worker=self.machine.worker,
-            epoch=self.machine.member.epoch,
+            generation=self.machine.member.generation,
             step=committed.step,
             attempt=committed.attempt,
             loss=committed.loss,
@@ -178,12 +178,12 @@ class ControlOutbox:
             actions = self._timer.times.take()
             run_s = median(self._runs_s) if self._runs_s else 0.0
             self._runs_s.clear()
-            epoch = self.machine.member.epoch
+            generation = self.machine.member.generation
             before, self._waits_from = self._waits_from, _DataTime(now_s, self._watch.data_wait_s)
             self._client.send(
                 Timings(
                     worker=self.machine.worker,
-                    epoch=epoch,
+                    generation=generation,
                     step=step,
                     level=self.level,
                     actions=actions,
@@ -211,17 +211,17 @@ class ControlOutbox:
         """A decision is installed."""
         return Installed(
             worker=self.machine.worker,
-            epoch=self.machine.member.epoch,
+            generation=self.machine.member.generation,
             edit_s=self._links.edit_s,
             promote_s=time.monotonic() - self._links.connected_s,
             critical_bytes=received_bytes,
         )
 
-    def standing(self, step: int) -> Standing:
+    def standing(self, step: int) -> TrainingStanding:
         """Where training stands after a step."""
         progress = self.machine.progress
-        return Standing(
-            epoch=self.machine.member.epoch,
+        return TrainingStanding(
+            generation=self.machine.member.generation,
             step=step,
             num_updates=progress.num_updates,
             exponents=list(progress.grids.exponents),

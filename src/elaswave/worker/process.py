@@ -3,8 +3,8 @@
 Runs in a process of its own. What it needs from outside comes in as arguments; it reads no environment.
 
 Two threads: the main one computes, waits for peers and does everything that changes state; the control client's one
-receives messages, puts them into the mailbox, and wakes the main thread. Whatever happens (a lost peer, a new epoch),
-the machine leaves what it does and goes on as the coordinator's decision says.
+receives messages, puts them into the mailbox, and wakes the main thread. Whatever happens (a lost peer, a new
+generation), the machine leaves what it does and goes on as the coordinator's decision says.
 """
 
 import gc
@@ -28,22 +28,22 @@ from elaswave.engine.materialise import materialise, updater_after
 from elaswave.engine.pacing import ActionTimer, Pace
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
 from elaswave.engine.traced import TracedTransport
-from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, WaitTimeoutError
+from elaswave.errors import FencedOffError, InterruptedWaitError, PeerLostError, WaitTimeoutError
 from elaswave.models.foreign.connection import close_all
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.programs.execution import programs_of
-from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker, InForce
+from elaswave.protocol.messages import FIRST_GENERATION, CoreToWorker, InForce
+from elaswave.protocol.step.activity import FOREIGN, START
 from elaswave.protocol.step.ballot import BufferTensor
 from elaswave.protocol.step.engine import JobTerms, Pause, Ports, Wait
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.protocol.step.position import FOREIGN, START
 from elaswave.state.store import HeldBlock
 from elaswave.training.raised import traceback_of
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
 from elaswave.worker.allocator import tune_allocator
-from elaswave.worker.failure import NOWHERE, Whereabouts, failure
+from elaswave.worker.failure import UNKNOWN_LOCATION, FailureLocation, failure_message
 from elaswave.worker.frequency import make_actuator
 from elaswave.worker.joining import first_words
 from elaswave.worker.links import TransportLinks
@@ -154,7 +154,7 @@ class Worker:
         engine = TorchEngine(context, layers, updater_after(blueprint, setup.checkpoint), store)
         self.machine = self._make_machine(
             Ports(setup.worker, terms_of(blueprint), engine, self._links, self._watch, self._outbox, self._disk),
-            mailbox.facts,
+            mailbox.replayed_state,
             InForce(layout, placement, blueprint.execution),
             store.held,
             progress,
@@ -225,9 +225,9 @@ class Worker:
             self._timer.pace.set_level_speed(speed)
 
     @property
-    def whereabouts(self) -> Whereabouts:
+    def failure_location(self) -> FailureLocation:
         """What it is at."""
-        return Whereabouts(self.machine.step, self._mailbox.activity.label)
+        return FailureLocation(self.machine.step, self._mailbox.activity.label)
 
     def close(self) -> None:
         """Gives the device back as it was found; asks nothing of its context."""
@@ -239,7 +239,7 @@ class Worker:
         """Drives the machine from its start to its end.
 
         Raises:
-            FencedError: the others go on without this worker, or the job has ended.
+            FencedOffError: the others go on without this worker, or the job has ended.
             WaitTimeoutError: something that must come does not.
         """
         self._mailbox.activity.wait(START)
@@ -265,9 +265,9 @@ class Worker:
                 self._hand_over(self._mailbox.next(0.0))
             if self.machine.is_released:
                 return
-            if self.machine.fenced is not None:
+            if self.machine.fenced_off is not None:
                 what = "is not admitted" if self._mailbox.joining else "is no member any more"
-                raise FencedError(f"worker {self._setup.worker} {what} and ends itself: {self.machine.fenced}")
+                raise FencedOffError(f"worker {self._setup.worker} {what} and ends itself: {self.machine.fenced_off}")
             if self._must_end and self.machine.is_done:
                 self._trace.dump(self._setup.run_dir)
                 return
@@ -279,7 +279,7 @@ class Worker:
             self._links.wait(wait)
 
     def _check(self) -> None:
-        """Between layers and blocks: lets bytes move, and leaves the step if a new epoch has begun."""
+        """Between layers and blocks: lets bytes move, and leaves the step if a new generation has begun."""
         self._move()
         if self._mailbox.urgent:
             raise InterruptedWaitError("the coordinator asks for a report")
@@ -304,7 +304,7 @@ class Worker:
         """Waits until the coordinator says something to a worker that does nothing else.
 
         Raises:
-            FencedError: the job has ended before this worker has.
+            FencedOffError: the job has ended before this worker has.
             WaitTimeoutError: there has been no coordinator for too long.
         """
         machine = self.machine
@@ -321,7 +321,7 @@ class Worker:
             waited_for = "it has not been decided how to go on"
         if self._must_end and not machine.is_done:
             has_begun = machine.is_started and self._mailbox.joining is None
-            raise FencedError("the job has ended" if has_begun else "the job has ended before it began")
+            raise FencedOffError("the job has ended" if has_begun else "the job has ended before it began")
         links, sites = self._links, self._setup.sites
         moves = links.is_dialling or links.is_fetching or (sites is not None and sites.has_frames)
         is_at_rest = machine.is_paused or machine.is_done
@@ -336,7 +336,7 @@ class Worker:
     def _wrote(self, message: ShardWritten | ShardFailed) -> None:
         """What became of this worker's part of a checkpoint; called on the writer's thread."""
         where = message.standing if isinstance(message, ShardWritten) else message
-        self.machine.wrote(where.step, where.epoch, message)
+        self.machine.wrote(where.step, where.generation, message)
 
 
 def terms_of(blueprint: Blueprint) -> JobTerms:
@@ -416,7 +416,7 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
             setup.worker,
             key=setup.key,
             listen=setup.listen,
-            epoch=FIRST_EPOCH,
+            generation=FIRST_GENERATION,
             emulated=None if setup.sites is None else setup.sites.emulated,
             paced=None if setup.sites is None else setup.sites.paced,
         )
@@ -430,7 +430,7 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
         worker = Worker(setup, client, mailbox, transport)
         worker.train()
         return 0
-    except FencedError as error:
+    except FencedOffError as error:
         _UNTOUCHED.append((error, worker, setup))
         print(str(error), flush=True)
         return 1
@@ -440,8 +440,8 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
         if (fault := fault_of(error)) is not None and fault.forbids_touch:
             gc.freeze()  # also what nothing refers to any more
         if client is not None:
-            at = NOWHERE if worker is None else worker.whereabouts
-            said = failure(setup.worker, error, at)
+            at = UNKNOWN_LOCATION if worker is None else worker.failure_location
+            said = failure_message(setup.worker, error, at)
             client.send(said, durable=True)
             if said.is_wrong:  # who hears of its end alone would let others keep what they have of it
                 flush_s = NO_COORDINATOR_S

@@ -13,7 +13,7 @@ from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.engine.checks.probe import Probe
 from elaswave.training.definition import Training
-from elaswave.transport.addresses import Place
+from elaswave.transport.addresses import Endpoint
 from elaswave.transport.handshake import Key
 from elaswave.worker.site_links import SiteLinks
 
@@ -26,7 +26,7 @@ class WorkerSetup(NamedTuple):
     run_dir: Path
     key: Key
     """Of those who take part."""
-    listen: Place | str
+    listen: Endpoint | str
     """Where the data plane listens."""
     checkpoint: tuple[Path, CheckpointMeta] | None
     probe: Probe

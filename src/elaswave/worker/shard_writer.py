@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Standing
+from elaswave.channel.messages.worker import ShardFailed, ShardWritten, TrainingStanding
 from elaswave.checkpoints.checkpoint import places, shard_folder, shard_name, temporary_folder
 from elaswave.checkpoints.format import SHARD_SUFFIX
 from elaswave.checkpoints.shards import Piece, write_shard
@@ -52,7 +52,7 @@ class ShardWriter:
     def start(
         self,
         store: BlockStore,
-        standing: Standing,
+        standing: TrainingStanding,
         scalars: Scalars = (),
         fixed: Iterable[Piece] = (),
         patience_s: float = 0.0,
@@ -81,7 +81,7 @@ class ShardWriter:
             return
         self._thread = thread
 
-    def _write_for(self, patience_s: float, standing: Standing, pieces: list[Piece]) -> None:
+    def _write_for(self, patience_s: float, standing: TrainingStanding, pieces: list[Piece]) -> None:
         """Writes and reports; tries again for so long."""
         deadline_s = time.monotonic() + patience_s
         has_said = False
@@ -92,9 +92,9 @@ class ShardWriter:
             time.sleep(RETRY_S)
         self._report(message)
 
-    def _write(self, standing: Standing, pieces: list[Piece]) -> ShardWritten | ShardFailed:
+    def _write(self, standing: TrainingStanding, pieces: list[Piece]) -> ShardWritten | ShardFailed:
         """Writes to the first place that takes it."""
-        name, troubles = shard_name(self._worker, standing.epoch), []
+        name, troubles = shard_name(self._worker, standing.generation), []
         for place in places(self._run_dir):
             try:
                 folder = shard_folder(self._run_dir, standing.step, place)
@@ -105,8 +105,8 @@ class ShardWriter:
                     (temporary_folder(self._run_dir, standing.step, place) / f"{name}{SHARD_SUFFIX}").unlink()
         return self._failed(standing, "; ".join(troubles))
 
-    def _failed(self, standing: Standing, reason: str) -> ShardFailed:
-        return ShardFailed(worker=self._worker, epoch=standing.epoch, step=standing.step, reason=reason)
+    def _failed(self, standing: TrainingStanding, reason: str) -> ShardFailed:
+        return ShardFailed(worker=self._worker, generation=standing.generation, step=standing.step, reason=reason)
 
     def finish(self, check: Callable[[], None]) -> None:
         """Waits until the shard in hand is written and reported.

@@ -7,7 +7,7 @@ nothing is known yet, such as one that is about to join, the site follows from i
 from collections.abc import Mapping
 
 from elaswave.config.schema import Config
-from elaswave.config.sites import Sites, sites_of
+from elaswave.config.sites import Sites, configured_sites
 from elaswave.transport.emulated import EmulatedLinks, EmulatedPath
 from elaswave.transport.paced import PacedLinks
 from elaswave.types import Layout
@@ -79,5 +79,5 @@ class SiteLinks:
 
 def site_links(config: Config, worker: int) -> SiteLinks | None:
     """The links of a worker; None: all are at one place."""
-    sites = sites_of(config)
+    sites = configured_sites(config)
     return None if sites is None else SiteLinks(sites, worker)

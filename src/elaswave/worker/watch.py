@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from elaswave.blocks.placement import Role
+from elaswave.blocks.placement import ReplicaRole
 from elaswave.devices.gauges import Gauges
 from elaswave.engine.checks.probe import Probe
 from elaswave.observability.trace import ACTION, PHASE, TraceRecorder
 from elaswave.protocol.messages import Decision
+from elaswave.protocol.step.activity import DATA, RECOVER
 from elaswave.protocol.step.engine import Phase, StepObserver
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.protocol.step.position import DATA, RECOVER
 from elaswave.state.store import HeldBlock
 from elaswave.types import Action
 from elaswave.worker.mailbox import Mailbox
@@ -62,12 +62,12 @@ class StepWatch(StepObserver):
     def step_begins(self, step: int, attempt: int) -> None:
         """Starts the step's clock."""
         self.step_began_s = time.monotonic()
-        self._mailbox.place = (self.machine.member.epoch, step, attempt)
+        self._mailbox.place = (self.machine.member.generation, step, attempt)
         self._mailbox.num_held = self._num_held()
 
     def _num_held(self) -> tuple[int, int]:
         """How many blocks the worker owns and follows."""
-        num_owned = sum(held.role is Role.OWNER for held in self.machine.copies.values())
+        num_owned = sum(held.role is ReplicaRole.OWNER for held in self.machine.copies.values())
         return num_owned, len(self.machine.copies) - num_owned
 
     def evaluation_begins(self) -> None:
@@ -155,7 +155,7 @@ class StepWatch(StepObserver):
         self._note_registration()
         begin_ns, self.recovery_began_ns = self.recovery_began_ns, None
         if begin_ns is not None:
-            where = {"epoch": decision.epoch, "step": decision.resume_step}
+            where = {"generation": decision.generation, "step": decision.resume_step}
             self._trace.add("RECOVERY", PHASE, begin_ns, time.monotonic_ns(), where)
 
     def _note_registration(self) -> None:

@@ -21,9 +21,9 @@ from elaswave.cli.export import export_command
 from elaswave.config.load import load_config
 from elaswave.errors import CheckpointError, RunFolderError, UsageError
 from elaswave.models.gpt import gpt
-from elaswave.models.gpt import huggingface_name as gpt_name
+from elaswave.models.gpt import gpt2_name as gpt_name
 from elaswave.models.layers import ModelSpec, build_layer
-from elaswave.models.llama import huggingface_name, llama
+from elaswave.models.llama import huggingface_llama_name, llama
 from elaswave.observability.run_folder import open_run_dir
 
 load_file = pytest.importorskip("safetensors.torch").load_file
@@ -181,8 +181,8 @@ def test_a_llama_gets_hugging_faces_names_and_configuration(tmp_path: Path) -> N
     save(tmp_path, 2, weights, LLAMA_CONFIG)
     summary = export_safetensors(tmp_path)
     loaded = load_file(summary.output)
-    assert loaded.keys() == {huggingface_name(name) for name in weights}
-    assert all(torch.equal(loaded[huggingface_name(name)], weight) for name, weight in weights.items())
+    assert loaded.keys() == {huggingface_llama_name(name) for name in weights}
+    assert all(torch.equal(loaded[huggingface_llama_name(name)], weight) for name, weight in weights.items())
     assert summary.config_file == str(tmp_path / "export" / "config.json")
     config = json.loads(Path(summary.config_file).read_text())
     expected = {

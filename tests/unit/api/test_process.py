@@ -13,14 +13,14 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
 CODE = """
 import threading, types, sys
 import numpy
-from elaswave.api.environment import may_fork, template_environment
-print(may_fork(), template_environment())
+from elaswave.api.environment import may_fork, forkserver_environment
+print(may_fork(), forkserver_environment())
 sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=lambda: True))
 print(may_fork())
 sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=lambda: False), xpu=None)
 print(may_fork())
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-print(may_fork(), template_environment()["OMP_NUM_THREADS"])
+print(may_fork(), forkserver_environment()["OMP_NUM_THREADS"])
 """
 
 
@@ -41,10 +41,10 @@ def test_the_environment_of_processes_that_compute_has_one_thread_and_all_else(m
 HASHES = """
 import os, threading
 from elaswave.api.environment import hash_seed
-from elaswave.api.environment import template_environment
+from elaswave.api.environment import forkserver_environment
 os.environ["PYTHONHASHSEED"] = "42"  # for processes to come, as scripts do it: the template is none of them
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-print(hash_seed(), template_environment()["PYTHONHASHSEED"])
+print(hash_seed(), forkserver_environment()["PYTHONHASHSEED"])
 """
 
 

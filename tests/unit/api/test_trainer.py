@@ -361,7 +361,7 @@ def test_a_set_of_texts_that_workers_would_order_otherwise_is_named(
 
     monkeypatch.setattr(trainer, "run_job", begin)
     monkeypatch.setattr(trainer, "hash_seed", lambda: seed)
-    monkeypatch.setattr(trainer, "template_environment", lambda: None if forks else {})
+    monkeypatch.setattr(trainer, "forkserver_environment", lambda: None if forks else {})
     run = make(collate=lambda samples: (words, samples))
     expected = pytest.warns(UserWarning, match="collate's words is a set of texts") if named else nullcontext()
     with expected, pytest.raises(JobBeganError):

@@ -6,13 +6,13 @@ from benchmarks.far_step import far_step
 
 from elaswave.blocks.placement import Placement, make_blocks
 from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.planning.costs.machines import Cluster, DeviceSpec, FrequencyLevel
 from elaswave.planning.costs.network import Network, NetworkLink
 from elaswave.planning.programs.execution import programs_of
 from elaswave.planning.programs.layout import make_layout
 from elaswave.types import ExecutionParameters
 
-DEVICE = Device(
+DEVICE = DeviceSpec(
     name="d", flops_per_s=1.0, memory_bytes=1e9, levels=(FrequencyLevel(speed=1.0, power_w=1.0),), source=""
 )
 FAST = NetworkLink(bandwidth_bytes_per_s=1e9, latency_s=0.0)

@@ -73,7 +73,7 @@ def test_a_domain_without_a_copy_comes_before_the_stage():
     """The one host without a copy is that of a worker inside of the stage, where a second copy does not belong."""
     layout = layout_of([3, 2], ["a", "b", "c", "a", "b"])
     chooser = FollowerChooser(layout.workers, {0: (1,)}, 1, domains_of(layout))
-    assert not chooser.lacks_partner(0, (1,)), "it is about a second copy"
+    assert not chooser.lacks_replica_peer(0, (1,)), "it is about a second copy"
     assert chooser.candidates((0, 1, 2), 0, (1,)) == (2,)
 
 

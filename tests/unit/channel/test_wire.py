@@ -12,11 +12,11 @@ from elaswave.channel.wire import (
     COMPRESSED_FROM_BYTES,
     COORDINATOR,
     FIRST_AGENT,
+    ControlFrameKind,
     Frame,
-    Kind,
     Session,
     agent_id,
-    encode,
+    encode_payload,
     peer_name,
 )
 from elaswave.errors import AuthenticationError, FrameError
@@ -67,13 +67,13 @@ def test_both_ends_open_and_know_each_other():
 def test_messages_survive_any_cut_of_the_stream(messages, cut):
     for speaker, hearer in (joined(), joined()[::-1]):
         for number, message in enumerate(messages):
-            speaker.write(Kind.MESSAGE, number, encode(message))
-        speaker.write(Kind.ACK, 2**64 - 1)
+            speaker.write(ControlFrameKind.MESSAGE, number, encode_payload(message))
+        speaker.write(ControlFrameKind.ACK, 2**64 - 1)
         data = speaker.take()
         frames = [frame for at in range(0, len(data), cut) for frame in hearer.feed(data[at : at + cut])]
         assert frames == [
-            *(Frame(Kind.MESSAGE, number, message) for number, message in enumerate(messages)),
-            Frame(Kind.ACK, 2**64 - 1, None),
+            *(Frame(ControlFrameKind.MESSAGE, number, message) for number, message in enumerate(messages)),
+            Frame(ControlFrameKind.ACK, 2**64 - 1, None),
         ]
         assert speaker.take() == b""
 
@@ -81,7 +81,7 @@ def test_messages_survive_any_cut_of_the_stream(messages, cut):
 def test_a_frame_tells_how_long_its_message_has_waited():
     speaker, hearer = joined()
     for age_s in (0.0, 0.25, -1.0, 1e9):
-        speaker.write(Kind.MESSAGE, 1, encode(Note("it")), age_s)
+        speaker.write(ControlFrameKind.MESSAGE, 1, encode_payload(Note("it")), age_s)
     ages = [frame.age_s for frame in hearer.feed(speaker.take())]
     assert ages == [0.0, 0.25, 0.0, 4294967.295], "in whole milliseconds, 49 days at most"
 
@@ -89,10 +89,10 @@ def test_a_frame_tells_how_long_its_message_has_waited():
 def test_no_two_connections_say_the_same_bytes():
     (first, _), (second, _) = joined(), joined()
     for session in (first, second):
-        session.write(Kind.MESSAGE, 1, encode(Note("the same")))
+        session.write(ControlFrameKind.MESSAGE, 1, encode_payload(Note("the same")))
     ours, theirs = first.take(), second.take()
     assert ours[:-16] == theirs[:-16] and ours[-16:] != theirs[-16:]
-    first.write(Kind.MESSAGE, 1, encode(Note("the same")))
+    first.write(ControlFrameKind.MESSAGE, 1, encode_payload(Note("the same")))
     assert first.take()[-16:] != ours[-16:]
 
 
@@ -102,7 +102,7 @@ def test_a_changed_byte_of_a_payload_ends_the_connection(size):
     message = Note(random.Random(1).randbytes(size // 2).hex())
     for at in (0, size // 2, size):
         speaker, hearer = joined()
-        speaker.write(Kind.MESSAGE, 1, encode(message))
+        speaker.write(ControlFrameKind.MESSAGE, 1, encode_payload(message))
         data = bytearray(speaker.take())
         data[22 + at * (len(data) - 40) // size] ^= 1
         with pytest.raises(AuthenticationError, match="a frame that worker 5 did not send in this place"):
@@ -110,26 +110,26 @@ def test_a_changed_byte_of_a_payload_ends_the_connection(size):
 
 
 def test_one_message_for_many_is_hashed_once():
-    message = encode(Note(random.Random(2).randbytes(5000).hex()))
+    message = encode_payload(Note(random.Random(2).randbytes(5000).hex()))
     hashed = wire._shared_content.cache_info().misses
     for _ in range(5):
         speaker, hearer = joined()
-        speaker.write(Kind.MESSAGE, 1, message)
+        speaker.write(ControlFrameKind.MESSAGE, 1, message)
         (frame,) = hearer.feed(speaker.take())
-        assert encode(frame.message) == message
+        assert encode_payload(frame.message) == message
     assert wire._shared_content.cache_info().misses == hashed + 1
 
 
 def test_a_message_may_be_as_large_as_agreed_and_not_a_byte_larger():
     message = Note("x" * 100)
-    size = len(encode(message))
-    assert encode(message, size)
+    size = len(encode_payload(message))
+    assert encode_payload(message, size)
     with pytest.raises(FrameError, match=rf"a Note of {size} bytes is larger than the {size - 1} that a control"):
-        encode(message, size - 1)
+        encode_payload(message, size - 1)
     dialler, listener = joined(max_message_bytes=size)
-    listener.write(Kind.MESSAGE, 0, encode(message))
+    listener.write(ControlFrameKind.MESSAGE, 0, encode_payload(message))
     assert dialler.feed(listener.take())[0].message == message
-    listener.write(Kind.MESSAGE, 0, encode(Note("x" * 101)))
+    listener.write(ControlFrameKind.MESSAGE, 0, encode_payload(Note("x" * 101)))
     with pytest.raises(FrameError, match=f"a message of {size + 1} bytes from the coordinator; at most {size}"):
         # The header alone is enough: nothing of the message is waited for or kept.
         dialler.feed(listener.take()[:18])
@@ -139,16 +139,16 @@ def test_long_messages_are_compressed_and_unpacked_within_the_limit():
     layout = tuple((worker, worker % 8) for worker in range(20_000))
     message = Note(layout=layout)
     plain = len(msgspec.msgpack.encode(message))
-    payload = encode(message)
+    payload = encode_payload(message)
     assert len(payload) < plain / 2
     dialler, listener = joined()
-    dialler.write(Kind.MESSAGE, 1, payload)
+    dialler.write(ControlFrameKind.MESSAGE, 1, payload)
     assert listener.feed(dialler.take())[0].message == message
     noise = Mark({0: random.Random(0).randbytes(COMPRESSED_FROM_BYTES)})
-    assert encode(noise) == msgspec.msgpack.encode(noise), "nothing to gain"
+    assert encode_payload(noise) == msgspec.msgpack.encode(noise), "nothing to gain"
 
     dialler, listener = joined(max_message_bytes=plain - 1)
-    listener.write(Kind.MESSAGE, 1, payload)
+    listener.write(ControlFrameKind.MESSAGE, 1, payload)
     with pytest.raises(FrameError, match=f"it is longer than {plain - 1} bytes when it is unpacked"):
         dialler.feed(listener.take())
 
@@ -163,15 +163,15 @@ def test_long_messages_are_compressed_and_unpacked_within_the_limit():
 )
 def test_what_does_not_unpack_is_refused(damage, trouble):
     dialler, listener = joined()
-    payload = encode(Note("to be, or not to be. " * 2000))
-    dialler.write(Kind.MESSAGE, 1, damage(payload))
+    payload = encode_payload(Note("to be, or not to be. " * 2000))
+    dialler.write(ControlFrameKind.MESSAGE, 1, damage(payload))
     with pytest.raises(FrameError, match=f"a malformed message from worker 5: .*({trouble})"):
         listener.feed(dialler.take())
 
 
 def test_nothing_is_built_from_a_message_but_what_was_agreed():
     dialler, listener = joined()
-    dialler.write(Kind.MESSAGE, 0, msgspec.msgpack.encode({"type": "System", "command": "true"}))
+    dialler.write(ControlFrameKind.MESSAGE, 0, msgspec.msgpack.encode({"type": "System", "command": "true"}))
     with pytest.raises(FrameError, match="a malformed message from worker 5: Invalid value 'System'"):
         listener.feed(dialler.take())
 

@@ -90,7 +90,7 @@ def test_the_command_trains_the_same_job() -> None:
 
 def result(**changes: object) -> RunResult:
     values = {"steps": NUM_STEPS, "losses": [1.0] * NUM_STEPS, "state_digest": "ab", "throughput_tokens_per_s": None}
-    return RunResult(**{**values, "epochs": [], **changes})  # type: ignore[arg-type]
+    return RunResult(**{**values, "generations": [], **changes})  # type: ignore[arg-type]
 
 
 def record(worker: int | str, step: int) -> FaultRecord:
@@ -102,7 +102,8 @@ def record(worker: int | str, step: int) -> FaultRecord:
 
 def recovery(worker: int) -> Recovery:
     return Recovery(
-        kind="lost", worker=worker, step=1, phase="vote", detected_by="exit", epoch=2, attempt=1, outcome="retried",
+        kind="lost", worker=worker, step=1, phase="vote", detected_by="exit", generation=2, attempt=1,
+        outcome="retried",
         detect_s=0.0, agree_s=0.0, plan_s=0.0, edit_s=0.0, promote_s=0.0, redo_s=0.0, total_s=0.0, critical_bytes=0,
         num_microbatches_recomputed=0,
     )  # fmt: skip

@@ -4,7 +4,7 @@ import os
 import threading
 from pathlib import Path
 
-from elaswave.observability.processes import described, write_processes
+from elaswave.observability.processes import process_entry, write_processes
 from verify.chaos.bench import judge_growth
 from verify.chaos.cases import GOOD, Judgement
 from verify.chaos.growth import SAMPLES_MIN, Growth, GrowthWatch, Held, growth_of, held_by
@@ -62,7 +62,7 @@ def test_a_job_that_ends_well_is_judged_by_its_growth_too() -> None:
 def test_a_watch_says_nothing_of_processes_that_it_has_hardly_seen(tmp_path: Path) -> None:
     watch = GrowthWatch(tmp_path)
     watch.look()  # there is no job yet
-    write_processes(tmp_path, [described("launcher", 0, os.getpid())])
+    write_processes(tmp_path, [process_entry("launcher", 0, os.getpid())])
     for _ in range(3 * SAMPLES_MIN):
         watch.look()
     assert watch.growth() == []

@@ -13,21 +13,21 @@ import msgspec
 import pytest
 from tests.unit.chaos.test_cases import recovery, result
 
-from elaswave.observability.processes import described, write_processes
+from elaswave.observability.processes import process_entry, write_processes
 from verify.chaos.cases import ChaosCase, Ending
+from verify.chaos.external_faults import ExternalFaults
 from verify.chaos.outside import (
     COMMITTER,
     COORDINATOR,
+    FORKSERVER,
     MOMENTS,
     NUM_STEPS,
-    TEMPLATE,
     Strike,
     Struck,
     draw_outside,
     judge_outside,
     parse_strike,
 )
-from verify.chaos.striker import Striker
 
 CASES = [draw_outside(seed, index) for seed in (0, 1, 99) for index in range(60)]
 STRIKES = [parse_strike(strike) for case in CASES for strike in case.strikes]
@@ -54,7 +54,7 @@ def test_strikes_are_varied_and_leave_somebody() -> None:
 
 
 def test_committer_and_template_are_struck_too_and_never_stopped_for_good() -> None:
-    for victim, least in ((COMMITTER, 40), (TEMPLATE, 10)):
+    for victim, least in ((COMMITTER, 40), (FORKSERVER, 10)):
         strikes = [strike for strike in STRIKES if victim in strike.victims]
         assert len(strikes) >= least and {strike.action for strike in strikes} == {"kill", "stop"}
         assert all(strike.victims == (victim,) and not strike.workers for strike in strikes)
@@ -81,28 +81,30 @@ def test_a_strike_waits_for_its_moment_and_its_victim(tmp_path: Path, sleepers: 
     stop = Strike("stop", ("1",), "start", 0, 0, 1)
     kill = Strike("kill", (COORDINATOR, "1"), "evaluation", 4, 0, None)
     never = Strike("kill", ("2",), "step", 3, 0, None)
-    striker = Striker(tmp_path, [kill, stop, never])
-    striker()
-    assert striker.struck == [], "there is no run yet"
-    write_processes(tmp_path, [described("worker", 1, worker.pid)])
-    striker()
+    external_faults = ExternalFaults(tmp_path, [kill, stop, never])
+    external_faults()
+    assert external_faults.struck == [], "there is no run yet"
+    write_processes(tmp_path, [process_entry("worker", 1, worker.pid)])
+    external_faults()
     os.waitid(os.P_PID, worker.pid, os.WSTOPPED)
-    assert [each.victim for each in striker.struck] == ["1"]
-    while striker._resume:
-        time.sleep(striker())
+    assert [each.victim for each in external_faults.struck] == ["1"]
+    while external_faults._resume:
+        time.sleep(external_faults())
     os.waitid(os.P_PID, worker.pid, os.WCONTINUED)
     log = tmp_path / "events.jsonl"
     log.write_bytes(b'{"kind":"step","time":"","elapsed_s":1.0,"step":3}\n{"kind":"step","ti')
-    striker()
-    assert len(striker.struck) == 1, "half a line says nothing, and worker 2 is not there"
-    write_processes(tmp_path, [described("worker", 1, worker.pid), described("coordinator", 1, coordinator.pid)])
+    external_faults()
+    assert len(external_faults.struck) == 1, "half a line says nothing, and worker 2 is not there"
+    write_processes(
+        tmp_path, [process_entry("worker", 1, worker.pid), process_entry("coordinator", 1, coordinator.pid)]
+    )
     log.write_bytes(log.read_bytes() + b'me":"","elapsed_s":1.0,"step":4}\n')
-    striker()
-    assert {each.victim for each in striker.struck[1:]} == {"1", COORDINATOR}
-    assert [strike for _, strike in striker._due] == [never]
+    external_faults()
+    assert {each.victim for each in external_faults.struck[1:]} == {"1", COORDINATOR}
+    assert [strike for _, strike in external_faults._due] == [never]
     for process in sleepers:
         assert process.wait(60) == -signal.SIGKILL
-    assert striker.left == []
+    assert external_faults.left == []
 
 
 CASE: ChaosCase = msgspec.structs.replace(
@@ -146,14 +148,15 @@ def hits(*victims: str, strike: str = "kill:0@start+1ms") -> list[Struck]:
         (Ending(exit_code=1, error=LOST), hits("0", COORDINATOR), "unexplained loss", "1 workers were struck"),
         (Ending(exit_code=1, error=LOST), hits("0", "1", strike="stop:0@start+1ms~50ms"), "unexplained loss", "0 work"),
         (Ending(exit_code=1, error=LOST, num_checkpoints=2), hits("0", "1"), "unexplained loss", "2 checkpoints"),
-        (WELL, hits(TEMPLATE, COMMITTER), "same bits", ""),
-        (Ending(exit_code=1, error=GONE), hits("0", TEMPLATE), "template lost", "was killed by SIGKILL"),
+        (WELL, hits(FORKSERVER, COMMITTER), "same bits", ""),
+        (Ending(exit_code=1, error=GONE), hits("0", FORKSERVER), "template lost", "was killed by SIGKILL"),
         (Ending(exit_code=1, error=GONE), hits("0", COMMITTER), "error", "the template was not killed"),
-        (Ending(exit_code=1, error=GONE), hits(TEMPLATE, strike="stop:template@start+1ms~50ms"), "error", "not killed"),
-        (Ending(exit_code=1, error=GONE.replace("--resume", "")), hits(TEMPLATE), "error", "says no way on"),
-        (Ending(exit_code=1, error=GONE.replace("SIGKILL", "x")), hits(TEMPLATE), "error", "how the template ended"),
-        (Ending(exit_code=1, error=EARLY), hits(TEMPLATE), "template lost", "cannot load torch"),
-        (Ending(exit_code=1, error=LOST), hits("0", TEMPLATE), "unexplained loss", "1 workers were struck"),
+        (Ending(exit_code=1, error=GONE), hits(FORKSERVER, strike="stop:template@start+1ms~50ms"), "error",
+        "not killed"),
+        (Ending(exit_code=1, error=GONE.replace("--resume", "")), hits(FORKSERVER), "error", "says no way on"),
+        (Ending(exit_code=1, error=GONE.replace("SIGKILL", "x")), hits(FORKSERVER), "error", "how the template ended"),
+        (Ending(exit_code=1, error=EARLY), hits(FORKSERVER), "template lost", "cannot load torch"),
+        (Ending(exit_code=1, error=LOST), hits("0", FORKSERVER), "unexplained loss", "1 workers were struck"),
     ],
 )  # fmt: skip
 def test_endings_are_judged(ending: Ending, struck: list[Struck], outcome: str, detail: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.observability.processes import RunProcess, described
+from elaswave.observability.processes import RunProcess, process_entry
 from verify.chaos.cases import GOOD, Ending
 from verify.chaos.outside import NUM_STEPS, draw_outside, judge_outside
 from verify.chaos.weather import KINDS, Sky, Weather, draw_weather, is_expected, parse_weather
@@ -67,7 +67,7 @@ def test_jobs_end_only_as_their_weather_permits(weather: str, code: int, error: 
 @pytest.fixture
 def launcher() -> Iterator[tuple[subprocess.Popen[bytes], RunProcess]]:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process, described("launcher", 0, process.pid)
+    yield process, process_entry("launcher", 0, process.pid)
     process.kill()
     process.wait()
 
@@ -136,7 +136,7 @@ def test_no_process_may_be_started(tmp_path: Path) -> None:
         return process.stdout.readline().strip()
 
     try:
-        sky.turn(1, [described("launcher", 0, process.pid)])
+        sky.turn(1, [process_entry("launcher", 0, process.pid)])
         if not sky.has_come:
             pytest.skip("there are no control groups for this process")
         assert ask() == "11"

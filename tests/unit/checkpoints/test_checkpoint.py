@@ -242,14 +242,14 @@ def test_no_item_spans_two_pieces(tmp_path: Path) -> None:
 
 
 def test_pieces_that_are_written_twice_count_once(tmp_path: Path) -> None:
-    """Two epochs' shards of one step: of each piece one is used; files of which none is used are removed."""
+    """Two generations' shards of one step: of each piece one is used; files of which none is used are removed."""
     tensors = {"model.w": torch.arange(8.0).view(2, 4)}
     flat = tensors["model.w"].view(-1)
     folder = shard_folder(tmp_path, 1)
     pieces = [Piece("model.w", (2, 4), start, flat[start : start + 2]) for start in range(0, 8, 2)]
-    first = write_shard(folder, "worker-0-epoch-1", pieces[:3])
-    second = write_shard(folder, "worker-1-epoch-2", pieces[1:])
-    write_shard(folder, "worker-0-epoch-2", pieces[:1])
+    first = write_shard(folder, "worker-0-generation-1", pieces[:3])
+    second = write_shard(folder, "worker-1-generation-2", pieces[1:])
+    write_shard(folder, "worker-0-generation-2", pieces[:1])
     sizes = {own[0].relative_path: own[-1].offset + own[-1].length for own in (first, second)}
     ref = commit_checkpoint(folder, [first[0], first[2], second[0], second[2]], make_meta(tensors, 1), sizes=sizes)
     assert sorted(path.name for path in ref.folder.glob("*.distcp")) == sorted(sizes)
@@ -267,7 +267,7 @@ def test_a_commit_that_its_coordinator_did_not_live_to_tell_is_taken_over(tmp_pa
     first = commit_checkpoint(folder, items, make_meta(tensors, 3))
     again = commit_checkpoint(folder, items, make_meta(tensors, 3))
     assert again == first and not folder.exists()
-    write_shard(shard_folder(tmp_path, 3), "worker-0-epoch-2", [Piece("model.w", (8,), 0, tensors["model.w"])])
+    write_shard(shard_folder(tmp_path, 3), "worker-0-generation-2", [Piece("model.w", (8,), 0, tensors["model.w"])])
     assert commit_checkpoint(folder, items, make_meta(tensors, 3)) == first, "survivors have begun to write once more"
     other = [msgspec.structs.replace(items[0], checksum="0" * 32)]
     with pytest.raises(CheckpointError, match="cannot read"):

@@ -15,7 +15,7 @@ from elaswave.errors import ControlError
 from elaswave.job.control_file import write_control_file
 from elaswave.job.key_files import next_file, read_key
 from elaswave.job.network import JobNetwork
-from elaswave.transport.addresses import Place
+from elaswave.transport.addresses import Endpoint
 from elaswave.transport.tls import Tls
 
 OLD = "the old key of the job"
@@ -40,7 +40,7 @@ class Job:
 
     def runs(self, address: str = "unix:/x", tls: Tls | None = None, *, is_temporary: bool = False) -> None:
         """As the launcher says it."""
-        network = JobNetwork(address, address, address, Place(address, tls=tls))
+        network = JobNetwork(address, address, address, Endpoint(address, tls=tls))
         write_control_file(self.run_dir, network, self.file, is_temporary=is_temporary)
 
     def client(self, run_dir: Path, *, new_key: Any) -> "Job":

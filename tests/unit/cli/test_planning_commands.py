@@ -16,9 +16,9 @@ from elaswave.config.policy_code import policies
 from elaswave.config.presets import device_preset
 from elaswave.observability.events import EventLog
 from elaswave.observability.run_folder import open_run_dir
-from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 
-PREDICTED_ONLY = {name for name, planner in policies().items() if not declared_of(planner).runs_here}
+PREDICTED_ONLY = {name for name, planner in policies().items() if not policy_metadata_of(planner).runs_here}
 
 SMALL = ["--workers", "12", "--stages", "3", "--model", "llama-2-7b", "--device", "h100", "--microbatches", "6"]
 TRACE = "0,add,a\n0,add,b\n0,add,c\n0,add,d\n3600000,remove,b\n7200000,add,b\n10800000,remove,a\n14400000,add,e\n"

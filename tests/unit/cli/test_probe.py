@@ -8,7 +8,7 @@ from tests.agents import free_port
 
 from elaswave.cli.main import main
 from elaswave.config.network import read_network, read_parts
-from elaswave.job.key_files import JobKey, Role
+from elaswave.job.key_files import JobKey, KeyRole
 from elaswave.transport import probing
 from elaswave.transport.addresses import reserve
 
@@ -36,7 +36,12 @@ def port():
     over = threading.Event()
     with reserve("127.0.0.1") as listener:
         listener.listen()
-        arguments = (listener, JobKey(KEY.encode(), None).held(Role.JOINING), lambda: not over.is_set(), lambda _: None)
+        arguments = (
+            listener,
+            JobKey(KEY.encode(), None).held(KeyRole.JOINING),
+            lambda: not over.is_set(),
+            lambda _: None,
+        )
         thread = threading.Thread(target=probing.answer, args=arguments)
         thread.start()
         yield listener.getsockname()[1]

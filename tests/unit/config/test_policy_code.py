@@ -15,7 +15,7 @@ from elaswave.config.policy_code import POLICIES_GROUP, find_policy, policies, r
 from elaswave.errors import ConfigError, InfeasiblePlan, UsageError
 from elaswave.planning.costs.machines import ClusterEvent
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare
-from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.policy.replication import Replication
 
 ARGUMENTS: Any = (
@@ -118,15 +118,15 @@ def test_figures_that_cannot_be_are_refused(
 
 def test_what_a_policy_declares_is_known_of_the_bounded_one(tmp_path: Path):
     body = (
-        "from elaswave.planning.policy.declared import replicates\n"
+        "from elaswave.planning.policy.policy_metadata import replicates\n"
         "from elaswave.planning.policy.replication import Replication\n"
         "@replicates(Replication(unit='nothing', what='nothing', source='me'))\n"
         "def plan(*_): pass"
     )
     own = policy_of(tmp_path, body)
-    assert declared_of(own).replication == Replication(unit="nothing", what="nothing", source="me")
-    assert declared_of(policy_of(tmp_path, "def plan(*_): pass")).replication.unit == "stages"
-    assert declared_of(policies()["torchft"]).replication.unit == "groups"
+    assert policy_metadata_of(own).replication == Replication(unit="nothing", what="nothing", source="me")
+    assert policy_metadata_of(policy_of(tmp_path, "def plan(*_): pass")).replication.unit == "stages"
+    assert policy_metadata_of(policies()["torchft"]).replication.unit == "groups"
 
 
 def test_the_configuration_records_where_the_code_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -147,7 +147,7 @@ def test_a_policy_that_is_neither_a_name_nor_code_is_refused(policy: str):
 
 
 def test_every_named_policy_that_can_run_here_can_be_configured():
-    runs_here = {name: declared_of(planner).runs_here for name, planner in policies().items()}
+    runs_here = {name: policy_metadata_of(planner).runs_here for name, planner in policies().items()}
     for name in (name for name, runs in runs_here.items() if runs):
         config = build_config({"elastic": {"policy": name}})
         assert config.elastic.policy == name and not config.elastic.policy_is_code

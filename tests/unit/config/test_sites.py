@@ -13,7 +13,7 @@ from elaswave.config.far_layout import far_job
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
-from elaswave.config.sites import PACED_SHARE, control_delays_s, labels_of, sites_of, sites_that_may_part
+from elaswave.config.sites import PACED_SHARE, configured_sites, control_delays_s, labels_of, sites_that_may_part
 from elaswave.errors import ConfigError
 from elaswave.fences import coded_bytes
 from elaswave.planning.programs.layout import make_layout
@@ -26,7 +26,7 @@ AT_SITES = [f"sites.network={FILE}"]
 
 def test_without_a_file_all_workers_are_at_one_place() -> None:
     config = load_config()
-    assert sites_of(config) is None and site_links(config, 0) is None
+    assert configured_sites(config) is None and site_links(config, 0) is None
     assert cluster_of(config).network is None
 
 
@@ -52,7 +52,7 @@ def test_what_was_planned_is_kept_when_a_configuration_is_read_again(tmp_path: P
     assert load_config(tmp_path / "config.toml") == config
     given = load_config(None, [*AT_SITES, "layout.widths=[1, 2]"])
     assert given.widths == (1, 2) and given.sites.of_workers is None and not given.model.fences
-    sites = sites_of(given)
+    sites = configured_sites(given)
     assert sites is not None
     assert [sites.network.sites[sites.site_of(worker)] for worker in (0, 1, 2, 3, 7)] == [
         "oregon", "oregon", "virginia", "virginia", "oregon",
@@ -113,7 +113,7 @@ def test_a_workers_links_are_those_from_its_site() -> None:
 def test_who_has_joined_is_where_its_label_says() -> None:
     """Worker 4 would be in Tokyo, as the fifth of the file; it has taken the place of one in London."""
     config: Config = load_config(None, [*AT_SITES, "layout.widths=[1, 1, 1, 1]"])
-    sites, links = sites_of(config), site_links(config, 0)
+    sites, links = configured_sites(config), site_links(config, 0)
     assert sites is not None and links is not None
     layout = make_layout(widths=[2], layers_per_stage=[1], num_microbatches=2, labels={0: "oregon", 4: "london/a"})
     before = links._path_to(4)
@@ -229,7 +229,7 @@ def test_keys_of_sites_that_cannot_be(keys: list[str], said: str) -> None:
 
 def test_real_links_are_paced_below_their_rates_and_nothing_is_emulated() -> None:
     config = load_config(None, [*REAL, "sites.coordinator=tokyo", "layout.widths=[2, 2]"])
-    sites, emulated = sites_of(config), sites_of(load_config(None, [*AT_SITES, "layout.widths=[2, 2]"]))
+    sites, emulated = configured_sites(config), configured_sites(load_config(None, [*AT_SITES, "layout.widths=[2, 2]"]))
     assert sites is not None and emulated is not None and sites.are_real
     ratio = sites.network.bandwidth_bytes_per_s / emulated.network.bandwidth_bytes_per_s
     assert ratio.tolist() == [[pytest.approx(PACED_SHARE)] * 4] * 4

@@ -11,9 +11,9 @@ from elaswave.channel.wire import agent_id
 from elaswave.coordinator.agents import Agents
 from elaswave.errors import NeedlessError, RetryError, UsageError
 from elaswave.job.key_files import JobKey
-from elaswave.job.role import Post
+from elaswave.job.role import AgentRole
 from elaswave.launcher.job import JobOptions, run_job
-from elaswave.launcher.local_job import refusal
+from elaswave.launcher.local_job import error_of_refusal
 from elaswave.protocol.events import Suspected
 from elaswave.protocol.membership.agents import HostAgents
 from elaswave.protocol.membership.effects import HangUp, WorkerGone
@@ -29,8 +29,10 @@ class World:
         self.keys: tuple[bytes, ...] = ()
         self.ended: list[int] = []
         self.hung_up: list[int] = []
-        self.heard_s = 0.0
-        self.known = HostAgents(self.hosts, (), lambda incarnation: self.heard_s, now_s=0.0, is_local=spec is None)
+        self.last_heartbeat_s = 0.0
+        self.known = HostAgents(
+            self.hosts, (), lambda incarnation: self.last_heartbeat_s, now_s=0.0, is_local=spec is None
+        )
         self.agents = Agents(self.known, self._send, self.hung_up.append, spec=spec, checkpoint=None)
         self.come("a", 11)
         self.come("b", 22)
@@ -94,7 +96,7 @@ def test_an_agent_that_asks_what_is_trained_is_told_by_which_keys() -> None:
         faults=[],
         profile=False,
         checkpoint=None,
-        founded=1,
+        job_generation=1,
     )
     world, ask = World(spec), AskJob(job="j", node="c", incarnation=33, config_digest="")
     world.sent.clear()
@@ -129,7 +131,7 @@ def test_a_local_job_goes_on_however_long_its_own_agent_is_away() -> None:
     world.tick((), 1.1 + 10 * GONE_S)
     assert world.ended == [], "workers of the coordinator's own host have not ended with it"
     world.come("a", 11)
-    world.heard_s = 60.0
+    world.last_heartbeat_s = 60.0
     assert world.lost_with(Suspected(0, "exit", "worker 0 has ended")) == [0]
     assert world.lost_with(Suspected(1, "exit", "worker 1 has ended")) == [1, 3]
 
@@ -137,20 +139,20 @@ def test_a_local_job_goes_on_however_long_its_own_agent_is_away() -> None:
 def test_the_agent_of_a_lost_host_is_hung_up_on_and_that_of_a_lost_worker_is_not() -> None:
     world = World()
     assert world.lost_with(Suspected(1, "exit", "worker 1 has ended")) == [1] and world.hung_up == []
-    world.heard_s = 5.0
+    world.last_heartbeat_s = 5.0
     assert world.lost_with(Suspected(1, "heartbeat", "worker 1 is silent")) == [1, 3]
     assert world.hung_up == [agent_id(22)]
 
 
 def test_what_ends_an_agent_that_may_not_take_part() -> None:
-    assert isinstance(refusal(AgentRefused(reason="another job", verdict="misused")), UsageError)
-    assert isinstance(refusal(AgentRefused(reason="too late", verdict="again")), RetryError)
-    assert isinstance(refusal(AgentRefused(reason="there is one", verdict="needless")), NeedlessError)
+    assert isinstance(error_of_refusal(AgentRefused(reason="another job", verdict="misused")), UsageError)
+    assert isinstance(error_of_refusal(AgentRefused(reason="too late", verdict="again")), RetryError)
+    assert isinstance(error_of_refusal(AgentRefused(reason="there is one", verdict="needless")), NeedlessError)
 
 
 def test_hosts_with_agents_are_not_killed_by_the_workers_of_one(tmp_path: Path) -> None:
     config = small_config({"control.hosts": 2})
     options = JobOptions(run_dir=tmp_path / "run", fault_specs=("kill-host:host-0@2",))
     with pytest.raises(UsageError, match="kill the agent of a host instead"):
-        run_job(config, options, key=JobKey(b"k" * 32, None), post=Post("a", 1, job="test"))
+        run_job(config, options, key=JobKey(b"k" * 32, None), agent_role=AgentRole("a", 1, job="test"))
     assert not (tmp_path / "run").exists()

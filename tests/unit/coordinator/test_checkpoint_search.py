@@ -16,7 +16,7 @@ from elaswave.coordinator.process import CoordinatorProcess
 from elaswave.coordinator.records import checkpoints as checkpoints_module
 from elaswave.coordinator.records.checkpoints import CheckpointFinder
 from elaswave.protocol import events
-from elaswave.protocol.detection.detector import UNLEARNED_S, Detector, Position
+from elaswave.protocol.detection.detector import UNLEARNED_S, Detector, WorkerActivity
 
 
 class Search:
@@ -86,7 +86,7 @@ def lost_while_waiting(detector: Detector, begin_s: float, end_s: float) -> list
     now_s = begin_s
     while now_s < end_s:
         for worker in (0, 1):
-            position = Position(2, 5, 0, "recover", computing=False, waiting_on=(), since_s=now_s)
+            position = WorkerActivity(2, 5, 0, "recover", computing=False, waiting_on=(), since_s=now_s)
             detector.heartbeat(worker, position, now_s)
         suspected += [suspicion.worker for suspicion in detector.tick(now_s)]
         now_s += 0.25

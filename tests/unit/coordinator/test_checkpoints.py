@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Standing
+from elaswave.channel.messages.worker import ShardFailed, ShardWritten, TrainingStanding
 from elaswave.checkpoints.checkpoint import (
     CHECKPOINTS,
     SPARE,
@@ -35,7 +35,9 @@ SMALL = ("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2", "lay
 class Job:
     """Workers that write parts of checkpoints, and the coordinator's side of it."""
 
-    def __init__(self, run_dir: Path, describe: Callable[[Standing], CheckpointMeta | None] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, describe: Callable[[TrainingStanding], CheckpointMeta | None] | None = None
+    ) -> None:
         self.run_dir = run_dir
         self.blueprint = Blueprint(load_config(None, list(SMALL)))
         self.written: list[CheckpointRecord] = []
@@ -57,7 +59,7 @@ class Job:
             say=self.said.append,
         )
 
-    def meta(self, standing: Standing) -> CheckpointMeta:
+    def meta(self, standing: TrainingStanding) -> CheckpointMeta:
         return CheckpointMeta(
             step=standing.step,
             losses=[],
@@ -74,19 +76,24 @@ class Job:
             extra={},
         )
 
-    def write(self, step: int, epoch: int, worker: int, place: str = CHECKPOINTS) -> ShardWritten:
+    def write(self, step: int, generation: int, worker: int, place: str = CHECKPOINTS) -> ShardWritten:
         layout, placement = self.blueprint.layout, self.blueprint.placement
         _, store, progress = materialise(self.blueprint, worker, layout, placement, None)
         folder = shard_folder(self.run_dir, step, place)
-        standing = Standing(
-            epoch=epoch, step=step, num_updates=0, exponents=list(progress.grids.exponents), calibrated=True
+        standing = TrainingStanding(
+            generation=generation, step=step, num_updates=0, exponents=list(progress.grids.exponents), calibrated=True
         )
-        items = write_shard(folder, shard_name(worker, epoch), list(owned_pieces(store)))
+        items = write_shard(folder, shard_name(worker, generation), list(owned_pieces(store)))
         return ShardWritten(worker=worker, standing=standing, items=items)
 
-    def decide(self, epoch: int, *, resume_step: int, again: bool = False, rollback: int | None = None) -> None:
+    def decide(self, generation: int, *, resume_step: int, again: bool = False, rollback: int | None = None) -> None:
         decision = SimpleNamespace(
-            epoch=epoch, members=(0, 1), resume_step=resume_step, checkpoint=again, rollback=rollback, joined=()
+            generation=generation,
+            members=(0, 1),
+            resume_step=resume_step,
+            checkpoint=again,
+            rollback=rollback,
+            joined=(),
         )
         self.checkpoints.decided(decision)  # type: ignore[arg-type]
 
@@ -105,7 +112,7 @@ class Job:
 def test_a_part_that_a_rollback_has_made_void_describes_nothing(tmp_path: Path) -> None:
     """Repeated steps need not come to the same grids where the batch has shrunk."""
     described: list[int] = []
-    job = Job(tmp_path, lambda standing: described.append(standing.epoch))
+    job = Job(tmp_path, lambda standing: described.append(standing.generation))
     late = job.write(4, 1, 0)
     job.decide(2, resume_step=3, rollback=2)
     job.checkpoints.part(late)
@@ -119,7 +126,7 @@ def test_what_is_written_again_beside_a_checkpoint_that_is_complete_does_not_sta
     first, second = job.write(4, 1, 0), job.write(4, 1, 1)
     job.checkpoints.part(first)
     job.decide(2, resume_step=5, again=True)
-    job.checkpoints.part(second)  # it was under way when the new epoch began
+    job.checkpoints.part(second)  # it was under way when the new generation began
     job.answer()
     assert [record.step for record in job.written] == [4]
     again = [job.write(4, 2, worker) for worker in (0, 1)]
@@ -217,7 +224,7 @@ def test_a_commit_of_the_last_checkpoint_is_tried_again_within_a_bound_and_said_
 def test_a_part_that_is_tried_again_is_said_and_still_waited_for(tmp_path: Path) -> None:
     job = Job(tmp_path)
     for again in (True, True, False):
-        job.checkpoints.part(ShardFailed(worker=0, epoch=1, step=4, reason="full", again=again))
+        job.checkpoints.part(ShardFailed(worker=0, generation=1, step=4, reason="full", again=again))
         assert job.given_up == []
     assert len(job.said) == 1 and "step 4, cannot be written and is tried again" in job.said[0]
     job.checkpoints.part(job.write(4, 1, 1))
@@ -230,7 +237,7 @@ def test_a_checkpoint_goes_as_a_whole_to_the_spare_place_wherever_its_parts_are(
     link_spare(run_dir, spare)
     job = Job(run_dir)
     first, second = job.write(4, 1, 0), job.write(4, 1, 1, SPARE)
-    (run_dir / "checkpoints" / "step-00000004.tmp" / "worker-1-epoch-1.distcp").mkdir()  # what cannot be written
+    (run_dir / "checkpoints" / "step-00000004.tmp" / "worker-1-generation-1.distcp").mkdir()  # what cannot be written
     for part in (first, second):
         job.checkpoints.part(part)
     job.answer()

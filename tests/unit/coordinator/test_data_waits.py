@@ -6,7 +6,7 @@ from elaswave.coordinator.planning.measurements import DATA_WAITS_REPORTS, DataW
 
 def timings(worker: int, data_wait_s: float, elapsed_s: float = 2.0) -> Timings:
     return Timings(
-        worker=worker, epoch=1, step=5, level=0, actions=[], data_wait_s=data_wait_s, elapsed_s=elapsed_s
+        worker=worker, generation=1, step=5, level=0, actions=[], data_wait_s=data_wait_s, elapsed_s=elapsed_s
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ DATA = {"num_bytes": 100, "sample": "ab", "content": ""}
 def spec(mark: str = "") -> JobSpec:
     return JobSpec(
         job="demo", config={}, config_digest="", host="a", run_dir="/shared/run", mark=mark, data=DATA, faults=[],
-        profile=False, checkpoint=None, founded=1,
+        profile=False, checkpoint=None, job_generation=1,
     )  # fmt: skip
 
 

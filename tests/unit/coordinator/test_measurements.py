@@ -27,13 +27,13 @@ def timings(worker: int, forward_s: float) -> Timings:
         ActionTiming(worker=worker, stage=stage, start=3 * stage, stop=3 * stage + 3, kind=kind, seconds=s, count=4)
         for kind, s in (("F", forward_s), ("B", 2 * forward_s))
     ]
-    return Timings(worker=worker, epoch=1, step=5, level=0, actions=actions)
+    return Timings(worker=worker, generation=1, step=5, level=0, actions=actions)
 
 
 def step(duration_s: float, run_s: float, attempt: int = 1) -> StepReport:
     phases = {"run": run_s, "reduce": duration_s - run_s}
     return StepReport(
-        worker=0, epoch=1, step=5, attempt=attempt, loss=1.0, norm=1.0, learning_rate=0.1, duration_s=duration_s,
+        worker=0, generation=1, step=5, attempt=attempt, loss=1.0, norm=1.0, learning_rate=0.1, duration_s=duration_s,
         phases_s=phases, vector=b"", change=0, checkpoint=0, retries=[],
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ def test_a_recorded_run_on_a_busy_machine_changes_nothing(name):
             )
             for start, stop, kind, us, n in actions
         ]
-        report = Timings(worker=worker, epoch=1, step=step, level=base_level(config), actions=told)
+        report = Timings(worker=worker, generation=1, step=step, level=base_level(config), actions=told)
         num_rounds += bool(measured.add(report, ALL))
         assert measured.shift is None
     assert num_rounds >= 15

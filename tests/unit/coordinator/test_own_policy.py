@@ -91,7 +91,7 @@ def lost_question(given: Config) -> PlanRecovery:
     members = (0, 2, 3, 4, 5)
     return PlanRecovery(
         sequence=1,
-        epoch=2,
+        generation=2,
         members=members,
         lost=(1,),
         layout=plan.layout,

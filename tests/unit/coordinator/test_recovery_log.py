@@ -14,8 +14,8 @@ from elaswave.observability.events import LayoutChosen
 from elaswave.observability.result import Recovery
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.search.recovery import survivor_layout
-from elaswave.protocol.detection.detector import Position
-from elaswave.protocol.events import NewEpoch, Suspected
+from elaswave.protocol.detection.detector import WorkerActivity
+from elaswave.protocol.events import NewGeneration, Suspected
 from elaswave.protocol.messages import Decision, Installed
 from elaswave.types import Layout
 
@@ -30,24 +30,26 @@ def log(tmp_path: Path) -> RecoveryLog:
 def _lose(
     log: RecoveryLog,
     worker: int,
-    epoch: int,
+    generation: int,
     layout: Layout = LAYOUT,
     *,
     step: int = 3,
-    heard: tuple[int, str] | None = None,
+    received: tuple[int, str] | None = None,
 ) -> Layout:
     """A worker is lost in a step, and the survivors are told how to go on.
 
     Args:
         heard: step and label of its last heartbeat.
     """
-    at, label = heard or (step, "backward")
-    log.seen(worker, Position(epoch - 1, at, 1, label, computing=True, waiting_on=(), since_s=0.0))
-    log.new_epoch(NewEpoch(epoch, (Suspected(worker, "exit", "it has ended"),)), layout, now_s=10.0 * epoch)
+    at, label = received or (step, "backward")
+    log.seen(worker, WorkerActivity(generation - 1, at, 1, label, computing=True, waiting_on=(), since_s=0.0))
+    log.new_generation(
+        NewGeneration(generation, (Suspected(worker, "exit", "it has ended"),)), layout, now_s=10.0 * generation
+    )
     after = survivor_layout(layout, [worker])
     decision = Decision(
         term=1,
-        epoch=epoch,
+        generation=generation,
         members=after.workers,
         lost=(worker,),
         evidence=None,
@@ -64,18 +66,18 @@ def _lose(
         reason="it has ended",
         num_microbatches_recomputed=3,
     )
-    log.decided(decision, now_s=10.0 * epoch + 1, plan_s=0.25)
+    log.decided(decision, now_s=10.0 * generation + 1, plan_s=0.25)
     return after
 
 
-def _installed(worker: int, epoch: int = 2) -> Installed:
-    return Installed(worker=worker, epoch=epoch, edit_s=0.1 * worker, promote_s=0.2, critical_bytes=1000)
+def _installed(worker: int, generation: int = 2) -> Installed:
+    return Installed(worker=worker, generation=generation, edit_s=0.1 * worker, promote_s=0.2, critical_bytes=1000)
 
 
-def _report(step: int, epoch: int) -> StepReport:
+def _report(step: int, generation: int) -> StepReport:
     return StepReport(
         worker=1,
-        epoch=epoch,
+        generation=generation,
         step=step,
         attempt=2,
         loss=1.0,
@@ -109,7 +111,7 @@ def test_the_redone_step_completes_a_recovery(log: RecoveryLog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heard", "label", "place"),
+    ("received", "label", "place"),
     [
         (1, "backward", (3, "any")),
         (2, "1F0", (3, "any")),
@@ -120,10 +122,10 @@ def test_the_redone_step_completes_a_recovery(log: RecoveryLog) -> None:
     ],
 )
 def test_a_heartbeat_older_than_the_last_vote_does_not_tell_the_step(
-    log: RecoveryLog, heard: int, label: str, place: tuple[int, str]
+    log: RecoveryLog, received: int, label: str, place: tuple[int, str]
 ) -> None:
     """Steps may be quicker than heartbeats."""
-    _lose(log, 0, 2, heard=(heard, label))
+    _lose(log, 0, 2, received=(received, label))
     log.resumed(21.5)
     (recovery,) = log.committed(_report(3, 2), 24.0)
     assert (recovery.step, recovery.phase) == place
@@ -160,12 +162,12 @@ def test_a_survivor_that_is_lost_before_it_was_heard_holds_no_report_up(log: Rec
     assert log.committed(_report(3, 2), 24.0) == []
     _lose(log, 2, 3, after, step=4)
     (recovery,) = log.committed(_report(4, 3), 34.0)
-    assert (recovery.worker, recovery.epoch, recovery.outcome) == (0, 2, "retried")
+    assert (recovery.worker, recovery.generation, recovery.outcome) == (0, 2, "retried")
     assert _summary(recovery) == (1000, 0.1, 4.0)
-    log.installed(_installed(1, epoch=3))
-    log.installed(_installed(3, epoch=3))
+    log.installed(_installed(1, generation=3))
+    log.installed(_installed(3, generation=3))
     (second,) = log.resumed(35.0)
-    assert (second.worker, second.epoch, second.critical_bytes) == (2, 3, 2000)
+    assert (second.worker, second.generation, second.critical_bytes) == (2, 3, 2000)
 
 
 def test_another_loss_before_the_decision_is_carried_out_continues_the_recovery(log: RecoveryLog) -> None:
@@ -173,10 +175,10 @@ def test_another_loss_before_the_decision_is_carried_out_continues_the_recovery(
     log.installed(_installed(1))
     _lose(log, 2, 3, after)
     for worker in (1, 3):
-        log.installed(_installed(worker, epoch=3))
+        log.installed(_installed(worker, generation=3))
     assert log.resumed(32.0) == []
     recoveries = log.committed(_report(3, 3), 34.0)
-    assert [(each.worker, each.epoch, each.critical_bytes) for each in recoveries] == [(0, 3, 2000), (2, 3, 2000)]
+    assert [(each.worker, each.generation, each.critical_bytes) for each in recoveries] == [(0, 3, 2000), (2, 3, 2000)]
 
 
 def test_the_end_of_the_job_completes_what_is_left(log: RecoveryLog) -> None:
@@ -188,20 +190,23 @@ def test_the_end_of_the_job_completes_what_is_left(log: RecoveryLog) -> None:
 
 
 def test_nothing_is_reported_of_a_loss_that_nobody_has_decided_upon(log: RecoveryLog) -> None:
-    log.new_epoch(NewEpoch(2, (Suspected(0, "exit", "it has ended"),)), LAYOUT, now_s=20.0)
+    log.new_generation(NewGeneration(2, (Suspected(0, "exit", "it has ended"),)), LAYOUT, now_s=20.0)
     assert log.resumed(21.0) == log.committed(_report(3, 1), 22.0) == log.flush() == []
 
 
-def _change_members(log: RecoveryLog, epoch: int, *, joined: tuple[int, ...] = (), left: tuple[int, ...] = ()) -> None:
+def _change_members(
+    log: RecoveryLog, generation: int, *, joined: tuple[int, ...] = (), left: tuple[int, ...] = ()
+) -> None:
     """Members have paused before step 7; others come and go, and all are told how to go on."""
-    log.new_epoch(NewEpoch(epoch, (), joined, left), LAYOUT, now_s=10.0 * epoch)
+    log.new_generation(NewGeneration(generation, (), joined, left), LAYOUT, now_s=10.0 * generation)
     members = tuple(sorted({*LAYOUT.workers, *joined} - set(left)))
     decision = Decision(
-        term=1, epoch=epoch, members=members, lost=(), evidence=None, resume_step=7, resume_attempt=1, layout=LAYOUT,
+        term=1, generation=generation, members=members, lost=(), evidence=None, resume_step=7, resume_attempt=1,
+        layout=LAYOUT,
         placement=Placement((), ()), deliver=(), rollback=None, evaluate=False, checkpoint=False, published=6,
         promoted=0, reason="members have changed", joined=joined, left=left,
     )  # fmt: skip
-    log.decided(decision, now_s=10.0 * epoch + 1, plan_s=0.25)
+    log.decided(decision, now_s=10.0 * generation + 1, plan_s=0.25)
 
 
 def test_joins_and_leaves_have_entries_that_begin_with_the_pause(log: RecoveryLog) -> None:
@@ -214,7 +219,7 @@ def test_joins_and_leaves_have_entries_that_begin_with_the_pause(log: RecoveryLo
         ("drained", 1, "drain"),
     ]
     for each in (joined, drained):
-        assert (each.step, each.epoch, each.outcome, each.detect_s) == (7, 2, "committed", None)
+        assert (each.step, each.generation, each.outcome, each.detect_s) == (7, 2, "committed", None)
         assert (each.agree_s, each.plan_s, each.redo_s, each.total_s) == (0.75, 0.25, 0.0, 2.0)
         assert not each.is_failure
     assert log.describe(joined) == "worker 4 has joined: training paused for 2000 ms"
@@ -222,7 +227,7 @@ def test_joins_and_leaves_have_entries_that_begin_with_the_pause(log: RecoveryLo
 
 
 def test_a_joiner_that_is_lost_before_the_decision_has_not_joined(log: RecoveryLog) -> None:
-    log.new_epoch(NewEpoch(2, (), (4,)), LAYOUT, now_s=20.0)
+    log.new_generation(NewGeneration(2, (), (4,)), LAYOUT, now_s=20.0)
     _lose(log, 4, 3)
     log.resumed(32.0)
     assert [(each.kind, each.worker) for each in log.committed(_report(3, 3), 33.0)] == [("lost", 4)]
@@ -230,7 +235,7 @@ def test_a_joiner_that_is_lost_before_the_decision_has_not_joined(log: RecoveryL
 
 def _changed(layout: Layout, **speeds: float) -> LayoutChosen:
     by_worker = {int(name[1:]): speed for name, speed in speeds.items()}
-    return LayoutChosen(epoch=2, layout=layout, reason="planned", first_step=9, change=1, speeds=by_worker)
+    return LayoutChosen(generation=2, layout=layout, reason="planned", first_step=9, change=1, speeds=by_worker)
 
 
 def test_a_planned_change_is_a_slow_down_or_a_migration_or_nothing_to_tell() -> None:

@@ -11,13 +11,13 @@ from elaswave.observability.events import Recovered
 from elaswave.observability.result import Recovery
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.search.recovery import survivor_layout
-from elaswave.protocol.events import NewEpoch, Suspected
+from elaswave.protocol.events import NewGeneration, Suspected
 from elaswave.protocol.messages import Decision
 from elaswave.store.journal import Entered
 
 LAYOUT = make_layout(widths=(2, 1), layers_per_stage=[1, 1], num_microbatches=4)
 LOST = Recovery(
-    kind="lost", worker=1, step=2, phase="any", detected_by="exit", epoch=2, attempt=1, outcome="retried",
+    kind="lost", worker=1, step=2, phase="any", detected_by="exit", generation=2, attempt=1, outcome="retried",
     detect_s=None, agree_s=0.0, plan_s=0.0, edit_s=0.0, promote_s=0.0, redo_s=0.0, total_s=0.1, critical_bytes=0,
     num_microbatches_recomputed=0,
 )  # fmt: skip
@@ -35,9 +35,9 @@ class Log:
     def describe(self, recovery):
         return f"worker {recovery.worker} lost"
 
-    def restarted(self, ended_s, now_s, step, epoch):
+    def restarted(self, ended_s, now_s, step, generation):
         return msgspec.structs.replace(
-            LOST, kind="coordinator", worker=None, step=step, epoch=epoch, total_s=now_s - ended_s
+            LOST, kind="coordinator", worker=None, step=step, generation=generation, total_s=now_s - ended_s
         )
 
 
@@ -52,9 +52,9 @@ def reports(ends_s=(), records=()) -> tuple[RecoveryReports, Log, list[str]]:
     return made, log, said
 
 
-def decision(epoch, lost, **changes):
+def decision(generation, lost, **changes):
     return Decision(
-        term=1, epoch=epoch, members=(0, 2), lost=lost, evidence=None, resume_step=1, resume_attempt=1,
+        term=1, generation=generation, members=(0, 2), lost=lost, evidence=None, resume_step=1, resume_attempt=1,
         layout=survivor_layout(LAYOUT, [1]), placement=Placement((0,), ((),)), deliver=(), rollback=None,
         evaluate=False, checkpoint=False, published=0, promoted=0, reason="it has ended", **changes,
     )  # fmt: skip
@@ -71,17 +71,17 @@ def test_a_line_is_shown_before_the_entry_is_made():
 
 def test_losses_are_reported_under_the_layout_that_they_have_struck():
     made, log, _ = reports()
-    effect = NewEpoch(2, (Suspected(1, "exit", "it has ended"),))
-    made.new_epoch(effect, 7.0)
-    assert log.told == [("new_epoch", effect, LAYOUT, 7.0)]
+    effect = NewGeneration(2, (Suspected(1, "exit", "it has ended"),))
+    made.new_generation(effect, 7.0)
+    assert log.told == [("new_generation", effect, LAYOUT, 7.0)]
 
 
 def test_a_successor_takes_over_what_has_no_entry_yet():
     made, log, said = reports(records=[Entered(event=Recovered(recovery=LOST))])
-    undecided = NewEpoch(4, (Suspected(2, "exit", "it has ended"),))
+    undecided = NewGeneration(4, (Suspected(2, "exit", "it has ended"),))
     made.restore([decision(2, (1,)), decision(3, (0,))], undecided, 9.0)
-    assert [entry[0] for entry in log.told] == ["new_epoch", "decided", "resumed", "new_epoch"]
-    assert log.told[0][1] == NewEpoch(3, (Suspected(0, "exit", "it has ended"),))
+    assert [entry[0] for entry in log.told] == ["new_generation", "decided", "resumed", "new_generation"]
+    assert log.told[0][1] == NewGeneration(3, (Suspected(0, "exit", "it has ended"),))
     assert log.told[3][1] == undecided
     assert said == [], "nothing is shown before a step has been committed"
 
@@ -90,9 +90,9 @@ def test_a_successor_takes_over_joins_and_leaves_that_have_no_entry_yet():
     entered = (msgspec.structs.replace(LOST, kind=kind, worker=worker) for kind, worker in (("joined", 3), ("lost", 4)))
     made, log, _ = reports(records=[Entered(event=Recovered(recovery=recovery)) for recovery in entered])
     made.restore([decision(2, (), joined=(3,)), decision(3, (), joined=(4,)), decision(4, (), left=(3,))], None, 9.0)
-    assert [entry[1] for entry in log.told if entry[0] == "new_epoch"] == [
-        NewEpoch(3, (), (4,), ()),
-        NewEpoch(4, (), (), (3,)),
+    assert [entry[1] for entry in log.told if entry[0] == "new_generation"] == [
+        NewGeneration(3, (), (4,), ()),
+        NewGeneration(4, (), (), (3,)),
     ]
 
 

@@ -223,7 +223,7 @@ def test_a_coordinator_begins_with_the_execution_parameters_of_the_start_and_tak
     after = survivor_layout(blueprint.layout, [1])
     decision = Decision(
         term=1,
-        epoch=2,
+        generation=2,
         members=after.workers,
         lost=(1,),
         evidence=None,

@@ -40,7 +40,7 @@ def test_costs_are_worked_out_only_for_a_plan(monkeypatch: pytest.MonkeyPatch) -
     given = plan()
     run = RunPlanner(given)
     shifted(run, 1, 0.5)
-    decision: Any = SimpleNamespace(epoch=2, layout=given.layout, execution=given.execution, lost=(3,))
+    decision: Any = SimpleNamespace(generation=2, layout=given.layout, execution=given.execution, lost=(3,))
     assert run.search(decision, given.layout) is not None and run.measurements.shift is None
     monkeypatch.setattr(run.measurements, "costs", lambda: pytest.fail("nothing is to be planned"))
     assert run.search(decision, given.layout) is None

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from elaswave.blocks.placement import Placement
-from elaswave.channel.messages.worker import Finished, Standing, StepReport
+from elaswave.channel.messages.worker import Finished, StepReport, TrainingStanding
 from elaswave.coordinator.records.run_state import RunState
 from elaswave.errors import StateError
 from elaswave.observability.events import (
@@ -31,28 +31,28 @@ def published(step, loss=2.0):
     return Published(step=step, loss=loss, finished_s=10.0 * step)
 
 
-def chosen(epoch=1, layout=LAYOUT, first_step=1, **values):
+def chosen(generation=1, layout=LAYOUT, first_step=1, **values):
     event = LayoutChosen(
-        epoch=epoch, layout=layout, reason="", first_step=first_step, layer_names=[], layer_parameters=[],
+        generation=generation, layout=layout, reason="", first_step=first_step, layer_names=[], layer_parameters=[],
         start_up_s=values.pop("start_up_s", 3.0), **values,
     )  # fmt: skip
     return Entered(event=event)
 
 
-def finished(worker, epoch=1, step=2, stopped=False):
-    standing = Standing(epoch=epoch, step=step, num_updates=step, calibrated=True, exponents=[])
+def finished(worker, generation=1, step=2, stopped=False):
+    standing = TrainingStanding(generation=generation, step=step, num_updates=step, calibrated=True, exponents=[])
     return Finished(
         worker=worker, standing=standing, stopped=stopped, owner_digests={}, followed_digests={}, follower_digests={},
         optimizer_bytes=0, peak_bytes=0, bytes_sent=0,
     )  # fmt: skip
 
 
-def reported(step, attempt=1, epoch=1):
-    return msgspec.structs.replace(REPORT, step=step, attempt=attempt, epoch=epoch)
+def reported(step, attempt=1, generation=1):
+    return msgspec.structs.replace(REPORT, step=step, attempt=attempt, generation=generation)
 
 
 REPORT = StepReport(
-    worker=0, epoch=1, step=1, attempt=1, loss=2.0, norm=1.0, learning_rate=0.1, duration_s=9.0,
+    worker=0, generation=1, step=1, attempt=1, loss=2.0, norm=1.0, learning_rate=0.1, duration_s=9.0,
     phases_s={}, retries=[], vector=b"", change=0, checkpoint=0,
 )  # fmt: skip
 
@@ -113,18 +113,18 @@ def test_the_first_layout_is_shown_when_every_member_is_ready():
 
 def test_layouts_and_their_steps():
     state = state_of(published(1), published(2), chosen(), chosen(2, AFTER, first_step=3))
-    assert (state.epoch, state.members, state.layout, state.start_up_s) == (2, AFTER.workers, AFTER, 3.0)
+    assert (state.generation, state.members, state.layout, state.start_up_s) == (2, AFTER.workers, AFTER, 3.0)
     assert state.layout_of(2) == LAYOUT and state.layout_of(3) == AFTER
-    assert state.layout_of(3, epoch=1) == LAYOUT, "it was committed before the loss was known"
+    assert state.layout_of(3, generation=1) == LAYOUT, "it was committed before the loss was known"
     assert state.layout_before(2) == LAYOUT and state.layout_before(1) == LAYOUT
     assert state_of().layout == LAYOUT and state_of().layout_of(1) == LAYOUT
 
 
-def test_a_change_that_is_heard_of_after_its_epoch_does_not_bring_the_lost_back():
+def test_a_change_that_is_heard_of_after_its_generation_does_not_bring_the_lost_back():
     state = state_of(chosen())
-    state.new_epoch(2)
+    state.new_generation(2)
     state.apply(chosen(1, LAYOUT, first_step=2, change=1))
-    assert (state.epoch, state.newest_change) == (2, 1)
+    assert (state.generation, state.newest_change) == (2, 1)
     state.apply(chosen(2, AFTER, first_step=3))
     assert state.members == AFTER.workers
 
@@ -132,14 +132,14 @@ def test_a_change_that_is_heard_of_after_its_epoch_does_not_bring_the_lost_back(
 def test_predicted_and_measured_times_belong_to_the_newest_layout():
     state = state_of(chosen())
     assert state.lacks_prediction()
-    state.apply(Entered(event=StepTimePredicted(epoch=1, change=0, predicted_step_s=0.5)))
+    state.apply(Entered(event=StepTimePredicted(generation=1, change=0, predicted_step_s=0.5)))
     assert not state.lacks_prediction()
     state.apply(
         Entered(
-            event=StepTimeMeasured(epoch=1, change=0, predicted_step_s=0.5, measured_step_s=0.75, num_steps=4),
+            event=StepTimeMeasured(generation=1, change=0, predicted_step_s=0.5, measured_step_s=0.75, num_steps=4),
         )
     )
-    assert (state.epochs[0].predicted_step_s, state.epochs[0].measured_step_s) == (0.5, 0.75)
+    assert (state.generations[0].predicted_step_s, state.generations[0].measured_step_s) == (0.5, 0.75)
     assert not state_of().lacks_prediction()
 
 
@@ -158,7 +158,7 @@ def test_step_times_count_from_one_end_to_the_next():
 
 def test_recoveries_and_restarts():
     lost = Recovery(
-        kind="lost", worker=1, step=2, phase="any", detected_by="exit", epoch=2, attempt=1, outcome="retried",
+        kind="lost", worker=1, step=2, phase="any", detected_by="exit", generation=2, attempt=1, outcome="retried",
         detect_s=None, agree_s=0.0, plan_s=0.0, edit_s=0.0, promote_s=0.0, redo_s=0.0, total_s=0.1, critical_bytes=0,
         num_microbatches_recomputed=0,
     )  # fmt: skip
@@ -166,7 +166,7 @@ def test_recoveries_and_restarts():
     state = state_of(Entered(event=Recovered(recovery=lost)), Entered(event=Recovered(recovery=restart)))
     assert (state.recoveries, state.num_restarts) == ([lost, restart], 1)
     decision = Decision(
-        term=1, epoch=3, members=(0,), lost=(1, 2), evidence=None, resume_step=1, resume_attempt=1, layout=LAYOUT,
+        term=1, generation=3, members=(0,), lost=(1, 2), evidence=None, resume_step=1, resume_attempt=1, layout=LAYOUT,
         placement=Placement((0,), ((),)), deliver=(), rollback=None, evaluate=False, checkpoint=False, published=0,
         promoted=0, reason="",
     )  # fmt: skip
@@ -185,27 +185,27 @@ def test_planned_changes_that_move_layers_or_follow_slow_workers_are_entries():
         chosen(layout=wider, first_step=5, change=1),
         chosen(layout=wider, first_step=8, change=2, speeds={2: 0.5}),
         chosen(layout=wider, first_step=9, change=3, speeds={2: 0.5}),
-        chosen(epoch=2, layout=AFTER, first_step=11),
+        chosen(generation=2, layout=AFTER, first_step=11),
     )
     found = [(each.kind, each.worker, each.step) for each in state.recoveries]
     assert found == [("migrated", None, 5), ("slowed", 2, 8)]
 
 
-def test_the_end_is_known_when_every_member_has_finished_in_this_epoch():
+def test_the_end_is_known_when_every_member_has_finished_in_this_generation():
     state = state_of(published(1), published(2))
     for worker in (0, 1):
         state.finish(finished(worker))
     assert not state.all_finished
-    state.finish(finished(2, epoch=0))
-    assert not state.all_finished, "an older epoch's"
+    state.finish(finished(2, generation=0))
+    assert not state.all_finished, "an older generation's"
     state.finish(finished(2))
     assert state.all_finished and not state.was_stopped
     state.finish(finished(2, step=3))
     assert not state.all_finished, "a loss is still to come"
     state.finish(finished(2, stopped=True))
     assert state.was_stopped
-    state.new_epoch(2)
-    assert not state.finished and state.epoch == 2
+    state.new_generation(2)
+    assert not state.finished and state.generation == 2
 
 
 def test_the_outcome_outlives_the_coordinator():
@@ -233,6 +233,6 @@ def test_a_live_state_and_a_restored_one_are_equal():
     live.apply(records[1])
     live.time_step(reported(1), 10.0)
     live.apply(records[2])
-    live.new_epoch(2)
+    live.new_generation(2)
     live.apply(records[3])
     assert vars(live) == vars(state_of(*records))

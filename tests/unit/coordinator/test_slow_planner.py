@@ -16,7 +16,7 @@ from elaswave.coordinator.planning.recovery_planning import RecoveryPlanning
 from elaswave.coordinator.process import CoordinatorProcess
 from elaswave.protocol.coordinator.decisions import plan_survivors
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.coordinator.transitions import State
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
 from verify.simulator.job import model_of
 
@@ -55,7 +55,7 @@ class Process(CoordinatorProcess):
     def lose(self, worker: int) -> None:
         self.feed(suspicion(worker))
         for member in self.core.members:
-            self.feed(report(member, self.core.epoch, job=FIVE))
+            self.feed(report(member, self.core.generation, job=FIVE))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -74,7 +74,7 @@ def test_a_quick_plan_is_answered_in_the_same_turn():
     async def run() -> None:
         process = Process(survivors, is_quick=True)
         process.lose(1)
-        assert process.core.state is State.TRAINING and not process.paused
+        assert process.core.state is CoordinatorState.TRAINING and not process.paused
         assert process.threads == ["MainThread"]
 
     asyncio.run(run())
@@ -90,11 +90,11 @@ def test_a_slow_plan_lets_other_events_through_and_holds_no_standstill_against_a
     async def run() -> None:
         process = Process(plan)
         process.lose(1)
-        assert process.core.state is State.PLANNING and process.paused == [True]
+        assert process.core.state is CoordinatorState.PLANNING and process.paused == [True]
         process.lose(3)  # while the first question is being thought about
-        assert process.core.state is State.PLANNING
+        assert process.core.state is CoordinatorState.PLANNING
         go_on.set()
-        await until(lambda: process.core.state is State.TRAINING)
+        await until(lambda: process.core.state is CoordinatorState.TRAINING)
         assert process.core.decision is not None
         assert process.core.decision.members == (0, 2, 4) and process.core.decision.plan == "as planned"
         await until(lambda: not process._background._tasks)
@@ -115,7 +115,7 @@ def test_a_planner_that_exceeds_its_bound_is_replaced(monkeypatch: pytest.Monkey
     async def run() -> None:
         process = Process(plan)
         process.lose(1)
-        await until(lambda: process.core.state is State.TRAINING)
+        await until(lambda: process.core.state is CoordinatorState.TRAINING)
         decision = process.core.decision
         assert (
             decision is not None
@@ -136,7 +136,7 @@ def test_a_planner_that_fails_is_replaced(is_quick):
     async def run() -> None:
         process = Process(plan, is_quick=is_quick)
         process.lose(1)
-        await until(lambda: process.core.state is State.TRAINING)
+        await until(lambda: process.core.state is CoordinatorState.TRAINING)
         assert process.core.decision is not None
         assert process.core.decision.plan == "planning has failed (no costs): survivors keep their stages"
         assert not process._background.broken.done()

@@ -15,7 +15,7 @@ from elaswave.cli.main import main
 from elaswave.data import tokenize as module
 from elaswave.data.sources import open_source
 from elaswave.data.token_files import read_header
-from elaswave.data.tokenize import Tokenizer, load_tokenizer, pieces_of, tokenize
+from elaswave.data.tokenize import Tokenizer, load_tokenizer, text_pieces, tokenize
 from elaswave.errors import DataError, UsageError
 
 
@@ -60,7 +60,7 @@ def text_file(folder: Path, num_lines: int = 400) -> Path:
 
 def test_pieces_are_the_text_and_end_at_lines(tmp_path: Path) -> None:
     path = text_file(tmp_path)
-    pieces = list(pieces_of(path, 100))
+    pieces = list(text_pieces(path, 100))
     assert "".join(pieces) == path.read_text() and len(pieces) > 20
     assert all(re.search(r"\S\n\Z", piece) or following.startswith(" ") for piece, following in zip(pieces, pieces[1:]))
     assert max(map(len, pieces)) < 400
@@ -70,13 +70,13 @@ def test_pieces_are_the_text_and_end_at_lines(tmp_path: Path) -> None:
 def test_texts_without_lines(tmp_path: Path, text: str, num_pieces: int) -> None:
     path = tmp_path / "text.txt"
     path.write_text(text)
-    pieces = list(pieces_of(path, 100))
+    pieces = list(text_pieces(path, 100))
     assert "".join(pieces) == text and abs(len(pieces) - num_pieces) <= 2
 
 
 def test_tokens_of_pieces_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 100)
-    monkeypatch.setattr(module.pieces_of, "__defaults__", (100,))
+    monkeypatch.setattr(module.text_pieces, "__defaults__", (100,))
     path, encoder = text_file(tmp_path), Words()
     seen: list[tuple[int, int]] = []
     made = tokenize(
@@ -96,7 +96,7 @@ def test_tokens_of_pieces_are_those_of_the_whole(tmp_path: Path, monkeypatch: py
 
 
 def test_a_tokenizer_that_needs_a_text_whole_gets_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.pieces_of, "__defaults__", (100,))
+    monkeypatch.setattr(module.text_pieces, "__defaults__", (100,))
     path, encoder = text_file(tmp_path), Words(prefix=" ")
     assert made_with(Words()).splits_at_lines() and not made_with(encoder).splits_at_lines()
     tokenize([path], made_with(encoder), tmp_path / "out.bin")
@@ -179,6 +179,6 @@ def test_a_real_tokenizer(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     assert tokenizer.splits_at_lines()
     whole = trained.encode(path.read_text(), add_special_tokens=False).ids
-    assert [token for piece in pieces_of(path, 1000) for token in tokenizer.encode([piece])[0]] == whole
+    assert [token for piece in text_pieces(path, 1000) for token in tokenizer.encode([piece])[0]] == whole
     made = tokenize([path], tokenizer, tmp_path / "out.bin", append=tokenizer.id_of("<eos>"))
     assert made.num_tokens == len(whole) + 1 and made.token_bytes == 2

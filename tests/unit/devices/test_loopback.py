@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from elaswave.devices.host import HOST
-from elaswave.devices.interface import read, wait_for
+from elaswave.devices.interface import read_tensors, wait_for
 from elaswave.devices.loopback import LOOKS, Loopback
 from elaswave.devices.readings import Readings
 
@@ -69,7 +69,7 @@ def test_numbers_are_as_they_were_when_they_were_noted(device):
 
 def test_several_tensors_are_read_by_one_wait():
     device, looked = Loopback(), []
-    found = read(device, [torch.arange(3), torch.ones(2)], lambda: looked.append(1))
+    found = read_tensors(device, [torch.arange(3), torch.ones(2)], lambda: looked.append(1))
     assert [each.tolist() for each in found] == [[0, 1, 2], [1.0, 1.0]] and len(looked) == LOOKS
 
 

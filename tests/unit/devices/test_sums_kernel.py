@@ -11,7 +11,7 @@ from tests.unit.shapes import make_shape
 from elaswave.blocks.grids import MAX_EXPONENT, MIN_EXPONENT
 from elaswave.blocks.shapes import LayerShape
 from elaswave.devices import sums_kernel
-from elaswave.devices.sums_kernel import NOT_FINITE, Chunks, Gradients, Run, add_by_kernel, add_by_operators
+from elaswave.devices.sums_kernel import NOT_FINITE, Chunks, FlatRange, Gradients, add_by_kernel, add_by_operators
 from elaswave.hashing import MASK64
 from elaswave.state.sums import ExactAccumulator
 from elaswave.state.words import plane_dtypes, unused_bits
@@ -47,8 +47,8 @@ class Sums(NamedTuple):
     checksum: torch.Tensor
 
 
-def runs_of(shape: LayerShape) -> list[Run]:
-    return [Run(slot.offset, slot.numel) for slot in shape.tensors]
+def runs_of(shape: LayerShape) -> list[FlatRange]:
+    return [FlatRange(slot.offset, slot.numel) for slot in shape.tensors]
 
 
 def sums_on_device(
@@ -222,9 +222,11 @@ def test_the_checksum_need_not_be_kept(by: str) -> None:
 
 def test_gradients_of_two_types_with_gaps_or_of_another_size_are_refused() -> None:
     with pytest.raises(AssertionError, match="gradients of types"):
-        sums_kernel.addresses_of([torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)], [Run(0, 3), Run(32, 3)])
+        sums_kernel.addresses_of(
+            [torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)], [FlatRange(0, 3), FlatRange(32, 3)]
+        )
     with pytest.raises(AssertionError, match="order of memory"):
-        sums_kernel.addresses_of([torch.zeros(3, 4).t()], [Run(0, 12)])
+        sums_kernel.addresses_of([torch.zeros(3, 4).t()], [FlatRange(0, 12)])
     with pytest.raises(AssertionError, match="gradients of .11. elements"):
-        sums_kernel.addresses_of([torch.zeros(11)], [Run(0, 12)])
-    assert sums_kernel.addresses_of([None], [Run(0, 12)]) == ([0], torch.float32, True)
+        sums_kernel.addresses_of([torch.zeros(11)], [FlatRange(0, 12)])
+    assert sums_kernel.addresses_of([None], [FlatRange(0, 12)]) == ([0], torch.float32, True)

@@ -45,17 +45,17 @@ def test_while_it_starts_the_use_of_the_processor_is_the_progress():
     cpu_s = 0.0
     activity = Activity(cpu_clock=lambda: cpu_s)
     begun_s = activity.doing.since_s
-    assert activity.told() == activity.doing
+    assert activity.snapshot() == activity.doing
     assert activity.doing[:2] == ("start", True)
     cpu_s = STIR_S / 2
-    assert activity.told().since_s == begun_s, "so little may be the clock's own doing"
+    assert activity.snapshot().since_s == begun_s, "so little may be the clock's own doing"
     cpu_s = STIR_S
-    stirred_s = activity.told().since_s
+    stirred_s = activity.snapshot().since_s
     assert stirred_s > begun_s
-    assert activity.told().since_s == stirred_s, "it stands still"
+    assert activity.snapshot().since_s == stirred_s, "it stands still"
     activity.wait("start")
     cpu_s = 10.0
-    assert activity.told() == activity.doing, "a worker that waits has nothing to get on with"
+    assert activity.snapshot() == activity.doing, "a worker that waits has nothing to get on with"
 
 
 def test_the_clock_counts_other_threads_and_what_the_process_has_started_but_not_who_asks():
@@ -90,7 +90,7 @@ def test_each_kind_is_run_for_the_first_time_once_and_again_when_layers_are_new(
 
     def is_first(label: str) -> bool:
         activity.compute(label)
-        return activity.told().is_first
+        return activity.snapshot().is_first
 
     assert is_first("0F0") and is_first("0F1"), "none has run to its end"
     activity.has_run()
@@ -99,7 +99,7 @@ def test_each_kind_is_run_for_the_first_time_once_and_again_when_layers_are_new(
     assert not is_first("data")
     assert not is_first("foreign"), "it bounds its wait itself"
     with activity.building():
-        assert activity.told()[:2] == ("recover", True) and activity.told().is_first
+        assert activity.snapshot()[:2] == ("recover", True) and activity.snapshot().is_first
     assert is_first("0F3")
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from elaswave.engine.boundaries.codecs import decode, encode, is_codable
-from elaswave.engine.checks.canary import elsewhere
+from elaswave.engine.boundaries.codecs import decode_tensor, encode_tensor, is_codable
+from elaswave.engine.checks.determinism_check import elsewhere
 from elaswave.errors import FrameError
 from elaswave.fences import GROUP_ELEMENTS, coded_bytes
 
@@ -20,7 +20,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 
 def coded(tensor: torch.Tensor, codec: str) -> torch.Tensor:
-    found = encode(tensor, codec)
+    found = encode_tensor(tensor, codec)
     assert found is not None
     return found
 
@@ -37,7 +37,7 @@ def test_a_tensor_comes_back_with_its_type_and_shape_from_as_many_bytes_as_said(
         return
     found = coded(tensor, codec)
     assert len(found) == coded_bytes(codec, shape, dtype.itemsize) < tensor.nbytes
-    back = decode(found)
+    back = decode_tensor(found)
     assert (back.dtype, back.shape, back.is_contiguous()) == (dtype, tensor.shape, True)
     error = (back.double() - tensor.double()).abs()
     largest = tensor.double().abs().max()
@@ -77,7 +77,7 @@ def test_equal_numbers_give_equal_bytes_wherever_they_lie(codec: str) -> None:
     assert coded(tensor, codec).equal(coded(elsewhere(tensor), codec))
     shifted = torch.empty(9 * 77 + 1)[1:].view(9, 77).copy_(tensor)
     assert coded(tensor, codec).equal(coded(shifted, codec))
-    assert decode(coded(tensor, codec)).equal(decode(elsewhere(coded(tensor, codec))))
+    assert decode_tensor(coded(tensor, codec)).equal(decode_tensor(elsewhere(coded(tensor, codec))))
 
 
 @pytest.mark.parametrize("codec", ALL)
@@ -85,7 +85,7 @@ def test_equal_numbers_give_equal_bytes_wherever_they_lie(codec: str) -> None:
 def test_what_is_not_finite_has_no_bytes(codec: str, value: float) -> None:
     tensor = numbers(4, 64)
     tensor[2, 5] = value
-    assert encode(tensor, codec) is None
+    assert encode_tensor(tensor, codec) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,8 +95,8 @@ def test_large_numbers_stay_finite(codec: str, dtype: torch.dtype) -> None:
     for share in (1.0, 0.985, 0.97):
         tensor = torch.full((2, 64), largest * share, dtype=dtype)
         if is_codable(tensor, codec):
-            found = encode(tensor, codec)
-            assert found is None or bool(decode(found).isfinite().all())
+            found = encode_tensor(tensor, codec)
+            assert found is None or bool(decode_tensor(found).isfinite().all())
             assert (found is None) == (share > 0.98 or dtype is torch.float64)
 
 
@@ -105,7 +105,7 @@ def test_a_group_of_zeros_and_one_whose_scale_would_be_subnormal_are_zeros(codec
     tensor = torch.zeros(3, 64)
     tensor[1] = 5e-38
     tensor[2] = 1.0
-    back = decode(coded(tensor, codec))
+    back = decode_tensor(coded(tensor, codec))
     assert back[:2].eq(0).all() and (back[2] > 0.99).all()
 
 
@@ -115,7 +115,9 @@ def test_what_a_codec_would_not_make_smaller_is_not_codable() -> None:
     assert not is_codable(torch.zeros(64, dtype=torch.bool), "int4")
     assert not is_codable(numbers(64), "none")
     assert is_codable(torch.tensor(1.0, dtype=torch.float64), "bf16")
-    assert decode(coded(torch.tensor(1.5, dtype=torch.float64), "bf16")).equal(torch.tensor(1.5, dtype=torch.float64))
+    assert decode_tensor(coded(torch.tensor(1.5, dtype=torch.float64), "bf16")).equal(
+        torch.tensor(1.5, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,4 +139,4 @@ def test_what_a_codec_would_not_make_smaller_is_not_codable() -> None:
 def test_bytes_that_contradict_themselves_are_refused(change) -> None:
     good = coded(numbers(2, 64), "int8")
     with pytest.raises(FrameError, match="of a coded tensor begin with"):
-        decode(change(good))
+        decode_tensor(change(good))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.unit.engine.test_canary import model_of
+from tests.unit.engine.test_determinism_check import model_of
 from tests.unit.engine.test_layer_calls import (
     SIZE,
     Block,
@@ -19,7 +19,7 @@ from tests.unit.engine.test_spot_checks import checked
 from torch import nn
 
 from elaswave.engine import compiled
-from elaswave.engine.checks.spot_checks import Kind
+from elaswave.engine.checks.spot_checks import CheckKind
 from elaswave.engine.compute import LayerError
 from elaswave.errors import UsageError
 from elaswave.models.calls import batch
@@ -43,19 +43,19 @@ class Ordinary(Block):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_compiled_layer_has_the_same_bits_wherever_it_runs(recompute):
     model = with_compiled(Ordinary, recompute=recompute)
-    whole = make_compute(model, has_canary=True)
+    whole = make_compute(model, has_determinism_check=True)
     train([whole], [range(3)], [0, 1, 2])
     cuts = [range(1), range(1, 3)]
-    computes = [make_compute(model, layers, has_canary=True) for layers in cuts]
+    computes = [make_compute(model, layers, has_determinism_check=True) for layers in cuts]
     train(computes, cuts, [1, 2, 0], split=True)
     assert_same(results(computes), results([whole]))
-    assert {**computes[0].canaries, **computes[1].canaries} == whole.canaries
-    for kind in Kind:
+    assert {**computes[0].determinism_hashes, **computes[1].determinism_hashes} == whole.determinism_hashes
+    for kind in CheckKind:
         watched, spots = checked(model, kind)
         train([watched], [range(3)], [0, 1, 2])
         assert_same(results([watched]), results([whole]))
         assert spots.num_checks >= 3
-    ordinary = make_compute(model_of(Table, Ordinary, Head), has_canary=True)
+    ordinary = make_compute(model_of(Table, Ordinary, Head), has_determinism_check=True)
     train([ordinary], [range(3)], [0, 1, 2])
     assert ordinary.losses == pytest.approx(whole.losses, rel=1e-4)
     whole.forward(range(3), 0, inputs_of(0), targets_of(0), train=False)
@@ -72,7 +72,7 @@ def uncompiled(monkeypatch):
 
 def test_each_compilation_is_proven_anew(uncompiled):
     model = with_compiled(Ordinary)
-    compute = make_compute(model, has_canary=True)
+    compute = make_compute(model, has_determinism_check=True)
     train([compute], [range(3)], [0])
     proven = []
     compute._prove = lambda index, *arguments: proven.append(index)
@@ -97,7 +97,7 @@ def test_a_compiled_layer_that_cannot_be_compared_is_refused(uncompiled):
             return self.map(x)
 
     with pytest.raises(LayerError, match="layer l1 is to be compiled, and does not run on made-up numbers"):
-        train([make_compute(with_compiled(Strict), has_canary=True)], [range(3)], [0])
+        train([make_compute(with_compiled(Strict), has_determinism_check=True)], [range(3)], [0])
 
 
 def test_without_the_canary_nothing_is_compiled():

@@ -76,7 +76,7 @@ class Alone:
 
     def _check(self) -> None:
         if self.interrupts:
-            raise InterruptedWaitError("the epoch is over")
+            raise InterruptedWaitError("the generation is over")
 
     def run(self, step: int) -> None:
         engine = self.engine

@@ -15,7 +15,7 @@ from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.devices.loopback import Loopback
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.checks.spot_checks import Kind, SpotChecks
+from elaswave.engine.checks.spot_checks import CheckKind, SpotChecks
 from elaswave.engine.materialise import materialise
 from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.torch_engine import RUN_AHEAD_ACTIONS, EngineContext, TorchEngine
@@ -58,8 +58,8 @@ def engine_of(tmp_path: Path, device: Device, settings: Mapping[str, Any]) -> To
 class Checks(SpotChecks):
     """Looks at micro-batch 1 in all layers, for what counts as a thousand seconds."""
 
-    def due(self, layer: int, microbatch: int) -> Kind | None:
-        return Kind.RUN if microbatch == 1 else None
+    def due(self, layer: int, microbatch: int) -> CheckKind | None:
+        return CheckKind.RUN if microbatch == 1 else None
 
     @contextmanager
     def aside(self) -> Iterator[None]:

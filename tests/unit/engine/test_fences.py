@@ -9,9 +9,9 @@ from tests.unit.engine.test_compute import GPT, batch, make_compute, mean_square
 from torch import nn
 
 from elaswave.engine.boundaries import fences as fences_module
-from elaswave.engine.boundaries.codecs import decode, encode, places_of
-from elaswave.engine.boundaries.fences import Fenced, Fences
-from elaswave.engine.boundaries.payloads import pack, unpack
+from elaswave.engine.boundaries.codecs import decode_tensor, encode_tensor, places_of
+from elaswave.engine.boundaries.fences import CodedValue, Fences
+from elaswave.engine.boundaries.payloads import pack_value, unpack_value
 from elaswave.engine.compute import Compute
 from elaswave.errors import FrameError
 from elaswave.fences import FenceRatio
@@ -29,11 +29,11 @@ WITHOUT_DROPOUT = build_model(
 
 def sent(value: Any) -> tuple[Any, int]:
     """A value as the next worker has it, and the bytes that have travelled."""
-    parts = pack(value)
+    parts = pack_value(value)
     frame = (
         parts if isinstance(parts, torch.Tensor) else torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
     )
-    return unpack(frame.clone()), frame.nbytes
+    return unpack_value(frame.clone()), frame.nbytes
 
 
 class Both(NamedTuple):
@@ -118,7 +118,7 @@ def test_the_gradient_is_that_of_autograd_with_both_directions_coded(codec):
     compute.forward(range(4), 0, tokens, targets, train=False)
     layers = [build_layer(spec, SEED, index).eval() for index, spec in enumerate(model.layers)]
     value = layers[1](layers[0](tokens))
-    passed = decode(encode(value.detach(), codec)).requires_grad_()
+    passed = decode_tensor(encode_tensor(value.detach(), codec)).requires_grad_()
     loss = model.loss(layers[3](layers[2](passed)), targets)
     assert compute.losses[0] == float(loss.detach())  # also in evaluation
 
@@ -126,7 +126,7 @@ def test_the_gradient_is_that_of_autograd_with_both_directions_coded(codec):
     compute = make_compute(plain)
     run(compute, [0], 4)
     (gradient,) = torch.autograd.grad(loss, [passed], retain_graph=True)
-    back = decode(encode(gradient, codec))
+    back = decode_tensor(encode_tensor(gradient, codec))
     assert not back.equal(gradient)
     value.backward(back)
     loss.backward()
@@ -167,9 +167,9 @@ def test_a_value_that_is_carried_over_fences_is_coded_once(monkeypatch):
 
     def counting(leaf, codec):
         calls.append(tuple(leaf.shape))
-        return encode(leaf, codec)
+        return encode_tensor(leaf, codec)
 
-    monkeypatch.setattr(fences_module, "encode", counting)
+    monkeypatch.setattr(fences_module, "encode_tensor", counting)
     compute = make_compute(CARRIED)
     tokens, targets = batch(0)
     first = compute.forward(range(1), 0, tokens, None)
@@ -239,23 +239,35 @@ def test_a_codec_never_runs_inside_a_layer(monkeypatch):
 
     def counting(leaf, codec):
         calls.append(codec)
-        return encode(leaf, codec)
+        return encode_tensor(leaf, codec)
 
-    monkeypatch.setattr(fences_module, "encode", counting)
+    monkeypatch.setattr(fences_module, "encode_tensor", counting)
     held = make_compute(FENCED)
     compute = Compute(
-        FENCED, held.layers, held.accumulators, seed=SEED, recompute=True, between_layers=lambda: None, has_canary=True
+        FENCED,
+        held.layers,
+        held.accumulators,
+        seed=SEED,
+        recompute=True,
+        between_layers=lambda: None,
+        has_determinism_check=True,
     )
     compute.begin(3, [[40] * len(layer.shape.tensors) for layer in held.layers.values()])
     run(compute, [0], 4)
-    assert set(compute.canaries) == {0, 1, 2, 3}
+    assert set(compute.determinism_hashes) == {0, 1, 2, 3}
     assert sorted(calls) == ["int4", "int4", "int8", "int8"]
     without = Compute(
-        GPT, held.layers, held.accumulators, seed=SEED, recompute=True, between_layers=lambda: None, has_canary=True
+        GPT,
+        held.layers,
+        held.accumulators,
+        seed=SEED,
+        recompute=True,
+        between_layers=lambda: None,
+        has_determinism_check=True,
     )
     without.begin(3, [[40] * len(layer.shape.tensors) for layer in held.layers.values()])
     run(without, [0], 4)
-    assert without.canaries == compute.canaries
+    assert without.determinism_hashes == compute.determinism_hashes
     calls.clear()
     compute.try_out(0, batch(0)[0], prove=True)
     assert not calls
@@ -288,7 +300,7 @@ def test_an_interrupted_computation_goes_on_from_what_was_coded(model):
 
 @pytest.mark.parametrize("places", [[], [2], [-1]])
 def test_a_value_that_names_other_tensors_is_refused(places):
-    value = Fenced((torch.zeros(3), torch.zeros(3)), torch.tensor(places, dtype=torch.int64))
+    value = CodedValue((torch.zeros(3), torch.zeros(3)), torch.tensor(places, dtype=torch.int64))
     with pytest.raises(FrameError, match="a value of 2 tensors says that those at"):
         Fences({0: "int8"}).opened(value)
     with pytest.raises(FrameError, match="says that those at"):
@@ -312,10 +324,14 @@ def test_a_gradient_has_the_places_of_the_activation_or_its_own(codec):
     run(compute, [0], 4)
     layers = [build_layer(spec, SEED, index).eval() for index, spec in enumerate(model.layers)]
     value = layers[1](layers[0](tokens))
-    passed = decode(encode(value.detach(), codec)).requires_grad_()
+    passed = decode_tensor(encode_tensor(value.detach(), codec)).requires_grad_()
     loss = model.loss(layers[3](layers[2](passed)), targets)
     (gradient,) = torch.autograd.grad(loss, [passed], retain_graph=True)
-    kept = decode(encode(gradient, codec)) if codec.endswith("own") else gradient.bfloat16().float() * (passed != 0)
+    kept = (
+        decode_tensor(encode_tensor(gradient, codec))
+        if codec.endswith("own")
+        else gradient.bfloat16().float() * (passed != 0)
+    )
     assert int((kept != 0).sum()) == int((passed != 0).sum()) < passed.numel() / 2
     value.backward(kept)
     loss.backward()
@@ -373,10 +389,10 @@ def test_bytes_without_places_are_not_handed_on_to_a_tensor_with_other_places():
     compute.forward(range(2, 3), 0, values[1], targets)
     behind = compute.backward(range(2, 3), 0, None)
     before = compute.backward(range(1, 2), 0, behind)
-    first, second = (decode(each.value) for each in values)
+    first, second = (decode_tensor(each.value) for each in values)
     assert not (first != 0).equal(second != 0)
     places = [places_of(each.value) for each in values]
-    assert decode(before, places[0]).equal(decode(behind, places[1]) * (first != 0))
+    assert decode_tensor(before, places[0]).equal(decode_tensor(behind, places[1]) * (first != 0))
 
 
 def test_zeros_behind_a_relu_tie_and_change_nothing():
@@ -398,7 +414,7 @@ def test_zeros_behind_a_relu_tie_and_change_nothing():
 
     model = replace(model_of(Zeros, Last), fences={0: "topk3"})
     value = make_compute(model, range(1)).forward(range(1), 0, batch(0)[0], None)
-    assert int((decode(value.value) != 0).sum()) < 512 // 3  # more zeros than there is room for
+    assert int((decode_tensor(value.value) != 0).sum()) < 512 // 3  # more zeros than there is room for
     whole = make_compute(model)
     run(whole, [0, 1], 2)
     front, back = make_compute(model, range(1)), make_compute(model, range(1, 2))
@@ -433,7 +449,7 @@ def test_a_recorded_list_has_the_ratios_of_its_steps_whatever_the_run_would_choo
 
     def num_kept():
         value = compute.forward(range(2), 0, tokens, None, train=False)
-        return int((decode(value.value) != 0).sum())
+        return int((decode_tensor(value.value) != 0).sum())
 
     kept = {}
     for step in (1, 2, 3):

@@ -14,7 +14,7 @@ from tests.unit.held import make_held
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elaswave.engine.boundaries.payloads import pack, unpack
+from elaswave.engine.boundaries.payloads import pack_value, unpack_value
 from elaswave.engine.checks.values import flatten, unflatten
 from elaswave.engine.compute import Compute, LayerError
 from elaswave.errors import UsageError
@@ -191,7 +191,7 @@ def make_compute(model, layers=None, **options):
         accumulators,
         seed=SEED,
         recompute=options.get("recompute", False),
-        has_canary=options.get("has_canary", False),
+        has_determinism_check=options.get("has_determinism_check", False),
         lowest_trained=options.get("lowest_trained", 0),
         between_layers=lambda: None,
         inputs=lambda step, microbatch, *, train: inputs_of(microbatch),
@@ -202,10 +202,10 @@ def make_compute(model, layers=None, **options):
 
 def travel(value):
     """As it arrives at another worker, in other memory."""
-    packed = pack(value)
+    packed = pack_value(value)
     if isinstance(packed, torch.Tensor):
-        return unpack(packed.clone())
-    return unpack(torch.cat([part.detach().reshape(-1).view(torch.uint8) for part in packed]))
+        return unpack_value(packed.clone())
+    return unpack_value(torch.cat([part.detach().reshape(-1).view(torch.uint8) for part in packed]))
 
 
 def train(computes, cuts, microbatches, *, split=False):
@@ -576,12 +576,12 @@ OWN_LEAVES = {
 }
 
 
-@pytest.mark.parametrize("has_canary", [False, True])
+@pytest.mark.parametrize("has_determinism_check", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("case", OWN_LEAVES)
-def test_a_leaf_that_is_made_within_a_call_is_the_layers_own(case, split, has_canary):
+def test_a_leaf_that_is_made_within_a_call_is_the_layers_own(case, split, has_determinism_check):
     model = model_of(*OWN_LEAVES[case], loss=lambda output, targets: output.mean(), recompute=case == "recomputed")
-    options = {"has_canary": has_canary, "lowest_trained": 2 if case.startswith("below") else 0}
+    options = {"has_determinism_check": has_determinism_check, "lowest_trained": 2 if case.startswith("below") else 0}
     num_layers = len(model.layers)
     whole = make_compute(model, **options)
     train([whole], [range(num_layers)], [0, 1])

@@ -18,13 +18,13 @@ import torch
 from elaswave.engine.activity import Activity
 from elaswave.engine.batches import BatchError, Batches, BatchName
 from elaswave.engine.input import loading
-from elaswave.engine.input.loader import serve
+from elaswave.engine.input.loader import serve_batches
 from elaswave.engine.input.loading import AHEAD, LoaderSupply
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
-from elaswave.launcher.forkserver.loader_lines import LoaderLines
+from elaswave.launcher.forkserver.loader_lines import LoaderSockets
 from elaswave.launcher.forkserver.machine import Loader
 from elaswave.planning.programs.layout import make_layout
-from elaswave.protocol.step.position import DATA
+from elaswave.protocol.step.activity import DATA
 from elaswave.training.dataset import UserDataError
 from elaswave.types import Layout
 
@@ -54,7 +54,7 @@ class Crew:
 
     def __init__(self, worker: int, num_loaders: int, layout: Layout = LAYOUT, num_steps: int = 3) -> None:
         self.maker = Maker()
-        self.lines = LoaderLines(lambda line, worker: None, lambda line: None)
+        self.lines = LoaderSockets(lambda line, worker: None, lambda line: None)
         self.worker = worker
         self.threads: list[threading.Thread] = []
         self.sockets: dict[int, socket.socket] = {}
@@ -87,13 +87,13 @@ class Crew:
 
     def serve(self, line: socket.socket) -> None:
         with line, contextlib.suppress(SystemExit, OSError):
-            serve(self.maker, line)  # type: ignore[arg-type]
+            serve_batches(self.maker, line)  # type: ignore[arg-type]
 
     def check(self) -> None:
         """What the template does meanwhile, and what the machine does between layers."""
         self.checks += 1
         if self.checks == self.interrupt_at:
-            raise InterruptedWaitError("a new epoch")
+            raise InterruptedWaitError("a new generation")
         for loader in [] if self.refuses else self.lines.asked(self.worker):
             self.fork(loader.number)
 

@@ -37,7 +37,7 @@ from elaswave.models.instances import CopyOf
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.training.dataset import DatasetSamples, UserDataError
 from elaswave.worker import process as worker_process
-from elaswave.worker.failure import failure
+from elaswave.worker.failure import failure_message
 
 PLACE = ErrorPlace(2, 3, 1, "middle")
 
@@ -71,7 +71,9 @@ def test_the_loss_that_ends_the_process_is_named() -> None:
         run_one(Table, Head, loss=lambda output, targets: sys.exit("over"))
 
 
-@pytest.mark.parametrize("error", [InterruptedWaitError("a new epoch"), BatchError(BatchName("train", 3, 0), "E", "s")])
+@pytest.mark.parametrize(
+    "error", [InterruptedWaitError("a new generation"), BatchError(BatchName("train", 3, 0), "E", "s")]
+)
 def test_what_ends_a_wait_for_the_inputs_is_none_of_the_layers(error: Exception) -> None:
     def fetch(step: int, microbatch: int, *, train: bool) -> Any:
         raise error
@@ -192,7 +194,7 @@ def test_a_loader_answers_with_what_a_sample_raises() -> None:
 def test_a_report_can_be_sent_and_is_not_too_long(cause: BaseException) -> None:
     error = LayerError(PLACE, cause)
     error.__cause__ = cause
-    failed = failure(0, error)
+    failed = failure_message(0, error)
     assert failed.kind == type(cause).__name__ and failed.signature.endswith("at step 2, micro-batch 3")
     assert "(at step 2, micro-batch 3, layer 1 (middle))" in failed.summary
     assert len(msgspec.msgpack.encode(failed)) < 60_000

@@ -23,8 +23,8 @@ from tests.unit.engine.test_layer_calls import (
 from tests.unit.held import make_held
 from torch import nn
 
-from elaswave.engine.checks.canary import changed_operator, environment
-from elaswave.engine.checks.spot_checks import DENSE_STEPS, Kind, SpotChecks, window_of
+from elaswave.engine.checks.determinism_check import changed_operator, environment
+from elaswave.engine.checks.spot_checks import DENSE_STEPS, CheckKind, SpotChecks, window_of
 from elaswave.engine.compute import Compute, LayerError
 from elaswave.errors import SpotCheckError
 from elaswave.hashing import key64
@@ -60,7 +60,7 @@ def checked(model, kind, layers=None, *, recompute=False, **options):
         {index: ExactAccumulator(shapes[index]) for index in (*held, *units)},
         seed=SEED,
         recompute=recompute,
-        has_canary=True,
+        has_determinism_check=True,
         between_layers=lambda: None,
         inputs=lambda step, microbatch, *, train: inputs_of(microbatch),
         spots=spots,
@@ -114,7 +114,7 @@ def test_every_place_comes_and_layers_are_run_again_and_probed_by_turns():
     found = places(3, range(1, DENSE_STEPS + 1))
     for layer in range(6):
         kinds = [kind for (_, at, _), kind in sorted(found.items(), key=lambda item: item[0][0]) if at == layer][::2]
-        assert kinds == [(Kind.RUN, Kind.PROBE)[(layer + turn) % 2] for turn in range(len(kinds))]
+        assert kinds == [(CheckKind.RUN, CheckKind.PROBE)[(layer + turn) % 2] for turn in range(len(kinds))]
     assert {number for _, _, number in found} == set(range(8))
     assert found != places(4, range(1, DENSE_STEPS + 1)) and found == places(3, range(1, DENSE_STEPS + 1))
 
@@ -133,7 +133,7 @@ def test_windows_lie_end_to_end_and_grow():
 # ------------------------------------------------------------------------------------------------- what they leave
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", CheckKind)
 @pytest.mark.parametrize("case", CASES)
 def test_checks_do_not_show(case, kind):
     model = model_of(*CASES[case])
@@ -154,11 +154,11 @@ class Draws(Block):
         return self.map(x) * torch.rand(()) * random.random() * np.random.rand()
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", CheckKind)
 def test_generators_are_left_as_they_were(kind):
     model = model_of(Table, Draws, Head)
     states = []
-    for compute in (make_compute(model, has_canary=True), checked(model, kind)[0]):
+    for compute in (make_compute(model, has_determinism_check=True), checked(model, kind)[0]):
         train([compute], [range(3)], [0, 1])  # a forward seeds them anew, a backward does not
         states.append((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()))
     assert states[0] == states[1]
@@ -177,7 +177,7 @@ class Statistics(Block):
         return self.map(x) * self.table
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", CheckKind)
 def test_running_statistics_are_those_of_the_run_itself(kind):
     model = model_of(Table, Statistics, Statistics, Head)
     plain, (compute, _) = make_compute(model), checked(model, kind)
@@ -273,7 +273,7 @@ def late_loss_gradient(output, targets):
     ],
 )
 def test_a_layer_that_begins_later_to_give_other_bits_is_named(layer, said, split):
-    compute, _ = checked(model_of(Table, layer, Head), Kind.RUN)
+    compute, _ = checked(model_of(Table, layer, Head), CheckKind.RUN)
     train([compute], [range(3)], [0, 1], split=split)
     Late.on = True
     Late.calls = layer in (LateGradient, LateWeight)  # the run itself is the one that is wrong
@@ -291,7 +291,7 @@ def test_a_layer_that_begins_later_to_give_other_bits_is_named(layer, said, spli
     ("loss", "said"), [(late_loss, "its output"), (late_loss_gradient, "the gradient of its input")]
 )
 def test_a_loss_that_begins_later_to_give_other_bits_is_named(loss, said, recompute):
-    compute, _ = checked(model_of(Table, Block, Head, loss=loss), Kind.RUN, recompute=recompute)
+    compute, _ = checked(model_of(Table, Block, Head, loss=loss), CheckKind.RUN, recompute=recompute)
     train([compute], [range(3)], [0, 1])
     Late.on = True
     with pytest.raises(LayerError, match=f"the loss is not deterministic: .*{said} differs"):
@@ -308,12 +308,12 @@ class Core(Block):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_has_become_wrong_for_good_is_found_by_the_probe_alone(recompute):
     model = model_of(Table, Core, Head)
-    compute, spots = checked(model, Kind.PROBE, recompute=recompute)
+    compute, spots = checked(model, CheckKind.PROBE, recompute=recompute)
     train([compute], [range(3)], [0, 1])
     Late.on = True
-    spots.kind = Kind.RUN
+    spots.kind = CheckKind.RUN
     train([compute], [range(3)], [2])
-    spots.kind = Kind.PROBE
+    spots.kind = CheckKind.PROBE
     with pytest.raises(LayerError, match="layer l1 gives other bits than at the start of the run: what it makes of"):
         compute.forward(range(3), 0, inputs_of(0), targets_of(0))
 
@@ -328,17 +328,17 @@ class Fails(Block):
 
 
 def test_a_layer_without_a_probe_and_one_that_has_not_been_voted_on_are_only_run_again():
-    compute, spots = checked(model_of(Table, Fails, Head), Kind.PROBE)
+    compute, spots = checked(model_of(Table, Fails, Head), CheckKind.PROBE)
     compute.forward(range(3), 0, inputs_of(0), targets_of(0))
     assert spots.num_checks == 0
     compute.backward(range(3), 0, None)
     assert spots.num_checks == 1  # an operator, in the place of the loss's probe
     train([compute], [range(3)], [1])
-    assert set(compute.canaries) == {0, 1, 2} and spots.num_checks == 1 + 4
+    assert set(compute.determinism_hashes) == {0, 1, 2} and spots.num_checks == 1 + 4
 
 
 def test_the_loss_has_an_operator_of_the_environment_in_the_place_of_its_probe():
-    compute, _ = checked(model_of(Table, Block, Head), Kind.PROBE, changed_operator=lambda key: "exp")
+    compute, _ = checked(model_of(Table, Block, Head), CheckKind.PROBE, changed_operator=lambda key: "exp")
     with pytest.raises(LayerError, match=r"the operator exp gives other bits.*layer 3 \(loss\)"):
         train([compute], [range(3)], [0])
 
@@ -352,7 +352,7 @@ def test_an_operator_that_has_changed_is_named():
 
 
 def test_what_is_in_the_sums_already_is_not_looked_at():
-    compute, _ = checked(model_of(Table, LateOutput, Head), Kind.RUN)
+    compute, _ = checked(model_of(Table, LateOutput, Head), CheckKind.RUN)
     train([compute], [range(3)], [0, 1])
     Late.on = True
     keep = Keep(frozenset({0, 1, 2}), 0b11, {}, (0b11, 0b11, 0b11, 0b11))
@@ -364,7 +364,7 @@ def test_what_is_in_the_sums_already_is_not_looked_at():
 
 
 def test_an_evaluation_is_not_looked_at():
-    compute, spots = checked(model_of(Table, LateOutput, Head), Kind.RUN)
+    compute, spots = checked(model_of(Table, LateOutput, Head), CheckKind.RUN)
     compute.forward(range(3), 0, inputs_of(0), targets_of(0), train=False)  # the first one is run twice anyway
     Late.on = True
     compute.forward(range(3), 0, inputs_of(0), targets_of(0), train=False)

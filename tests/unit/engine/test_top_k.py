@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from elaswave.engine.boundaries.codecs import decode, encode, encode_at, is_codable, needs_places, places_of
+from elaswave.engine.boundaries.codecs import (
+    decode_tensor,
+    encode_at,
+    encode_tensor,
+    is_codable,
+    needs_places,
+    places_of,
+)
 from elaswave.engine.boundaries.top_k import largest
 from elaswave.errors import FrameError
 from elaswave.fences import ROW_ELEMENTS, coded_bytes, head_bytes, kept_places_bytes, places_bytes, values_bytes
@@ -18,7 +25,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 
 def coded(tensor: torch.Tensor, codec: str) -> torch.Tensor:
-    found = encode(tensor, codec)
+    found = encode_tensor(tensor, codec)
     assert found is not None
     return found
 
@@ -42,7 +49,7 @@ def test_the_largest_come_back_rounded_and_the_rest_is_zero(
         return
     found = coded(tensor, codec)
     assert len(found) == coded_bytes(codec, shape, dtype.itemsize)
-    back = decode(found)
+    back = decode_tensor(found)
     assert (back.dtype, back.shape, back.is_contiguous()) == (dtype, tensor.shape, True)
     kept = back != 0
     ratio = int(codec.removeprefix("topk").removesuffix("-own"))
@@ -78,8 +85,8 @@ def test_a_gradient_at_the_forwards_places_takes_the_numbers_alone(codec: str) -
     found = encode_at(gradient, places)
     assert found is not None and needs_places(found) and not needs_places(coded(tensor, codec))
     assert len(found) == head_bytes(2) + values_bytes(places.ratio, 2500)
-    kept = decode(coded(tensor, codec)) != 0
-    assert decode(found, places).equal(torch.where(kept, gradient.bfloat16().float(), 0.0))
+    kept = decode_tensor(coded(tensor, codec)) != 0
+    assert decode_tensor(found, places).equal(torch.where(kept, gradient.bfloat16().float(), 0.0))
     other = places_of(coded(numbers(5, 500, seed=2), codec))
     assert places.equal(places_of(coded(tensor, codec))) and not places.equal(other) and not places.equal(None)
 
@@ -107,17 +114,17 @@ def test_places_that_cannot_be_are_refused() -> None:
     found = encode_at(gradient, at_many)
     assert found is not None
     with pytest.raises(FrameError, match="needs the places of an activation of ratio 10; none are known"):
-        decode(found)
+        decode_tensor(found)
     with pytest.raises(FrameError, match="of ratio 10; those known are of ratio 300"):
-        decode(found, at_few)
+        decode_tensor(found, at_few)
     for bad in (many.clone(), few.clone()):
         bad[-1] ^= 255
         with pytest.raises(FrameError, match="places of a coded tensor do not"):
-            decode(bad)
+            decode_tensor(bad)
     swapped = few.clone()
     swapped[-4:] = torch.cat([few[-2:], few[-4:-2]])
     with pytest.raises(FrameError, match="do not ascend below 600"):
-        decode(swapped)
+        decode_tensor(swapped)
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 8, 9])
@@ -128,6 +135,6 @@ def test_heads_that_cannot_be_are_refused(at: int) -> None:
         if int(bad[at]) != value:
             bad[at] = value
             with pytest.raises(FrameError, match="coded tensor|coded gradient"):
-                decode(bad)
+                decode_tensor(bad)
     with pytest.raises(FrameError, match="begin with"):
-        decode(good[:9])
+        decode_tensor(good[:9])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.unit.engine.test_canary import model_of
+from tests.unit.engine.test_determinism_check import model_of
 from tests.unit.engine.test_layer_calls import (
     Block,
     Head,
@@ -22,8 +22,8 @@ from torch import nn
 
 from elaswave.devices.host import HOST
 from elaswave.devices.readings import Readings
-from elaswave.engine.checks.canary import elsewhere
-from elaswave.engine.checks.unwritten import Guarded, Lending, Watched, Watching, copy_of, sums_of
+from elaswave.engine.checks.determinism_check import elsewhere
+from elaswave.engine.checks.unwritten import Guarded, Lending, WatchedTensors, Watching, aligned_clone, sums_of
 from elaswave.engine.compute import LayerError
 from elaswave.models.calls import batch
 
@@ -111,10 +111,10 @@ def layers(write, when):
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_who_writes_its_input_from_the_first_on_gets_copies(write, when, split):
     model = plain_model_of(*layers(write, when))
-    whole = make_compute(model, has_canary=True)
+    whole = make_compute(model, has_determinism_check=True)
     train([whole], [range(4)], [0, 1, 2])
     cuts = [range(2), range(2, 4)]
-    computes = [make_compute(model, cut, has_canary=True) for cut in cuts]
+    computes = [make_compute(model, cut, has_determinism_check=True) for cut in cuts]
     train(computes, cuts, [1, 2, 0], split=split)
     assert_same(results(computes), results([whole]))
 
@@ -123,7 +123,7 @@ def test_who_writes_its_input_from_the_first_on_gets_copies(write, when, split):
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("write", UNCOUNTED.values(), ids=UNCOUNTED)
 def test_who_begins_to_write_its_input_later_is_refused(later, write, when, split):
-    compute = make_compute(plain_model_of(*layers(write, when)), has_canary=True)
+    compute = make_compute(plain_model_of(*layers(write, when)), has_determinism_check=True)
     train([compute], [range(4)], [0, 1], split=split)
     later()
     with pytest.raises(LayerError, match=r"layer l2 writes its input now, but did not .* micro-batch 2, layer 2"):
@@ -131,7 +131,7 @@ def test_who_begins_to_write_its_input_later_is_refused(later, write, when, spli
 
 
 def test_who_begins_to_write_its_input_in_an_evaluation_is_refused(later):
-    compute = make_compute(plain_model_of(*layers(WRITES["data"], "evaluation")), has_canary=True)
+    compute = make_compute(plain_model_of(*layers(WRITES["data"], "evaluation")), has_determinism_check=True)
     train([compute], [range(4)], [0])
     evaluate(compute, 0)
     later()
@@ -141,7 +141,9 @@ def test_who_begins_to_write_its_input_in_an_evaluation_is_refused(later):
 
 
 def test_a_recomputed_layer_that_begins_to_write_is_refused(later):
-    compute = make_compute(plain_model_of(*layers(WRITES["data"], "forward"), recompute=True), has_canary=True)
+    compute = make_compute(
+        plain_model_of(*layers(WRITES["data"], "forward"), recompute=True), has_determinism_check=True
+    )
     train([compute], [range(4)], [0])
     later()
     with pytest.raises(LayerError, match="layer l2 writes its input now"):
@@ -158,7 +160,7 @@ def test_a_loss_that_begins_to_write_its_input_is_refused(later, when):
     writer = Writer(WRITES["data"], when)
     compute = make_compute(
         plain_model_of(Table, Head, loss=lambda output, targets: writer(nn.functional.pad(output, (0, 5))).mean()),
-        has_canary=True,
+        has_determinism_check=True,
     )
     writer.map.requires_grad_(False)
     train([compute], [range(2)], [0])
@@ -176,12 +178,12 @@ def test_a_loss_that_begins_to_write_its_input_is_refused(later, when):
 
 def test_a_gradient_that_is_written_is_refused(later):
     """By its bits at first, by torch's count later."""
-    compute = make_compute(plain_model_of(*layers(lambda g: g.data.mul_(0.5), "gradient")), has_canary=True)
+    compute = make_compute(plain_model_of(*layers(lambda g: g.data.mul_(0.5), "gradient")), has_determinism_check=True)
     later()
     with pytest.raises(LayerError, match=r"the gradient of map.weight differs|writes the gradient that it is given"):
         train([compute], [range(4)], [0])
     Writer.now = False
-    compute = make_compute(plain_model_of(*layers(lambda g: g.mul_(0.5), "gradient")), has_canary=True)
+    compute = make_compute(plain_model_of(*layers(lambda g: g.mul_(0.5), "gradient")), has_determinism_check=True)
     train([compute], [range(4)], [0])
     later()
     with pytest.raises(LayerError, match="the backward of layer l2 writes the gradient that it is given"):
@@ -206,7 +208,7 @@ class WritesParameter(Block):
 
 @pytest.mark.parametrize("how", ["in place", "evaluation", "data elsewhere", "another", "backward"])
 def test_who_begins_to_write_its_parameters_is_refused(monkeypatch, how):
-    compute = make_compute(plain_model_of(Table, WritesParameter, Head), has_canary=True)
+    compute = make_compute(plain_model_of(Table, WritesParameter, Head), has_determinism_check=True)
     train([compute], [range(3)], [0])
     evaluate(compute, 0)
     monkeypatch.setattr(WritesParameter, "how", how)
@@ -223,7 +225,7 @@ def test_a_first_evaluation_that_writes_parameters_by_their_data_is_refused():
                 self.map.weight.data.mul_(0.5)
             return self.map(x)
 
-    compute = make_compute(model_of(Table, InEvaluation, Head), has_canary=True)
+    compute = make_compute(model_of(Table, InEvaluation, Head), has_determinism_check=True)
     train([compute], [range(3)], [0])
     with pytest.raises(LayerError, match="the forward of layer l1 writes its parameter map.weight"):
         evaluate(compute, 0)
@@ -248,7 +250,7 @@ def test_what_keeps_something_between_evaluations_only_is_refused(of_loss):
         return output.mean() + len(calls)
 
     model = plain_model_of(Table, Block, Head, loss=loss) if of_loss else model_of(Table, CountsInEvaluation, Head)
-    compute = make_compute(model, has_canary=True)
+    compute = make_compute(model, has_determinism_check=True)
     train([compute], [range(3)], [0])
     with pytest.raises(LayerError, match="the loss is not det" if of_loss else "layer l1 is not deterministic"):
         evaluate(compute, 0)
@@ -261,7 +263,7 @@ def test_the_batch_may_not_be_written(write):
             write(batch())
             return self.map(x)
 
-    compute = make_compute(model_of(Table, WritesBatch, Head), has_canary=True)
+    compute = make_compute(model_of(Table, WritesBatch, Head), has_determinism_check=True)
     with pytest.raises(LayerError, match=r"layer l1 writes what elaswave\.batch\(\) returns"):
         train([compute], [range(3)], [0])
 
@@ -274,7 +276,7 @@ def test_targets_may_not_be_written_by_their_data(by):
 
     metrics = {"strange": writes} if by == "metric" else {}
     loss = writes if by == "loss" else lambda output, targets: output.mean()
-    compute = make_compute(plain_model_of(Table, Head, loss=loss, metrics=metrics), has_canary=True)
+    compute = make_compute(plain_model_of(Table, Head, loss=loss, metrics=metrics), has_determinism_check=True)
     with pytest.raises(LayerError, match="the loss writes its targets" if by == "loss" else "the metric strange writ"):
         train([compute], [range(2)], [0])
 
@@ -286,7 +288,7 @@ def test_sums_see_every_element(dtype, shape, offset):
     tensor = torch.zeros(offset + math.prod(shape), dtype=dtype)[offset:].view(shape)
     flat = tensor.view(-1)
     for place in {0, flat.numel() // 2, flat.numel() - 1}:
-        watched = Watched([tensor], by_sums=True)
+        watched = WatchedTensors([tensor], by_sums=True)
         assert not watched.differs()
         flat.data[place] = 1
         assert watched.differs() is True and not watched.is_counted
@@ -294,11 +296,11 @@ def test_sums_see_every_element(dtype, shape, offset):
 
 
 def test_what_a_device_finds_out_is_refused_before_the_vote(later, monkeypatch):
-    compute = make_compute(plain_model_of(*layers(WRITES["data"], "forward")), has_canary=True)
+    compute = make_compute(plain_model_of(*layers(WRITES["data"], "forward")), has_determinism_check=True)
     train([compute], [range(4)], [0])
     later()
-    on_host = Watched.differs
-    monkeypatch.setattr(Watched, "differs", lambda self, waits: torch.tensor(int(on_host(self))))
+    on_host = WatchedTensors.differs
+    monkeypatch.setattr(WatchedTensors, "differs", lambda self, waits: torch.tensor(int(on_host(self))))
     train([compute], [range(4)], [1])
     with pytest.raises(LayerError, match=r"layer l2 writes its input now.* step 3, micro-batch 1, layer 2 \(l2\)"):
         compute.look_at_late()
@@ -334,7 +336,7 @@ def test_what_is_at_another_place_for_a_while_is_no_write():
     ],
 )
 def test_a_copy_is_a_clone_at_the_same_place_in_its_page(values):
-    copy, further = copy_of(values), copy_of(values, shift=1088)
+    copy, further = aligned_clone(values), aligned_clone(values, shift=1088)
     assert torch.equal(copy, values) and copy.stride() == values.clone().stride()
     assert torch.equal(further, values)
     if values.numel():

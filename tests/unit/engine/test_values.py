@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from elaswave.engine.boundaries.payloads import pack, unpack
+from elaswave.engine.boundaries.payloads import pack_value, unpack_value
 from elaswave.engine.checks.values import Signatures, at_boundary, flatten, num_leaves, unflatten
 from elaswave.errors import FrameError, UsageError
 
@@ -46,7 +46,7 @@ def same(one, other):
 
 def as_received(value):
     """What the transport delivers: one new tensor of all bytes, or of the single tensor's type."""
-    packed = pack(value)
+    packed = pack_value(value)
     if isinstance(packed, torch.Tensor):
         return packed.clone()
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in packed])
@@ -62,20 +62,20 @@ def test_a_value_is_put_together_as_it_was(value):
 
 @pytest.mark.parametrize("value", VALUES, ids=map(str, range(len(VALUES))))
 def test_a_value_arrives_as_it_was_sent(value):
-    arrived = unpack(as_received(value))
+    arrived = unpack_value(as_received(value))
     assert type(arrived) is type(value) and same(arrived, value)
     assert all(at_boundary(leaf) is leaf for leaf in flatten(arrived)[1])
 
 
 def test_what_arrives_together_can_be_written_apart():
-    first, second = unpack(as_received((A, A)))
+    first, second = unpack_value(as_received((A, A)))
     before = second._version
     first.mul_(2.0)
     assert second.equal(A) and second._version == before
 
 
 def test_a_single_tensor_travels_as_itself():
-    assert pack(A) is A
+    assert pack_value(A) is A
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_class_that_no_other_process_finds_is_refused():
 
 def test_values_of_too_many_tensors_are_refused():
     with pytest.raises(UsageError, match="too large to be described"):
-        pack({f"a name that is rather long, number {index}": A for index in range(20_000)})
+        pack_value({f"a name that is rather long, number {index}": A for index in range(20_000)})
 
 
 def frame_of(text, payload=b"", magic=b"ELWV", length=None):
@@ -144,7 +144,7 @@ def frame_of(text, payload=b"", magic=b"ELWV", length=None):
 )
 def test_a_frame_that_contradicts_itself_is_refused(frame):
     with pytest.raises(FrameError):
-        unpack(frame)
+        unpack_value(frame)
 
 
 def test_the_first_value_fixes_what_a_boundary_carries():

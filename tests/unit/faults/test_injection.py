@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elaswave.coordinator.own_faults import OwnFaults
+from elaswave.coordinator.own_faults import CoordinatorFaults
 from elaswave.errors import ConfigError, UsageError
 from elaswave.faults import injection as module
 from elaswave.faults.injection import (
@@ -28,7 +28,7 @@ from elaswave.faults.injection import (
     read_fault_records,
     strike_coordinator,
 )
-from elaswave.observability.processes import described, write_processes
+from elaswave.observability.processes import process_entry, write_processes
 from elaswave.protocol.step.engine import PHASES
 
 ROOT = Path(__file__).parents[3]
@@ -354,7 +354,7 @@ def test_a_host_is_killed_by_its_first_worker(tmp_path, monkeypatch):
     """The others are processes of the run like any: here one that sleeps."""
     other = subprocess.Popen(["sleep", "60"])
     try:
-        write_processes(tmp_path, [described("worker", 2, other.pid), described("template", 0, os.getpid())])
+        write_processes(tmp_path, [process_entry("worker", 2, other.pid), process_entry("forkserver", 0, os.getpid())])
         bench = Bench(tmp_path, monkeypatch, "kill-host:r/a@5:vote", hosts=HOSTS)
         bench.step(0, 5)
         assert bench.events == ["SIGKILL"]
@@ -529,7 +529,7 @@ def test_joins_and_drains_are_asked_of_the_coordinator_once(tmp_path):
     faults = of_job("join@2", "drain:1@3", "kill:0@2", "join@3")
     asked = Asked()
     for step in (1, 2, 2, 4, 5):
-        OwnFaults(faults, tmp_path, asked).strike(step)  # by another coordinator each time
+        CoordinatorFaults(faults, tmp_path, asked).strike(step)  # by another coordinator each time
     assert asked.asked == [("join", 1), ("drain", 1), ("join", 1)]
     records = read_fault_records(tmp_path / module.FAULTS_FILE)
     assert [(record.fault, record.worker, record.step) for record in records] == [

@@ -11,16 +11,16 @@ import pytest
 from elaswave.errors import ControlError, RunFolderError
 from elaswave.job.control_file import ControlFile, read_control_file, remove_control_file, write_control_file
 from elaswave.job.network import JobNetwork
-from elaswave.observability.processes import described
+from elaswave.observability.processes import process_entry
 from elaswave.observability.run_folder import CONTROL_FILE, MARKER_FILE
-from elaswave.transport.addresses import Place
+from elaswave.transport.addresses import Endpoint
 
 KEY_FILE = Path("/private/job.key")
 
 
 def at(address: str) -> JobNetwork:
     """A network whose coordinator is dialled there."""
-    return JobNetwork(address, address, address, Place(address))
+    return JobNetwork(address, address, address, Endpoint(address))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_no_job_no_run_and_a_stale_file_are_told_apart(run_dir: Path, tmp_path_f
     with pytest.raises(RunFolderError, match="run.json holds no run; give the folder"):
         read_control_file(run_dir / MARKER_FILE)
     write_control_file(run_dir, at("unix:/somewhere"), KEY_FILE)
-    gone = msgspec.structs.replace(described("launcher", 0, os.getpid()), start_ticks=1)
+    gone = msgspec.structs.replace(process_entry("launcher", 0, os.getpid()), start_ticks=1)
     rewritten(run_dir, launcher=gone)
     with pytest.raises(
         ControlError, match=rf"control.json is stale, its launcher \(process {os.getpid()}\) was killed"

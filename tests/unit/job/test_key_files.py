@@ -18,7 +18,7 @@ from elaswave.job import key_making
 from elaswave.job.key_files import (
     LESSER,
     JobKey,
-    Role,
+    KeyRole,
     key_of_text,
     next_file,
     own_key,
@@ -191,28 +191,28 @@ def test_without_openssl_the_command_says_what_to_do(tmp_path: Path, capsys, mon
 
 JOB = JobKey(KEY.encode(), None)
 MAY = {
-    Role.JOB: set(Role),
-    Role.STEERING: {Role.STEERING, Role.READING},
-    Role.JOINING: {Role.JOINING},
-    Role.READING: {Role.READING},
-    Role.CHANGING: {Role.CHANGING},
+    KeyRole.JOB: set(KeyRole),
+    KeyRole.STEERING: {KeyRole.STEERING, KeyRole.READING},
+    KeyRole.JOINING: {KeyRole.JOINING},
+    KeyRole.READING: {KeyRole.READING},
+    KeyRole.CHANGING: {KeyRole.CHANGING},
 }
 
 
-@pytest.mark.parametrize("role", Role)
-def test_a_key_gives_those_that_may_do_less_and_no_other(role: Role) -> None:
+@pytest.mark.parametrize("role", KeyRole)
+def test_a_key_gives_those_that_may_do_less_and_no_other(role: KeyRole) -> None:
     key = role_key(JOB, role, Path("own.key"))
-    for other in Role:
+    for other in KeyRole:
         if other in MAY[role]:
             assert key.held(other) == JOB.held(other)
         else:
             with pytest.raises(UsageError, match=f"own.key is a {role.value} key of the job: .* needs its key, or one"):
                 key.held(other)
-    assert len({JOB.held(each) for each in Role}) == len(Role)
+    assert len({JOB.held(each) for each in KeyRole}) == len(KeyRole)
 
 
-@pytest.mark.parametrize("role", [Role.JOB, *LESSER])
-def test_a_key_is_read_as_it_was_written(tmp_path: Path, role: Role) -> None:
+@pytest.mark.parametrize("role", [KeyRole.JOB, *LESSER])
+def test_a_key_is_read_as_it_was_written(tmp_path: Path, role: KeyRole) -> None:
     path = tmp_path / "any.key"
     path.write_bytes(role_key(JOB, role).text + b"\n")
     path.chmod(0o600)
@@ -233,7 +233,7 @@ def test_what_is_no_key_of_a_role(text: bytes, seen: str) -> None:
 
 
 def test_a_key_of_a_person_may_look_like_anything() -> None:
-    assert key_of_text(b"my-key:of long text, no role", "it", None).role is Role.JOB
+    assert key_of_text(b"my-key:of long text, no role", "it", None).role is KeyRole.JOB
 
 
 def test_the_command_writes_lesser_keys_beside_the_jobs(key_file: Path, capsys) -> None:
@@ -242,19 +242,19 @@ def test_the_command_writes_lesser_keys_beside_the_jobs(key_file: Path, capsys) 
     command = ["keys", str(folder), "--role", "reading", "--role", "joining"]
     assert main(command) == main(command) == 0, "the same again"
     assert f"{folder / 'reading.key'}: the reading key; whoever has it cannot make the job's" in capsys.readouterr().out
-    for role in (Role.READING, Role.JOINING):
+    for role in (KeyRole.READING, KeyRole.JOINING):
         path = folder / f"{role.value}.key"
         assert read_key(path) == role_key(JOB, role, path) and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert own_key(NetConfig(transport="tcp", tls="required", keys=str(folder))).role is Role.JOB
+    assert own_key(NetConfig(transport="tcp", tls="required", keys=str(folder))).role is KeyRole.JOB
     key_file.write_text(KEY[::-1])
     assert main(command) == 2 and "reading.key is there already, of another key" in capsys.readouterr().err
     key_file.unlink()
-    assert own_key(NetConfig(transport="tcp", tls="required", keys=str(folder))).role is Role.JOINING
+    assert own_key(NetConfig(transport="tcp", tls="required", keys=str(folder))).role is KeyRole.JOINING
     assert main(command) == 2 and "cannot be read" in capsys.readouterr().err
 
 
 def test_a_job_is_not_started_with_a_lesser_key(tmp_path: Path, capsys, monkeypatch) -> None:
-    for role in (Role.READING, Role.STEERING, Role.JOINING):
+    for role in (KeyRole.READING, KeyRole.STEERING, KeyRole.JOINING):
         monkeypatch.setenv(KEY_VARIABLE, role_key(JOB, role).text.decode())
         monkeypatch.setattr(
             "elaswave.api.environment._taken_from_environment", lambda role=role: role_key(JOB, role).text
@@ -282,7 +282,7 @@ def test_a_change_that_was_begun_is_gone_on_with(key_file: Path) -> None:
 def test_a_new_key_that_cannot_be_written_is_an_error(key_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no new key can be written beside .*none/job.key: No such file"):
         key_making.begin_change(tmp_path / "none" / "job.key")
-    next_file(key_file).write_bytes(role_key(JOB, Role.STEERING).text)
+    next_file(key_file).write_bytes(role_key(JOB, KeyRole.STEERING).text)
     next_file(key_file).chmod(0o600)
     with pytest.raises(UsageError, match="job.key.next is a steering key of the job"):
         key_making.begin_change(key_file)

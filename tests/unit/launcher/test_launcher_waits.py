@@ -12,7 +12,7 @@ from elaswave.observability.processes import ProcessFacts
 BEGIN_S = 100.0
 
 
-def template(state: str, cpu_s: float = 1.0) -> ProcessFacts:
+def forkserver(state: str, cpu_s: float = 1.0) -> ProcessFacts:
     return ProcessFacts(state=state, parent=1, cpu_s=cpu_s, start_ticks=0)
 
 
@@ -33,13 +33,13 @@ def test_a_template_that_does_not_fork_is_waited_for_as_long_as_it_gets_on(state
     waits.for_forks((0, 1), BEGIN_S)
     waits.for_forks((COORDINATOR,), BEGIN_S)
     waits.forked(0)
-    passed_s, told = waited(waits, lambda now_s: template(state), bound_s)
+    passed_s, told = waited(waits, lambda now_s: forkserver(state), bound_s)
     assert bound_s < passed_s < bound_s + 1.0
     assert told.startswith("the template process does not fork the coordinator, worker 1: it has used no processor")
     assert told.endswith(" and is stopped") == (state == "T")
     waits = LauncherWaits()
     waits.for_forks((0, 1), BEGIN_S)
-    slow = waited(waits, lambda now_s: template(state, 0.01 * (now_s // (bound_s / 2))), bound_s)
+    slow = waited(waits, lambda now_s: forkserver(state, 0.01 * (now_s // (bound_s / 2))), bound_s)
     assert slow[1] == ""
 
 
@@ -48,7 +48,7 @@ def test_a_template_that_has_nothing_to_fork_may_stand_still_and_one_that_has_en
 
     def stopped(now_s: float) -> ProcessFacts:
         looks.append(now_s)
-        return template("T")
+        return forkserver("T")
 
     waits = LauncherWaits()
     assert waited(waits, stopped, STOPPED_S_MAX)[1] == ""
@@ -62,22 +62,22 @@ def test_a_template_that_has_nothing_to_fork_may_stand_still_and_one_that_has_en
 def test_a_commit_that_does_not_end_is_not_waited_for_for_ever() -> None:
     waits = LauncherWaits()
     waits.for_commit(BEGIN_S)
-    passed_s, told = waited(waits, lambda now_s: template("S"), KILLED_S_MAX)
+    passed_s, told = waited(waits, lambda now_s: forkserver("S"), KILLED_S_MAX)
     assert KILLED_S_MAX < passed_s < KILLED_S_MAX + 1.0 and waits.is_for_commit
     assert "no other one can be started: the process that was committing a checkpoint was to be killed" in told
     waits.commit_ended()
-    assert waits.overdue(lambda: template("S"), 1e6) is None
+    assert waits.overdue(lambda: forkserver("S"), 1e6) is None
 
 
 def test_a_coordinator_that_cannot_be_killed_is_not_waited_for_for_ever() -> None:
     waits = LauncherWaits()
     for again_s in (0.0, 5.0, 10.0):
         waits.for_killed_coordinator(BEGIN_S + again_s)
-    passed_s, told = waited(waits, lambda now_s: template("S"), KILLED_S_MAX)
+    passed_s, told = waited(waits, lambda now_s: forkserver("S"), KILLED_S_MAX)
     assert KILLED_S_MAX < passed_s < KILLED_S_MAX + 1.0
     assert "the coordinator does not answer, and has not ended within 60 s after it was to be killed" in told
     waits.coordinator_ended()
-    assert waits.overdue(lambda: template("S"), 1e6) is None
+    assert waits.overdue(lambda: forkserver("S"), 1e6) is None
 
 
 def test_time_in_which_the_launcher_was_stopped_itself_does_not_count() -> None:
@@ -85,4 +85,4 @@ def test_time_in_which_the_launcher_was_stopped_itself_does_not_count() -> None:
     waits.for_forks((0,), BEGIN_S)
     waits.for_commit(BEGIN_S)
     waits.for_killed_coordinator(BEGIN_S)
-    assert waits.overdue(lambda: template("T"), BEGIN_S + 3600.0) is None
+    assert waits.overdue(lambda: forkserver("T"), BEGIN_S + 3600.0) is None

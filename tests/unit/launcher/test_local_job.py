@@ -26,11 +26,11 @@ from elaswave.channel.messages.worker import KeysNow
 from elaswave.config.schema import ControlConfig
 from elaswave.coordinator.process import DISPLACED, PORT_TAKEN, STORE_GONE, CoordinatorProcess
 from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError
-from elaswave.job.key_files import JobKey, Role, next_file
-from elaswave.job.role import Post, own_post
+from elaswave.job.key_files import JobKey, KeyRole, next_file
+from elaswave.job.role import AgentRole, own_role
 from elaswave.launcher import local_job
-from elaswave.launcher.asked_stop import STOP_GRACE_S, AskedStop
-from elaswave.launcher.candidacy import STAND_BY_AGAIN_S, Candidacy
+from elaswave.launcher.asked_stop import STOP_GRACE_S, StopRequest
+from elaswave.launcher.candidacy import STAND_BY_AGAIN_S, Standby
 from elaswave.launcher.forkserver import messages as template_messages
 from elaswave.launcher.forkserver.forking import how_it_ended
 from elaswave.launcher.forkserver.messages import (
@@ -43,9 +43,9 @@ from elaswave.launcher.forkserver.messages import (
 )
 from elaswave.launcher.launcher_waits import LauncherWaits
 from elaswave.launcher.local_job import LocalJob, with_ends
-from elaswave.launcher.own_coordinators import CoordinatorStarts, OwnCoordinators
-from elaswave.launcher.own_keys import OwnKeys
-from elaswave.launcher.own_workers import LogSending, OwnWorkers
+from elaswave.launcher.own_coordinators import CoordinatorStarts, CoordinatorSupervisor
+from elaswave.launcher.own_keys import AgentKeys
+from elaswave.launcher.own_workers import LogSending, WorkerSupervisor
 from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.membership.agent import Agent
 from elaswave.store.opening import JobStore
@@ -64,32 +64,32 @@ class Launcher(LocalJob):
         self._agent, self._run_dir = Agent(), tmp_path
         self._client = SimpleNamespace(turn=self._turn, send=self.sent.append)  # type: ignore[assignment]
         self._processes = SimpleNamespace(  # type: ignore[assignment]
-            ask_template=self.asked.append,
-            template_end=lambda: "was killed by SIGKILL",
+            ask_forkserver=self.asked.append,
+            forkserver_end=lambda: "was killed by SIGKILL",
         )
         self._logs = LogSending(tmp_path)
         self._way_on = lambda: "so it goes on"
-        self._workers = OwnWorkers(self._agent, self._processes, self._logs, self._waits, tmp_path)
-        self._set_post(own_post())
+        self._workers = WorkerSupervisor(self._agent, self._processes, self._logs, self._waits, tmp_path)
+        self._set_agent_role(own_role())
 
-    def _set_post(self, post: Post, *, leads: bool = True) -> None:
-        self._post, self._stop = post, AskedStop(post.leave_s)
+    def _set_agent_role(self, agent_role: AgentRole, *, leads: bool = True) -> None:
+        self._agent_role, self._stop = agent_role, StopRequest(agent_role.leave_s)
         selector = selectors.DefaultSelector()
-        self._candidacy = Candidacy(leads=leads, is_candidate=post.is_candidate, selector=selector)
+        self._standby = Standby(leads=leads, is_candidate=agent_role.is_candidate, selector=selector)
         starts: Any = SimpleNamespace(start=self._count)
         self._coordinators = self.coordinators(starts, SimpleNamespace(check=lambda: None, patience_s=0.0))
 
-    def coordinators(self, starts: Any, store: Any) -> OwnCoordinators:
+    def coordinators(self, starts: Any, store: Any) -> CoordinatorSupervisor:
         """Those of this launcher, with another way of starting them."""
         log = self._run_dir / "logs" / "coordinator.log"
-        return OwnCoordinators(
-            starts, store, self._agent, self._processes, self._candidacy, self._waits, log, self._way_on
+        return CoordinatorSupervisor(
+            starts, store, self._agent, self._processes, self._standby, self._waits, log, self._way_on
         )
 
     def hear(self, *messages: Any) -> None:
         """The template has said something."""
-        self._processes.hear_template = lambda: list(messages)  # type: ignore[method-assign]
-        self._hear_template()
+        self._processes.receive_from_forkserver = lambda: list(messages)  # type: ignore[method-assign]
+        self._receive_from_forkserver()
 
     def _turn(self, max_wait_s: float = 0.0) -> float:
         self._ended = self.last_words
@@ -105,11 +105,11 @@ def launcher(tmp_path: Any) -> Launcher:
 
 
 def test_only_a_notice_of_its_own_hurries_a_host(launcher: Launcher) -> None:
-    launcher._set_post(own_post()._replace(leave_s=25.0))
+    launcher._set_agent_role(own_role()._replace(leave_s=25.0))
     launcher._on_message(StopAsked(cause="elaswave ctl stop"))
     assert launcher.stop_signal == signal.SIGTERM and launcher._stop.name == "elaswave ctl stop"
     assert launcher._stop.grace_s == STOP_GRACE_S, "the step in hand and its checkpoint may take their time"
-    launcher._set_post(own_post()._replace(leave_s=25.0))
+    launcher._set_agent_role(own_role()._replace(leave_s=25.0))
     launcher._stop.on_signal(signal.SIGTERM, None)
     launcher._on_message(StopAsked(cause="elaswave ctl stop"))
     assert launcher._stop.grace_s == 25.0 and launcher._stop.is_leaving
@@ -130,7 +130,7 @@ def test_only_a_notice_of_its_own_hurries_a_host(launcher: Launcher) -> None:
 def test_who_leaves_the_outcome_waits_for_the_store_unless_told_to_stop_or_in_vain_before(
     launcher: Launcher, tmp_path: Path, ended: Ended, signal_number: int | None, is_patient: bool
 ) -> None:
-    launcher._set_post(own_post()._replace(job="demo", founds=True))
+    launcher._set_agent_role(own_role()._replace(job="demo", creates_job=True))
     launcher._is_over, launcher._ended = False, ended
     launcher._stop.signal = signal_number
     launcher._client = None
@@ -138,12 +138,12 @@ def test_who_leaves_the_outcome_waits_for_the_store_unless_told_to_stop_or_in_va
     launcher._reporter = SimpleNamespace(message=launcher.sent.append)  # type: ignore[assignment]
     steps: list[Any] = []
 
-    def end(name: str, outcome: bytes, founded: int, **more: Any) -> str:
-        steps.append((json.loads(outcome)["outcome"], founded, more["is_patient"]))
+    def end(name: str, outcome: bytes, job_generation: int, **more: Any) -> str:
+        steps.append((json.loads(outcome)["outcome"], job_generation, more["is_patient"]))
         return "trouble"
 
     launcher._place = SimpleNamespace(  # type: ignore[assignment]
-        close=lambda: steps.append("folder"), store=SimpleNamespace(end=end), holder="", founded=7
+        close=lambda: steps.append("folder"), store=SimpleNamespace(end=end), holder="", job_generation=7
     )
     launcher.end()
     launcher.end()
@@ -162,17 +162,17 @@ def test_a_coordinator_is_started_at_once_where_nothing_is_being_committed(launc
 def test_a_candidate_stands_by_again_after_one_that_never_had_the_job_or_was_replaced(
     launcher: Launcher, had_it: bool, how: str
 ) -> None:
-    launcher._set_post(own_post()._replace(is_candidate=True), leads=had_it)
+    launcher._set_agent_role(own_role()._replace(is_candidate=True), leads=had_it)
     launcher._on_coordinator_exit(how, 50.0)
-    candidacy = launcher._candidacy
-    assert (launcher.num_started, candidacy.leads) == (0, False)
-    assert candidacy.stand_by_at_s == 50.0 + STAND_BY_AGAIN_S
+    standby = launcher._standby
+    assert (launcher.num_started, standby.leads) == (0, False)
+    assert standby.stand_by_at_s == 50.0 + STAND_BY_AGAIN_S
     launcher._on_coordinator_exit(how, 60.0)
-    assert candidacy.stand_by_at_s == 60.0 + 2 * STAND_BY_AGAIN_S, "no log fills with what it is refused for"
-    assert not candidacy.is_due(61.9) and candidacy.is_due(62.0) and not candidacy.is_due(99.0)
-    candidacy.has_it()
+    assert standby.stand_by_at_s == 60.0 + 2 * STAND_BY_AGAIN_S, "no log fills with what it is refused for"
+    assert not standby.is_due(61.9) and standby.is_due(62.0) and not standby.is_due(99.0)
+    standby.has_it()
     launcher._on_coordinator_exit("was killed by SIGKILL", 51.0)
-    assert (launcher.num_started, candidacy.leads) == (1, False), "its own coordinator is followed at once"
+    assert (launcher.num_started, standby.leads) == (1, False), "its own coordinator is followed at once"
 
 
 def test_a_store_that_does_not_answer_the_next_coordinator_ends_the_part_and_not_the_job(launcher: Launcher) -> None:
@@ -200,7 +200,7 @@ def test_a_coordinator_that_cannot_listen_says_whether_another_one_could(
     this: Any = SimpleNamespace(
         _server=SimpleNamespace(start=start), _setup=SimpleNamespace(listen="tcp:127.0.0.1:7077", home=1, tls=None),
         _keys=SimpleNamespace(of_peer=lambda peer: b""),
-        _on_message=None, _on_connected=None, _on_closed=None, _on_head=None,
+        _on_message=None, _on_connected=None, _on_closed=None, _on_store_position=None,
         _terminal=SimpleNamespace(say_of_stranger=None),
     )  # fmt: skip
     with pytest.raises(error, match=said):
@@ -238,8 +238,8 @@ def test_other_keys_are_taken_once_the_template_has_them(launcher: Launcher, tmp
     next_file(file).chmod(0o600)
     starts: Any = SimpleNamespace(start=launcher._count, keys=Secrets((old,)))
     launcher._coordinators = launcher.coordinators(starts, SimpleNamespace(check=lambda: None, patience_s=0.0))
-    launcher._keys = OwnKeys(JobKey(old, file), file, starts_coordinators=True)
-    keys = tuple(JobKey(key, None).held(Role.JOINING) for key in (old, new))
+    launcher._keys = AgentKeys(JobKey(old, file), file, starts_coordinators=True)
+    keys = tuple(JobKey(key, None).held(KeyRole.JOINING) for key in (old, new))
     launcher._on_message(KeysNow(keys=keys))
     assert launcher.asked == [TakeKeys(keys=keys, job_keys=(old, new), retired=())]
     assert launcher.sent == [] and starts.keys == Secrets((old, new)), "a successor must know what was offered"
@@ -268,13 +268,13 @@ def test_the_end_of_the_template_is_the_jobs(
     monkeypatch.setattr(local_job, "LAST_WORDS_S", 0.05)
     launcher.last_words = last_words
     with pytest.raises(RecoveryError, match="was killed by SIGKILL, and all workers have ended with it .* so it goes"):
-        launcher._check_template()
+        launcher._check_forkserver()
 
 
 @pytest.mark.parametrize("outcome", ["finished", "stopped"])
 def test_the_end_of_the_template_is_no_trouble_to_a_job_that_was_over(outcome: str, launcher: Launcher) -> None:
     launcher.last_words = Ended(outcome=outcome)
-    launcher._check_template()
+    launcher._check_forkserver()
     assert launcher._ended == Ended(outcome=outcome)
 
 
@@ -284,8 +284,8 @@ def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
     launcher._processes.ask_for_coordinator = lambda number, message: launcher.asked.append(message)  # type: ignore[method-assign]
     sampler = SimpleNamespace(num_samples=8)
     setup: Any = SimpleNamespace(sampler=sampler, started_s=0.0, home=3, keys=Secrets((b"the job's",)))
-    processes, candidacy, waits = launcher._processes, launcher._candidacy, launcher._waits
-    starts = CoordinatorStarts(setup, None, launcher._post, processes, candidacy, waits, by_template=True)
+    processes, standby, waits = launcher._processes, launcher._standby, launcher._waits
+    starts = CoordinatorStarts(setup, None, launcher._agent_role, processes, standby, waits, by_forkserver=True)
     launcher.coordinators(starts, JobStore(ControlConfig(), tmp_path, tmp_path, b"k" * 32)).start()
     assert [type(message) for message in launcher.asked] == [SpawnCoordinator]
     stopped = ProcessFacts(state="T", parent=1, cpu_s=1.0, start_ticks=0)
@@ -298,7 +298,7 @@ def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
 def test_the_template_is_asked_for_a_joiner_once(launcher: Launcher) -> None:
     for worker in (4, 4, 5):
         launcher._on_message(SpawnJoiner(worker=worker))
-    assert launcher.asked == [template_messages.SpawnJoiner(worker=4), template_messages.SpawnJoiner(worker=5)]
+    assert launcher.asked == [template_messages.ForkJoiner(worker=4), template_messages.ForkJoiner(worker=5)]
 
 
 def test_a_joiner_that_the_system_refuses_is_reported_like_one_that_has_died(launcher: Launcher) -> None:
@@ -319,16 +319,16 @@ def test_any_other_process_that_the_system_refuses_ends_the_job(launcher: Launch
 def test_a_coordinator_whose_claim_was_taken_away_is_followed_after_a_while_and_never_once_too_often(
     launcher: Launcher, is_candidate: bool
 ) -> None:
-    launcher._set_post(own_post()._replace(is_candidate=is_candidate))
+    launcher._set_agent_role(own_role()._replace(is_candidate=is_candidate))
     at_s = 0.0
     for _ in range(120):
         launcher._coordinators.exited(f"ended with status {DISPLACED}", at_s)
-        assert launcher._candidacy.leads is not is_candidate, "another host may be quicker"
-        assert launcher._candidacy.missed_since_s == at_s
+        assert launcher._standby.leads is not is_candidate, "another host may be quicker"
+        assert launcher._standby.missed_since_s == at_s
         at_s += 1000.0
-        assert not launcher._candidacy.is_due(at_s - 1000.0) and launcher._candidacy.is_due(at_s)
+        assert not launcher._standby.is_due(at_s - 1000.0) and launcher._standby.is_due(at_s)
         if is_candidate:
-            launcher._candidacy.has_it()
+            launcher._standby.has_it()
     assert launcher.num_started == 0, "until it is due"
     launcher._coordinators.exited(f"ended with status {DISPLACED}", at_s)
-    assert launcher._candidacy.is_due(at_s + STAND_BY_AGAIN_S), "however often it has come to that"
+    assert launcher._standby.is_due(at_s + STAND_BY_AGAIN_S), "however often it has come to that"

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from elaswave.launcher.forkserver import module_state
-from elaswave.launcher.forkserver.module_state import digest_of, states_of_modules
+from elaswave.launcher.forkserver.module_state import states_of_modules, value_digest
 from elaswave.launcher.forkserver.taking_over import TakenOver
 
 Modules = Callable[..., Any]
@@ -360,11 +360,11 @@ def test_absls_flags_are_taken_over_with_the_module_that_defines_them(
     ],
 )
 def test_a_digest_tells_values_apart(one: object, other: object) -> None:
-    assert digest_of(one) != digest_of(other)
-    assert digest_of(one) == digest_of(pickle.loads(module_state._pickled(one)))
+    assert value_digest(one) != value_digest(other)
+    assert value_digest(one) == value_digest(pickle.loads(module_state._pickled(one)))
 
 
 def test_a_digest_ends_where_a_value_holds_itself() -> None:
     value: list[Any] = [1]
     value.append(value)
-    assert digest_of(value) != digest_of([1, [1]])
+    assert value_digest(value) != value_digest([1, [1]])

@@ -1,23 +1,23 @@
 """Bounds on waiting for another process: neither a slow one nor a stopped waiter makes it look stopped."""
 
 from elaswave.launcher.launcher_waits import Standstill
-from elaswave.protocol.detection.awake import AwakeTime
+from elaswave.protocol.detection.active_time import ActiveTime
 
 
 def test_time_in_which_the_waiter_was_stopped_does_not_count() -> None:
-    awake = AwakeTime(100.0)
-    assert awake.passed_s(100.2) == 100.2 - 100.0
-    assert awake.passed_s(4000.0) < 1.0
-    assert awake.passed_s(4000.4) < 1.5
-    assert awake.passed_s(3999.0) == awake.seen_s == awake.passed_s(4000.4), "no clock goes back"
+    active_time = ActiveTime(100.0)
+    assert active_time.passed_s(100.2) == 100.2 - 100.0
+    assert active_time.passed_s(4000.0) < 1.0
+    assert active_time.passed_s(4000.4) < 1.5
+    assert active_time.passed_s(3999.0) == active_time.seen_s == active_time.passed_s(4000.4), "no clock goes back"
 
 
 def test_the_first_look_begins() -> None:
-    awake = AwakeTime()
-    assert (awake.seen_s, awake.passed_s(4000.0), awake.take_overslept()) == (0.0, 0.0, False)
-    awake.passed_s(5000.0)
-    awake.passed_s(5000.1)
-    assert awake.take_overslept() and not awake.take_overslept(), "it is told once"
+    active_time = ActiveTime()
+    assert (active_time.seen_s, active_time.passed_s(4000.0), active_time.take_overslept()) == (0.0, 0.0, False)
+    active_time.passed_s(5000.0)
+    active_time.passed_s(5000.1)
+    assert active_time.take_overslept() and not active_time.take_overslept(), "it is told once"
 
 
 def test_a_process_that_uses_some_time_now_and_then_does_not_stand_still() -> None:

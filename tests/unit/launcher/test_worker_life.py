@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from elaswave.devices.opening import PLACE_TIMEOUT_S
-from elaswave.launcher.forkserver.worker_life import FENCED_S
+from elaswave.launcher.forkserver.worker_life import FENCED_OFF_S
 from elaswave.worker.process import FLUSH_TIMEOUT_S
 
 STUCK = """
@@ -35,4 +35,4 @@ def test_one_that_ends_by_itself_is_not_held_up() -> None:
 
 
 def test_last_messages_have_their_time_and_a_place_is_waited_for_longer() -> None:
-    assert FLUSH_TIMEOUT_S < FENCED_S < PLACE_TIMEOUT_S
+    assert FLUSH_TIMEOUT_S < FENCED_OFF_S < PLACE_TIMEOUT_S

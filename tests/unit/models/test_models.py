@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from elaswave.blocks.shapes import all_tensors
 from elaswave.errors import ConfigError
 from elaswave.models.layers import ModelSpec, build_layer
-from elaswave.models.llama import RMS_NORM_EPS, default_intermediate_size, huggingface_name, rotary_tables
+from elaswave.models.llama import RMS_NORM_EPS, default_intermediate_size, huggingface_llama_name, rotary_tables
 from elaswave.models.registry import FAMILY_OPTIONS, MODELS, build_model
 from elaswave.state.flat import model_shapes
 
@@ -382,16 +382,16 @@ class TestLlamaSizes:
 
 class TestHuggingfaceNames:
     def test_every_parameter_has_its_own(self):
-        names = [huggingface_name(name) for name in parameters(small("llama"))]
+        names = [huggingface_llama_name(name) for name in parameters(small("llama"))]
         assert len(set(names)) == len(names)
-        assert huggingface_name("block.13.attention.wq.weight") == "model.layers.13.self_attn.q_proj.weight"
-        assert huggingface_name("embedding.token.weight") == "model.embed_tokens.weight"
-        assert huggingface_name("head.output.weight") == "lm_head.weight"
+        assert huggingface_llama_name("block.13.attention.wq.weight") == "model.layers.13.self_attn.q_proj.weight"
+        assert huggingface_llama_name("embedding.token.weight") == "model.embed_tokens.weight"
+        assert huggingface_llama_name("head.output.weight") == "lm_head.weight"
 
     @pytest.mark.parametrize("name", ["block.x.attention.wq.weight", "block.0.mlp.up.weight", "", "lm_head.weight"])
     def test_unknown_names_are_refused(self, name: str):
         with pytest.raises(ValueError, match="no parameter of a Llama is named"):
-            huggingface_name(name)
+            huggingface_llama_name(name)
 
     def test_transformers_computes_the_same_logits(self):
         transformers = pytest.importorskip("transformers")
@@ -411,7 +411,7 @@ class TestHuggingfaceNames:
         theirs = transformers.LlamaForCausalLM(config).eval()
         model = small("llama")
         values = perturbed(model)
-        theirs.load_state_dict({huggingface_name(name): value for name, value in values.items()})
+        theirs.load_state_dict({huggingface_llama_name(name): value for name, value in values.items()})
         with torch.no_grad():
             expected = theirs(tokens()).logits
         torch.testing.assert_close(logits(model, tokens(), values), expected, rtol=1e-4, atol=1e-5)

@@ -5,7 +5,7 @@ from pathlib import Path
 from elaswave.observability.events import EventLog, Holdings, LayoutChosen, RunStarted, StepCommitted
 from elaswave.observability.result import (
     CheckpointRecord,
-    EpochRecord,
+    GenerationRecord,
     JsonFloat,
     Recovery,
     RunResult,
@@ -34,7 +34,7 @@ RECOVERY = Recovery(
     step=4,
     phase="backward",
     detected_by="exit",
-    epoch=1,
+    generation=1,
     attempt=1,
     outcome="retried",
     detect_s=0.004,
@@ -56,7 +56,7 @@ def make_result(**changes: object) -> RunResult:
         "losses": LOSSES,
         "state_digest": "00ff" * 8,
         "throughput_tokens_per_s": 15234.4,
-        "epochs": [EpochRecord(epoch=0, layout=LAYOUT, reason="as configured", first_step=1)],
+        "generations": [GenerationRecord(generation=0, layout=LAYOUT, reason="as configured", first_step=1)],
         "memory": {w: WorkerMemory(peak_bytes=200 << 20, optimizer_bytes=5 << 20) for w in range(4)},
         "checkpoints": [CheckpointRecord(step=5, path="checkpoints/step-00000005", num_bytes=3 << 20, duration_s=0.25)],
         "start_up_s": 0.9,
@@ -77,7 +77,7 @@ def write_events(run_dir: Path, losses: list[JsonFloat] = LOSSES, first_step: in
         log.write(RunStarted(version="0.1", total_steps=6, first_step=first_step, num_workers=4, config=CONFIG))
         log.write(
             LayoutChosen(
-                epoch=0,
+                generation=0,
                 layout=LAYOUT,
                 reason="as configured",
                 first_step=first_step,
@@ -99,7 +99,7 @@ def write_events(run_dir: Path, losses: list[JsonFloat] = LOSSES, first_step: in
             log.write(
                 StepCommitted(
                     step=step,
-                    epoch=0,
+                    generation=0,
                     attempt=0,
                     loss=loss,
                     grad_norm=1.5,

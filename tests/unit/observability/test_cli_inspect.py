@@ -14,7 +14,7 @@ from elaswave.cli.main import main
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import ErrorRaised, Evaluated, EventLog, Recovered, RunFinished, StepSkipped
 from elaswave.observability.result import write_digests, write_result
-from elaswave.observability.summary import summarize
+from elaswave.observability.summary import summarize_run
 
 
 def inspect(*args: object, columns: int = 120) -> Result:
@@ -39,7 +39,7 @@ loss first 5.6000, last 3.9000, lowest 3.9000 at step 6
 █▆▄▂▃▁
 validation loss last 4.5000 at step 5, 1 evaluations
 
-layout 2x2, epoch 0, from step 1: as configured
+layout 2x2, generation 0, from step 1: as configured
 
 stage  workers  layers  parameters  names
     0      0 1  0 to 2     429,000  embedding to block.1
@@ -73,8 +73,8 @@ loss first 5.6000, last 3.9000, lowest
 validation loss last 4.5000 at step 5, 1
   evaluations
 
-layout 2x2, epoch 0, from step 1: as
-  configured
+layout 2x2, generation 0, from step 1:
+  as configured
 
 stage 0; workers 0 1; layers 0 to 2;
   parameters 429,000; names embedding to
@@ -130,7 +130,7 @@ def test_a_wide_terminal_gets_tables(run: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_narrow_terminal_gets_paragraphs_and_nothing_is_cut_off(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parent)
     (run.parent / "a").rename(run.parent / "RUN")
-    lines = render_summary(summarize(Path("RUN")), 40, ascii_only=True)
+    lines = render_summary(summarize_run(Path("RUN")), 40, ascii_only=True)
     assert "\n".join(lines) + "\n" == NARROW
     assert all(line.isascii() and len(line) <= 40 for line in lines[:-1])
 

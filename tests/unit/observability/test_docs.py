@@ -9,7 +9,7 @@ import pytest
 from elaswave.cli.main import COMMANDS
 from elaswave.cli.train import train_command
 from elaswave.observability.events import KINDS, Holdings
-from elaswave.observability.result import CheckpointRecord, EpochRecord, Recovery, RunResult, WorkerMemory
+from elaswave.observability.result import CheckpointRecord, GenerationRecord, Recovery, RunResult, WorkerMemory
 from elaswave.observability.run_folder import MARKER_FILE, WRITTEN_NAMES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -18,7 +18,7 @@ COMMAND_LINE = (DOCS / "command-line.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "struct", [RunResult, EpochRecord, Recovery, WorkerMemory, CheckpointRecord, Holdings, *KINDS.values()]
+    "struct", [RunResult, GenerationRecord, Recovery, WorkerMemory, CheckpointRecord, Holdings, *KINDS.values()]
 )
 def test_every_field_is_described(struct: type[msgspec.Struct]) -> None:
     named = set(re.findall(r"`([a-z_]+)`", RUN_FOLDER))

@@ -29,7 +29,7 @@ from elaswave.observability.result import CheckpointRecord
 
 def step(number: int, loss: float = 4.0) -> StepCommitted:
     return StepCommitted(
-        step=number, epoch=0, attempt=0, loss=loss, grad_norm=1.0, lr=1e-3, tokens_per_s=1e4, duration_s=0.1
+        step=number, generation=0, attempt=0, loss=loss, grad_norm=1.0, lr=1e-3, tokens_per_s=1e4, duration_s=0.1
     )
 
 
@@ -46,7 +46,7 @@ def test_every_line_carries_kind_time_and_elapsed_seconds(tmp_path: Path) -> Non
         "time": "2026-11-20T12:57:01.250000Z",
         "elapsed_s": 1.5,
         "step": 1,
-        "epoch": 0,
+        "generation": 0,
         "attempt": 0,
         "loss": 4.0,
         "grad_norm": 1.0,
@@ -87,6 +87,10 @@ def test_every_kind_reads_back_as_it_was_written(tmp_path: Path) -> None:
     ]
     assert events[1].layout == LAYOUT
     assert events[8].checkpoint == checkpoint
+    earlier = (tmp_path / "events.jsonl").read_text().replace('"generation"', '"epoch"')
+    assert '"epoch"' in earlier
+    (tmp_path / "events.jsonl").write_text(earlier)
+    assert read_events(tmp_path / "events.jsonl") == events, "as an earlier release has written it"
 
 
 def test_the_kinds_are_those_that_the_documentation_names() -> None:

@@ -14,9 +14,9 @@ import pytest
 from elaswave.observability import processes
 from elaswave.observability.processes import (
     PROCESSES_FILE,
-    described,
     facts_of,
     lives,
+    process_entry,
     read_processes,
     remove_processes,
     signal_process,
@@ -34,7 +34,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_the_file_names_the_living(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     assert read_processes(tmp_path) == []
-    here, there = described("launcher", 0, os.getpid()), described("worker", 3, sleeper.pid)
+    here, there = process_entry("launcher", 0, os.getpid()), process_entry("worker", 3, sleeper.pid)
     write_processes(tmp_path, [here, there])
     assert read_processes(tmp_path) == [here, there]
     sleeper.kill()
@@ -45,7 +45,7 @@ def test_the_file_names_the_living(tmp_path: Path, sleeper: subprocess.Popen[byt
 
 
 def test_a_signal_never_hits_another_process_with_the_same_id(sleeper: subprocess.Popen[bytes]) -> None:
-    meant = described("worker", 0, sleeper.pid)
+    meant = process_entry("worker", 0, sleeper.pid)
     another = msgspec.structs.replace(meant, start_ticks=meant.start_ticks - 1)
     assert not signal_process(another, signal.SIGKILL)
     assert sleeper.poll() is None
@@ -73,7 +73,7 @@ def test_time_that_a_process_uses_is_seen() -> None:
 
 
 def test_a_file_that_cannot_be_written_does_not_stay_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_processes(tmp_path, [described("launcher", 0, os.getpid())])
+    write_processes(tmp_path, [process_entry("launcher", 0, os.getpid())])
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")

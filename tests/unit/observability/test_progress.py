@@ -107,8 +107,8 @@ def test_plain_lines_from_start_to_finish() -> None:
     assert stream.getvalue() == (
         "gpt model, 4 layers of hidden size 128, float32, 6 steps, layout 2x2 (4 workers), 8 micro-batches\n"
         "run folder runs/a\n"
-        "step 1/3  loss 5.0000  15,234 tokens/s  epoch 0  layout 2x2  data pass 1\n"
-        "step 3/3  loss 1.6667  15,234 tokens/s  epoch 0  layout 2x2  data pass 1\n"
+        "step 1/3  loss 5.0000  15,234 tokens/s  layout 2x2  generation 0  epoch 1\n"
+        "step 3/3  loss 1.6667  15,234 tokens/s  layout 2x2  generation 0  epoch 1\n"
         "step 3  validation loss 4.5000\n"
         "checkpoint written\n"
         "error: worker 2 has gone\n"
@@ -276,7 +276,7 @@ def test_the_display_fits_a_narrow_terminal_and_leaves_nothing_behind(terminal: 
     assert threading.active_count() == threads
     display = terminal.text()[len(drawn_before) :]
     assert max(map(len, visible_lines(display))) <= 50
-    assert "step 50/100" in display and "loss 0.1000  15,234 tokens/s  epoch 0  layout 2x2" in display
+    assert "step 50/100" in display and "loss 0.1000  15,234 tokens/s  layout 2x2  generat…" in display
     assert "0:15 left" in display and "0:00 left" in display
     assert "validation loss 4.5000" in display
     reporter.finished(make_result(), Path("runs/a"))
@@ -317,7 +317,8 @@ def test_messages_wrap_between_words_and_never_inside_a_command(terminal: FakeTe
     folder = Path("runs/of a person/20261120T125701Z-ab12cd")
     reporter.started(CONFIG, LAYOUT, folder)
     recovery = (
-        "worker 3 (stage 1) lost in backward of step 17 (exit): epoch 2, 4 micro-batches rerouted, 14 blocks promoted, "
+        "worker 3 (stage 1) lost in backward of step 17 (exit): generation 2, 4 micro-batches rerouted, 14 blocks "
+        "promoted, "
         "0 B moved, going on after 44 ms, step redone in 332 ms"
     )
     reporter.message(recovery)

@@ -33,18 +33,18 @@ def test_a_result_reads_back_as_it_was_written(tmp_path: Path) -> None:
 def test_result_json_has_the_promised_keys_and_shapes(tmp_path: Path) -> None:
     document = json.loads(encode_result(make_result(recoveries=[RECOVERY])))
     assert document.keys() >= {
-        *["steps", "losses", "state_digest", "epochs", "recoveries", "throughput_tokens_per_s", "config"],
+        *["steps", "losses", "state_digest", "generations", "recoveries", "throughput_tokens_per_s", "config"],
         *["val_losses", "memory", "start_up_s", "duration_s", "checkpoints"],
     }
     assert document["steps"] == 6
     assert document["losses"] == LOSSES
-    assert document["epochs"][0].keys() == {
-        *["epoch", "layout", "reason", "first_step"],
+    assert document["generations"][0].keys() == {
+        *["generation", "layout", "reason", "first_step"],
         *["change", "schedule", "predicted_step_s", "measured_step_s"],
     }
     assert document["memory"]["3"] == {"peak_bytes": 200 << 20, "optimizer_bytes": 5 << 20}
     assert document["recoveries"][0].keys() == {
-        *["kind", "worker", "step", "phase", "detected_by", "epoch", "attempt", "outcome"],
+        *["kind", "worker", "step", "phase", "detected_by", "generation", "attempt", "outcome"],
         *["detect_s", "agree_s", "plan_s", "edit_s", "promote_s", "redo_s", "total_s"],
         *["critical_bytes", "num_microbatches_recomputed", "last_lines"],
     }

@@ -50,7 +50,7 @@ def log_of(
     steps: list[AnyEvent] = [
         StepCommitted(
             step=step,
-            epoch=0,
+            generation=0,
             attempt=1,
             loss=5.0,
             grad_norm=1.0,
@@ -63,7 +63,7 @@ def log_of(
     ]
     started = RunStarted(version="0", total_steps=num_steps)
     chosen = LayoutChosen(
-        epoch=0,
+        generation=0,
         layout=layout,
         reason="begins",
         first_step=1,

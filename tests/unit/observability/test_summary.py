@@ -19,7 +19,7 @@ from elaswave.observability.events import (
     StepSkipped,
 )
 from elaswave.observability.result import CheckpointRecord, write_result
-from elaswave.observability.summary import Retry, build_summary, summarize
+from elaswave.observability.summary import Retry, build_summary, summarize_run
 
 
 def test_a_running_run_is_told_from_its_events(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_running_run_is_told_from_its_events(tmp_path: Path) -> None:
         log.write(Recovered(recovery=RECOVERY))
     with path.open("a") as file:
         file.write('{"kind":"step","time":"20')  # being written at this moment
-    summary = summarize(tmp_path)
+    summary = summarize_run(tmp_path)
     assert (summary.status, summary.steps, summary.total_steps) == ("unfinished", 5, 6)
     assert summary.losses == dict(enumerate(LOSSES[:5], start=1))
     assert summary.val_losses == {5: 4.5}
@@ -63,7 +63,7 @@ def test_a_finished_run_is_told_from_its_result_too(tmp_path: Path) -> None:
     write_events(tmp_path)
     result = make_result()
     write_result(tmp_path, result)
-    summary = summarize(tmp_path)
+    summary = summarize_run(tmp_path)
     assert (summary.status, summary.steps, summary.total_steps) == ("finished", 6, 6)
     assert summary.throughput_tokens_per_s == result.throughput_tokens_per_s
     assert summary.workers[0].optimizer_bytes == 5 << 20
@@ -74,14 +74,14 @@ def test_a_finished_run_is_told_from_its_result_too(tmp_path: Path) -> None:
 
 def test_a_result_without_a_log_is_enough(tmp_path: Path) -> None:
     write_result(tmp_path, make_result())
-    summary = summarize(tmp_path)
+    summary = summarize_run(tmp_path)
     assert (summary.status, summary.timings, summary.total_steps) == ("finished", None, None)
     assert summary.stages[0].layer_names == [] and summary.stages[0].num_parameters is None
 
 
 def test_a_log_without_steps_is_enough(tmp_path: Path) -> None:
     EventLog(tmp_path / "events.jsonl").close()
-    summary = summarize(tmp_path)
+    summary = summarize_run(tmp_path)
     assert (summary.status, summary.steps, summary.losses, summary.duration_s) == ("unfinished", 0, {}, None)
 
 
@@ -92,7 +92,7 @@ def test_a_run_that_ended_early_says_so(tmp_path: Path, outcome: str) -> None:
         log.write(StepSkipped(step=3, reason="loss of micro-batch 1 is nan"))
         log.write(ErrorRaised(message="worker 2: out of memory", worker=2))
         log.write(RunFinished(outcome=outcome, steps=3, duration_s=1.0))
-    summary = summarize(tmp_path)
+    summary = summarize_run(tmp_path)
     assert (summary.status, summary.steps, summary.losses[3]) == (outcome, 3, "nan")
     assert [event.message for event in summary.errors] == ["worker 2: out of memory"]
     assert [event.step for event in summary.skipped] == [3]
@@ -105,21 +105,21 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) ->
         log.write(Evaluated(step=3, loss=4.1))
         log.write(ErrorRaised(message="lost power"))
         log.write(RunStarted(version="0.1", total_steps=6, first_step=3, losses=[5.0, 4.0]))
-    summary = summarize(tmp_path)
+    summary = summarize_run(tmp_path)
     assert summary.losses == {1: 5.0, 2: 4.0}
     assert summary.val_losses == {2: 4.2}
-    assert (summary.errors, summary.epochs) == ([], [])
+    assert (summary.errors, summary.generations) == ([], [])
     write_events(tmp_path, [2.5], first_step=3)
-    summary = summarize(tmp_path)
+    summary = summarize_run(tmp_path)
     assert summary.losses == {1: 5.0, 2: 4.0, 3: 2.5}
-    assert summary.epochs[-1].layout == LAYOUT
+    assert summary.generations[-1].layout == LAYOUT
     assert summary.timings is None
 
 
 def test_repeated_and_skipped_steps_are_told_once(tmp_path: Path) -> None:
     step = StepCommitted(
         step=3,
-        epoch=0,
+        generation=0,
         attempt=2,
         loss="nan",
         grad_norm="inf",
@@ -135,7 +135,7 @@ def test_repeated_and_skipped_steps_are_told_once(tmp_path: Path) -> None:
             log.write(StepSkipped(step=3, reason="loss is nan"))
             log.write(step)
             log.write(CheckpointWritten(checkpoint=make_result().checkpoints[0]))
-    summary = summarize(tmp_path)
+    summary = summarize_run(tmp_path)
     assert summary.retries == [Retry(step=3, reason="a grid was too fine")]
     assert [event.step for event in summary.skipped] == [3]
     assert summary.losses == {3: "nan"}
@@ -149,4 +149,4 @@ def test_a_run_in_another_folder_that_carried_its_losses_over() -> None:
 
 def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is not a run folder"):
-        summarize(tmp_path)
+        summarize_run(tmp_path)

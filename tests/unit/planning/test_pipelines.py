@@ -22,7 +22,7 @@ from elaswave.planning.programs.programs import compile_programs
 from elaswave.planning.programs.routes import allocation_of, make_routes
 from elaswave.planning.search.apportionment import apportion_pipelines
 from elaswave.planning.search.options import Options
-from elaswave.planning.search.pipelines import Crew, mixed_pipelines, ranges_of
+from elaswave.planning.search.pipelines import PipelineWorkers, mixed_pipelines, ranges_of
 from elaswave.planning.search.templates import orders_of, template_beside, template_of_few
 
 
@@ -37,7 +37,7 @@ def mixes_after(cluster, costs, allocation, lost, *, most=16, leave_out=True):
     found = mixed_pipelines(
         left,
         costs,
-        Crew(
+        PipelineWorkers(
             usual=ranges_of(allocation.chains[0]),
             members=members,
             free=np.zeros(0, dtype=np.int64),

@@ -13,7 +13,7 @@ from tests.unit.planning_cases import plan, predict
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
-from elaswave.planning.costs.machines import ClusterEvent, Device, FrequencyLevel, worker_power, worker_speeds
+from elaswave.planning.costs.machines import ClusterEvent, DeviceSpec, FrequencyLevel, worker_power, worker_speeds
 from elaswave.planning.costs.memory import MemoryModel
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
@@ -28,7 +28,7 @@ from elaswave.planning.programs.routes import allocation_of, make_routes
 from elaswave.planning.programs.shared_layers import cuts_of, share_layers, widen_cuts
 from elaswave.planning.search.apportionment import apportion
 from elaswave.planning.search.exhaustive import all_shapes
-from elaswave.planning.search.memory_limits import MemoryBudget, check_memory, layout_limits
+from elaswave.planning.search.memory_limits import MemoryBudget, check_worker_memory, layout_limits
 from elaswave.planning.search.options import AXES, Options
 from elaswave.planning.search.partition import choose_widths, split_layers
 from elaswave.planning.search.shapes import Shape, balanced_widths, build, move_workers, score, whole_layers
@@ -217,7 +217,7 @@ def test_the_bottleneck_is_lifted_and_slack_is_lowered():
 
 
 def test_devices_may_have_different_levels():
-    one, other = make_cluster([1.0], levels=LEVELS).devices[0], Device(name="e", flops_per_s=1.0, memory_bytes=1.0)
+    one, other = make_cluster([1.0], levels=LEVELS).devices[0], DeviceSpec(name="e", flops_per_s=1.0, memory_bytes=1.0)
     cluster = replace(make_cluster([1.0, 2.0]), devices=(one, other), device=np.array([0, 1]))
     where, levels = np.array([0, 1]), np.array([2, 0])
     speed, (draw, idle) = worker_speeds(cluster, where, levels), worker_power(cluster, where, levels)
@@ -266,7 +266,7 @@ def test_a_worker_holds_parameters_state_and_what_is_in_flight():
     assert in_flight(np.array([1, 3, 1]), "zero-bubble").tolist() == [7, 7, 7]
     assert in_flight(np.array([1, 3, 1]), "zero-bubble-h2").tolist() == [14, 14, 14]
     with pytest.raises(InfeasiblePlan, match=re.escape("worker 0 would hold 0.00 GB, but has 0.00 GB")):
-        check_memory(found.workers, found.memory_bytes, np.full(4, 100.0))
+        check_worker_memory(found.workers, found.memory_bytes, np.full(4, 100.0))
     with pytest.raises(InfeasiblePlan, match=re.escape("would draw 400.0 W while all of them compute, but may draw")):
         check_power(make_cluster([1.0] * 4, power_limit_w=300.0), found.peak_power_w)
     assert found.energy_j == found.power_w * found.step_s
@@ -312,7 +312,7 @@ def test_an_undisturbed_job_holds_fewer_micro_batches_where_memory_is_short():
     for cluster in (roomy, tight):
         allocation = fault_free(cluster, costs, 4, 1, 8)
         timed = time_within_memory(cluster, costs, allocation)
-        check_memory(timed.found.workers, timed.found.memory_bytes, cluster.memory_bytes)
+        check_worker_memory(timed.found.workers, timed.found.memory_bytes, cluster.memory_bytes)
         taken[cluster] = timed.step_s
         assert timed.num_limited == (2 if cluster is tight else 0)
     assert taken[tight] > taken[roomy] * 1.2

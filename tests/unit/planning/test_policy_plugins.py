@@ -9,11 +9,11 @@ import pytest
 
 from elaswave.config.policy_code import find_policy
 from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.machines import Cluster, ClusterEvent, Device
+from elaswave.planning.costs.machines import Cluster, ClusterEvent, DeviceSpec
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.policy.policy_parts import rectangle
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 from elaswave.sim.cluster.job import simulate
@@ -33,7 +33,7 @@ def policy(name: str) -> Planner:
 
 
 def cluster_of(number: int) -> Cluster:
-    device = Device(name="even", flops_per_s=1e14, memory_bytes=80e9)
+    device = DeviceSpec(name="even", flops_per_s=1e14, memory_bytes=80e9)
     return Cluster.uniform(number, device, within_node=LINK, between_nodes=LINK)
 
 
@@ -190,7 +190,7 @@ def test_without_a_standby_a_pipeline_stops_and_its_workers_are_standbys():
     ],
 )
 def test_what_they_hold_more_than_once(name: str, unit: str):
-    assert declared_of(policy(name)).replication.unit == unit
+    assert policy_metadata_of(policy(name)).replication.unit == unit
 
 
 def test_a_simulated_job_goes_back_by_what_its_policy_declares():

@@ -63,11 +63,11 @@ def test_what_a_job_survives():
     found = survived(64, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, everybody))
     assert found.workers == (1, 1 - 480 / 2016)  # 4 stages of 16: all 4 x 120 pairs of a stage
     assert found.describe() == "survives any one worker; 76 % of pairs; no whole host"
-    partners = survived(
+    replica_peers = survived(
         64, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, Placing(scatter_width=2))
     )
-    assert partners.workers == (1, 1 - 64 / 2016)  # each has two partners
-    assert partners.describe() == "survives any one worker; 97 % of pairs; any whole host"
+    assert replica_peers.workers == (1, 1 - 64 / 2016)  # each has two partners
+    assert replica_peers.describe() == "survives any one worker; 97 % of pairs; any whole host"
     assert survived(8, 2, lambda a, _: WholeStages(a)).describe() == "survives any three workers; no whole host"
     assert (
         survived(8, 2, lambda a, _: WithoutCopies(a)).describe() == "survives no loss of single workers; no whole host"

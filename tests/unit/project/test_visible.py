@@ -23,7 +23,7 @@ EXCEPTED = {
     "cli.whatif.waiting:Waiting._write": "writes the codes of the line, and a text that has been made visible",
     "config.reference:": "prints the page of the configuration",
     "launcher.forkserver.worker_life:end_later.end": LOG,
-    "models.foreign.server:main": "a file that stands alone; it prints its own words",
+    "models.foreign.server:_main": "a file that stands alone; it prints its own words",
     "observability.progress:_LastingReporter._tell": "prints the system's reason",
     "observability.progress:_LineReporter._print": "writes what `shown` has made visible",
     "observability.progress:_LiveReporter._render": "shows numbers, and facts that are made visible there",

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from elaswave.blocks.grids import MAX_EXPONENT, MIN_EXPONENT, next_exponent
-from elaswave.blocks.placement import Placement, Role
+from elaswave.blocks.placement import Placement, ReplicaRole
 from elaswave.hashing import key64
 from elaswave.protocol.step.ballot import (
     NOTHING_COUNTED,
@@ -28,8 +28,8 @@ from elaswave.protocol.step.ballot import (
     encode_certificate,
     expected_coverage,
     expected_residency,
-    judge,
     loss_key,
+    read_verdict,
     residency_key,
 )
 from elaswave.protocol.step.scores import MetricSum, Scores, bits_float, float_bits
@@ -88,7 +88,7 @@ def merged(votes, seed=0):
 
 
 def verdict_of(votes, *, grids=GRIDS, skip=False, shape=SHAPE, needed=None):
-    return judge(merged(votes), shape, needed or expected(), grids, skip_nonfinite=skip)
+    return read_verdict(merged(votes), shape, needed or expected(), grids, skip_nonfinite=skip)
 
 
 def changed(worker, **fields):
@@ -257,7 +257,7 @@ def test_a_grid_that_cannot_be_finer_asks_for_nothing():
     assert finest + 1 < 24
     for exponent, outcome in ((finest, VoteOutcome.COMMIT), (finest - 1, VoteOutcome.RETRY)):
         grids = GridState((exponent,), calibrated=True, exact=True)
-        assert judge(vector, shape, needed, grids, skip_nonfinite=False).outcome is outcome
+        assert read_verdict(vector, shape, needed, grids, skip_nonfinite=False).outcome is outcome
 
 
 def test_one_tensor_that_grows_and_one_that_shrinks_cost_one_attempt():
@@ -345,7 +345,13 @@ def test_sums_wrap_and_keep_the_bits_of_the_one_value_that_is_there():
 
 def test_what_the_residency_must_come_to():
     placement = Placement((0, 1), ((1,), (2, 0)))
-    held = [(0, Role.OWNER, 0), (0, Role.FOLLOWER, 1), (1, Role.OWNER, 1), (1, Role.FOLLOWER, 2), (1, Role.FOLLOWER, 0)]
+    held = [
+        (0, ReplicaRole.OWNER, 0),
+        (0, ReplicaRole.FOLLOWER, 1),
+        (1, ReplicaRole.OWNER, 1),
+        (1, ReplicaRole.FOLLOWER, 2),
+        (1, ReplicaRole.FOLLOWER, 0),
+    ]
     assert expected_residency(placement, 7) == sum(residency_key(*copy, 6) for copy in held) % 2**64
 
 
@@ -367,20 +373,20 @@ def with_changes(*changes):
     ],
 )
 def test_a_planned_change_comes_into_force_if_everybody_holds_it(changes, in_force):
-    verdict = judge(merged(with_changes(*changes)), SHAPE, expected(), GRIDS, skip_nonfinite=False)
+    verdict = read_verdict(merged(with_changes(*changes)), SHAPE, expected(), GRIDS, skip_nonfinite=False)
     assert (verdict.outcome, verdict.change) == (VoteOutcome.COMMIT, in_force)
 
 
 def test_a_vote_that_does_not_commit_changes_no_layout():
     votes = with_changes(CHANGE, CHANGE, CHANGE)
     votes[0] = votes[0]._replace(maxima={0: 1e30})
-    verdict = judge(merged(votes), SHAPE, expected(), GRIDS, skip_nonfinite=False)
+    verdict = read_verdict(merged(votes), SHAPE, expected(), GRIDS, skip_nonfinite=False)
     assert (verdict.outcome, verdict.change) == (VoteOutcome.RETRY, 0)
 
 
 def test_a_smaller_batch_has_the_mean_of_its_own_losses():
     wanted = expected()._replace(num_microbatches=2)
-    verdict = judge(merged(certificates()), SHAPE, wanted, GRIDS, skip_nonfinite=False)
+    verdict = read_verdict(merged(certificates()), SHAPE, wanted, GRIDS, skip_nonfinite=False)
     assert verdict.means.losses == (2.0, 3.0) and verdict.loss == 2.5
 
 
@@ -421,7 +427,7 @@ def test_metrics_are_read_from_the_vote():
     ]
     vector = functools.reduce(shape.merge, map(shape.vector_of, votes))
     assert len(vector) == shape.size
-    verdict = judge(vector, shape, expected(), GRIDS, skip_nonfinite=False)
+    verdict = read_verdict(vector, shape, expected(), GRIDS, skip_nonfinite=False)
     assert verdict.outcome is VoteOutcome.COMMIT
     assert verdict.means.metrics == (3 / 6,) and verdict.means.aux_loss == 1.5 / NUM_MICROBATCHES
 
@@ -448,7 +454,7 @@ def own_verdict(*writes, maxima=None, grids=OWN_GRIDS):
     if maxima is not None:
         votes[0] = votes[0]._replace(maxima=maxima)
     vectors = [OWN.vector_of(vote) for vote in votes]
-    return judge(functools.reduce(OWN.merge, vectors), OWN, expected(), grids, skip_nonfinite=False)
+    return read_verdict(functools.reduce(OWN.merge, vectors), OWN, expected(), grids, skip_nonfinite=False)
 
 
 def test_a_buffer_that_any_microbatch_has_written_is_written():
@@ -468,7 +474,7 @@ def test_whole_numbers_that_differ_are_seen(other):
 def test_a_certificate_that_fails_says_nothing_about_buffers():
     votes = changed(0, coverage=0)
     vectors = [OWN.vector_of(vote) for vote in votes]
-    verdict = judge(functools.reduce(OWN.merge, vectors), OWN, expected(), OWN_GRIDS, skip_nonfinite=False)
+    verdict = read_verdict(functools.reduce(OWN.merge, vectors), OWN, expected(), OWN_GRIDS, skip_nonfinite=False)
     assert verdict.outcome is VoteOutcome.REJECT
 
 

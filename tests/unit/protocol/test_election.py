@@ -55,10 +55,10 @@ def test_the_term_of_an_earlier_process_of_the_same_agent_is_free_at_once() -> N
     assert not look(Watch("b/8"), Seen(OTHER, 41), 0.0), "another incarnation"
 
 
-@pytest.mark.parametrize("founds", [True, False])
-def test_a_job_that_nobody_has_claimed_is_its_founders(founds: bool) -> None:
-    watch = Watch("a/1", founds=founds)
-    assert look(watch, Seen(NOBODY, 0), 0.0) is founds
+@pytest.mark.parametrize("creates_job", [True, False])
+def test_a_job_that_nobody_has_claimed_is_its_founders(creates_job: bool) -> None:
+    watch = Watch("a/1", creates_job=creates_job)
+    assert look(watch, Seen(NOBODY, 0), 0.0) is creates_job
     assert looks(watch, Seen(NOBODY, 0), POLL_S, STILL_S)[-1], "it may have died before"
 
 
@@ -76,7 +76,7 @@ def test_failed_claims_are_repeated_after_a_bounded_time() -> None:
 def test_beats_that_are_put_back_or_forged_keep_nobody_alive() -> None:
     watch = Watch("a/1")
     beats = (41, 0, 40, 41, 7, 41, 0, 39, 41, 40)
-    due = [look(watch, Seen(OTHER, beat), POLL_S * at) for at, beat in enumerate(beats)]
+    due = [look(watch, Seen(OTHER, lease_heartbeat), POLL_S * at) for at, lease_heartbeat in enumerate(beats)]
     assert due == [False] * 9 + [True]
 
 

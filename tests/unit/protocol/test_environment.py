@@ -10,7 +10,7 @@ from elaswave.protocol.environment import (
     Environment,
     flat,
     pairs_of,
-    read,
+    read_votes,
     text_words,
     words_text,
 )
@@ -19,7 +19,7 @@ from elaswave.protocol.environment import (
 def merged(*ballots):
     """(known, own) of each worker -> what the vote says, of four places."""
     vectors = [flat(pairs_of(known, own), 4) for known, own in ballots]
-    return read(functools.reduce(lambda ours, theirs: list(map(max, ours, theirs)), vectors))
+    return read_votes(functools.reduce(lambda ours, theirs: list(map(max, ours, theirs)), vectors))
 
 
 def test_those_that_agree_are_known_from_then_on():
@@ -54,6 +54,6 @@ def test_a_text_travels_as_numbers(text):
 
 def test_an_environment_has_one_canary():
     one = Environment("a", {"matmul": 3, "gelu": 4})
-    assert one.canary == Environment("b", {"gelu": 4, "matmul": 3}).canary
-    assert one.canary != Environment("a", {"matmul": 3, "gelu": 5}).canary
-    assert 0 <= one.canary < 2**62
+    assert one.determinism_hash == Environment("b", {"gelu": 4, "matmul": 3}).determinism_hash
+    assert one.determinism_hash != Environment("a", {"matmul": 3, "gelu": 5}).determinism_hash
+    assert 0 <= one.determinism_hash < 2**62

@@ -14,20 +14,20 @@ from elaswave.coordinator.driver import founders_of
 from elaswave.job.identity import identity_of
 from elaswave.job.plan import RunPlan
 from elaswave.protocol.environment import pairs_of
-from elaswave.protocol.events import LeavingRecord, NewEpochRecord
+from elaswave.protocol.events import LeavingRecord, NewGenerationRecord
 from elaswave.protocol.membership.admissions import Founders
 from elaswave.protocol.membership.effects import PlaceTaken
 from elaswave.protocol.membership.hosts import Came, Hosts
-from elaswave.protocol.membership.joiners import BACKOFF_S_MIN, Answer, Joiners, MembershipTerms
+from elaswave.protocol.membership.joiners import BACKOFF_S_MIN, AdmissionResult, Joiners, MembershipTerms
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
 from elaswave.protocol.step.ballot import Ballot, Request, VoteShape, encode_certificate
 from elaswave.protocol.step.scores import Scores
 from elaswave.store.journal import JournalRecord, Published, core_records, membership_records
 
-NAMES = ("embedding", "block.0", "block.1", "head")
+NAMES = ("embedding", "block.0", "block.1", "store_position")
 SHAPES = StateShapes(NAMES, tuple(make_shape([(4,)], layer=layer, first_id=layer) for layer in range(4)), ("master",))
 FACTS = {"num_bytes": 12, "sample": "ab"}
-CANARIES = {0: 100, 1: 101, 2: 102, 3: 103, 4: 104}
+DETERMINISM_HASHES = {0: 100, 1: 101, 2: 102, 3: 103, 4: 104}
 
 
 class Job:
@@ -80,7 +80,7 @@ class Job:
         """A worker is to leave."""
         self.journal.append(self.joiners.left(worker, within_s, now_s))
 
-    def publish(self, step: int, members: tuple[int, ...] = (0, 1)) -> list[Answer]:
+    def publish(self, step: int, members: tuple[int, ...] = (0, 1)) -> list[AdmissionResult]:
         """A step is committed and published."""
         self.journal.append(Published(step=step, loss=2.0, finished_s=float(step)))
         founders, answers = self.joiners.committed(members, vote(self.plan), "Processor A")
@@ -93,14 +93,14 @@ class Job:
             address=f"unix:/{worker}",
             protocol=PROTOCOL_VERSION,
             environment="Processor A",
-            canaries={0: 100, 1: 101, 2: 102, 4: 104},
+            determinism_hashes={0: 100, 1: 101, 2: 102, 4: 104},
             **self.identity._asdict(),
         )
         return msgspec.structs.replace(own, **differs)
 
 
 def vote(plan: RunPlan) -> bytes:
-    shape = VoteShape(plan.config.batch.num_microbatches, len(plan.tensors), num_canaries=1 + len(NAMES))
+    shape = VoteShape(plan.config.batch.num_microbatches, len(plan.tensors), num_determinism_hashes=1 + len(NAMES))
     ballot = Ballot(
         coverage=0,
         residency=0,
@@ -112,7 +112,7 @@ def vote(plan: RunPlan) -> bytes:
         maxima={},
         nonfinite=None,
         request=Request.NONE,
-        canaries=pairs_of({}, CANARIES),
+        determinism_hashes=pairs_of({}, DETERMINISM_HASHES),
     )
     return encode_certificate(shape.vector_of(ballot))
 
@@ -120,7 +120,7 @@ def vote(plan: RunPlan) -> bytes:
 def decision(*members: int) -> Decision:
     job = Job()
     return Decision(
-        term=1, epoch=2, members=members, lost=(), evidence=None, resume_step=2, resume_attempt=1,
+        term=1, generation=2, members=members, lost=(), evidence=None, resume_step=2, resume_attempt=1,
         layout=job.plan.layout, placement=Placement((), ()), deliver=(), rollback=None, evaluate=False,
         checkpoint=False, published=1, promoted=0, reason="",
     )  # fmt: skip
@@ -129,21 +129,21 @@ def decision(*members: int) -> Decision:
 def test_a_joiner_is_compared_with_those_that_began():
     job = Job()
     assert job.publish(1) == []
-    assert job.joiners.heard(job.joining(2)) == [Answer(job.joining(2), None)]
-    (answer,) = job.joiners.heard(job.joining(3, data_hash=1))
+    assert job.joiners.received(job.joining(2)) == [AdmissionResult(job.joining(2), None)]
+    (answer,) = job.joiners.received(job.joining(3, data_hash=1))
     assert answer.problem == "its data are others: give it the files that the run trains on"
-    (answer,) = job.joiners.heard(job.joining(4, canaries={0: 100, 2: 7}, environment="Processor B"))
+    (answer,) = job.joiners.received(job.joining(4, determinism_hashes={0: 100, 2: 7}, environment="Processor B"))
     assert answer.problem is not None and "the same kind as block.0 give other bits" in answer.problem
-    (answer,) = job.joiners.heard(job.joining(4, canaries={0: 99}, environment="Processor B"))
+    (answer,) = job.joiners.received(job.joining(4, determinism_hashes={0: 99}, environment="Processor B"))
     assert answer.problem is not None and "Processor B, and the job Processor A" in answer.problem
 
 
 def test_one_that_comes_before_the_first_step_is_answered_with_it():
     job = Job()
-    assert job.joiners.heard(job.joining(2)) == job.joiners.heard(job.joining(2)) == []
-    assert job.joiners.heard(job.joining(3, model_hash=1)) == []
+    assert job.joiners.received(job.joining(2)) == job.joiners.received(job.joining(2)) == []
+    assert job.joiners.received(job.joining(3, model_hash=1)) == []
     job.ended(3, 1.0)
-    assert job.publish(1) == [Answer(job.joining(2), None)], "once, and nobody who has ended"
+    assert job.publish(1) == [AdmissionResult(job.joining(2), None)], "once, and nobody who has ended"
     assert job.publish(2) == []
 
 
@@ -151,11 +151,11 @@ def test_a_successor_compares_with_the_founders_and_not_with_itself():
     job = Job()
     job.publish(1)
     (founders,) = [record for record in job.journal if isinstance(record, Founders)]
-    assert founders.canaries == CANARIES
+    assert founders.determinism_hashes == DETERMINISM_HASHES
     job.identity = job.identity._replace(libraries="torch 99")
     joiners = job.take_over()
-    assert joiners.heard(job.joining(2, libraries=founders.libraries))[0].problem is None
-    (answer,) = joiners.heard(job.joining(3))
+    assert joiners.received(job.joining(2, libraries=founders.libraries))[0].problem is None
+    (answer,) = joiners.received(job.joining(3))
     assert answer.problem is not None and "it has torch 99, and the job" in answer.problem
     job.publish(2)
     assert sum(isinstance(record, Founders) for record in job.journal) == 1
@@ -194,7 +194,7 @@ def test_who_has_been_a_member_is_known_to_a_successor_too():
     job = Job()
     job.joiners.joined([2])
     assert [job.joiners.was_member(worker) for worker in (0, 1, 2, 3)] == [True, True, True, False]
-    job.journal.append(NewEpochRecord(term=1, epoch=2, members=(0, 3), lost=(1,), reason=""))
+    job.journal.append(NewGenerationRecord(term=1, generation=2, members=(0, 3), lost=(1,), reason=""))
     assert [job.take_over().was_member(worker) for worker in (0, 1, 2, 3)] == [True, True, False, True]
 
 
@@ -202,7 +202,7 @@ def test_who_has_been_a_member_is_known_to_a_successor_too():
 def test_a_successor_takes_a_place_again_whose_process_is_there_still(is_decided):
     job = Job()
     job.publish(1)
-    job.journal.append(NewEpochRecord(term=1, epoch=2, members=(0,), lost=(1,), reason="worker 1 is stopped"))
+    job.journal.append(NewGenerationRecord(term=1, generation=2, members=(0,), lost=(1,), reason="worker 1 is stopped"))
     if is_decided:
         job.journal.append(decision(0))
     joiners = job.take_over()
@@ -273,8 +273,10 @@ def test_a_successor_waits_from_when_the_others_went_on():
     job = Job()
     job.publish(1)
     job.journal.append(PlaceTaken(worker=2, place=1, at_s=10.0, backoff_s=8.0))
-    job.journal.append(NewEpochRecord(term=1, epoch=2, members=(0, 2), joined=(2,), lost=(), reason="", at_s=11.0))
-    job.journal.append(NewEpochRecord(term=1, epoch=3, members=(0,), lost=(2,), reason="", at_s=20.0))
+    job.journal.append(
+        NewGenerationRecord(term=1, generation=2, members=(0, 2), joined=(2,), lost=(), reason="", at_s=11.0)
+    )
+    job.journal.append(NewGenerationRecord(term=1, generation=3, members=(0,), lost=(2,), reason="", at_s=20.0))
     joiners = job.take_over()
     joiners.take_over((0,), 25.0)
     assert joiners.next_s == 28.0
@@ -314,5 +316,7 @@ def test_nobody_takes_a_place_at_a_site_that_is_away():
     job = Job()
     job.publish(1)
     job.away_until_s[1] = 70.0
-    job.journal.append(NewEpochRecord(term=1, epoch=2, members=(0,), lost=(1,), reason="it is silent", at_s=10.0))
+    job.journal.append(
+        NewGenerationRecord(term=1, generation=2, members=(0,), lost=(1,), reason="it is silent", at_s=10.0)
+    )
     assert job.take_over().next_s == 70.0 + BACKOFF_S_MIN

@@ -8,8 +8,16 @@ from tests.unit.protocol.test_joiners import Job
 
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.detection.awake import AwakeTime
-from elaswave.protocol.events import JoinerCame, JoinerGone, LeaveWanted, LeavingRecord, NewEpoch, Record, StartRecord
+from elaswave.protocol.detection.active_time import ActiveTime
+from elaswave.protocol.events import (
+    JoinerCame,
+    JoinerGone,
+    LeaveWanted,
+    LeavingRecord,
+    NewGeneration,
+    Record,
+    StartRecord,
+)
 from elaswave.protocol.membership.agents import HostAgents
 from elaswave.protocol.membership.effects import (
     EndWorker,
@@ -24,7 +32,7 @@ from elaswave.protocol.membership.effects import (
     TellCore,
 )
 from elaswave.protocol.membership.hosts import Hosts
-from elaswave.protocol.membership.joiners import Answer, Joiners, MembershipTerms
+from elaswave.protocol.membership.joiners import AdmissionResult, Joiners, MembershipTerms
 from elaswave.protocol.membership.membership import (
     JOIN_TIMEOUT_S,
     JOINER_SILENT_S,
@@ -71,8 +79,8 @@ class FakeJoiners:
     def domain_of(self, worker: int) -> str:
         return f"host-{worker}"
 
-    def heard(self, joining: Joining) -> list[Answer]:
-        return [Answer(joining, None)]
+    def received(self, joining: Joining) -> list[AdmissionResult]:
+        return [AdmissionResult(joining, None)]
 
     def ended(self, worker: int, now_s: float) -> list[str]:
         self.over.append(worker)
@@ -133,8 +141,8 @@ class World:
 
     def tick(self, now_s: float, step_s: float = 0.1) -> None:
         """What is due by the clock."""
-        heard_s = {worker: now_s - spoke_s for worker, spoke_s in self.spoke_s.items()}
-        self.do(self.membership.tick(heard_s, now_s, step_s))
+        last_heartbeat_s = {worker: now_s - spoke_s for worker, spoke_s in self.spoke_s.items()}
+        self.do(self.membership.tick(last_heartbeat_s, now_s, step_s))
 
     def pass_time(self, until_s: float, *speakers: int) -> None:
         """Five turns a second, in each of which something comes from the speakers."""
@@ -152,7 +160,7 @@ def one_host() -> HostAgents:
 
 def membership_of(core: Coordinator, joiners: Joiners, agents: HostAgents | None = None) -> Membership:
     terms = MembershipTerms(make_layout(widths=[3], layers_per_stage=[1], num_microbatches=3), workers_max=6)
-    return Membership(core, joiners, agents or one_host(), terms, AwakeTime())
+    return Membership(core, joiners, agents or one_host(), terms, ActiveTime())
 
 
 @pytest.fixture
@@ -170,7 +178,7 @@ def joining(worker: int) -> Joining:
         config_hash=1,
         model_hash=1,
         data_hash=1,
-        canaries={},
+        determinism_hashes={},
     )
 
 
@@ -210,7 +218,7 @@ def test_looks_at_a_joiner_are_as_rare_as_the_agents(world: World) -> None:
 def test_a_joiner_that_has_spoken_or_ended_is_not_watched(world: World, speaks: bool) -> None:
     world.join(1, 0.0)
     if speaks:
-        world.do(world.membership.heard(joining(3), 1.0))
+        world.do(world.membership.received(joining(3), 1.0))
         assert world.fed == [JoinerCame(3, "unix:/3", "host-3")]
     else:
         world.do(world.membership.ended(3, 1.0))
@@ -238,7 +246,7 @@ def test_an_error_of_a_joiners_own_is_nobodys_loss(world: World) -> None:
 
 def test_a_joiner_that_has_had_a_notice_does_not_come_in_and_nobody_takes_its_place(world: World) -> None:
     world.join(2, 0.0)
-    world.do(world.membership.heard(joining(3), 1.0))
+    world.do(world.membership.received(joining(3), 1.0))
     for worker, now_s in ((3, 2.0), (4, 2.0), (3, 3.0)):
         world.do(world.membership.withdraws(worker, now_s))
     assert world.fed == [JoinerCame(3, "unix:/3", "host-3"), JoinerGone(3)]
@@ -269,7 +277,7 @@ def test_a_joiner_that_has_ended_is_not_waited_for_when_another_agent_comes() ->
 
 def test_a_joiner_to_which_no_links_are_made_is_ended_too(world: World) -> None:
     world.join(1, 0.0)
-    world.do(world.membership.heard(joining(3), 1.0))
+    world.do(world.membership.received(joining(3), 1.0))
     world.tick(1.0 + JOIN_TIMEOUT_S)
     assert world.ended == []
     world.tick(1.5 + JOIN_TIMEOUT_S)
@@ -280,7 +288,7 @@ def test_a_joiner_that_members_cannot_reach_is_told_why_and_ended(world: World) 
     world.join(1, 0.0)
     world.do(world.membership.unreachable(3, "worker 3 does not answer"))
     assert world.refused == [], "it has not come"
-    world.do(world.membership.heard(joining(3), 1.0))
+    world.do(world.membership.received(joining(3), 1.0))
     world.do(world.membership.unreachable(3, "worker 3 does not answer"))
     assert world.fed[-1] == JoinerGone(3) and world.ended == [3]
     assert world.refused == [(3, "worker 3 does not answer")] and world.membership.joining == ()
@@ -293,7 +301,7 @@ def test_a_joiner_that_falls_silent_before_it_is_a_member_is_given_up(world: Wor
     world.join(2, 0.0)
     world.pass_time(1.0)
     for worker in (3, 4):
-        world.do(world.membership.heard(joining(worker), world.now_s))
+        world.do(world.membership.received(joining(worker), world.now_s))
     world.pass_time(10.0, 3, 4)
     if not is_connected:
         del world.spoke_s[4]
@@ -308,10 +316,10 @@ def test_a_joiner_that_falls_silent_before_it_is_a_member_is_given_up(world: Wor
 
 def test_joiners_do_not_fall_silent_alone_while_nobody_is_heard(world: World) -> None:
     world.join(1, 0.0)
-    world.do(world.membership.heard(joining(3), 0.0))
+    world.do(world.membership.received(joining(3), 0.0))
     for _ in range(4):
         world.pass_time(world.now_s + JOINER_SILENT_S - 1.0)
-        world.membership.nobody_is_heard(world.now_s)
+        world.membership.all_are_silent(world.now_s)
     assert world.ended == []
     world.pass_time(world.now_s + JOINER_SILENT_S + 1.0)
     assert world.ended == [3]
@@ -319,7 +327,7 @@ def test_joiners_do_not_fall_silent_alone_while_nobody_is_heard(world: World) ->
 
 def test_joiners_do_not_fall_silent_while_the_coordinator_sleeps(world: World) -> None:
     world.join(1, 0.0)
-    world.do(world.membership.heard(joining(3), 0.0))
+    world.do(world.membership.received(joining(3), 0.0))
     world.pass_time(1.0, 3)
     world.now_s = 60.0
     world.tick(world.now_s)
@@ -377,14 +385,14 @@ def test_a_successor_stops_the_job_if_the_last_was_asked_to_leave_before_it_came
 def test_who_comes_is_known_from_its_start_to_its_end_also_before_it_is_answered(world: World) -> None:
     world.join(2, 0.0)
     assert world.membership.coming == {3, 4}
-    world.joiners.heard = lambda joining: []  # type: ignore[method-assign]  # nothing to compare it with yet
-    world.do(world.membership.heard(joining(3), 0.0))
+    world.joiners.received = lambda joining: []  # type: ignore[method-assign]  # nothing to compare it with yet
+    world.do(world.membership.received(joining(3), 0.0))
     assert world.membership.joining == (4,) and world.membership.coming == {3, 4}
-    world.joiners.heard = lambda joining: [Answer(joining, None)]  # type: ignore[method-assign]
-    world.do(world.membership.heard(joining(3), 0.0))
+    world.joiners.received = lambda joining: [AdmissionResult(joining, None)]  # type: ignore[method-assign]
+    world.do(world.membership.received(joining(3), 0.0))
     assert world.membership.coming == {3, 4}
-    world.joiners.heard = lambda joining: [Answer(joining, "other libraries")]  # type: ignore[method-assign]
-    world.do(world.membership.heard(joining(4), 0.0))
+    world.joiners.received = lambda joining: [AdmissionResult(joining, "other libraries")]  # type: ignore[method-assign]
+    world.do(world.membership.received(joining(4), 0.0))
     world.do(world.membership.ended(4, 0.0))
     world.do(world.membership.ended(3, 0.0))
     assert world.membership.coming == set()
@@ -393,11 +401,11 @@ def test_who_comes_is_known_from_its_start_to_its_end_also_before_it_is_answered
 def test_a_joiner_that_has_spoken_is_not_taken_for_a_silent_one_when_its_agent_comes_again(world: World) -> None:
     """Nor is it once it is a member: its process may then wait for others for a minute, and use no processor time."""
     world.join(1, 0.0)
-    world.do(world.membership.heard(joining(3), 1.0))
+    world.do(world.membership.received(joining(3), 1.0))
     world.joiners.with_places = [3]
     world.do(world.membership.agent_came("a", 11, 0, 2.0))
     assert world.membership.silent == () and world.effects[-1] == StartWorker(3, 11)
-    world.do(world.membership.new_epoch(NewEpoch(2, (), joined=(3,)), 3.0))
+    world.do(world.membership.new_generation(NewGeneration(2, (), joined=(3,)), 3.0))
     look(world, 3, 200)
     assert world.ended == [] and world.membership.joining == ()
 
@@ -407,7 +415,7 @@ def test_a_joiner_that_becomes_a_member_is_no_joiner_whatever_was_heard_of_it(wo
     world.joiners.with_places = [3]
     world.do(world.membership.agent_came("a", 11, 0, 0.0))
     assert world.membership.joining == (3,)
-    world.do(world.membership.new_epoch(NewEpoch(2, (), joined=(3,)), 3.0))
+    world.do(world.membership.new_generation(NewGeneration(2, (), joined=(3,)), 3.0))
     assert world.membership.joining == () and world.membership.obstacle_to_join(3) is None
 
 

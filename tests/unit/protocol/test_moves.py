@@ -2,7 +2,7 @@
 
 import pytest
 
-from elaswave.blocks.placement import Placement, Role, make_blocks, place_blocks
+from elaswave.blocks.placement import Placement, ReplicaRole, make_blocks, place_blocks
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.state_moves.target_placement import target_placement
@@ -117,7 +117,7 @@ def test_roles_in_that_sum_are_those_of_the_target():
     here, target = exchanged()
     assert here.owner[0] == 0 and target.owner[0] == 2
     (key,) = held_keys(2, target, BLOCKS, [(0, 6)])
-    assert key == (0, Role.OWNER, 6)
+    assert key == (0, ReplicaRole.OWNER, 6)
     assert held_keys(0, target, BLOCKS, [(0, 6)]) == []
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from elaswave.protocol.membership.joiners import Answer, PlaceClosed, Respawn, Spawn
+from elaswave.protocol.membership.joiners import AdmissionResult, PlaceClosed, Respawn, Spawn
 
 
 def play(respawn: Respawn, script: str) -> list[str]:
@@ -18,7 +18,7 @@ def play(respawn: Respawn, script: str) -> list[str]:
     """
     told: list[str] = []
 
-    def note(now_s: float, answers: list[Answer]) -> None:
+    def note(now_s: float, answers: list[AdmissionResult]) -> None:
         for answer in answers:
             what = f"+{answer.worker}@{answer.place}" if isinstance(answer, Spawn) else f" closed {answer.place}"
             told.append(f"{now_s:g}{what}")

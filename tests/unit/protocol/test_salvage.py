@@ -10,7 +10,7 @@ from elaswave.planning.programs.programs import compile_programs
 from elaswave.planning.programs.validation import validate_programs
 from elaswave.planning.search.recovery import survivor_layout
 from elaswave.protocol.step.salvage import (
-    Flight,
+    InFlightMicrobatch,
     Partial,
     Salvage,
     Todo,
@@ -55,7 +55,7 @@ def test_rows_of_adjacent_units_with_the_same_microbatches_are_one():
     assert [(row.start, row.stop, row.use) for row in rows] == [(0, 2, 0), (2, 3, 0), (4, 5, 0), (4, 5, 1)]
     assert decode_rows(rows) == {key: mask for key, mask in table.items() if mask}
     large = {(0, 0): 1 << 999 | 1}
-    message = partial(0, large, flights=(Flight(3, 0, 2, 1), Flight(4, 0, 2, 2, 1)))
+    message = partial(0, large, in_flight=(InFlightMicrobatch(3, 0, 2, 1), InFlightMicrobatch(4, 0, 2, 2, 1)))
     assert msgspec.json.decode(msgspec.json.encode(message), type=Partial) == message
     assert list(numbers_in(large[0, 0])) == [0, 999] and mask_of([999, 0]) == large[0, 0]
 
@@ -80,19 +80,19 @@ def test_survivors_keep_what_they_have_added_and_the_rest_runs_again():
 
 def test_an_outputs_is_sent_again_while_its_gradient_has_not_come_back():
     """Worker 1 has run micro-batch 1 forward, and the lost worker 3 may have run it."""
-    found = saved(partial(1, {}, flights=(Flight(1, 0, 2, 2),)))
+    found = saved(partial(1, {}, in_flight=(InFlightMicrobatch(1, 0, 2, 2),)))
     todos = todos_of(WITHOUT_3, found.kept, 0)
     assert todos[0, 1] == Todo(False, True, False, True, True, True, False)
     assert todos[1, 1] == Todo(True, True, True, False, True, False, True)
     assert found.num_recomputed == 1
     keep = keep_of(1, found.kept, WITHOUT_3, 0)
-    assert keep is not None and keep.flights == {1: Flight(1, 0, 2, 2)}
+    assert keep is not None and keep.in_flight == {1: InFlightMicrobatch(1, 0, 2, 2)}
 
 
 def test_a_gradient_that_is_kept_is_sent_again():
     """Worker 0 has lost nothing of micro-batch 0 but the gradient that was on its way to it."""
-    first = partial(0, {}, flights=(Flight(0, 0, 2, 2),))
-    second = partial(2, {(2, 0): 1, (3, 0): 1}, losses="1", flights=(Flight(0, 2, 4, 4, 2),))
+    first = partial(0, {}, in_flight=(InFlightMicrobatch(0, 0, 2, 2),))
+    second = partial(2, {(2, 0): 1, (3, 0): 1}, losses="1", in_flight=(InFlightMicrobatch(0, 2, 4, 4, 2),))
     found = saved(first, second)
     todos = todos_of(WITHOUT_3, found.kept, 0)
     assert todos[0, 0] == Todo(False, True, False, False, True, True, False)
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_kept_is_sent_again():
 
 
 def test_a_gradient_that_is_gone_is_made_again_by_covered_layers():
-    first = partial(0, {}, flights=(Flight(0, 0, 2, 2),))
+    first = partial(0, {}, in_flight=(InFlightMicrobatch(0, 0, 2, 2),))
     second = partial(2, {(2, 0): 1, (3, 0): 1}, losses="1")
     todos = todos_of(WITHOUT_3, saved(first, second).kept, 0)
     assert todos[0, 0] == Todo(False, True, False, True, True, True, False)
@@ -110,25 +110,29 @@ def test_a_gradient_that_is_gone_is_made_again_by_covered_layers():
 
 
 @pytest.mark.parametrize(
-    ("flight", "added", "todo"),
+    ("microbatch_in_flight", "added", "todo"),
     [
-        (Flight(0, 0, 2, 1), {}, Todo(True, True, False, True, True, True, False)),
-        (Flight(0, 0, 2, 2, 1), {(1, 0): 1}, Todo(False, False, False, False, True, False, False)),
+        (InFlightMicrobatch(0, 0, 2, 1), {}, Todo(True, True, False, True, True, True, False)),
+        (InFlightMicrobatch(0, 0, 2, 2, 1), {(1, 0): 1}, Todo(False, False, False, False, True, False, False)),
         # What it says of layer 1 is not covered: nothing of it can be used.
-        (Flight(0, 0, 2, 2, 1), {}, Todo(True, True, False, True, True, True, False)),
+        (InFlightMicrobatch(0, 0, 2, 2, 1), {}, Todo(True, True, False, True, True, True, False)),
         # Another hop than that of the layout.
-        (Flight(0, 0, 1, 1), {}, Todo(True, True, False, True, True, True, False)),
+        (InFlightMicrobatch(0, 0, 1, 1), {}, Todo(True, True, False, True, True, True, False)),
     ],
 )
-def test_an_action_that_was_interrupted_goes_on(flight: Flight, added: dict[tuple[int, int], int], todo: Todo) -> None:
+def test_an_action_that_was_interrupted_goes_on(
+    microbatch_in_flight: InFlightMicrobatch, added: dict[tuple[int, int], int], todo: Todo
+) -> None:
     second = partial(2, {(2, 0): 1, (3, 0): 1} if added else {}, losses="1" if added else "0")
-    found = saved(partial(0, added, flights=(flight,)), second)
+    found = saved(partial(0, added, in_flight=(microbatch_in_flight,)), second)
     assert todos_of(WITHOUT_3, found.kept, 0)[0, 0] == todo
 
 
 def test_a_loss_that_is_missing_runs_its_way_again_without_a_backward():
     layers = {(layer, 0): 1 for layer in (2, 3)}
-    found = saved(partial(0, {(0, 0): 1, (1, 0): 1}), partial(2, layers, flights=(Flight(0, 2, 4, 4, 2),)))
+    found = saved(
+        partial(0, {(0, 0): 1, (1, 0): 1}), partial(2, layers, in_flight=(InFlightMicrobatch(0, 2, 4, 4, 2),))
+    )
     todos = todos_of(WITHOUT_3, found.kept, 0)
     assert todos[0, 0] == Todo(True, False, False, True, False, False, False)
     assert todos[1, 0] == Todo(True, False, True, False, False, False, False)
@@ -187,10 +191,10 @@ def test_nothing_counts_twice():
 def test_only_layers_that_it_still_has_are_kept():
     """Stage 1 is gone with workers 2 and 3: its layers are new to the others."""
     layout = survivor_layout(LAYOUT, [2, 3])
-    own = partial(0, {(0, 0): EVEN, (1, 0): EVEN, (2, 0): 1}, flights=(Flight(2, 0, 2, 2),))
+    own = partial(0, {(0, 0): EVEN, (1, 0): EVEN, (2, 0): 1}, in_flight=(InFlightMicrobatch(2, 0, 2, 2),))
     kept = saved(own, layout=layout).kept
     assert [decode_rows(each.rows) for each in kept] == [{(0, 0): EVEN, (1, 0): EVEN}]
-    assert kept[0].flights == ()  # its hop has four layers now
+    assert kept[0].in_flight == ()  # its hop has four layers now
     moved = msgspec.structs.replace(
         layout, stages=(msgspec.structs.replace(layout.stages[0], workers=(1,)),), idle=(0,)
     )
@@ -214,20 +218,20 @@ def test_a_shared_units_sum_is_kept_with_all_of_its_parts_or_not_at_all():
 
 _FIRST = [
     ({}, ()),
-    ({}, (Flight(0, 0, 2, 1),)),
-    ({}, (Flight(0, 0, 2, 2),)),
-    ({(1, 0): 1}, (Flight(0, 0, 2, 2, 1),)),
+    ({}, (InFlightMicrobatch(0, 0, 2, 1),)),
+    ({}, (InFlightMicrobatch(0, 0, 2, 2),)),
+    ({(1, 0): 1}, (InFlightMicrobatch(0, 0, 2, 2, 1),)),
     ({(1, 0): 1}, ()),
     ({(0, 0): 1, (1, 0): 1}, ()),
 ]
 _SECOND = [
     ({}, "0", ()),
-    ({}, "0", (Flight(0, 2, 4, 3),)),
-    ({}, "0", (Flight(0, 2, 4, 4),)),
-    ({}, "1", (Flight(0, 2, 4, 5),)),
-    ({(3, 0): 1}, "1", (Flight(0, 2, 4, 4, 3),)),
+    ({}, "0", (InFlightMicrobatch(0, 2, 4, 3),)),
+    ({}, "0", (InFlightMicrobatch(0, 2, 4, 4),)),
+    ({}, "1", (InFlightMicrobatch(0, 2, 4, 5),)),
+    ({(3, 0): 1}, "1", (InFlightMicrobatch(0, 2, 4, 4, 3),)),
     ({(3, 0): 1}, "1", ()),
-    ({(2, 0): 1, (3, 0): 1}, "1", (Flight(0, 2, 4, 4, 2),)),
+    ({(2, 0): 1, (3, 0): 1}, "1", (InFlightMicrobatch(0, 2, 4, 4, 2),)),
     ({(2, 0): 1, (3, 0): 1}, "1", ()),
     ({(2, 0): 1, (3, 0): 1}, "0", ()),
 ]
@@ -236,7 +240,7 @@ _SECOND = [
 @pytest.mark.parametrize(("first", "second"), [*itertools.product(_FIRST, _SECOND)])
 def test_what_one_hop_takes_the_other_sends_and_all_is_covered_in_the_end(first, second):
     kept = saved(
-        partial(0, first[0], flights=first[1]), partial(2, second[0], losses=second[1], flights=second[2])
+        partial(0, first[0], in_flight=first[1]), partial(2, second[0], losses=second[1], in_flight=second[2])
     ).kept
     todos = todos_of(WITHOUT_3, kept, 0)
     none = Todo(*[False] * 7)

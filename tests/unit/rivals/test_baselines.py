@@ -22,7 +22,7 @@ from elaswave.planning.costs.recovery_times import WORKER_S_BETWEEN_LOSSES, Reco
 from elaswave.planning.costs.schedules import splits_backwards
 from elaswave.planning.plan import Allocation, Plan, StateTransfer, at_levels, levels_of
 from elaswave.planning.policy import full_restart
-from elaswave.planning.policy.declared import declared_of
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.policy.policy_parts import balanced_ranges, copy_s, rectangle
 from elaswave.planning.programs.layout import validate_layout
 from elaswave.planning.programs.prediction import estimate
@@ -35,11 +35,11 @@ from elaswave.planning.state_moves.placed_blocks import num_blocks
 from elaswave_rivals import oobleck, recycle, torchft
 
 POLICIES = policies()
-PREDICTED_ONLY = {name for name, planner in POLICIES.items() if not declared_of(planner).runs_here}
-CANDIDATES = {name for name, planner in POLICIES.items() if declared_of(planner).is_candidate}
+PREDICTED_ONLY = {name for name, planner in POLICIES.items() if not policy_metadata_of(planner).runs_here}
+CANDIDATES = {name for name, planner in POLICIES.items() if policy_metadata_of(planner).is_candidate}
 BASELINES = {name: planner for name, planner in POLICIES.items() if name != "elaswave"}
-normalized = partial(recycle.plan, staggered_optimizer=False)
-rerouting = partial(recycle.plan, normalize=False, staggered_optimizer=False)
+normalized = partial(recycle.plan_recycle, staggered_optimizer=False)
+rerouting = partial(recycle.plan_recycle, normalize=False, staggered_optimizer=False)
 LOST, JOINED, SLOWED, DRAINED = "lost", "joined", "slowed", "drained"
 
 
@@ -93,7 +93,7 @@ def test_oobleck_begins_anew_with_workers_of_every_layer_but_no_whole_pipeline()
     left, event = losing(cluster, 0, 2, 4, 5, 6, 7)
     tight = replace(left, memory_bytes=np.full(3, 12e6))  # the model is too large for a pipeline of one
     for there in (left, tight):
-        found = oobleck.plan(there, costs, start, event)
+        found = oobleck.plan_oobleck(there, costs, start, event)
         check(found, there, costs, 6)
 
 
@@ -216,7 +216,7 @@ def test_recycle_is_all_three_mechanisms():
     costs = layers(1, 1, 1, 1)
     cluster, before = begin(32, 4, 32, costs)
     lost = _after(cluster, costs, before, 0, 1, 2, 3)
-    rerouted, spread, whole = rerouting(*lost), normalized(*lost), recycle.plan(*lost)
+    rerouted, spread, whole = rerouting(*lost), normalized(*lost), recycle.plan_recycle(*lost)
     assert workers(whole) == workers(spread) != workers(rerouted)
     assert whole.predicted_step_s < spread.predicted_step_s < rerouted.predicted_step_s
     assert "this engine cannot run it" in whole.reason
@@ -328,13 +328,13 @@ def test_dealing_one_by_one_to_the_poorest(before, extra):
 def test_torchft_drops_whole_groups():
     costs = layers(1, 1, 1)
     cluster, before = begin(12, 3, 16, costs)
-    plan = torchft.plan(*_after(cluster, costs, before, 1, 6))
+    plan = torchft.plan_torchft(*_after(cluster, costs, before, 1, 6))
     assert workers(plan) == [[0, 3], [4, 7], [8, 11]]
     assert plan.allocation.num_microbatches == 8
     assert counts(plan) == [[4, 4]] * 3
     assert plan.predicted_step_s == pytest.approx(predict(cluster, costs, before))
     assert plan.predicted_pause_s == RecoveryTimes().torchft_recover_s
-    kept = torchft.plan(*_after(cluster, costs, before, 1, 6), keep_batch=True, name="torchft_batch_kept")
+    kept = torchft.plan_torchft(*_after(cluster, costs, before, 1, 6), keep_batch=True, name="torchft_batch_kept")
     assert counts(kept) == [[8, 8]] * 3
     assert kept.policy == "torchft_batch_kept"
 
@@ -342,12 +342,12 @@ def test_torchft_drops_whole_groups():
 def test_torchft_forms_groups_when_workers_come():
     costs = layers(1, 1, 1)
     cluster, before = begin(12, 3, 16, costs)
-    broken = torchft.plan(*_after(cluster, costs, before, 0)).allocation
+    broken = torchft.plan_torchft(*_after(cluster, costs, before, 0)).allocation
     more = machines(13).without([0])
-    back = torchft.plan(more, costs, broken, ClusterEvent(kind="joined", workers=(12,)))
+    back = torchft.plan_torchft(more, costs, broken, ClusterEvent(kind="joined", workers=(12,)))
     assert counts(back) == [[4] * 4] * 3
     assert sum(len(each.workers) for each in back.transfers) == 3
-    alone = torchft.plan(machines(13), costs, before, ClusterEvent(kind="joined", workers=(12,)))
+    alone = torchft.plan_torchft(machines(13), costs, before, ClusterEvent(kind="joined", workers=(12,)))
     assert alone.allocation.num_microbatches == 16
     assert alone.transfers == ()
 
@@ -356,15 +356,15 @@ def test_torchft_without_a_whole_group():
     costs = layers(1, 1)
     cluster, before = begin(4, 2, 4, costs)
     with pytest.raises(InfeasiblePlan, match="every replica group of 2 workers has lost one"):
-        torchft.plan(*_after(cluster, costs, before, 0, 3))
+        torchft.plan_torchft(*_after(cluster, costs, before, 0, 3))
 
 
 def test_torchft_puts_the_group_of_a_straggler_out_if_more_is_done():
     costs = layers(1, 1)
     cluster, before = begin(16, 2, 32, costs)
-    out = torchft.plan(*_pair(slower(cluster, 3, 0.3), costs, before))
+    out = torchft.plan_torchft(*_pair(slower(cluster, 3, 0.3), costs, before))
     assert workers(out)[0] == [0, 1, 2, 4, 5, 6, 7]
-    kept = torchft.plan(*_pair(slower(cluster, 3, 0.97), costs, before))
+    kept = torchft.plan_torchft(*_pair(slower(cluster, 3, 0.97), costs, before))
     assert len(workers(kept)[0]) == 8
 
 
@@ -374,7 +374,7 @@ def test_torchft_puts_the_group_of_a_straggler_out_if_more_is_done():
 def test_oobleck_goes_on_with_a_shorter_pipeline():
     costs = layers(1, 1, 1, 1, 1, 1)
     cluster, before = begin(6, 3, 12, costs)
-    plan = oobleck.plan(*_after(cluster, costs, before, 2))
+    plan = oobleck.plan_oobleck(*_after(cluster, costs, before, 2))
     assert workers(plan, 0) == [[1], [3], [5]]
     assert workers(plan, 1) == [[0], [4]]
     assert [ranges_of(chain) for chain in plan.allocation.chains] == [
@@ -394,12 +394,12 @@ def test_oobleck_borrows_and_merges_where_memory_needs_longer_pipelines():
     # A stage holds 2 layers at most: 2 (parameters) + 4 (sums) + 3 (its share of the optimizer, twice), and not 3.
     cluster = replace(machines(12), memory_bytes=np.full(12, 1.3e7))
     before = rectangle(cluster, costs, num_stages=3, num_microbatches=12, schedule="1f1b")
-    two_short = oobleck.plan(*_after(cluster, costs, before, 0, 4))
+    two_short = oobleck.plan_oobleck(*_after(cluster, costs, before, 0, 4))
     check(two_short, cluster.without([0, 4]), costs, 12)
-    short = oobleck.plan(*_after(cluster, costs, before, 0, 4, 8))
+    short = oobleck.plan_oobleck(*_after(cluster, costs, before, 0, 4, 8))
     check(short, cluster.without([0, 4, 8]), costs, 12)
     # One is left of the first pipeline: it borrows from a whole one, and both go on with two.
-    borrowed = oobleck.plan(*_after(cluster, costs, before, 0, 4))
+    borrowed = oobleck.plan_oobleck(*_after(cluster, costs, before, 0, 4))
     depths = sorted(len(chain.stages) for chain in borrowed.allocation.chains for _ in range(chain.stages[0].width))
     assert depths == [2, 2, 3, 3]
 
@@ -408,7 +408,7 @@ def test_oobleck_merges_if_nobody_can_lend():
     costs = layers(1, 1, 1, 1, activation_bytes=0.0)
     cluster = replace(machines(6), memory_bytes=np.full(6, 1.3e7))
     before = rectangle(cluster, costs, num_stages=2, num_microbatches=12, schedule="1f1b")
-    plan = oobleck.plan(*_after(cluster, costs, before, 0))
+    plan = oobleck.plan_oobleck(*_after(cluster, costs, before, 0))
     depths = sorted(len(chain.stages) for chain in plan.allocation.chains for _ in range(chain.stages[0].width))
     assert depths == [2, 3]
     check(plan, cluster.without([0]), costs, 12)
@@ -417,14 +417,14 @@ def test_oobleck_merges_if_nobody_can_lend():
 def test_oobleck_uses_everybody_who_comes():
     costs = layers(1, 1, 1, 1, 1, 1)
     cluster, before = begin(6, 3, 12, costs)
-    short = oobleck.plan(*_after(cluster, costs, before, 2)).allocation
+    short = oobleck.plan_oobleck(*_after(cluster, costs, before, 2)).allocation
     more = machines(7).without([2])
-    filled = oobleck.plan(more, costs, short, ClusterEvent(kind="joined", workers=(6,)))
+    filled = oobleck.plan_oobleck(more, costs, short, ClusterEvent(kind="joined", workers=(6,)))
     assert [len(chain.stages) for chain in filled.allocation.chains] == [3]
     assert counts(filled) == [[6, 6]] * 3
-    longer = oobleck.plan(machines(7), costs, before, ClusterEvent(kind="joined", workers=(6,)))
+    longer = oobleck.plan_oobleck(machines(7), costs, before, ClusterEvent(kind="joined", workers=(6,)))
     assert sorted(len(chain.stages) for chain in longer.allocation.chains) == [3, 4]
-    third = oobleck.plan(machines(9), costs, before, ClusterEvent(kind="joined", workers=(6, 7, 8)))
+    third = oobleck.plan_oobleck(machines(9), costs, before, ClusterEvent(kind="joined", workers=(6, 7, 8)))
     assert counts(third) == [[4, 4, 4]] * 3
     check(longer, machines(7), costs, 12)
 
@@ -434,7 +434,7 @@ def test_oobleck_splits_every_template_by_itself():
     costs = layers(*[1.0] * 10)
     cluster, before = begin(10, 5, 20, costs)
     lost = _after(cluster, costs, before, 0, 2, 4)
-    published, aligned = oobleck.plan(*lost), oobleck.plan(*lost, aligned=True, name="oobleck_aligned")
+    published, aligned = oobleck.plan_oobleck(*lost), oobleck.plan_oobleck(*lost, aligned=True, name="oobleck_aligned")
     assert [ranges_of(chain) for chain in published.allocation.chains] == [
         ((0, 2), (2, 4), (4, 6), (6, 8), (8, 10)),
         ((0, 5), (5, 10)),
@@ -448,16 +448,16 @@ def test_oobleck_splits_every_template_by_itself():
 def test_oobleck_says_what_it_cannot_do():
     costs = layers(1, 1)
     cluster, before = begin(4, 2, 4, costs)
-    restarted = oobleck.plan(*_after(cluster, costs, before, 0, 1))
+    restarted = oobleck.plan_oobleck(*_after(cluster, costs, before, 0, 1))
     assert restarted.from_checkpoint
     assert "all copies of a layer are lost" in restarted.reason
-    alone = oobleck.plan(*_after(cluster, costs, before, 0, 2))
+    alone = oobleck.plan_oobleck(*_after(cluster, costs, before, 0, 2))
     assert "fewer than f + 1 = 2 are left" in alone.reason
     small = replace(machines(2), memory_bytes=np.full(2, 1.3e7))
     tight = rectangle(small, layers(1, 1, 1, 1, activation_bytes=0.0), num_stages=2, num_microbatches=4,
                       schedule="1f1b")  # fmt: skip
     with pytest.raises(InfeasiblePlan, match="too few"):
-        oobleck.plan(small.without([0]), layers(1, 1, 1, 1, activation_bytes=0.0), tight,
+        oobleck.plan_oobleck(small.without([0]), layers(1, 1, 1, 1, activation_bytes=0.0), tight,
                      ClusterEvent(kind="lost", workers=(0,)))  # fmt: skip
 
 
@@ -490,14 +490,14 @@ def test_micro_batches_over_pipelines_as_brute_force(num_microbatches, kinds):
 def test_full_restart_begins_again_with_what_is_left():
     costs = layers(1, 1, 1)
     cluster, before = begin(12, 3, 24, costs)
-    plan = full_restart.plan(*_after(cluster, costs, before, 1, 6))
+    plan = full_restart.plan_full_restart(*_after(cluster, costs, before, 1, 6))
     assert [len(own) for own in workers(plan)] == [3, 3, 3]
     assert counts(plan) == [[8, 8, 8]] * 3
     assert plan.predicted_pause_s == RecoveryTimes().restart_s
     assert plan.lost_work_s == RecoveryTimes().checkpoint_interval_s / 2
     assert plan.from_checkpoint
     assert sum(each.num_bytes for each in plan.transfers) == pytest.approx(9 * 1e6 + 3 * 3e6)
-    spare = full_restart.plan(*_after(cluster.without([1, 6]), costs, plan.allocation, 11))
+    spare = full_restart.plan_full_restart(*_after(cluster.without([1, 6]), costs, plan.allocation, 11))
     assert spare.predicted_pause_s == 0
     assert "only spare workers are gone" in spare.reason
 
@@ -506,27 +506,30 @@ def test_full_restart_waits_unless_a_restart_repays():
     costs = layers(1, 1, 1)
     cluster, before = begin(6, 3, 24, costs)
     joined = ClusterEvent(kind="joined", workers=(6, 7, 8))
-    short = full_restart.plan(machines(9), costs, before, joined, times=RecoveryTimes(horizon_s=600.0))
+    short = full_restart.plan_full_restart(machines(9), costs, before, joined, times=RecoveryTimes(horizon_s=600.0))
     assert short.predicted_pause_s == 0
     assert short.allocation is before
-    long = full_restart.plan(machines(9), costs, before, joined, times=RecoveryTimes(horizon_s=6000.0))
+    long = full_restart.plan_full_restart(machines(9), costs, before, joined, times=RecoveryTimes(horizon_s=6000.0))
     assert [len(own) for own in workers(long)] == [3, 3, 3]
     assert long.lost_work_s == 0
-    too_few = full_restart.plan(machines(7), costs, before, ClusterEvent(kind="joined", workers=(6,)))
+    too_few = full_restart.plan_full_restart(machines(7), costs, before, ClusterEvent(kind="joined", workers=(6,)))
     assert too_few.allocation is before
     slow, event = slower(cluster, 1, 0.3)
-    assert full_restart.plan(slow, costs, before, event, times=RecoveryTimes(horizon_s=310.0)).allocation is before
-    out = full_restart.plan(slow, costs, before, event, times=RecoveryTimes(horizon_s=6000.0))
+    assert (
+        full_restart.plan_full_restart(slow, costs, before, event, times=RecoveryTimes(horizon_s=310.0)).allocation
+        is before
+    )
+    out = full_restart.plan_full_restart(slow, costs, before, event, times=RecoveryTimes(horizon_s=6000.0))
     assert 1 not in out.allocation.workers
     alone, only = begin(3, 3, 24, costs)
-    assert full_restart.plan(*_pair(slower(alone, 1, 0.2), costs, only)).allocation is only
+    assert full_restart.plan_full_restart(*_pair(slower(alone, 1, 0.2), costs, only)).allocation is only
 
 
 def test_full_restart_with_hot_spares_keeps_its_pipelines():
     costs = layers(1, 1, 1)
     cluster = machines(33)
     before = rectangle(cluster, costs, num_stages=3, num_microbatches=110, schedule="1f1b", most=10)
-    policy = partial(full_restart.plan, num_spares=3, name="full_restart_spares")
+    policy = partial(full_restart.plan_full_restart, num_spares=3, name="full_restart_spares")
     plan = policy(*_after(cluster, costs, before, 1, 6))
     assert plan.policy == "full_restart_spares" and plan.from_checkpoint
     assert counts(plan) == [[11] * 10] * 3
@@ -540,7 +543,7 @@ def test_full_restart_with_hot_spares_keeps_its_pipelines():
     joined = ClusterEvent(kind="joined", workers=(33, 34, 35))
     more = policy(machines(36), costs, before, joined, times=long)
     assert [len(own) for own in workers(more)] == [11, 11, 11]
-    assert len(workers(full_restart.plan(machines(36), costs, before, joined, times=long))[0]) == 12
+    assert len(workers(full_restart.plan_full_restart(machines(36), costs, before, joined, times=long))[0]) == 12
     assert full_restart.num_pipelines(12, 3, 8) == 3, "no more than a tenth stands by"
 
 

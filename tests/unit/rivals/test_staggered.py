@@ -100,7 +100,7 @@ def jobs(draw: st.DrawFn) -> tuple[Cluster, Costs, Allocation]:
     if not lost:
         return cluster, costs, before
     left = cluster.without(lost)
-    found = recycle.plan(
+    found = recycle.plan_recycle(
         left, costs, before, ClusterEvent(kind="lost", workers=lost), staggered_optimizer=False, normalize=False
     )
     return left, costs, replace(found.allocation, schedule=schedule)
@@ -169,7 +169,9 @@ def test_six_steps_show_the_period() -> None:
     ):  # fmt: skip
         before = rectangle(cluster, costs, num_stages=stages, num_microbatches=number, schedule="1f1b")
         left = cluster.without(gone)
-        plan = recycle.plan(left, costs, before, ClusterEvent(kind="lost", workers=gone), staggered_optimizer=False)
+        plan = recycle.plan_recycle(
+            left, costs, before, ClusterEvent(kind="lost", workers=gone), staggered_optimizer=False
+        )
         layout = make_routes(plan.allocation, costs, left)
         durations = durations_of(costs.layer_s, lambda _: 1.0)
         programs = compile_programs(layout, schedule, durations=durations)
@@ -184,18 +186,18 @@ def test_memory_that_is_short_bounds_what_is_in_flight_and_so_the_period() -> No
     costs = layers(1, 1, 1, 1, activation_bytes=2e6)
     cluster = machines(8)
     before = rectangle(cluster, costs, num_stages=4, num_microbatches=16, schedule="zero-bubble-h2")
-    roomy = recycle.plan(*_lost(cluster, costs, before))
+    roomy = recycle.plan_recycle(*_lost(cluster, costs, before))
     fixed = 1e6 + 2e6 + 3e6 * 2
     periods = []
     for held in (6, 4, 2):
         tight = replace(cluster, memory_bytes=np.full(8, fixed + held * 2e6))
-        plan = recycle.plan(*_lost(tight, costs, before))
+        plan = recycle.plan_recycle(*_lost(tight, costs, before))
         assert (plan.memory_bytes <= fixed + held * 2e6).all()
         assert "fewer micro-batches in flight" in plan.reason
         periods.append(plan.predicted_step_s)
     assert roomy.predicted_step_s <= periods[0] <= periods[1] < periods[2]
     with pytest.raises(InfeasiblePlan, match="memory: worker"):
-        recycle.plan(*_lost(replace(cluster, memory_bytes=np.full(8, fixed + 1e6)), costs, before))
+        recycle.plan_recycle(*_lost(replace(cluster, memory_bytes=np.full(8, fixed + 1e6)), costs, before))
 
 
 def _lost(cluster: Cluster, costs: Costs, before: Allocation) -> tuple[Cluster, Costs, Allocation, ClusterEvent]:
@@ -220,7 +222,7 @@ def test_steps_of_too_many_actions_take_the_bound() -> None:
     costs, cluster = layers(*[1.0] * 16), machines(1024)
     before = rectangle(cluster, costs, num_stages=8, num_microbatches=128 * 16, schedule="zero-bubble")
     lost = _lost(cluster, costs, before)
-    found, barrier = recycle.plan(*lost), recycle.plan(*lost, staggered_optimizer=False)
+    found, barrier = recycle.plan_recycle(*lost), recycle.plan_recycle(*lost, staggered_optimizer=False)
     pace_s = estimate(lost[0], costs, found.allocation).pace_s
     assert found.predicted_step_s == pytest.approx(
         staggered_bound_s(lost[0], costs, found.allocation, pace_s)

@@ -11,7 +11,7 @@ from elaswave.errors import DataError, UsageError
 from elaswave.sim.cluster.failures import Scenario
 from elaswave.sim.cluster.traces import FORMATS, read_trace
 from elaswave.sim.cluster.traces.acme import read_rates
-from elaswave.sim.cluster.traces.history import seconds_of
+from elaswave.sim.cluster.traces.history import timestamp_s
 
 
 def happened(scenario: Scenario) -> list[tuple[float, str, int]]:
@@ -151,13 +151,13 @@ def test_malformed_poll_logs(lines, message):
 @given(st.datetimes(datetime(1970, 1, 1), datetime(2400, 1, 1)))
 def test_dates_are_counted_as_the_calendar_does(when):
     exact = when.replace(microsecond=0)
-    assert seconds_of(exact.isoformat(sep=" ")) == exact.replace(tzinfo=UTC).timestamp()
+    assert timestamp_s(exact.isoformat(sep=" ")) == exact.replace(tzinfo=UTC).timestamp()
 
 
 @pytest.mark.parametrize("text", ["2023-02-29 00:00:00", "2023-04-31 00:00:00", "2023-01-00 00:00:00",
                                   "2023-01-01 24:00:00", "1969-12-31 00:00:00", "2023-1-1 00:00:00"])  # fmt: skip
 def test_dates_that_are_none(text):
-    assert seconds_of(text) is None
+    assert timestamp_s(text) is None
 
 
 # --------------------------------------------------------------------------------------------------------------- philly

@@ -8,7 +8,7 @@ from torch import nn
 from elaswave.blocks.shapes import WHOLE_BYTES
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer, ModelSpec
-from elaswave.state.buffers import FLOATS, decode, encode, persistent_buffers
+from elaswave.state.buffers import FLOATS, buffer_from_float32, buffer_to_float32, persistent_buffers
 from elaswave.state.flat import FlatLayer, FlatUnit, initial_values, model_shapes
 
 
@@ -29,9 +29,9 @@ def test_buffers_of_every_type_keep_their_bits_in_float32(dtype, shape):
     buffer = torch.randn(shape).mul(2**7).to(own)
     if dtype.startswith("int"):
         buffer = torch.full(shape, torch.iinfo(own).min + 1, dtype=own)
-    values = encode(buffer)
+    values = buffer_to_float32(buffer)
     assert values.dtype == torch.float32 and values.shape == (buffer.numel() * WHOLE_BYTES.get(dtype, 1),)
-    assert decode(values, own).view(shape).equal(buffer)
+    assert buffer_from_float32(values, own).view(shape).equal(buffer)
     assert dtype in FLOATS or (values.min() >= 0 and values.max() <= 255)
 
 
@@ -59,7 +59,7 @@ def test_only_persistent_buffers_are_state_and_each_once():
         layer.buffers.restore()
         layer.module(torch.ones(4))
         assert layer.module.count == 1 and layer.module.same is layer.module.count
-        assert decode(layer.buffers.left()[0], torch.int64).item() == 1
+        assert buffer_from_float32(layer.buffers.left()[0], torch.int64).item() == 1
 
 
 def test_every_forward_begins_with_the_steps_statistics():
@@ -77,7 +77,7 @@ def test_every_forward_begins_with_the_steps_statistics():
         fresh.load_state_dict(alone.state_dict())
         assert fresh(values).equal(output)
         assert found[0].equal(fresh.norm.running_mean) and found[1].equal(fresh.norm.running_var)
-        assert decode(found[2], torch.int64).item() == 1
+        assert buffer_from_float32(found[2], torch.int64).item() == 1
     assert layer.buffer_unit.flat.equal(made(Normed).buffer_unit.flat), "the step's buffers stay what they were"
     torch.stack(outputs).sum().backward()  # no graph was spoilt by the forwards that came after it
 

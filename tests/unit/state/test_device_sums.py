@@ -11,7 +11,7 @@ from elaswave.blocks.grids import MAX_EXPONENT, MIN_EXPONENT
 from elaswave.state import device_sums
 from elaswave.state.device_sums import DeviceAccumulator, pieces_of
 from elaswave.state.sums import ExactAccumulator, checksum, reduced_gradient
-from elaswave.state.words import add_up
+from elaswave.state.words import add_planes
 
 SHAPE = make_shape([(7, 9), (40,), (), (3, 33), (0,)], first_id=4)
 CPU = torch.device("cpu")
@@ -131,14 +131,14 @@ def test_totals_their_checksums_and_means_are_those_of_the_host(width):
         host.add(gradients(rng))
         parts.append(host.planes)
     for some in (parts[:1], parts[:2], parts):
-        total = add_up(some)
-        assert torch.equal(total, device_sums.add_up(some))
+        total = add_planes(some)
+        assert torch.equal(total, device_sums.add_planes_on_device(some))
         for runs in ([(0, SHAPE.size)], [(5, 70)], [(64, 96)], [(0, 32), (64, 96), (96, 128), (192, SHAPE.size)]):
             there, pieces = torch.cat([total[start:stop] for start, stop in runs]), pieces_of(SHAPE, runs)
-            found = int(device_sums.checksum(there, pieces)) & (1 << 64) - 1
+            found = int(device_sums.checksum_on_device(there, pieces)) & (1 << 64) - 1
             assert found == sum(checksum(total[start:stop], SHAPE, start) for start, stop in runs) & (1 << 64) - 1
             before = there.clone()
-            mean = device_sums.reduced_gradient(there, pieces, exponents, len(some), 1, width)
+            mean = device_sums.reduced_gradient_on_device(there, pieces, exponents, len(some), 1, width)
             here = [
                 reduced_gradient(total[start:stop], SHAPE, start, exponents, len(some), 1, width)
                 for start, stop in runs
@@ -167,14 +167,14 @@ def test_padding_is_in_no_checksum_and_no_mean(element):
     shape = make_shape([(96,), (40,), (32,)])
     pieces = pieces_of(shape, [(0, 32), (64, 96), (128, 160)])
     total = torch.arange(96)
-    expected = int(device_sums.checksum(total, pieces))
+    expected = int(device_sums.checksum_on_device(total, pieces))
     total[element] = 1 << 40
-    assert int(device_sums.checksum(total, pieces)) == expected
-    assert device_sums.reduced_gradient(total, pieces, [40] * 3, 2)[72:].tolist() == [0.0] * 24
+    assert int(device_sums.checksum_on_device(total, pieces)) == expected
+    assert device_sums.reduced_gradient_on_device(total, pieces, [40] * 3, 2)[72:].tolist() == [0.0] * 24
 
 
 def test_sums_of_float32_have_no_checksum_and_plain_means():
     total = torch.arange(float(SHAPE.size))
     pieces = pieces_of(SHAPE, [(0, SHAPE.size)])
-    assert int(device_sums.checksum(total, pieces)) == 0
-    assert torch.equal(device_sums.reduced_gradient(total, pieces, [], 4), total / 4)
+    assert int(device_sums.checksum_on_device(total, pieces)) == 0
+    assert torch.equal(device_sums.reduced_gradient_on_device(total, pieces, [], 4), total / 4)

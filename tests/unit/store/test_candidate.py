@@ -8,17 +8,17 @@ from tests.fake_etcd import KEY, STRANGERS, FakeEtcd, FakeGateway, Fault, Writte
 
 from elaswave.errors import DisplacedError, StoreError, SupersededError
 from elaswave.protocol.coordinator.store_writes import (
-    BEAT,
+    LEASE_HEARTBEAT,
     SPEC,
     TERM,
     Transaction,
-    beat_value,
-    founding_of,
+    job_generation_of,
+    lease_heartbeat_value,
     spec_value,
 )
-from elaswave.protocol.leadership.election import BEAT_S, POLL_S, STILL_S, Watch
+from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, POLL_S, STILL_S, Watch
 from elaswave.store import claim
-from elaswave.store.claim import Beats, Progress, Stage, Won, progress_of, stand_by
+from elaswave.store.claim import CandidateProgress, CandidateStage, LeaseHeartbeats, Won, progress_of, stand_by
 from elaswave.store.etcd_client import REQUEST_TIMEOUT_S, EtcdClient
 from elaswave.store.etcd_keys import found
 
@@ -32,20 +32,22 @@ class World:
         self.now_s = 1000.0
         self.num_beats = 0
         self.on_wait: Callable[[], None] = lambda: None
-        self.founded = found(self.client(FakeGateway(self.etcd)), spec_value(7), 1.0)
+        self.job_generation = found(self.client(FakeGateway(self.etcd)), spec_value(7), 1.0)
 
-    def client(self, gateway: FakeGateway, founded: int = 7) -> EtcdClient:
-        return EtcdClient(["a:1", "b:2"], "/elaswave/job/", gateway, KEY, founded=founded)
+    def client(self, gateway: FakeGateway, job_generation: int = 7) -> EtcdClient:
+        return EtcdClient(["a:1", "b:2"], "/elaswave/job/", gateway, KEY, job_generation=job_generation)
 
-    def beat(self) -> None:
+    def lease_heartbeat(self) -> None:
         self.num_beats += 1
-        self.client(FakeGateway(self.etcd)).carry_out(Transaction(puts=((BEAT, beat_value(1, self.num_beats)),)))
+        self.client(FakeGateway(self.etcd)).carry_out(
+            Transaction(puts=((LEASE_HEARTBEAT, lease_heartbeat_value(1, self.num_beats)),))
+        )
 
     def stand_by(
-        self, name: str = "a/1", *, founds: bool = False, ended_s: float | None = None, founded: int = 7
+        self, name: str = "a/1", *, creates_job: bool = False, ended_s: float | None = None, job_generation: int = 7
     ) -> Won:
-        watch = Watch(name, founds=founds)
-        client = self.client(self.gateway, founded)
+        watch = Watch(name, creates_job=creates_job)
+        client = self.client(self.gateway, job_generation)
         now_s = lambda: self.now_s  # noqa: E731
         return stand_by(client, watch, name, ended_s=ended_s, now_s=now_s, wait=self._wait)
 
@@ -61,19 +63,19 @@ def world() -> World:
 
 
 def test_the_founder_has_the_job_at_once_and_follows_itself_at_once(world: World) -> None:
-    first = world.stand_by("a/1", founds=True)
+    first = world.stand_by("a/1", creates_job=True)
     assert (first.term.term, first.term.name, first.missed_s) == (1, "a/1", None)
-    assert world.stand_by("a/1", founds=True).term.term == 2
+    assert world.stand_by("a/1", creates_job=True).term.term == 2
     assert world.now_s == 1000.0
 
 
 def test_another_candidate_waits_until_the_beat_stands_still(world: World) -> None:
-    world.stand_by("a/1", founds=True)
+    world.stand_by("a/1", creates_job=True)
     beats_until_s = world.now_s + 10.0
 
     def live() -> None:
         if world.now_s <= beats_until_s:
-            world.beat()
+            world.lease_heartbeat()
 
     world.on_wait = live
     won = world.stand_by("b/2")
@@ -84,7 +86,7 @@ def test_another_candidate_waits_until_the_beat_stands_still(world: World) -> No
 def test_a_coordinator_is_missed_from_its_end_on_and_that_of_another_host_since_its_beat_stands_still(
     world: World,
 ) -> None:
-    world.stand_by("a/1", founds=True)
+    world.stand_by("a/1", creates_job=True)
     assert world.stand_by("a/1", ended_s=990.0).missed_s == 990.0
     assert world.stand_by("b/2").missed_s == 1000.0
     begun_s = world.now_s
@@ -94,7 +96,7 @@ def test_a_coordinator_is_missed_from_its_end_on_and_that_of_another_host_since_
 @pytest.mark.parametrize("fault", [lost, answer_lost, delayed])
 def test_a_claim_without_an_answer_is_made_once(world: World, fault: Fault) -> None:
     world.gateway.faults = [lambda *_: None, lambda *_: None, fault, fault]
-    won = world.stand_by("a/1", founds=True)
+    won = world.stand_by("a/1", creates_job=True)
     world.gateway.arrive()
     (standing,) = world.client(world.gateway).carry_out(Transaction(reads=(TERM,))).found
     assert standing is not None and (won.term.term, won.term.revision) == (1, standing.revision)
@@ -103,7 +105,7 @@ def test_a_claim_without_an_answer_is_made_once(world: World, fault: Fault) -> N
 
 def test_a_store_that_is_gone_elects_nobody(world: World) -> None:
     """Ten seconds without an answer, in which no beat could be written either."""
-    world.stand_by("a/1", founds=True)
+    world.stand_by("a/1", creates_job=True)
     gone_until_s = 1011.0
 
     def gone(gateway: FakeGateway, path: str, body: bytes) -> None:
@@ -117,7 +119,7 @@ def test_a_store_that_is_gone_elects_nobody(world: World) -> None:
 
 
 def test_of_two_candidates_one_is_quicker_and_the_other_one_watches_it(world: World) -> None:
-    world.stand_by("a/1", founds=True)
+    world.stand_by("a/1", creates_job=True)
     rivals: list[Won] = []
 
     def quicker(gateway: FakeGateway, path: str, body: bytes) -> None:
@@ -141,33 +143,33 @@ def test_a_job_whose_keys_are_gone_has_no_candidates(world: World) -> None:
 
 
 def test_a_candidate_of_the_last_founding_does_not_take_the_job(world: World) -> None:
-    assert world.stand_by(founds=True, founded=world.founded).term.term == 1
+    assert world.stand_by(creates_job=True, job_generation=world.job_generation).term.term == 1
     with pytest.raises(StoreError, match="the job was founded again; who is of the last one does not follow there"):
-        world.stand_by(founds=True, founded=world.founded - 1)
+        world.stand_by(creates_job=True, job_generation=world.job_generation - 1)
 
 
 def test_a_beat_goes_on_through_requests_without_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "BEAT_S", 0.001)
-    won = world.stand_by("a/1", founds=True)
+    monkeypatch.setattr(claim, "LEASE_HEARTBEAT_S", 0.001)
+    won = world.stand_by("a/1", creates_job=True)
     written = threading.Event()
 
     def note(gateway: FakeGateway, path: str, body: bytes) -> None:
         written.set()
 
-    beats = Beats(world.client(FakeGateway(world.etcd, [lost, answer_lost, note])), won.term)
+    beats = LeaseHeartbeats(world.client(FakeGateway(world.etcd, [lost, answer_lost, note])), won.term)
     assert written.wait(30)
     beats.stop()
-    (beat,) = world.client(world.gateway).carry_out(Transaction(reads=(BEAT,))).found
-    assert beat is not None and BEAT_S < STILL_S / 3
+    (lease_heartbeat,) = world.client(world.gateway).carry_out(Transaction(reads=(LEASE_HEARTBEAT,))).found
+    assert lease_heartbeat is not None and LEASE_HEARTBEAT_S < STILL_S / 3
 
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_who_was_replaced_learns_it_by_its_beat(world: World, is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "BEAT_S", 0.001)
-    first = world.stand_by("a/1", founds=True)
+    monkeypatch.setattr(claim, "LEASE_HEARTBEAT_S", 0.001)
+    first = world.stand_by("a/1", creates_job=True)
     world.stand_by("a/1")
     told, errors = threading.Event(), list[SupersededError]()
-    beats = Beats(world.client(FakeGateway(world.etcd)), first.term)
+    beats = LeaseHeartbeats(world.client(FakeGateway(world.etcd)), first.term)
     if is_early:
         beats._thread.join(30)
     beats.tell(lambda error: (errors.append(error), told.set()))  # type: ignore[func-returns-value]
@@ -177,8 +179,11 @@ def test_who_was_replaced_learns_it_by_its_beat(world: World, is_early: bool, mo
 
 
 def test_reports_are_lines() -> None:
-    lines = Progress(Stage.HOLDS, 3).line() + Progress(Stage.SERVES, 3).line()
-    assert progress_of(lines) == [Progress(Stage.HOLDS, 3), Progress(Stage.SERVES, 3)]
+    lines = CandidateProgress(CandidateStage.HOLDS, 3).line() + CandidateProgress(CandidateStage.SERVES, 3).line()
+    assert progress_of(lines) == [
+        CandidateProgress(CandidateStage.HOLDS, 3),
+        CandidateProgress(CandidateStage.SERVES, 3),
+    ]
     assert progress_of(b"") == []
 
 
@@ -200,14 +205,14 @@ def stored(world: World, key: str) -> bytes:
 
 
 def test_beats_that_a_stranger_writes_keep_no_dead_coordinator_alive(world: World) -> None:
-    world.stand_by("a/1", founds=True)
+    world.stand_by("a/1", creates_job=True)
     beats: list[bytes] = []
     for _ in range(3):
-        world.beat()
-        beats.append(stored(world, "beat"))
+        world.lease_heartbeat()
+        beats.append(stored(world, "lease_heartbeat"))
 
     def go_on() -> None:
-        write(world, "beat", (*beats, b"forged")[int(4 * world.now_s) % 4])
+        write(world, "lease_heartbeat", (*beats, b"forged")[int(4 * world.now_s) % 4])
 
     world.on_wait = go_on
     won = world.stand_by("b/2")
@@ -219,7 +224,7 @@ def test_beats_that_a_stranger_writes_keep_no_dead_coordinator_alive(world: Worl
 def test_a_claim_that_a_stranger_takes_away_is_followed_by_a_newer_one(
     world: World, key: str, value: bytes | None
 ) -> None:
-    world.stand_by("a/1", founds=True)
+    world.stand_by("a/1", creates_job=True)
     first = stored(world, "term")
     assert world.stand_by("a/1").term.term == 2
     waits: list[None] = []
@@ -233,15 +238,15 @@ def test_a_claim_that_a_stranger_takes_away_is_followed_by_a_newer_one(
     won = world.stand_by("b/2")
     assert (won.term.term, won.term.name) == (3, "b/2")
     (spec,) = world.client(world.gateway).carry_out(Transaction(reads=(SPEC,))).found
-    assert founding_of(spec) == 7
+    assert job_generation_of(spec) == 7
 
 
 def test_a_coordinator_whose_claim_was_taken_away_is_told_to_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "BEAT_S", 0.001)
-    won = world.stand_by("a/1", founds=True)
+    monkeypatch.setattr(claim, "LEASE_HEARTBEAT_S", 0.001)
+    won = world.stand_by("a/1", creates_job=True)
     write(world, "term", b"forged")
     told, errors = threading.Event(), list[StoreError]()
-    beats = Beats(world.client(FakeGateway(world.etcd)), won.term)
+    beats = LeaseHeartbeats(world.client(FakeGateway(world.etcd)), won.term)
     beats.tell(lambda error: (errors.append(error), told.set()))  # type: ignore[func-returns-value]
     assert told.wait(30) and isinstance(errors[0], DisplacedError)
     beats.stop()
@@ -253,5 +258,5 @@ def test_a_job_of_another_key_is_not_claimed(world: World) -> None:
     found(other, spec_value(9), 1.0)
     before = dict(world.etcd.keys)
     with pytest.raises(StoreError, match="holds what was not written with this job's key"):
-        world.stand_by(founds=True)
+        world.stand_by(creates_job=True)
     assert world.etcd.keys == before

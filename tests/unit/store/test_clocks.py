@@ -1,7 +1,7 @@
 """A coordinator on another host, or after another start of this one, reads the times of those before it."""
 
 from elaswave.observability.clock import clock_here
-from elaswave.protocol.events import NewEpochRecord, TermRecord
+from elaswave.protocol.events import NewGenerationRecord, TermRecord
 from elaswave.store.journal import ClockRead, JournalRecord, PlaceTaken, Published, by_own_clock
 
 
@@ -9,8 +9,8 @@ def done(step: int, at_s: float) -> Published:
     return Published(step=step, loss=1.0, finished_s=at_s)
 
 
-def epoch_at(at_s: float) -> NewEpochRecord:
-    return NewEpochRecord(term=1, epoch=2, members=(0,), lost=(1,), reason="", at_s=at_s)
+def generation_at(at_s: float) -> NewGenerationRecord:
+    return NewGenerationRecord(term=1, generation=2, members=(0,), lost=(1,), reason="", at_s=at_s)
 
 
 def begins(clock: str, at_s: float) -> list[JournalRecord]:
@@ -26,7 +26,7 @@ def times(records: list[JournalRecord]) -> list[float]:
 
 
 def test_times_of_the_own_clock_stay() -> None:
-    records = [*begins("mine", 100.0), done(1, 101.0), epoch_at(102.0), *begins("mine", 110.0), done(2, 111.0)]
+    records = [*begins("mine", 100.0), done(1, 101.0), generation_at(102.0), *begins("mine", 110.0), done(2, 111.0)]
     assert times(by_own_clock(records, "mine", 120.0)) == [101.0, 102.0, 111.0]
 
 
@@ -37,7 +37,7 @@ def test_the_newest_time_of_another_clock_is_now() -> None:
 
 def test_each_coordinator_begins_where_the_one_before_ended() -> None:
     first = [*begins("a", 1000.0), done(1, 1004.0), done(2, 1005.0)]
-    second = [*begins("b", 7.0), done(3, 8.0), epoch_at(9.0)]
+    second = [*begins("b", 7.0), done(3, 8.0), generation_at(9.0)]
     told = times(by_own_clock([*first, *second], "c", -100.0))
     assert told == [-103.0, -102.0, -101.0, -100.0]
     again = [*begins("a", 2000.0), done(4, 2001.0)]  # the first host once more

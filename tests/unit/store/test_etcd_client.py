@@ -19,7 +19,7 @@ from elaswave.store.etcd_client import (
     EtcdClient,
     NoAnswerError,
 )
-from elaswave.store.etcd_gateway import Answer, HttpGateway, endpoints_of, security_of
+from elaswave.store.etcd_gateway import HttpGateway, HttpResponse, endpoints_of, security_of
 
 
 def client_of(gateway: FakeGateway, credentials: Credentials | None = None) -> EtcdClient:
@@ -75,13 +75,15 @@ def test_what_will_be_said_again_however_often_one_asks_is_a_refusal(
     ],
 )
 def test_what_etcd_refuses_before_it_looks_at_a_request(text: bytes, advice: str) -> None:
-    client = client_of(FakeGateway(FakeEtcd(), [lambda gateway, path, body: Answer(400, text)]))
+    client = client_of(FakeGateway(FakeEtcd(), [lambda gateway, path, body: HttpResponse(400, text)]))
     with pytest.raises(StoreError, match=f"etcd at a:1 refuses: {text.decode().strip()}; {advice}"):
         client.transact([], [])
 
 
-@pytest.mark.parametrize("answer", [Answer(404, b"Not Found"), Answer(200, b"<html>"), Answer(200, b"{}")])
-def test_who_is_no_etcd_is_named(answer: Answer) -> None:
+@pytest.mark.parametrize(
+    "answer", [HttpResponse(404, b"Not Found"), HttpResponse(200, b"<html>"), HttpResponse(200, b"{}")]
+)
+def test_who_is_no_etcd_is_named(answer: HttpResponse) -> None:
     client = client_of(FakeGateway(FakeEtcd(), [lambda gateway, path, body: answer]))
     with pytest.raises(StoreError, match="a:1 does not speak as etcd does .* members of etcd 3.4 or newer"):
         client.transact([], [])
@@ -106,13 +108,13 @@ class WithUsers(FakeGateway):
     tokens = 0
     heard: list[str]
 
-    def post(self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
+    def post(self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> HttpResponse:
         if path == "/v3/auth/authenticate":
             assert json.loads(body) == {"name": "ann", "password": "secret"}
             self.tokens += 1
-            return Answer(200, json.dumps({"header": {}, "token": f"t{self.tokens}"}).encode())
+            return HttpResponse(200, json.dumps({"header": {}, "token": f"t{self.tokens}"}).encode())
         if headers.get("Authorization") != f"t{self.tokens}":
-            return says(401, 16, "etcdserver: invalid auth token")(self, path, body) or Answer(0, b"")
+            return says(401, 16, "etcdserver: invalid auth token")(self, path, body) or HttpResponse(0, b"")
         return super().post(endpoint, path, body, headers, timeout_s)
 
 
@@ -247,7 +249,7 @@ def test_requests_share_a_connection_which_is_made_again(echo: http.server.HTTPS
     endpoint, gateway = f"127.0.0.1:{echo.server_port}", HttpGateway()
     try:
         for path, size in (("/a", 10), ("/a", 3_000_000), ("/close", 100_000), ("/a", 5)):
-            assert gateway.post(endpoint, path, b"x" * size, {}, 20.0) == Answer(200, b"x" * size)
+            assert gateway.post(endpoint, path, b"x" * size, {}, 20.0) == HttpResponse(200, b"x" * size)
         with pytest.raises(ConnectionRefusedError):
             gateway.post(f"127.0.0.1:{unused_port()}", "/a", b"", {}, 20.0)
     finally:

@@ -30,13 +30,13 @@ from elaswave.protocol.coordinator.store_writes import (
     Claim,
     KeyValue,
     Transaction,
-    founding_of,
+    job_generation_of,
     spec_value,
 )
 from elaswave.protocol.messages import Decision
 from elaswave.store import etcd_store
 from elaswave.store.etcd_client import EtcdClient
-from elaswave.store.etcd_entries import CHUNK_BYTES, entry_key, pack
+from elaswave.store.etcd_entries import CHUNK_BYTES, entry_key, pack_records
 from elaswave.store.etcd_keys import found, remove
 from elaswave.store.etcd_store import EtcdStore
 from elaswave.store.interface import Owner
@@ -67,11 +67,11 @@ class World:
         return EtcdClient(["a:1", "b:2", "c:3"], PREFIX, gateway, key)
 
     def open(
-        self, gateway: FakeGateway | None = None, *, patience_s: float = 30.0, founded: int = 0
+        self, gateway: FakeGateway | None = None, *, patience_s: float = 30.0, job_generation: int = 0
     ) -> EtcdStore[Record]:
         owner = Owner(post=lambda call: call(), turn=self._turn, say=self.said.append, broken=self.broken.append)
         client = self.client(gateway or FakeGateway(self.etcd))
-        client.founded = founded
+        client.job_generation = job_generation
         store: EtcdStore[Record] = EtcdStore(client, Record, owner, patience_s=patience_s)
         self.stores.append(store)
         return store
@@ -83,7 +83,9 @@ class World:
         """What a new coordinator reads."""
         store = self.open()
         store.close()
-        return [record.text if isinstance(record, Said) else f"epoch {record.epoch}" for record in store.records()]
+        return [
+            record.text if isinstance(record, Said) else f"generation {record.generation}" for record in store.records()
+        ]
 
     def backup(self) -> Callable[[], None]:
         """Copies what the cluster holds; returns what puts it in the place of what it holds then."""
@@ -304,8 +306,8 @@ def test_a_replaced_coordinator_that_only_adds_is_told(world: World, monkeypatch
 # -------------------------------------------------------------------------------------------------------------- blobs
 
 
-def placed(epoch: int, size: int) -> Decision:
-    return msgspec.structs.replace(decision_of(epoch), placement=Placement(tuple([epoch] * size), ()))
+def placed(generation: int, size: int) -> Decision:
+    return msgspec.structs.replace(decision_of(generation), placement=Placement(tuple([generation] * size), ()))
 
 
 def test_a_large_placement_travels_in_chunks_before_the_record_that_names_them(world: World) -> None:
@@ -390,7 +392,7 @@ def test_a_chunk_that_is_gone_when_its_record_is_written_is_written_again(world:
 
 def test_records_that_fit_into_no_transaction_are_refused() -> None:
     with pytest.raises(StoreError, match="1 records take 101 chunks .* needs control.store=file"):
-        pack([Said("x" * (101 * CHUNK_BYTES - 100))], b"", b"")
+        pack_records([Said("x" * (101 * CHUNK_BYTES - 100))], b"", b"")
 
 
 # ------------------------------------------------------------------------------------------------------------- damage
@@ -445,7 +447,7 @@ def test_a_job_whose_keys_were_removed_is_written_by_nobody(world: World) -> Non
 def test_keys_stay_if_another_candidate_has_the_job(world: World, name: str, is_removed: bool) -> None:
     term = Claim("host", "nonce", NOBODY, SPEC_7, 7).transaction().puts[0][1]
     client = world.client(FakeGateway(world.etcd))
-    client.founded = 7
+    client.job_generation = 7
     client.transact([], [client.put("term", term)])
     remove(client, 1.0, name)
     assert bool(world.etcd.keys) is not is_removed
@@ -500,7 +502,7 @@ def test_whatever_is_lost_or_late_what_is_acknowledged_is_read_in_its_order(worl
         record.text for record in records if isinstance(record, Said)
     ]
     newest = [record for record in records if isinstance(record, Decision)][-1:]
-    assert all(record == placed(record.epoch, 5) for record in newest)
+    assert all(record == placed(record.generation, 5) for record in newest)
 
 
 def test_the_term_tells_who_holds_it(world: World) -> None:
@@ -536,7 +538,7 @@ def test_a_coordinator_that_finds_an_older_copy_learns_it_from_the_members(world
     first.append(Said("one"))
     restore = world.backup()
     first.append(Said("two"))
-    heard = first.head
+    heard = first.store_position
     first.close()
     second = world.open()
     second.check(heard)
@@ -560,10 +562,12 @@ def test_a_head_of_a_later_term_ends_a_replaced_coordinator_and_not_the_job(worl
     second = world.open()
     second.append(Said("one"))
     with pytest.raises(SupersededError, match="has taken over as its number 2"):
-        first.check(second.head)
+        first.check(second.store_position)
     restore()
     again = world.open(), world.open()
-    later = world.client(FakeGateway(world.etcd)).seal.seal_head(msgspec.structs.replace(second.head, term=9))
+    later = world.client(FakeGateway(world.etcd)).seal.seal_position(
+        msgspec.structs.replace(second.store_position, term=9)
+    )
     with pytest.raises(StoreError, match="has gone back") as caught:
         again[1].check(later)
     assert not isinstance(caught.value, SupersededError)
@@ -572,7 +576,7 @@ def test_a_head_of_a_later_term_ends_a_replaced_coordinator_and_not_the_job(worl
 def test_a_job_that_was_founded_again_has_another_history(world: World) -> None:
     first = world.open()
     first.append(Said("one"))
-    heard = first.head
+    heard = first.store_position
     first.close()
     remove(world.client(FakeGateway(world.etcd)), 1.0)
     found(world.client(FakeGateway(world.etcd)), spec_value(8), 1.0)
@@ -610,8 +614,8 @@ def test_a_forged_key_costs_a_coordinator_at_most_and_no_record(world: World, ke
             store.append(Said("lost"))
     else:
         store.append(Said("two"))
-    again = world.open(founded=7)
-    assert again.records()[0] == Said("one") and again.head.term == 2, "its term is a newer one"
+    again = world.open(job_generation=7)
+    assert again.records()[0] == Said("one") and again.store_position.term == 2, "its term is a newer one"
     assert found_spec(world) == 7
     again.append(Said("three"))
     assert world.texts()[-1] == "three"
@@ -622,14 +626,14 @@ def test_where_both_are_forged_the_entries_tell_whose_job_it_is(world: World) ->
     for value in (b"forged", None):
         write(world, "spec", value)
         write(world, "term", value)
-        store = world.open(founded=7)
+        store = world.open(job_generation=7)
         assert store.records() == [Said("one")]
-    assert (store.head.term, found_spec(world)) == (2, 7)
+    assert (store.store_position.term, found_spec(world)) == (2, 7)
 
 
 def found_spec(world: World) -> int:
     (spec,) = world.client(FakeGateway(world.etcd)).carry_out(Transaction(reads=(SPEC,))).found
-    return founding_of(spec)
+    return job_generation_of(spec)
 
 
 def test_a_stranger_in_the_place_of_the_next_entry_is_replaced_and_told_of(world: World) -> None:
@@ -665,7 +669,7 @@ def test_values_of_another_founding_or_another_job_do_not_count(world: World) ->
     for key, value in old.items():
         write(world, key, value)
     again = world.open()
-    assert again.records() == [] and again.head.term == 1
+    assert again.records() == [] and again.store_position.term == 1
     again.append(Said("new"))
     assert world.texts() == ["new"]
 
@@ -673,16 +677,16 @@ def test_values_of_another_founding_or_another_job_do_not_count(world: World) ->
 def test_a_head_that_no_coordinator_has_told_ends_nothing(world: World) -> None:
     store = world.open()
     store.append(Said("one"))
-    head = store.head
+    store_position = store.store_position
     for forged in (
-        msgspec.structs.replace(head, length=99),
-        msgspec.structs.replace(head, term=99),
-        msgspec.structs.replace(head, digest=b"another"),
-        msgspec.structs.replace(head, term=99, length=99, seal=b""),
-        msgspec.structs.replace(head, length=-1),
+        msgspec.structs.replace(store_position, length=99),
+        msgspec.structs.replace(store_position, term=99),
+        msgspec.structs.replace(store_position, digest=b"another"),
+        msgspec.structs.replace(store_position, term=99, length=99, seal=b""),
+        msgspec.structs.replace(store_position, length=-1),
     ):
         assert store.check(forged)
-    assert not store.check(msgspec.structs.replace(head, founded=99))
+    assert not store.check(msgspec.structs.replace(store_position, job_generation=99))
     store.append(Said("two"))
 
 
@@ -706,7 +710,7 @@ def test_an_entry_that_is_put_back_brings_no_job_to_life_that_is_over(world: Wor
     write(world, entry_key(0), kept)
     before = dict(world.etcd.keys)
     with pytest.raises(StoreError, match="holds no job: its keys were removed"):
-        world.open(founded=7)
+        world.open(job_generation=7)
     assert world.etcd.keys == before
 
 

@@ -68,7 +68,7 @@ def test_how_a_job_has_ended_is_written_once_etcd_answers_again(
     assert isinstance(job._client, module.EtcdClient)
     job._client._gateway = FakeGateway(etcd, [lost, answer_lost, fine, lost, answer_lost])
     said: list[str] = []
-    trouble = job.end("a", b"finished", job.founded, is_patient=is_patient, say=said.append)
+    trouble = job.end("a", b"finished", job.job_generation, is_patient=is_patient, say=said.append)
     kept = [b"/elaswave/demo/outcome"] if is_patient else [b"/elaswave/demo/spec"]
     assert list(etcd.keys) == kept
     if is_patient:
@@ -76,7 +76,7 @@ def test_how_a_job_has_ended_is_written_once_etcd_answers_again(
         (line,) = said
         assert "does not answer, and is to keep how it has ended for hosts that were cut off" in line
         assert "for up to 5 s" in line
-        assert module.read_outcome(ETCD, "demo", KEY, job.founded) == b"finished"
+        assert module.read_outcome(ETCD, "demo", KEY, job.job_generation) == b"finished"
     else:
         assert "its keys below /elaswave/demo/ stay in etcd" in trouble and said == []
 
@@ -110,14 +110,14 @@ def test_a_job_that_writes_is_not_removed_by_who_founds_it_again(tmp_path: Path,
     assert module.look_for_earlier(ControlConfig(), "demo", KEY) == (None, None), "a file is no other host's"
     assert module.look_for_earlier(ETCD, "demo", KEY) == (None, None)
     JobStore(ETCD, tmp_path / "run", tmp_path, KEY, job="demo")
-    founded = module.look_for_earlier(ETCD, "demo", KEY).left
+    job_generation = module.look_for_earlier(ETCD, "demo", KEY).left
     store = open_store(ETCD, tmp_path / "run", tmp_path, OWNER, KEY, job="demo")
     opened = module.look_for_earlier(ETCD, "demo", KEY).left
     store.append(ClockRead(clock="c", at_s=1.0))
     store.close()
-    assert founded is not None and opened is not None
+    assert job_generation is not None and opened is not None
     before = dict(etcd.keys)
-    for seen in (founded, opened):
+    for seen in (job_generation, opened):
         assert not module.remove_earlier(ETCD, "demo", KEY, seen).succeeded and etcd.keys == before
     with pytest.raises(LaunchError, match="holds another job"):
         JobStore(ETCD, tmp_path / "other", tmp_path, KEY, job="demo")

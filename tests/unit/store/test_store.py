@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
-from elaswave.blocks.placement import Role, make_blocks, place_blocks, roles_of
+from elaswave.blocks.placement import ReplicaRole, make_blocks, place_blocks, roles_of
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.hashing import MASK64
 from elaswave.planning.programs.layout import make_layout
@@ -50,15 +50,15 @@ def test_roles_are_those_of_the_placement(num_followers):
     for block in BLOCKS:
         holders = [worker for worker in LAYOUT.workers if block.id in held[worker].held]
         assert sorted(placement.holders(block.id)) == holders
-        owners = [worker for worker in holders if held[worker][block.id].role is Role.OWNER]
+        owners = [worker for worker in holders if held[worker][block.id].role is ReplicaRole.OWNER]
         assert owners == [placement.owner[block.id]]
 
 
 def test_blocks_come_in_ascending_order():
     _, held = stores(2)
     assert [block.block.id for block in held[0]] == sorted(held[0].held)
-    owned = [block.block.id for block in held[0].with_role(Role.OWNER)]
-    followed = [block.block.id for block in held[0].with_role(Role.FOLLOWER)]
+    owned = [block.block.id for block in held[0].with_role(ReplicaRole.OWNER)]
+    followed = [block.block.id for block in held[0].with_role(ReplicaRole.FOLLOWER)]
     assert owned == sorted(owned) and followed == sorted(followed)
     assert sorted(owned + followed) == sorted(held[0].held)
 
@@ -67,16 +67,16 @@ def test_blocks_come_in_ascending_order():
 def test_owners_and_followers_each_have_the_digest_of_the_whole(num_followers):
     _, held = stores(num_followers)
     expected = dict(sorted(whole_digests().items()))
-    assert add_digests(store.digest_parts(Role.OWNER) for store in held) == expected
-    followers = add_digests(store.digest_parts(Role.FOLLOWER) for store in held)
+    assert add_digests(store.digest_parts(ReplicaRole.OWNER) for store in held) == expected
+    followers = add_digests(store.digest_parts(ReplicaRole.FOLLOWER) for store in held)
     assert followers == {name: num_followers * value & MASK64 for name, value in expected.items()}
-    assert all(store.digest_parts(Role.OWNER) != expected for store in held)
+    assert all(store.digest_parts(ReplicaRole.OWNER) != expected for store in held)
 
 
 def test_digests_are_weighted_by_block():
     _, (first, *_) = stores(1)
     several, none = first.weighted_digests((), dict.fromkeys(first.held, 3), {})
-    both = add_digests(first.digest_parts(role) for role in Role)
+    both = add_digests(first.digest_parts(role) for role in ReplicaRole)
     assert several == {name: 3 * value & MASK64 for name, value in both.items()}
     assert none == {}
 
@@ -89,7 +89,7 @@ def test_bytes_are_those_of_all_slots_and_both_roles():
 
 def test_decay_applies_to_the_runs_of_matrices_inside_a_block():
     shape = make_shape([(4, 8), (2, 16), (32,), (3, 3), (2, 2)])
-    runs = [HeldBlock(block, Role.OWNER, shape, {}, 0).decay_runs for block in make_blocks([shape.size], 48)]
+    runs = [HeldBlock(block, ReplicaRole.OWNER, shape, {}, 0).decay_runs for block in make_blocks([shape.size], 48)]
     # Neighbours are joined, padding between tensors is left out.
     assert runs == [((0, 48),), ((0, 16),), ((0, 9), (32, 36)), ()]
     assert shape.size == 160

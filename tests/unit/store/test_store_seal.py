@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.fake_etcd import KEY, STRANGERS
 
-from elaswave.protocol.leadership.heads import Head
+from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.store.seal import MAGIC, StoreSeal
 from elaswave.transport.handshake import derived
 
@@ -15,7 +15,7 @@ SEAL = StoreSeal(KEY, "/elaswave/job/")
 def test_a_value_counts_in_its_place_alone() -> None:
     stored = SEAL.sealed("term", b"value", 7)
     assert SEAL.opened("term", stored, 7) == b"value"
-    assert SEAL.opened("beat", stored, 7) is None, "another key"
+    assert SEAL.opened("lease_heartbeat", stored, 7) is None, "another key"
     assert SEAL.opened("term", stored, 8) is None, "another founding"
     for seal in (StoreSeal(KEY, "/elaswave/job2/"), StoreSeal(STRANGERS, "/elaswave/job/")):
         assert seal.opened("term", stored, 7) is None, "another job, another key of the job"
@@ -45,11 +45,16 @@ def test_a_flipped_bit_is_seen() -> None:
 
 
 def test_heads_are_known_again() -> None:
-    head = SEAL.seal_head(Head(7, 2, 3, b"digest"))
-    assert SEAL.knows(head) and not StoreSeal(STRANGERS, "/elaswave/job/").knows(head)
-    for other in (Head(8, 2, 3, b"digest"), Head(7, 3, 3, b"digest"), Head(7, 2, 4, b"digest"), Head(7, 2, 3, b"d")):
+    store_position = SEAL.seal_position(StorePosition(7, 2, 3, b"digest"))
+    assert SEAL.knows(store_position) and not StoreSeal(STRANGERS, "/elaswave/job/").knows(store_position)
+    for other in (
+        StorePosition(8, 2, 3, b"digest"),
+        StorePosition(7, 3, 3, b"digest"),
+        StorePosition(7, 2, 4, b"digest"),
+        StorePosition(7, 2, 3, b"d"),
+    ):
         assert not SEAL.knows(other)
-        assert not SEAL.knows(msgspec.structs.replace(other, seal=head.seal))
+        assert not SEAL.knows(msgspec.structs.replace(other, seal=store_position.seal))
 
 
 def test_the_stores_key_does_not_give_the_jobs_away() -> None:

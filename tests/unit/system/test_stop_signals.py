@@ -10,7 +10,7 @@ import pytest
 from tests.signals import hearing_signals
 
 from elaswave.errors import StoppedBySignalError
-from elaswave.launcher.asked_stop import AskedStop
+from elaswave.launcher.asked_stop import StopRequest
 from elaswave.system.stop_signals import STOP_SIGNALS, USER_SIGNALS, ending_early, is_ours, stop_signals, undisturbed
 
 
@@ -22,7 +22,7 @@ def default_handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", USER_SIGNALS)
 def test_a_schedulers_signal_asks_for_a_stop_and_before_the_job_it_unwinds(number: int) -> None:
-    asked = AskedStop(None)
+    asked = StopRequest(None)
     with ending_early():
         with pytest.raises(StoppedBySignalError, match="before the job had begun") as caught:
             os.kill(os.getpid(), number)
@@ -39,7 +39,7 @@ def test_a_scripts_own_handler_stays() -> None:
     def own(number: int, frame: FrameType | None) -> None:
         heard.append(number)
 
-    asked = AskedStop(None)
+    asked = StopRequest(None)
     signal.signal(signal.SIGUSR1, own)
     with ending_early(), stop_signals(asked.on_signal), undisturbed():
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -61,7 +61,7 @@ def test_so_does_one_that_python_does_not_know() -> None:
 def test_what_is_ignored_stays_ignored(number: int) -> None:
     previous = signal.signal(number, signal.SIG_IGN)
     try:
-        asked = AskedStop(None)
+        asked = StopRequest(None)
         with stop_signals(asked.on_signal):
             os.kill(os.getpid(), number)
         assert asked.signal is None
@@ -70,7 +70,7 @@ def test_what_is_ignored_stays_ignored(number: int) -> None:
 
 
 def test_only_the_second_signal_interrupts_and_nothing_interrupts_the_end() -> None:
-    asked = AskedStop(None)
+    asked = StopRequest(None)
     with stop_signals(asked.on_signal):
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(StoppedBySignalError):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tests.unit.shapes import make_shape
 
-from elaswave.blocks.placement import Block, Role
+from elaswave.blocks.placement import Block, ReplicaRole
 from elaswave.blocks.shapes import LayerShape
 from elaswave.checkpoints.format import MASTER
 from elaswave.state.store import HeldBlock
@@ -67,7 +67,7 @@ class Crew:
         self.blocks = []
         for number, (start, stop) in enumerate(pairwise(cuts)):
             slots = {MASTER: master[start:stop].clone()}
-            held = HeldBlock(Block(number, 0, start, stop), Role.OWNER, self.shape, slots, 0)
+            held = HeldBlock(Block(number, 0, start, stop), ReplicaRole.OWNER, self.shape, slots, 0)
             for name in optimizer.slots:
                 if name not in optimizer.late and any(part.slot.has(name) for part in held.segments):
                     held.slots[name] = torch.zeros(stop - start)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from elaswave.data.fingerprint import DatasetFingerprint, check_same_dataset, dataset_fingerprint_in
 from elaswave.data.sampler import Draw, Sampler
 from elaswave.errors import DataError
-from elaswave.training.dataset import DatasetSamples, UserDataError, as_pair, hash_of
+from elaswave.training.dataset import DatasetSamples, UserDataError, as_pair, hash_batch
 
 X, Y = torch.arange(40.0).reshape(20, 2), torch.arange(20)
 PLAIN = TensorDataset(X, Y)
@@ -184,7 +184,7 @@ class TestRefusals:
     @pytest.mark.filterwarnings("ignore")  # torch's own about quantized tensors
     def test_quantized_samples_are_refused_and_eight_bit_floats_are_taken(self) -> None:
         special = X.float().to(torch.float8_e4m3fn)
-        assert as_pair((special, Y))[0] is special and hash_of((special, Y))
+        assert as_pair((special, Y))[0] is special and hash_batch((special, Y))
         with pytest.raises(DataError, match=r"inputs\[0\] of a micro-batch is quantized \(qint8\): use tensor"):
             as_pair(([torch.quantize_per_tensor(X.float(), 0.1, 0, torch.qint8)], Y))
 
@@ -259,5 +259,5 @@ def test_the_hash_covers_place_type_shape_and_bytes() -> None:
         (X, Y), (X + 1, Y), (X.T, Y), (X.double(), Y), (Y, X), ({"a": X}, Y), ({"b": X}, Y), ((X,), Y),
         (X.bfloat16(), Y), (X > 3, Y), (X[:0], Y), (X[0, 0], Y), (X, (Y, Y)),
     ]  # fmt: skip
-    assert len({hash_of(pair) for pair in pairs}) == len(pairs)
-    assert hash_of((X, Y)) == hash_of((X.T.contiguous().T, Y.clone()))
+    assert len({hash_batch(pair) for pair in pairs}) == len(pairs)
+    assert hash_batch((X, Y)) == hash_batch((X.T.contiguous().T, Y.clone()))

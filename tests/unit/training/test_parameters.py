@@ -7,7 +7,7 @@ import torch
 from tests.unit.shapes import make_shape
 
 from elaswave.errors import EndedBySignal, OptimizerError, StoppedBySignalError
-from elaswave.training.parameters import Parameters, groups_of, kind_of, make_optimizer, stand_ins
+from elaswave.training.parameters import Parameters, groups_of, make_optimizer, optimizer_class_name, stand_ins
 from elaswave.training.torch_optimizer import _scheduler_of
 
 NAMES = ["0.weight", "0.bias", "norm.weight", "head.weight", "head.bias"]
@@ -152,5 +152,5 @@ def test_classes_are_called_what_a_person_calls_them():
         pass
 
     parameter = [torch.nn.Parameter(torch.zeros(1))]
-    assert kind_of(torch.optim.AdamW(parameter)) == "torch.optim.AdamW"
-    assert kind_of(Mine(parameter, lr=0.1)).endswith("Mine")
+    assert optimizer_class_name(torch.optim.AdamW(parameter)) == "torch.optim.AdamW"
+    assert optimizer_class_name(Mine(parameter, lr=0.1)).endswith("Mine")

@@ -1,4 +1,5 @@
-"""Emulated links: when frames leave and arrive, who waits for whom, and what becomes of them at ends and epochs."""
+"""Emulated links: when frames leave and arrive, who waits for whom, and what becomes of them at ends and
+generations."""
 
 import math
 import time
@@ -87,7 +88,7 @@ def test_what_goes_to_a_site_that_is_away_stands_still_until_it_is_back() -> Non
     assert links.turn(99.0) == ([], math.inf, False)
 
 
-def test_what_was_to_go_to_a_lost_peer_is_lost_and_an_epoch_frees_the_link() -> None:
+def test_what_was_to_go_to_a_lost_peer_is_lost_and_an_generation_frees_the_link() -> None:
     links = EmulatedLinks(PATHS.get)
     lost, left = handle(1), handle(2)
     for each in (lost, left):
@@ -126,7 +127,7 @@ def test_frames_of_a_transport_arrive_whole_in_order_and_a_send_ends_when_they_h
         assert got[1].result is not None and got[1].result.tolist() == [7]
         assert here.moved_bytes > large.nbytes
         unsent = here.send(1, Tag(1, 4, 0), large)
-        here.advance_epoch(1, (0, 1))
+        here.advance_generation(1, (0, 1))
         assert isinstance(unsent.error, InterruptedWaitError)
         unsent = here.send(1, Tag(1, 4, 0), large)
         here.close()

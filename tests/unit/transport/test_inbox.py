@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from elaswave.errors import FrameError
-from elaswave.transport.frames import BYTES_CODE, Header, Tag
+from elaswave.transport.frames import BYTES_CODE, FrameHeader, Tag
 from elaswave.transport.inbox import Inbox
 from elaswave.transport.interface import Failures, Handle
 
@@ -12,8 +12,8 @@ TAG = Tag(channel=1, step=1, attempt=0)
 LIMIT = 1000
 
 
-def header(epoch: int, length: int) -> Header:
-    return Header(epoch, TAG, BYTES_CODE, (length,), length)
+def header(generation: int, length: int) -> FrameHeader:
+    return FrameHeader(generation, TAG, BYTES_CODE, (length,), length)
 
 
 def take(inbox: Inbox) -> bool:
@@ -21,19 +21,19 @@ def take(inbox: Inbox) -> bool:
     return inbox.post(Handle("recv", 0, TAG, Failures()))
 
 
-def arrive(inbox: Inbox, epoch: int, length: int) -> None:
-    inbox.deliver(header(epoch, length), [memoryview(bytes(length))])
+def arrive(inbox: Inbox, generation: int, length: int) -> None:
+    inbox.deliver(header(generation, length), [memoryview(bytes(length))])
 
 
 def assert_room(inbox: Inbox, length: int) -> None:
     """Exactly so many bytes are still taken."""
     with pytest.raises(FrameError, match=f"sent {LIMIT + 1} bytes that were not asked for, the limit is {LIMIT}"):
-        inbox.begin(header(inbox.epoch, length + 1))
-    arrive(inbox, inbox.epoch, length)
+        inbox.begin(header(inbox.generation, length + 1))
+    arrive(inbox, inbox.generation, length)
 
 
-def test_a_frame_of_the_next_epoch_that_is_half_here_keeps_its_share_of_the_bound():
-    """It began to arrive before this worker came to its epoch, and goes on arriving."""
+def test_a_frame_of_the_next_generation_that_is_half_here_keeps_its_share_of_the_bound():
+    """It began to arrive before this worker came to its generation, and goes on arriving."""
     inbox = Inbox(0, 0, LIMIT)
     frame = inbox.begin(header(1, 600))
     inbox.advance(1, frame)
@@ -43,7 +43,7 @@ def test_a_frame_of_the_next_epoch_that_is_half_here_keeps_its_share_of_the_boun
     assert_room(inbox, 1000)
 
 
-def test_a_frame_that_is_dropped_with_its_epoch_gives_its_share_back():
+def test_a_frame_that_is_dropped_with_its_generation_gives_its_share_back():
     inbox = Inbox(0, 0, LIMIT)
     frame = inbox.begin(header(0, 600))
     inbox.advance(1, frame)
@@ -52,10 +52,10 @@ def test_a_frame_that_is_dropped_with_its_epoch_gives_its_share_back():
     assert_room(inbox, 1000)
 
 
-def test_frames_of_later_epochs_keep_their_share_when_an_epoch_begins():
+def test_frames_of_later_generations_keep_their_share_when_an_generation_begins():
     inbox = Inbox(0, 0, LIMIT)
-    for epoch in (0, 1, 2):
-        arrive(inbox, epoch, 300)
+    for generation in (0, 1, 2):
+        arrive(inbox, generation, 300)
     inbox.advance(1, None)
     assert_room(inbox, 400)
 

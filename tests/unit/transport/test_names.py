@@ -16,7 +16,7 @@ from elaswave.channel import client as control_client
 from elaswave.channel.client import ControlClient
 from elaswave.errors import WaitTimeoutError
 from elaswave.transport import addresses
-from elaswave.transport.addresses import NameLookup, Place
+from elaswave.transport.addresses import Endpoint, NameLookup
 from elaswave.transport.frames import Tag
 from elaswave.transport.stream import StreamTransport
 
@@ -43,7 +43,7 @@ def test_a_link_to_a_name_is_dialled_at_its_newest_address(names):
     known, asked = names
     known["node-1"] = ["127.0.0.99"]  # where nobody listens: it has come back with another one
     a = StreamTransport(0, key=KEY, listen="tcp:127.0.0.1")
-    b = StreamTransport(1, key=KEY, listen=Place("tcp:127.0.0.1", advertise="node-1"))
+    b = StreamTransport(1, key=KEY, listen=Endpoint("tcp:127.0.0.1", advertise="node-1"))
     try:
         assert b.address.startswith("tcp:node-1:")
 

@@ -54,20 +54,20 @@ def dialled(port: int, key: bytes = KEY) -> socket.socket:
 def test_a_link_is_measured_in_both_directions_and_again() -> None:
     said: list[str] = []
     with answering(said) as port:
-        found = [probing.measure("localhost", port, KEY) for _ in range(2)]
+        found = [probing.measure_link("localhost", port, KEY) for _ in range(2)]
     assert all(each.out.bandwidth_bytes_per_s > 0 and each.back.bandwidth_bytes_per_s > 0 for each in found)
     assert said == [f"127.0.0.1 measured this link with {each.num_probes} probes" for each in found]
 
 
 def test_nobody_there_is_told_with_what_to_do() -> None:
     with reserve("127.0.0.1") as kept, pytest.raises(ProbeError, match="nobody answers probes at .*start `elaswave"):
-        probing.measure("127.0.0.1", kept.getsockname()[1], KEY)
+        probing.measure_link("127.0.0.1", kept.getsockname()[1], KEY)
 
 
 def test_another_key_is_refused_on_both_sides() -> None:
     said: list[str] = []
     with answering(said, b"x" * 32) as port, pytest.raises(AuthenticationError, match="does not hold this job's key"):
-        probing.measure("127.0.0.1", port, KEY)
+        probing.measure_link("127.0.0.1", port, KEY)
     assert "was given another key than this process" in said[0]
 
 
@@ -76,7 +76,7 @@ def test_one_that_never_answers_is_left(monkeypatch: pytest.MonkeyPatch) -> None
     with reserve("127.0.0.1") as silent:
         silent.listen()
         with pytest.raises(ProbeError, match=r"has not done its part of the handshake within 0\.2 s: it has stopped"):
-            probing.measure("127.0.0.1", silent.getsockname()[1], KEY)
+            probing.measure_link("127.0.0.1", silent.getsockname()[1], KEY)
 
 
 def test_one_that_speaks_otherwise_or_ends_is_named() -> None:
@@ -85,7 +85,7 @@ def test_one_that_speaks_otherwise_or_ends_is_named() -> None:
             thread = threading.Thread(target=lambda answer=answer: _greets(server, answer))
             thread.start()
             with pytest.raises((AuthenticationError, ProbeError), match=said):
-                probing.measure("127.0.0.1", server.getsockname()[1], KEY)
+                probing.measure_link("127.0.0.1", server.getsockname()[1], KEY)
             thread.join(30)
 
 
@@ -113,7 +113,7 @@ def test_who_answers_survives_whoever_asks() -> None:
             assert sock.recv(1) == b""
         with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
             sock.sendall(bytes(100))
-        assert probing.measure("127.0.0.1", port, KEY).num_probes
+        assert probing.measure_link("127.0.0.1", port, KEY).num_probes
     assert ["after 3 of 1000 bytes" in said[0], "with 0 probes" in said[1]] == [True, True]
     assert f"bytes, at most {PROBE_BYTES_MAX} are answered" in said[2]
     assert "it is not an elaswave worker" in said[3] and "measured this link with" in said[4]
@@ -123,7 +123,7 @@ def test_strangers_make_nobody_wait() -> None:
     said: list[str] = []
     with answering(said) as port:
         strangers = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(200)]
-        found = probing.measure("localhost", port, KEY)
+        found = probing.measure_link("localhost", port, KEY)
         for stranger in strangers:
             stranger.close()
     assert f"127.0.0.1 measured this link with {found.num_probes} probes" in said
@@ -133,5 +133,5 @@ def test_strangers_make_nobody_wait() -> None:
 def test_two_that_measure_take_turns() -> None:
     said: list[str] = []
     with answering(said) as port, ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: probing.measure("localhost", port, KEY), range(3)))
+        found = list(pool.map(lambda _: probing.measure_link("localhost", port, KEY), range(3)))
     assert sorted(said) == sorted(f"127.0.0.1 measured this link with {each.num_probes} probes" for each in found)

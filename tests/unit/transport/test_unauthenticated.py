@@ -3,7 +3,7 @@
 import pytest
 
 from elaswave.transport import unauthenticated
-from elaswave.transport.unauthenticated import LimitedLines, UnauthenticatedPeers, source_of
+from elaswave.transport.unauthenticated import LimitedLines, UnauthenticatedPeers, source_network
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +36,14 @@ def test_those_that_have_spoken_stay_while_others_have_not():
 
 
 def test_a_flood_from_one_network_of_ipv6_has_one_source():
-    assert source_of(("2001:db8::1", 7, 0, 0)) == source_of(("2001:db8::ffff:2%eth0", 9, 0, 0)) == "2001:db8::/64"
-    assert source_of(("10.0.0.1", 7)) != source_of(("10.0.0.2", 7))
-    assert source_of("") == source_of(None) == source_of(()) == ""
-    assert source_of(("name", 1)) == "name"
+    assert (
+        source_network(("2001:db8::1", 7, 0, 0))
+        == source_network(("2001:db8::ffff:2%eth0", 9, 0, 0))
+        == "2001:db8::/64"
+    )
+    assert source_network(("10.0.0.1", 7)) != source_network(("10.0.0.2", 7))
+    assert source_network("") == source_network(None) == source_network(()) == ""
+    assert source_network(("name", 1)) == "name"
 
 
 def test_lines_of_a_flood_are_counted():

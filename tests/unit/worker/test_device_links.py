@@ -155,7 +155,7 @@ def test_a_count_beside_gradients_stays_on_the_host(pair: tuple[TransportLinks, 
     assert [each.dtype for each in brought] == [torch.float32]
 
 
-def test_a_new_epoch_forgets_frames_that_have_not_left(pair: tuple[TransportLinks, TransportLinks]) -> None:
+def test_a_new_generation_forgets_frames_that_have_not_left(pair: tuple[TransportLinks, TransportLinks]) -> None:
     a, _ = pair
     a.send(key(FrameKind.GRADIENT, 1, 1), torch.ones(4))
     a.post(key(FrameKind.REDUCED, 1, 1), torch.ones(4))

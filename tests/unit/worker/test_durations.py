@@ -31,7 +31,7 @@ def test_a_report_that_is_said_late_says_so(now: SimpleNamespace) -> None:
     outbox.send(report_of(7), durable=True)
     now.s += 60.0  # another member was lost that should have told of it
     outbox.send(report_of(7), durable=True)
-    lost = LinkLost(worker=0, peer=1, epoch=1, detail="")
+    lost = LinkLost(worker=0, peer=1, generation=1, detail="")
     outbox.send(lost)
     assert [getattr(message, "ago_s", None) for message, _ in said] == [0.0, 10.0, 70.0, None]
     assert said[-1] == (lost, False)
@@ -50,7 +50,7 @@ def test_a_step_has_taken_the_time_until_it_was_finished(monkeypatch: pytest.Mon
     engine = SimpleNamespace(updater=SimpleNamespace(learning_rate=0.1))
     monkeypatch.setattr(ControlOutbox, "_engine", engine)
     outbox._report_timings = lambda step: time.monotonic()
-    member = SimpleNamespace(epoch=1)
+    member = SimpleNamespace(generation=1)
     terms = SimpleNamespace(layer_name=str)
     outbox.machine = SimpleNamespace(worker=2, member=member, terms=terms, move_progress=(0, 0))
     evidence = SimpleNamespace(vector=b"", change=0, checkpoint=0)

@@ -12,7 +12,7 @@ from elaswave.errors import InterruptedWaitError
 from elaswave.models.registry import build_model
 from elaswave.protocol.step.ballot import LOSS, expected_coverage
 from elaswave.protocol.step.engine import Unfinished
-from elaswave.protocol.step.salvage import Flight, Keep, decode_rows, mask_of
+from elaswave.protocol.step.salvage import InFlightMicrobatch, Keep, decode_rows, mask_of
 
 L, N = 4, 3
 GPT = build_model("gpt", vocab_size=50, num_layers=2, hidden_size=32, num_heads=4, context_length=8, dropout=0.1)
@@ -27,7 +27,7 @@ class Interrupts:
     def __call__(self) -> None:
         self.after -= 1
         if self.after == 0:
-            raise InterruptedWaitError("a new epoch begins")
+            raise InterruptedWaitError("a new generation begins")
 
 
 def exponents(compute: Compute) -> list[list[int]]:
@@ -39,7 +39,12 @@ def keep_all(compute: Compute, found: Unfinished) -> Keep:
     table = decode_rows(found.rows)
     covered = tuple(table.get((layer, 0), 0) for layer in range(L))
     layers = frozenset(layer for layer in range(L) if covered[layer])
-    return Keep(layers, found.losses, {flight.microbatch: flight for flight in found.flights}, (*covered, found.losses))
+    return Keep(
+        layers,
+        found.losses,
+        {microbatch_in_flight.microbatch: microbatch_in_flight for microbatch_in_flight in found.in_flight},
+        (*covered, found.losses),
+    )
 
 
 def actions(compute: Compute) -> list[Callable[[], object]]:
@@ -75,7 +80,7 @@ def test_it_goes_on_where_it_was_interrupted(undisturbed: Compute, after: int, r
     found = compute.unfinished()
     assert found.can_be_kept
     compute.begin(STEP, exponents(compute), keep_all(compute, found))
-    if todo[0] is not None and any(flight.backward == 0 for flight in found.flights):
+    if todo[0] is not None and any(microbatch_in_flight.backward == 0 for microbatch_in_flight in found.in_flight):
         todo.pop(0)  # it was interrupted after its last layer
     ran: list[int] = []
     compute._run_layer = _noting(compute._run_layer, ran)  # type: ignore[method-assign]
@@ -92,7 +97,7 @@ def test_it_goes_on_where_it_was_interrupted(undisturbed: Compute, after: int, r
         assert len(ran) == len(set(ran)), "a layer ran forward again"
     compute.end_step(STEP)
     assert compute._saved == compute._losses == {}
-    assert compute.unfinished().flights == ()
+    assert compute.unfinished().in_flight == ()
 
 
 @pytest.mark.parametrize("after", range(1, L))
@@ -156,11 +161,11 @@ def test_a_forward_whose_output_alone_is_needed_keeps_nothing_for_a_backward() -
     tokens, _ = batch(0)
     output = compute.forward(range(2), 0, tokens, None).clone()
     keeping = compute._saved
-    assert keeping and compute.unfinished().flights == (Flight(0, 0, 2, 2),)
+    assert keeping and compute.unfinished().in_flight == (InFlightMicrobatch(0, 0, 2, 2),)
     assert compute.output("F", 0).equal(output)
     compute.begin(STEP, exponents(compute))
     assert compute.forward(range(2), 0, tokens, None, keeps=False).equal(output)
-    assert compute._saved == {} and compute.unfinished().flights == ()
+    assert compute._saved == {} and compute.unfinished().in_flight == ()
 
 
 def test_an_output_is_made_again_beside_a_backward_that_goes_on() -> None:
@@ -175,15 +180,15 @@ def test_an_output_is_made_again_beside_a_backward_that_goes_on() -> None:
     with pytest.raises(InterruptedWaitError):
         compute.backward(range(2), 0, gradient.clone())
     found = compute.unfinished()
-    assert found.flights == (Flight(0, 0, 2, 2, 1),)
+    assert found.in_flight == (InFlightMicrobatch(0, 0, 2, 2, 1),)
     covered = (0, 1, 0, 0, 0)
-    compute.begin(STEP, exponents(compute), Keep(frozenset({1}), 0, {0: found.flights[0]}, covered))
+    compute.begin(STEP, exponents(compute), Keep(frozenset({1}), 0, {0: found.in_flight[0]}, covered))
     assert compute.forward(range(2), 0, tokens, None, keeps=False).equal(output)
     compute.backward(range(2), 0, None)
     assert compute.counts == {(0, 0): 1, (1, 0): 1}
     assert other.output("B", 0).equal(gradient)
     other.release(0)
-    assert other.unfinished().flights == ()
+    assert other.unfinished().in_flight == ()
 
 
 def test_between_the_halves_of_a_backward_a_microbatch_begins_anew() -> None:
@@ -192,7 +197,7 @@ def test_between_the_halves_of_a_backward_a_microbatch_begins_anew() -> None:
     first(), second()
     compute.backward_input(range(L), 0, None)
     found = compute.unfinished()
-    assert [flight.microbatch for flight in found.flights] == [1] and found.rows == ()
+    assert [microbatch_in_flight.microbatch for microbatch_in_flight in found.in_flight] == [1] and found.rows == ()
     compute.begin(STEP, exponents(compute), keep_all(compute, found))
     assert {number for _, number in compute._saved} == {1} and not compute._left
 
@@ -202,7 +207,7 @@ def test_layers_that_are_gone_take_their_microbatches_with_them() -> None:
     first, second, *_ = actions(compute)
     first(), second(), compute.backward(range(L), 0, None)
     compute.forget({3})
-    assert compute.unfinished().flights == ()
+    assert compute.unfinished().in_flight == ()
     assert all(layer != 3 for layer, _ in compute._saved)
 
 

@@ -12,16 +12,16 @@ from torch import nn
 
 from elaswave.channel.messages.worker import Exit
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.checks.canary import environment
+from elaswave.engine.checks.determinism_check import environment
 from elaswave.engine.checks.probe import NoProbe
 from elaswave.engine.checks.update_canary import UPDATE, environment_of, update_hash
 from elaswave.job.identity import identity_of
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.environment import ENVIRONMENT
-from elaswave.protocol.messages import PROTOCOL_VERSION, Fenced, Joining
+from elaswave.protocol.messages import PROTOCOL_VERSION, FencedOff, Joining
 from elaswave.transport.stream import StreamTransport
 from elaswave.worker import joining
-from elaswave.worker.joining import first_words, layer_canaries
+from elaswave.worker.joining import first_words, layer_determinism_hashes
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.process import Worker, run_worker
 from elaswave.worker.setup import WorkerSetup
@@ -55,14 +55,14 @@ def test_all_that_is_compared_is_said(setup):
     assert (words.worker, words.address, words.protocol) == (7, "unix:/7", PROTOCOL_VERSION)
     assert f"torch {torch.__version__}" in words.libraries
     assert words.environment == environment().text
-    assert words.canaries[ENVIRONMENT] == environment_of(Blueprint(setup.config)).canary
+    assert words.determinism_hashes[ENVIRONMENT] == environment_of(Blueprint(setup.config)).determinism_hash
     assert msgspec.json.decode(msgspec.json.encode(words), type=Joining) == words
 
 
 def test_where_bits_are_not_compared_none_are_said(setup):
     elastic = msgspec.structs.replace(setup.config.elastic, verify=False)
     words = first_words(setup._replace(config=msgspec.structs.replace(setup.config, elastic=elastic)), "unix:/7")
-    assert (words.environment, words.canaries) == ("", {})
+    assert (words.environment, words.determinism_hashes) == ("", {})
 
 
 def test_another_configuration_model_or_data_shows():
@@ -90,29 +90,29 @@ def test_a_joiner_says_what_the_first_vote_of_the_others_has_found(setup, settin
     layout = make_layout(widths=[1, 1], layers_per_stage=[2, 2], num_microbatches=4)
     machines = []
     train(layout, tmp_path, settings, steps=1, change=machines.append)
-    known = machines[0].steps.canaries
-    said = first_words(setup._replace(config=small_config(settings)), "unix:/7").canaries
+    known = machines[0].steps.determinism_hashes
+    said = first_words(setup._replace(config=small_config(settings)), "unix:/7").determinism_hashes
     assert said.keys() == {ENVIRONMENT, 1, 2, 4}, "embedding, blocks, head"
     assert said.items() <= known.items()
 
 
 def test_one_layer_of_each_kind_is_tried():
     kinds = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)]
-    assert sorted(layer_canaries(blueprint_of(*kinds), torch.ones(4, 6))) == [1, 2, 4]
+    assert sorted(layer_determinism_hashes(blueprint_of(*kinds), torch.ones(4, 6))) == [1, 2, 4]
 
 
 def test_another_kernel_and_other_initial_values_show():
-    def canaries(kind, gain=1.0):
+    def determinism_hashes(kind, gain=1.0):
         layers = [kind(6, 6), kind(6, 6), kind(6, 6)]
         for layer in layers:
             nn.init.constant_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
-        return layer_canaries(blueprint_of(*layers), torch.ones(4, 6))
+        return layer_determinism_hashes(blueprint_of(*layers), torch.ones(4, 6))
 
-    plain = canaries(nn.Linear)
-    assert plain == canaries(nn.Linear)
-    assert plain != canaries(Scaled) and plain.keys() == canaries(Scaled).keys()
-    assert plain != canaries(nn.Linear, gain=1.5)
+    plain = determinism_hashes(nn.Linear)
+    assert plain == determinism_hashes(nn.Linear)
+    assert plain != determinism_hashes(Scaled) and plain.keys() == determinism_hashes(Scaled).keys()
+    assert plain != determinism_hashes(nn.Linear, gain=1.5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -120,7 +120,10 @@ def test_another_update_shows(name, monkeypatch):
     blueprint = Blueprint(small_config({"optimizer.name": name}))
     one = environment_of(blueprint)
     assert one.operators[UPDATE] == update_hash(blueprint) != 0
-    assert environment_of(Blueprint(small_config({"optimizer.name": name, "optimizer.lr": 2e-3}))).canary != one.canary
+    assert (
+        environment_of(Blueprint(small_config({"optimizer.name": name, "optimizer.lr": 2e-3}))).determinism_hash
+        != one.determinism_hash
+    )
     rule = type(blueprint.optimizer._rule)
     own = rule.update
 
@@ -129,7 +132,7 @@ def test_another_update_shows(name, monkeypatch):
         slots["master"][-1] *= 1.0000001
 
     monkeypatch.setattr(rule, "update", otherwise)
-    assert environment_of(blueprint).canary != one.canary
+    assert environment_of(blueprint).determinism_hash != one.determinism_hash
 
 
 def test_an_optimizer_that_refuses_made_up_numbers_is_not_compared(monkeypatch):
@@ -149,7 +152,7 @@ def test_no_two_layers_are_here_at_once(monkeypatch):
             return super().try_out(index, value, prove=prove)
 
     monkeypatch.setattr(joining, "Compute", Watched)
-    layer_canaries(blueprint_of(*(nn.Linear(6, 6) for _ in range(3))), torch.ones(4, 6))
+    layer_determinism_hashes(blueprint_of(*(nn.Linear(6, 6) for _ in range(3))), torch.ones(4, 6))
     assert seen == [[0], [1], [2]]
 
 
@@ -193,13 +196,13 @@ def test_a_joiner_listens_and_says_first_who_it_is(setup, capsys):
 
 
 def test_a_joiner_that_is_refused_ends_with_the_reason(setup, capsys):
-    status, client = live(setup, Fenced(term=1, epoch=4, reason="its data are others"))
+    status, client = live(setup, FencedOff(term=1, generation=4, reason="its data are others"))
     assert (status, client.said) == (1, [])
     assert "worker 7 is not admitted and ends itself: its data are others" in capsys.readouterr().out
 
 
 def test_a_joiner_holds_nothing(setup):
-    transport = StreamTransport(7, key=setup.key, listen=setup.listen, epoch=1)
+    transport = StreamTransport(7, key=setup.key, listen=setup.listen, generation=1)
     try:
         mailbox = Mailbox(7, transport)
         worker = Worker(setup, Client(mailbox), mailbox, transport)
@@ -215,7 +218,7 @@ def test_a_member_says_so_from_its_first_report_on(setup):
     mailbox = Mailbox(7, SimpleNamespace(address="unix:/7", moved_bytes=0))
     mailbox.joining = first_words(setup, "unix:/7")
     assert mailbox.hello() is mailbox.joining
-    registered = msgspec.structs.replace(mailbox.registration, epoch=5)
+    registered = msgspec.structs.replace(mailbox.registration, generation=5)
     mailbox.registers_as(registered)
     assert mailbox.hello() is registered and mailbox.heartbeat() is not None
 
@@ -223,7 +226,7 @@ def test_a_member_says_so_from_its_first_report_on(setup):
 def test_a_joiner_carries_on_with_what_the_others_updaters_keep(setup):
     engines = []
     for worker in (setup, setup._replace(worker=8)):
-        transport = StreamTransport(worker.worker, key=setup.key, listen=setup.listen, epoch=1)
+        transport = StreamTransport(worker.worker, key=setup.key, listen=setup.listen, generation=1)
         mailbox = Mailbox(worker.worker, transport)
         made = Worker(worker, Client(mailbox), mailbox, transport)
         engines.append(made.machine.engine)

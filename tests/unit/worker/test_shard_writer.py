@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.channel.messages.worker import ShardWritten, Standing
+from elaswave.channel.messages.worker import ShardWritten, TrainingStanding
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
 from elaswave.state.store import BlockStore
 from elaswave.worker import shard_writer
 from elaswave.worker.shard_writer import ShardWriter
 
-STANDING = Standing(epoch=1, step=4, num_updates=4, exponents=[], calibrated=True)
+STANDING = TrainingStanding(generation=1, step=4, num_updates=4, exponents=[], calibrated=True)
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from elaswave.blocks.placement import place_blocks
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.channel.messages.worker import Exit, Start, Stop
 from elaswave.config.load import load_config
-from elaswave.errors import FencedError, InterruptedWaitError, WaitTimeoutError
+from elaswave.errors import FencedOffError, InterruptedWaitError, WaitTimeoutError
 from elaswave.planning.programs.layout import make_layout
-from elaswave.protocol.messages import Fenced, Prepare
+from elaswave.protocol.messages import FencedOff, Prepare
 from elaswave.protocol.step.ballot import Request
-from elaswave.protocol.step.duties import WorkBetweenSteps
+from elaswave.protocol.step.due_work import WorkBetweenSteps
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.worker import process as worker_module
 from elaswave.worker import shard_writer
@@ -21,12 +21,12 @@ from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.process import Worker, _check_coordinator
 from elaswave.worker.shard_writer import ShardDisk
 
-PREPARE = Prepare(term=2, epoch=2, members=(0, 2), lost=(1,), reason="worker 1 was killed")
+PREPARE = Prepare(term=2, generation=2, members=(0, 2), lost=(1,), reason="worker 1 was killed")
 START = Start(addresses={0: "unix:/0", 2: "unix:/2"})
 
 
 def mailbox(*messages: object) -> Mailbox:
-    transport = SimpleNamespace(address="unix:/0", interrupt=lambda reason, epoch: None)
+    transport = SimpleNamespace(address="unix:/0", interrupt=lambda reason, generation: None)
     box = Mailbox(0, transport)  # type: ignore[arg-type]
     for message in messages:
         box.receive(message)  # type: ignore[arg-type]
@@ -50,8 +50,8 @@ class StartedMachine:
     def __init__(self, *, is_done: bool = False) -> None:
         self.is_started = self.is_done = is_done
         self.is_paused = self.is_released = self.wants_links = False
-        self.fenced: str | None = None
-        self.told: list[object] = []
+        self.fenced_off: str | None = None
+        self.snapshot: list[object] = []
 
     def resume(self) -> None:
         """It waits for a message."""
@@ -65,9 +65,9 @@ class StartedMachine:
 
     def on_message(self, message: object) -> None:
         """Takes note."""
-        self.told.append((self.is_started, message))
-        if isinstance(message, Fenced):
-            self.fenced = message.reason
+        self.snapshot.append((self.is_started, message))
+        if isinstance(message, FencedOff):
+            self.fenced_off = message.reason
 
 
 def worker_with(box: Mailbox, client: Client, machine: object) -> Worker:
@@ -87,7 +87,7 @@ def test_a_question_before_the_start_reaches_the_machine_and_the_start_its_links
     machine = StartedMachine()
     worker = worker_with(mailbox(PREPARE, START, Exit()), Client(), machine)
     worker.train()
-    assert machine.told == [(False, PREPARE)]
+    assert machine.snapshot == [(False, PREPARE)]
     assert worker._links.addresses == START.addresses
 
 
@@ -106,10 +106,10 @@ def test_a_machine_keeps_what_it_is_asked_before_its_start():
 
 
 def test_a_worker_that_is_not_wanted_any_more():
-    fenced = Fenced(term=1, epoch=2, reason="it hung")
-    with pytest.raises(FencedError, match="it hung"):
-        worker_with(mailbox(PREPARE, fenced), Client(), StartedMachine()).train()
-    with pytest.raises(FencedError, match="the job has ended before it began"):
+    fenced_off = FencedOff(term=1, generation=2, reason="it hung")
+    with pytest.raises(FencedOffError, match="it hung"):
+        worker_with(mailbox(PREPARE, fenced_off), Client(), StartedMachine()).train()
+    with pytest.raises(FencedOffError, match="the job has ended before it began"):
         worker_with(mailbox(Exit()), Client(), StartedMachine()).train()
 
 
@@ -118,7 +118,7 @@ def test_a_job_that_ends_while_a_worker_waits_for_a_decision():
     machine.is_started = True
     worker = worker_with(mailbox(Exit()), Client(), machine)
     worker._watch = SimpleNamespace(recovering=lambda: None)  # type: ignore[assignment]
-    with pytest.raises(FencedError, match="the job has ended$"):
+    with pytest.raises(FencedOffError, match="the job has ended$"):
         worker.train()
 
 
@@ -166,7 +166,7 @@ def test_a_decision_and_the_end_are_waited_for_as_long_as_there_is_a_coordinator
     if is_done:
         started(box, client).train()
     else:
-        with pytest.raises(FencedError, match="the job has ended$"):
+        with pytest.raises(FencedOffError, match="the job has ended$"):
             started(box, client).train()
     assert client.times == 3
 
@@ -238,7 +238,7 @@ def test_checkpoints_by_time_are_asked_for_by_the_lowest_member_and_then_by_the_
     machine.disk = ShardDisk(writer, None, 30.0)  # type: ignore[arg-type]
     machine.between = between = WorkBetweenSteps.__new__(WorkBetweenSteps)
     between.terms = SimpleNamespace(eval_every=0, num_steps=50, checkpoint_every=0)  # type: ignore[assignment]
-    between.disk, between._duties = machine.disk, []
+    between.disk, between._due_work = machine.disk, []
     machine.worker, machine.members, machine._asks_pause = 1, (0, 1, 2), False
     now_s = 131.0
     assert machine._request() is Request.NONE
@@ -249,7 +249,7 @@ def test_checkpoints_by_time_are_asked_for_by_the_lowest_member_and_then_by_the_
     writer.is_busy = False
     for request, step in ((Request.CHECKPOINT, 7), (Request.NONE, 8), (Request.STOP, 9)):
         between.note(step, request)
-    assert between._duties == [("checkpoint", 7), ("checkpoint", 9)]
+    assert between._due_work == [("checkpoint", 7), ("checkpoint", 9)]
     assert machine._request() is Request.NONE  # the clock has begun anew
     box.receive(Stop())
     assert machine._request() is Request.STOP

@@ -39,8 +39,8 @@ class JobSpec(Message, frozen=True, kw_only=True):
     profile: bool
     checkpoint: StartingPoint | None
     """Where the job has begun; None: at the seed."""
-    founded: int
-    """Which founding of the job this is, see `elaswave.protocol.leadership.heads.Head`."""
+    job_generation: int
+    """Which founding of the job this is, see `elaswave.protocol.leadership.store_position.Head`."""
     keys: tuple[bytes, ...] = ()
     """As of `KeysNow`; none: the job's key is the one that it began with."""
 
@@ -210,7 +210,7 @@ class ShowStep(Message, frozen=True, kw_only=True):
     """Of the last steps, per second: tokens, or samples of a script's own model."""
     counts_samples: bool
     data_pass: int
-    epoch: int
+    generation: int
     layout_name: str
     metrics: dict[str, float] = {}
     """By name."""

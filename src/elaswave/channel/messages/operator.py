@@ -165,7 +165,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Such as forward, reduce, vote."""
     waiting_on: tuple[int, ...]
     """The workers whose part it waits for in that, where that is known."""
-    heard_s: float | None
+    last_heartbeat_s: float | None
     """Seconds since its last heartbeat."""
     num_owned_blocks: int | None
     num_followed_blocks: int | None
@@ -196,7 +196,7 @@ class RecoveryStatus(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     worker: int | None
     step: int
-    epoch: int
+    generation: int
     outcome: str
     total_s: float
 
@@ -232,7 +232,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     stages: list[StageStatus]
     num_microbatches: int
-    epoch: int
+    generation: int
     term: int
     """Number of the coordinator."""
     workers: list[WorkerStatus]

@@ -48,7 +48,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """A worker's process is alive; where its main thread is."""
 
     worker: int
-    epoch: int
+    generation: int
     step: int
     attempt: int
     label: str
@@ -70,7 +70,7 @@ class LinkLost(Message, frozen=True, kw_only=True):
 
     worker: int
     peer: int
-    epoch: int
+    generation: int
     detail: str
 
 
@@ -87,7 +87,7 @@ class StepReport(Message, frozen=True, kw_only=True):
     """A committed step. Sent by the member with the lowest id; after a loss the next one sends what may be missing."""
 
     worker: int
-    epoch: int
+    generation: int
     step: int
     attempt: int
     loss: float
@@ -121,7 +121,7 @@ class Timings(Message, frozen=True, kw_only=True):
     """What a worker has measured lately. Sent now and then; a lost one is made up for by the next."""
 
     worker: int
-    epoch: int
+    generation: int
     step: int
     """The newest step that is in it."""
     level: int
@@ -158,10 +158,10 @@ class EvaluationReport(Message, frozen=True, kw_only=True):
     """By name."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingStanding(msgspec.Struct, frozen=True, kw_only=True):
     """Where training stands after a step; equal on all workers."""
 
-    epoch: int
+    generation: int
     step: int
     num_updates: int
     exponents: list[int]
@@ -175,7 +175,7 @@ class ShardWritten(Message, frozen=True, kw_only=True):
     """A worker's part of a durable checkpoint is on the disk."""
 
     worker: int
-    standing: Standing
+    standing: TrainingStanding
     items: list[WrittenItem]
 
 
@@ -183,7 +183,7 @@ class ShardFailed(Message, frozen=True, kw_only=True):
     """A worker could not write its part of a durable checkpoint; training goes on."""
 
     worker: int
-    epoch: int
+    generation: int
     step: int
     reason: str
     again: bool = False
@@ -200,8 +200,8 @@ class TakeCheckpoint(Message, frozen=True, kw_only=True):
     """Ask in the votes for a durable checkpoint, until one that has asked for it commits a step later than `after`. It
     may come twice, and late."""
 
-    epoch: int
-    """The coordinator's. Steps of an older epoch, which a rollback may have made void, are no answer."""
+    generation: int
+    """The coordinator's. Steps of an older generation, which a rollback may have made void, are no answer."""
     after: int
 
 
@@ -213,7 +213,7 @@ class Finished(Message, frozen=True, kw_only=True):
     """A worker has made its last step and written its last checkpoint."""
 
     worker: int
-    standing: Standing
+    standing: TrainingStanding
     stopped: bool
     """Whether it was asked to stop before the run's last step."""
     owner_digests: dict[str, int]

@@ -25,12 +25,12 @@ from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.schedules import SCHEDULES, Schedule
 from elaswave.planning.plan import Allocation, Planner
-from elaswave.planning.policy.declared import declared_of
 from elaswave.planning.policy.fault_free import fastest_fault_free, fault_free
-from elaswave.planning.policy.healthy import Start, own_starts
+from elaswave.planning.policy.healthy import FaultFreeStart, own_starts
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.programs.prediction import time_as_it_is
 from elaswave.planning.state_moves.placed_blocks import Placing
-from elaswave.planning.survival import Survival, survival_of
+from elaswave.planning.survival import SurvivalShares, survival_shares_of
 from elaswave.sim.cluster.failures import racks_of
 
 DEFAULT_MODEL = "llama-2-13b"
@@ -203,7 +203,7 @@ def policy_option(command: Command) -> Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PlannedJob:
     """A job before anything happens."""
 
     title: str
@@ -234,21 +234,21 @@ class Setting:
         return time_as_it_is(self.cluster, self.costs, self.allocation, followers=self.followers).step_s
 
     @cached_property
-    def own_starts(self) -> Mapping[str, Start]:
+    def own_starts(self) -> Mapping[str, FaultFreeStart]:
         """What each policy would run on all workers."""
         return own_starts(
             self.cluster, self.costs, self.allocation, self.planners, schedules=self.schedules, followers=self.followers
         )
 
     @cached_property
-    def healthy_step_s(self) -> float:
+    def fault_free_step_s(self) -> float:
         """The shortest step that any policy is known to make of all workers: one for all of them."""
         return min([self.step_s, *(start.step_s for start in self.own_starts.values())])
 
-    def survival(self, planner: Planner, allocation: Allocation) -> Survival:
+    def survival(self, planner: Planner, allocation: Allocation) -> SurvivalShares:
         """Which losses at one instant leave a copy of all state, under a policy's layout of all workers."""
         placing = Placing(followers=self.followers, racks=self.racks)
-        return survival_of(declared_of(planner).replication, allocation, self.cluster, placing)
+        return survival_shares_of(policy_metadata_of(planner).replication, allocation, self.cluster, placing)
 
     def capacity_left(self, left: Cluster) -> float:
         """Tokens per second of the capacity that is left: the best that any policy makes of all workers, times the
@@ -258,7 +258,7 @@ class Setting:
             left: the cluster after a loss.
         """
         share = float(left.speed.sum() / self.cluster.speed.sum())
-        return self.tokens_per_s(self.allocation.num_microbatches, self.healthy_step_s) * share
+        return self.tokens_per_s(self.allocation.num_microbatches, self.fault_free_step_s) * share
 
 
 def describe_machines(options: ClusterOptions, *, num_workers: int) -> tuple[Cluster, Costs]:
@@ -334,7 +334,7 @@ def describe_setting(
     num_workers: int | None = None,
     speeds: Sequence[str] = (),
     nodes_per_rack: int | None = None,
-) -> Setting:
+) -> PlannedJob:
     """The job that options describe, undisturbed.
 
     Args:
@@ -374,7 +374,7 @@ def describe_setting(
         machines = f"{num_workers} x {cluster.devices[0].name} as {num_stages} stages x {num_replicas} replicas"
         raise does_not_fit(error, f"{shape.name} on {machines}") from error
     microbatch_size = options.microbatch_size or 1
-    return Setting(
+    return PlannedJob(
         title=f"{shape.name} on {num_workers} x {cluster.devices[0].name}, {num_stages} stages x {num_replicas} "
         f"replicas, {per_replica * num_replicas} micro-batches of {microbatch_size} x {shape.context_length} tokens",
         cluster=cluster,

@@ -12,7 +12,7 @@ from elaswave.cli.tables import format_bytes, format_seconds, render_table, term
 from elaswave.cli.whatif.cluster_options import (
     DEFAULT_WORKERS,
     ClusterOptions,
-    Setting,
+    PlannedJob,
     check_racks_are_of_machines,
     check_some_are_left,
     choose_lost,
@@ -29,7 +29,7 @@ from elaswave.observability.output import say
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.policy.healthy import Start
+from elaswave.planning.policy.healthy import FaultFreeStart
 
 DEFAULT_POLICIES = ",".join(known_policies())
 
@@ -120,7 +120,7 @@ def compare_command(
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     left = setting.cluster.without(lost)
     event = ClusterEvent(kind="lost", workers=lost)
-    same = Start(allocation=setting.allocation, step_s=setting.step_s)
+    same = FaultFreeStart(allocation=setting.allocation, step_s=setting.step_s)
     entries = _entries(planners, setting, dict.fromkeys(planners, same), left, event)
     own = _entries(planners, setting, setting.own_starts, left, event)
     title = f"{setting.title}; lost: {len(lost)}, {pattern}"
@@ -134,7 +134,11 @@ def compare_command(
 
 
 def _entries(
-    planners: Mapping[str, Planner], setting: Setting, starts: Mapping[str, Start], left: Cluster, event: ClusterEvent
+    planners: Mapping[str, Planner],
+    setting: PlannedJob,
+    starts: Mapping[str, FaultFreeStart],
+    left: Cluster,
+    event: ClusterEvent,
 ) -> list[dict[str, Any]]:
     """What every policy does from its start, as JSON."""
     entries = [_entry(name, planner, setting, starts[name], left, event) for name, planner in planners.items()]
@@ -145,7 +149,7 @@ def _entries(
 
 
 def _entry(
-    name: str, planner: Planner, setting: Setting, start: Start, left: Cluster, event: ClusterEvent
+    name: str, planner: Planner, setting: PlannedJob, start: FaultFreeStart, left: Cluster, event: ClusterEvent
 ) -> dict[str, Any]:
     """What a policy does, as JSON."""
     survival = setting.survival(planner, start.allocation)
@@ -203,7 +207,7 @@ def _moved_bytes(plan: Plan) -> float:
 
 
 def _document(
-    setting: Setting, lost: tuple[int, ...], entries: list[dict[str, Any]], own: list[dict[str, Any]]
+    setting: PlannedJob, lost: tuple[int, ...], entries: list[dict[str, Any]], own: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
         "setting": setting.title,
@@ -217,14 +221,14 @@ def _document(
             "schedule": setting.allocation.schedule,
         },
         "throughput_unit": "tokens/s",
-        "healthy_step_time_s": setting.healthy_step_s,
+        "healthy_step_time_s": setting.fault_free_step_s,
         "policies": entries,
         "own_starts": own,
     }
 
 
 def _render(
-    setting: Setting,
+    setting: PlannedJob,
     title: str,
     lost: tuple[int, ...],
     entries: list[dict[str, Any]],
@@ -240,14 +244,14 @@ def _render(
         for entry in own
         for row in [_row(entry, setting)]
     ]
-    healthy = format_seconds(setting.healthy_step_s)
+    fault_free = format_seconds(setting.fault_free_step_s)
     lines = [*wrap(title, width), *wrap(f"lost: {' '.join(map(str, lost))}", width), ""]
     lines += ["from the same start, stages of equal width:", *render_table(header, [undisturbed, *rows], width), ""]
     lines += ["each from its own fault-free layout:"]
     lines += [*render_table(["policy", "fault-free", *header[1:-2], "stages before"], own_rows, width), ""]
     lines += wrap(
         f"elaswave's: its throughput over the policy's. of capacity: of the shortest fault-free step that any policy "
-        f"makes of all workers ({healthy}), times the speed that is left",
+        f"makes of all workers ({fault_free}), times the speed that is left",
         width,
     )
     for entry in entries:
@@ -258,7 +262,7 @@ def _render(
     return lines
 
 
-def _row(entry: dict[str, Any], setting: Setting) -> list[str]:
+def _row(entry: dict[str, Any], setting: PlannedJob) -> list[str]:
     """An entry for people."""
     if not entry["feasible"]:
         return [entry["policy"], *["-"] * 7]

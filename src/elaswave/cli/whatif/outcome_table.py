@@ -10,7 +10,7 @@ from elaswave.cli.tables import format_bytes, format_seconds, render_table
 from elaswave.observability.wrapping import wrap
 from elaswave.sim.cluster.failures import DAY_S
 from elaswave.sim.cluster.outcome import PolicyOutcome
-from elaswave.sim.cluster.summary import Interval, summarize
+from elaswave.sim.cluster.summary import Interval, summarize_outcomes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def document_of(results: Results) -> dict[str, Any]:
 
 
 def _entry(results: Results, outcomes: Sequence[PolicyOutcome]) -> dict[str, Any]:
-    summary = summarize(outcomes)
+    summary = summarize_outcomes(outcomes)
     return {
         "policy": summary.policy,
         "tokens_per_s": summary.goodput.mean * results.undisturbed_tokens_per_s,
@@ -55,7 +55,7 @@ def _entry(results: Results, outcomes: Sequence[PolicyOutcome]) -> dict[str, Any
 
 def render_policies(results: Results, width: int) -> list[str]:
     """All policies, one line each."""
-    summaries = [summarize(outcomes) for outcomes in results.outcomes]
+    summaries = [summarize_outcomes(outcomes) for outcomes in results.outcomes]
     lines = _heading(results, width)
     lines += wrap(
         f"fault-free: {results.undisturbed_tokens_per_s:,.0f} tokens/s; workers that were there: "
@@ -83,7 +83,7 @@ def render_policies(results: Results, width: int) -> list[str]:
 def render_policy(results: Results, width: int) -> list[str]:
     """One policy: where its time went."""
     (outcomes,) = results.outcomes
-    summary = summarize(outcomes)
+    summary = summarize_outcomes(outcomes)
     duration_s = outcomes[0].duration_s
     lines = _heading(results, width)
     lines += [

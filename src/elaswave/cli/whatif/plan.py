@@ -11,7 +11,7 @@ from elaswave.cli.tables import format_bytes, format_seconds, terminal_width
 from elaswave.cli.whatif.cluster_options import (
     DEFAULT_WORKERS,
     ClusterOptions,
-    Setting,
+    PlannedJob,
     check_racks_are_of_machines,
     check_some_are_left,
     choose_lost,
@@ -29,7 +29,7 @@ from elaswave.observability.wrapping import wrap
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.schedules import SCHEDULES
 from elaswave.planning.plan import Plan, Planner
-from elaswave.planning.survival import Survival
+from elaswave.planning.survival import SurvivalShares
 
 if TYPE_CHECKING:
     from elaswave.planning.costs.step_time.contended import SimulatedStep
@@ -119,7 +119,7 @@ def plan_command(
     say(*lines)
 
 
-def _traced(path: Path, setting: Setting, left: Cluster, plan: Plan | None) -> "SimulatedStep":
+def _traced(path: Path, setting: PlannedJob, left: Cluster, plan: Plan | None) -> "SimulatedStep":
     """Simulates one step of what was planned, or of the job as it is, and writes its trace."""
     from elaswave.observability.step_trace import write_step_trace
     from elaswave.planning.plan import num_actions
@@ -136,7 +136,7 @@ def _traced(path: Path, setting: Setting, left: Cluster, plan: Plan | None) -> "
     return step
 
 
-def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Planner]]:
+def _setting_of_run(run: Path) -> tuple[PlannedJob, dict[str, Any], Mapping[str, Planner]]:
     """A run as it is, what is known about the prediction of its steps, and the policies as it asks them."""
     from elaswave.config.policy_code import other_policies
     from elaswave.coordinator.planning.replanning import planners_of
@@ -147,7 +147,7 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Pl
     allocation = allocation_of(costs.layout, costs.schedule, costs.levels)
     size = costs.config.batch.microbatch_size
     planners = planners_of(costs.config, other_policies())
-    setting = Setting(
+    setting = PlannedJob(
         title=f"{run}: layout {costs.layout.describe()}, {costs.layout.num_microbatches} micro-batches of "
         + (f"{size} samples" if costs.counts_samples else f"{size} x {costs.config.model.context_length} tokens"),
         cluster=costs.cluster,
@@ -175,7 +175,7 @@ class _Result:
     """A plan beside what was before it."""
 
     def __init__(
-        self, setting: Setting, survival: Survival, lost: tuple[int, ...], left: Cluster, plan: Plan | None
+        self, setting: PlannedJob, survival: SurvivalShares, lost: tuple[int, ...], left: Cluster, plan: Plan | None
     ) -> None:
         self._setting = setting
         self._lost = lost

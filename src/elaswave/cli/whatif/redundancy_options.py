@@ -29,7 +29,7 @@ _OPTIONS = (
         type=click.IntRange(min=1),
         default=DEFAULT_SCATTER_WIDTH,
         show_default=True,
-        help="Partners of a worker, among which the first followers of its blocks are.",
+        help="Replica peers of a worker, among which the first followers of its blocks are.",
     ),
     click.option(
         "--checkpoint-interval",

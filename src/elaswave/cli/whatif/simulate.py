@@ -35,7 +35,7 @@ from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.plan import Planner
 from elaswave.planning.policy.fault_free import fastest_fault_free
-from elaswave.planning.policy.healthy import healthy_step_s
+from elaswave.planning.policy.healthy import fault_free_step_s
 from elaswave.planning.policy.policies import make_policies
 from elaswave.planning.policy.policy_parts import rectangle
 from elaswave.sim.cluster.failures import DAY_S, Scenario
@@ -111,7 +111,7 @@ def simulate_command(
         check_plot_path(plot)
     life = describe_life(options, ScenarioOptions(**scenario), seeds=range(seed, seed + seeds))
     _check_effort(life, len(names))
-    outcomes = live(life, names, redundancy)
+    outcomes = simulate_policies(life, names, redundancy)
     if plot is not None:
         title = life.title if len(names) > 1 else f"{life.title}; {names[0]}"
         plot_timelines(plot, title, [of_policy[0] for of_policy in outcomes])
@@ -186,7 +186,7 @@ def describe_life(options: ClusterOptions, scenario: ScenarioOptions, *, seeds: 
     )
 
 
-def live(life: Life, policies: Sequence[str], redundancy: RedundancyOptions) -> list[list[PolicyOutcome]]:
+def simulate_policies(life: Life, policies: Sequence[str], redundancy: RedundancyOptions) -> list[list[PolicyOutcome]]:
     """What each policy makes of every scenario.
 
     Raises:
@@ -196,7 +196,7 @@ def live(life: Life, policies: Sequence[str], redundancy: RedundancyOptions) -> 
     number = len(policies) * len(life.scenarios)
     outcomes: list[list[PolicyOutcome]] = []
     try:
-        healthy_s = healthy_s_of(life)
+        fault_free_s = fault_free_s_of(life)
         for policy in policies:
             own = find_policy(policy) if is_code(policy) else None
             outcomes.append([])
@@ -216,7 +216,7 @@ def live(life: Life, policies: Sequence[str], redundancy: RedundancyOptions) -> 
                         pauses=pauses,
                         placing=redundancy.placing,
                         refill_bytes_per_step=redundancy.refill_bytes_per_step,
-                        healthy_step_s=healthy_s,
+                        fault_free_step_s=fault_free_s,
                         progress=lambda done, before=before: waiting.at((before + done) / number),  # type: ignore[misc]
                     )
                 )
@@ -231,7 +231,7 @@ def _named(policy: str, pauses: RecoveryTimes, followers: int) -> Planner:
     return make_policies(pauses, followers=followers, local_search=False, others=other_policies())[policy]
 
 
-def healthy_s_of(life: Life) -> float:
+def fault_free_s_of(life: Life) -> float:
     """Seconds of the shortest fault-free step of all machines that any policy is known to make: one for all policies.
 
     Raises:
@@ -244,4 +244,4 @@ def healthy_s_of(life: Life) -> float:
         num_microbatches=life.num_microbatches,
         schedule=life.schedule,
     )
-    return healthy_step_s(life.machines, life.costs, configured, known_policies())
+    return fault_free_step_s(life.machines, life.costs, configured, known_policies())

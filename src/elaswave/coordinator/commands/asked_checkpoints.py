@@ -14,14 +14,14 @@ from elaswave.coordinator.commands.reply import Reply
 from elaswave.protocol.messages import Decision
 
 
-class Place(NamedTuple):
+class CommittedStep(NamedTuple):
     """A committed step. Of two places the later one is the larger, also after a return to a checkpoint."""
 
-    epoch: int
+    generation: int
     step: int
 
 
-class AskedCheckpoints:
+class CheckpointCommands:
     """The checkpoints of one job that were asked for.
 
     Args:
@@ -32,22 +32,22 @@ class AskedCheckpoints:
     def __init__(self, job: JobParts, tell: Callable[[TakeCheckpoint], object]) -> None:
         self._job = job
         self._tell = tell
-        self._at = Place(job.core.epoch, job.state.last_step)
+        self._at = CommittedStep(job.core.generation, job.state.last_step)
         """The newest committed step that is known."""
-        self._taken = Place(0, 0)
+        self._taken = CommittedStep(0, 0)
         """The newest one whose vote has asked for a checkpoint, as far as this coordinator has heard."""
         self._is_wanted = False
         """Whether the workers are still to be told, once the one before is written."""
-        self._told: TakeCheckpoint | None = None
+        self._published: TakeCheckpoint | None = None
         """What they have been told, until a vote has answered it."""
-        self._back = Place(0, 0)
-        """The newest return to a checkpoint: what was committed in older epochs, of later steps, is void."""
+        self._back = CommittedStep(0, 0)
+        """The newest return to a checkpoint: what was committed in older generations, of later steps, is void."""
 
     @property
     def under_way(self) -> list[str]:
         """In words."""
-        if self._told is not None:
-            return [f"a checkpoint of a step after step {self._told.after} is asked for"]
+        if self._published is not None:
+            return [f"a checkpoint of a step after step {self._published.after} is asked for"]
         return ["a checkpoint is asked for; the one before it is still being written"] if self._is_wanted else []
 
     def ask(self, *, wait: bool) -> Reply:
@@ -63,7 +63,7 @@ class AskedCheckpoints:
         reason = f"the newest committed step is {asked_at.step}; the workers ask for a checkpoint {when}"
         return Reply("asked", reason, follow=lambda: self._until_taken(asked_at, wait=wait))
 
-    def _until_taken(self, asked_at: Place, *, wait: bool) -> Reply | None:
+    def _until_taken(self, asked_at: CommittedStep, *, wait: bool) -> Reply | None:
         taken = self._taken
         if taken <= asked_at:
             return None
@@ -71,7 +71,7 @@ class AskedCheckpoints:
         follow = (lambda: self._until_settled(taken)) if wait else None
         return Reply("taken", reason, step=taken.step, follow=follow)
 
-    def _until_settled(self, taken: Place) -> Reply | None:
+    def _until_settled(self, taken: CommittedStep) -> Reply | None:
         step, checkpoints = taken.step, self._job.checkpoints
         if self._is_void(taken):
             return Reply("failed", f"the job has gone back to the checkpoint of step {self._back.step}", step=step)
@@ -84,8 +84,8 @@ class AskedCheckpoints:
             )
         return Reply("written", f"{record.path} is durable", step=step)
 
-    def _is_void(self, place: Place) -> bool:
-        return place.epoch < self._back.epoch and place.step > self._back.step
+    def _is_void(self, place: CommittedStep) -> bool:
+        return place.generation < self._back.generation and place.step > self._back.step
 
     # --------------------------------------------------------------------------------------------- what happens
 
@@ -95,28 +95,28 @@ class AskedCheckpoints:
         is_writing = taken.step > 0 and not self._is_void(taken) and not self._job.checkpoints.is_settled(taken.step)
         if self._is_wanted and not is_writing:
             self._is_wanted = False
-            self._told = TakeCheckpoint(epoch=self._at.epoch, after=self._at.step)
-            self._tell(self._told)
+            self._published = TakeCheckpoint(generation=self._at.generation, after=self._at.step)
+            self._tell(self._published)
 
     def committed(self, report: StepReport) -> None:
         """A member reports a step; may be said again."""
-        place = Place(report.epoch, report.step)
+        place = CommittedStep(report.generation, report.step)
         self._at = max(self._at, place)
         if report.checkpoint == report.step and place > self._taken:
             self._taken = place
-            if self._told is not None and place > Place(self._told.epoch, self._told.after):
-                self._told = None
+            if self._published is not None and place > CommittedStep(self._published.generation, self._published.after):
+                self._published = None
 
     def decided(self, decision: Decision) -> None:
         """Survivors go on: what was told may have reached only those who are gone."""
         if decision.rollback is not None:
-            self._at = self._back = Place(decision.epoch, decision.rollback)
-        if self._told is not None:
-            self._told = None
+            self._at = self._back = CommittedStep(decision.generation, decision.rollback)
+        if self._published is not None:
+            self._published = None
             self._is_wanted = True
             self.turn()
 
     @property
-    def told(self) -> TakeCheckpoint | None:
+    def published(self) -> TakeCheckpoint | None:
         """What a worker is told that has connected again."""
-        return self._told
+        return self._published

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from elaswave.channel.messages.worker import KeysNow
 from elaswave.channel.wire import peer_name, role_of
 from elaswave.coordinator.commands.reply import Reply, refusal
-from elaswave.job.key_files import Role, secrets_for
+from elaswave.job.key_files import KeyRole, secrets_for
 from elaswave.protocol.coordinator.key_change import KeyChange
 from elaswave.transport.handshake import Secrets
 
@@ -41,7 +41,7 @@ def obstacle_to(store: str, listen: str, *, has_tls: bool) -> str:
     return ""
 
 
-class AskedKeys:
+class KeyCommands:
     """The keys of one job, as its coordinator has them.
 
     Args:
@@ -72,13 +72,13 @@ class AskedKeys:
         return secrets_for(Secrets(self._change.accepted, self._change.retired), role_of(peer))
 
     @property
-    def told(self) -> tuple[bytes, ...]:
+    def sent(self) -> tuple[bytes, ...]:
         """What participants are told to go by; none: by what they were given."""
         return self._of_participants.accepted if self._change.was_begun else ()
 
     @property
     def _of_participants(self) -> Secrets:
-        return secrets_for(Secrets(self._change.accepted), Role.JOINING)
+        return secrets_for(Secrets(self._change.accepted), KeyRole.JOINING)
 
     @property
     def under_way(self) -> list[str]:
@@ -126,7 +126,7 @@ class AskedKeys:
         self._change.connected(peer)
         self._problems.pop(peer, None)
         if self._change.was_begun:
-            self._send_all([peer], KeysNow(keys=self.told))
+            self._send_all([peer], KeysNow(keys=self.sent))
 
     def taken(self, peer: int, ring: bytes, problem: str = "") -> None:
         """A participant says by what it goes.

@@ -10,8 +10,8 @@ from elaswave.coordinator.commands.job_status import JobParts
 from elaswave.coordinator.commands.reply import Reply, refusal
 from elaswave.coordinator.planning.run_planner import AskedLayout
 from elaswave.errors import ConfigError, InfeasiblePlan
-from elaswave.planning.search.asked_stages import asked_stages
-from elaswave.protocol.coordinator.transitions import State
+from elaswave.planning.search.requested_stages import requested_stages
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import ChangePlanned
 from elaswave.protocol.messages import LayoutChange
 from elaswave.types import Layout
@@ -19,7 +19,7 @@ from elaswave.types import Layout
 _log = logging.getLogger("elaswave.coordinator")
 
 
-class AskedLayouts:
+class LayoutCommands:
     """The changes of layout of one job that were asked for.
 
     Args:
@@ -55,22 +55,22 @@ class AskedLayouts:
             return self._follow(change)
         if problem := self._problem():
             return refusal(problem)
-        look = self._job.planner.look(self._job.core.epoch, self._job.core.in_force())
+        look = self._job.planner.look(self._job.core.generation, self._job.core.in_force())
         if isinstance(look, str):
             return refusal(look)
         return self._plan("a better layout is looked for", look)
 
     def migrate(self, layers: tuple[int, ...] | None, widths: tuple[int, ...] | None) -> Reply:
-        """Plans the layout that a person asks for; arguments as of `asked_stages`."""
+        """Plans the layout that a person asks for; arguments as of `requested_stages`."""
         core = self._job.core
         try:
             if (change := self._outstanding) is not None:
-                if asked_stages(core.in_force().layout, layers, widths) == change.layout.stages:
+                if requested_stages(core.in_force().layout, layers, widths) == change.layout.stages:
                     return self._follow(change)
                 return refusal(f"{self.under_way[0]}, is under way: ask again when it is in force")
             if problem := self._problem():
                 return refusal(problem)
-            plan = self._job.planner.asked(core.epoch, core.in_force(), layers, widths)
+            plan = self._job.planner.asked(core.generation, core.in_force(), layers, widths)
         except ConfigError as error:
             return refusal("; ".join(error.problems))
         return self._plan("the layout that is asked for is planned", plan)
@@ -79,17 +79,17 @@ class AskedLayouts:
     def _outstanding(self) -> LayoutChange | None:
         """The change that is under way."""
         core = self._job.core
-        return core.newest_change if core.is_changing and core.state is State.TRAINING else None
+        return core.newest_change if core.is_changing and core.state is CoordinatorState.TRAINING else None
 
     def _follow(self, change: LayoutChange) -> Reply:
         """A change that is under way already: a person asks a second time, or a successor for the first time."""
         values = {"layout": change.layout.describe(), "predicted_step_s": change.predicted_step_s}
-        return self._told(change, f"change {change.number} is under way already ({change.reason})", values)
+        return self._answered(change, f"change {change.number} is under way already ({change.reason})", values)
 
     def _problem(self) -> str:
         """Why no change can be planned now; empty if one can."""
         core = self._job.core
-        if core.state is not State.TRAINING:
+        if core.state is not CoordinatorState.TRAINING:
             return f"the job is {core.state.value}: the layout can change when it trains; ask again then"
         return f"{self._planning} already" if self._planning else ""
 
@@ -97,12 +97,14 @@ class AskedLayouts:
         self._planning = what
         outcome: list[Reply] = []
         core = self._job.core
-        self._begin(self._planned(plan, core.epoch, core.in_force().change, outcome))
+        self._begin(self._planned(plan, core.generation, core.in_force().change, outcome))
         reason = f"{what}, with what was measured so far, while training goes on"
         return Reply("planning", reason, follow=lambda: outcome[0] if outcome else None)
 
-    async def _planned(self, plan: Callable[[], AskedLayout], epoch: int, change: int, outcome: list[Reply]) -> None:
-        """Plans, and has the members of an epoch change, if the change in force is still this one. What the journal
+    async def _planned(
+        self, plan: Callable[[], AskedLayout], generation: int, change: int, outcome: list[Reply]
+    ) -> None:
+        """Plans, and has the members of a generation change, if the change in force is still this one. What the journal
         raises then is the coordinator's own."""
         core = self._job.core
         try:
@@ -116,8 +118,8 @@ class AskedLayouts:
             return
         finally:
             self._planning = ""
-        is_free = core.state is State.TRAINING and not core.is_changing
-        if not is_free or (core.epoch, core.in_force().change) != (epoch, change):
+        is_free = core.state is CoordinatorState.TRAINING and not core.is_changing
+        if not is_free or (core.generation, core.in_force().change) != (generation, change):
             outcome.append(refusal("workers were lost, or the layout has changed, while it was planned: ask again"))
             return
         values: dict[str, Any] = {
@@ -135,24 +137,26 @@ class AskedLayouts:
         predicted = ""
         if found.found_step_s is not None and found.present_step_s is not None:
             predicted = f", predicted {found.found_step_s:.3g} s per step instead of {found.present_step_s:.3g}"
-        outcome.append(self._told(newest, f"{found.reason}: {stages_in_words(found.layout)}{predicted}", values))
+        outcome.append(self._answered(newest, f"{found.reason}: {stages_in_words(found.layout)}{predicted}", values))
 
-    def _told(self, change: LayoutChange, reason: str, values: dict[str, Any]) -> Reply:
+    def _answered(self, change: LayoutChange, reason: str, values: dict[str, Any]) -> Reply:
         """The members have been told of a change."""
         reason += "; it is in force when blocks and layers are where it wants them"
-        epoch, number = change.epoch, change.number
-        return Reply("planned", reason, follow=lambda: self._until_in_force(epoch, number, values), **values)
+        generation, number = change.generation, change.number
+        return Reply("planned", reason, follow=lambda: self._until_in_force(generation, number, values), **values)
 
-    def _until_in_force(self, epoch: int, number: int, values: dict[str, Any]) -> Reply | None:
+    def _until_in_force(self, generation: int, number: int, values: dict[str, Any]) -> Reply | None:
         core = self._job.core
         if core.in_force().change >= number:
-            records = (record for record in reversed(self._job.state.epochs) if record.change == number)
+            records = (record for record in reversed(self._job.state.generations) if record.change == number)
             record = next(records, None)
             step = None if record is None else record.first_step
             stages = stages_in_words(core.in_force().layout)
             return Reply("in force", f"all members have changed to {stages}", step=step, **values)
-        if core.epoch != epoch and core.state is State.TRAINING:
-            return Reply("void", f"workers were lost before it was in force; epoch {core.epoch} goes on without it")
+        if core.generation != generation and core.state is CoordinatorState.TRAINING:
+            return Reply(
+                "void", f"workers were lost before it was in force; generation {core.generation} goes on without it"
+            )
         return None
 
 

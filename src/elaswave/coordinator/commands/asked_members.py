@@ -8,7 +8,7 @@ from elaswave.coordinator.commands.reply import Reply, refusal
 from elaswave.protocol.membership.driver import MembersDriver
 
 
-class AskedMembers:
+class MemberCommands:
     """The joins and leaves of one job that were asked for.
 
     Args:
@@ -57,7 +57,7 @@ class AskedMembers:
         if not set(workers) <= set(members):
             return None
         verb = "is a member" if len(workers) == 1 else "are members"
-        return Reply("joined", f"{_named(workers)} {verb} since epoch {self._job.core.epoch} at the latest")
+        return Reply("joined", f"{_named(workers)} {verb} since generation {self._job.core.generation} at the latest")
 
     def drain(self, worker: int, deadline_s: float | None, *, begun: bool = False) -> Reply:
         """Lets a worker go.
@@ -90,8 +90,10 @@ class AskedMembers:
         if worker in core.members:
             return None
         if worker in self._lost:
-            return Reply("failed", f"worker {worker} was lost before it could leave; epoch {core.epoch} goes on")
-        return Reply("drained", f"worker {worker} is no member of epoch {core.epoch}; no step was done twice")
+            return Reply(
+                "failed", f"worker {worker} was lost before it could leave; generation {core.generation} goes on"
+            )
+        return Reply("drained", f"worker {worker} is no member of generation {core.generation}; no step was done twice")
 
     # --------------------------------------------------------------------------------------------------- what happens
 

@@ -21,7 +21,7 @@ from elaswave.coordinator.records.run_state import RunState
 from elaswave.job.plan import RunPlan
 from elaswave.observability.result import to_json_float
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.step.position import kind_of
+from elaswave.protocol.step.activity import action_kind
 from elaswave.types import ACTION_NAMES, ExecutionParameters, Layout
 
 PACE_STEPS = 10
@@ -45,14 +45,16 @@ class JobParts(NamedTuple):
         return self.plan.config
 
 
-class Heard(NamedTuple):
+class LastHeartbeat(NamedTuple):
     """The newest heartbeat of a worker."""
 
     at_s: float
     message: Heartbeat
 
 
-def job_status(job: JobParts, heard: Mapping[int, Heard], under_way: Sequence[str], now_s: float) -> JobStatus:
+def job_status(
+    job: JobParts, heartbeats: Mapping[int, LastHeartbeat], under_way: Sequence[str], now_s: float
+) -> JobStatus:
     """The job as it is now.
 
     Args:
@@ -65,7 +67,7 @@ def job_status(job: JobParts, heard: Mapping[int, Heard], under_way: Sequence[st
     layout, execution = in_force.layout, in_force.execution
     step_s = _pace_s(state)
     unit, per_step = _work(job, layout)
-    predicted_s = state.epochs[-1].predicted_step_s if state.epochs else None
+    predicted_s = state.generations[-1].predicted_step_s if state.generations else None
     pace_s = step_s or predicted_s
     total_steps = job.config.run.steps
     return JobStatus(
@@ -81,17 +83,17 @@ def job_status(job: JobParts, heard: Mapping[int, Heard], under_way: Sequence[st
         layout=layout.describe(),
         stages=[StageStatus(layers=(stage.start, stage.stop), workers=stage.workers) for stage in layout.stages],
         num_microbatches=layout.num_microbatches,
-        epoch=core.epoch,
+        generation=core.generation,
         term=core.term,
-        workers=_workers(job, layout, execution, heard, now_s),
-        copies=_copies(job, heard),
+        workers=_workers(job, layout, execution, heartbeats, now_s),
+        copies=_copies(job, heartbeats),
         num_recoveries=sum(recovery.is_failure for recovery in state.recoveries),
         recoveries=[
             RecoveryStatus(
                 kind=recovery.kind,
                 worker=recovery.worker,
                 step=recovery.step,
-                epoch=recovery.epoch,
+                generation=recovery.generation,
                 outcome=recovery.outcome,
                 total_s=recovery.total_s,
             )
@@ -124,7 +126,7 @@ def _work(job: JobParts, layout: Layout) -> tuple[str, float]:
 
 
 def _workers(
-    job: JobParts, layout: Layout, execution: ExecutionParameters, heard: Mapping[int, Heard], now_s: float
+    job: JobParts, layout: Layout, execution: ExecutionParameters, heartbeats: Mapping[int, LastHeartbeat], now_s: float
 ) -> list[WorkerStatus]:
     loads: dict[int, int] = {}
     for route in layout.routes:
@@ -135,8 +137,8 @@ def _workers(
     found = []
     for worker in job.core.members:
         stage = stages.get(worker)
-        held = heard.get(worker)
-        position = None if held is None else held.message
+        held = heartbeats.get(worker)
+        heartbeat = None if held is None else held.message
         found.append(
             WorkerStatus(
                 worker=worker,
@@ -146,26 +148,26 @@ def _workers(
                 num_microbatches=loads.get(worker, 0),
                 speed=job.planner.measurements.speed_of(worker),
                 level=execution.levels.get(worker, level),
-                step=None if position is None else position.step,
-                doing=None if position is None else _doing(position),
-                waiting_on=() if position is None else position.waiting_on,
-                heard_s=None if held is None else max(0.0, now_s - held.at_s),
-                num_owned_blocks=None if position is None else position.num_owned,
-                num_followed_blocks=None if position is None else position.num_followed,
+                step=None if heartbeat is None else heartbeat.step,
+                doing=None if heartbeat is None else _doing(heartbeat),
+                waiting_on=() if heartbeat is None else heartbeat.waiting_on,
+                last_heartbeat_s=None if held is None else max(0.0, now_s - held.at_s),
+                num_owned_blocks=None if heartbeat is None else heartbeat.num_owned,
+                num_followed_blocks=None if heartbeat is None else heartbeat.num_followed,
                 device=gauges.get(worker),
             )
         )
     return found
 
 
-def _doing(position: Heartbeat) -> str:
+def _doing(heartbeat: Heartbeat) -> str:
     names: Mapping[str, str] = ACTION_NAMES  # type: ignore[assignment]
-    return names.get(kind_of(position.label), position.label)
+    return names.get(action_kind(heartbeat.label), heartbeat.label)
 
 
-def _copies(job: JobParts, heard: Mapping[int, Heard]) -> CopiesStatus:
+def _copies(job: JobParts, heartbeats: Mapping[int, LastHeartbeat]) -> CopiesStatus:
     members, num_blocks = job.core.members, len(job.plan.blocks)
-    known = [heard[worker].message for worker in members if worker in heard]
+    known = [heartbeats[worker].message for worker in members if worker in heartbeats]
     return CopiesStatus(
         num_blocks=num_blocks,
         num_wanted=num_blocks * min(job.config.elastic.num_followers, len(members) - 1),

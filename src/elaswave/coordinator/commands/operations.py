@@ -18,10 +18,10 @@ from elaswave.channel.messages.operator import (
     AskStop,
 )
 from elaswave.channel.messages.worker import StepReport, TakeCheckpoint
-from elaswave.coordinator.commands.asked_checkpoints import AskedCheckpoints
-from elaswave.coordinator.commands.asked_keys import AskedKeys
-from elaswave.coordinator.commands.asked_layouts import AskedLayouts
-from elaswave.coordinator.commands.asked_members import AskedMembers
+from elaswave.coordinator.commands.asked_checkpoints import CheckpointCommands
+from elaswave.coordinator.commands.asked_keys import KeyCommands
+from elaswave.coordinator.commands.asked_layouts import LayoutCommands
+from elaswave.coordinator.commands.asked_members import MemberCommands
 from elaswave.coordinator.commands.job_status import JobParts
 from elaswave.coordinator.commands.reply import Reply, refusal
 from elaswave.protocol.events import ChangePlanned
@@ -52,8 +52,8 @@ class Operations:
         stop: Callable[[], None],
         begin: Callable[[Coroutine[Any, Any, None]], None],
         change: Callable[[ChangePlanned], None],
-        members: AskedMembers,
-        keys: AskedKeys,
+        members: MemberCommands,
+        keys: KeyCommands,
     ) -> None:
         self._job = job
         self._send_all = send_all
@@ -62,8 +62,8 @@ class Operations:
         self._moving: list[str] = []
         """How far blocks have come that move for a planned change, in words."""
         self._members, self._keys = members, keys
-        self._layouts = AskedLayouts(job, begin, change)
-        self._checkpoints = AskedCheckpoints(job, lambda message: send_all(job.core.members, message))
+        self._layouts = LayoutCommands(job, begin, change)
+        self._checkpoints = CheckpointCommands(job, lambda message: send_all(job.core.members, message))
 
     def reply_to(self, request: Action) -> Reply:
         """Decides about a request."""
@@ -178,5 +178,5 @@ class Operations:
 
     def registered(self, worker: int) -> None:
         """A member has connected: what was told may have been lost with its connection."""
-        if self._checkpoints.told is not None:
-            self._send_all([worker], self._checkpoints.told)
+        if self._checkpoints.published is not None:
+            self._send_all([worker], self._checkpoints.published)

@@ -147,7 +147,7 @@ class DataWaits:
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         """By worker: its newest reports that said so, in a row."""
-        self._is_told = False
+        self._is_reported = False
 
     def add(self, timings: Timings) -> str | None:
         """Takes what one worker tells of a few of its steps.
@@ -158,9 +158,9 @@ class DataWaits:
         share = timings.data_wait_s / timings.elapsed_s if timings.elapsed_s > 0 else 0.0
         count = self._counts.get(timings.worker, 0) + 1 if share > DATA_WAITS_SHARE else 0
         self._counts[timings.worker] = count
-        if self._is_told or count < DATA_WAITS_REPORTS:
+        if self._is_reported or count < DATA_WAITS_REPORTS:
             return None
-        self._is_told = True
+        self._is_reported = True
         return (
             f"worker {timings.worker} has spent {share:.0%} of the last {timings.elapsed_s:.1f} s waiting for its "
             "data: let loaders make it ahead (loaders=2, or more of them), or make a sample less work"

@@ -11,7 +11,7 @@ from elaswave.coordinator.planning.run_planner import LayoutSearch, RunPlanner
 from elaswave.coordinator.records.recorder import RunRecorder
 from elaswave.coordinator.records.terminal import Terminal
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.coordinator.transitions import State
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import ChangePlanned, PlanRecovery, RecoveryPlan
 from elaswave.protocol.messages import InForce
 
@@ -123,8 +123,8 @@ class LayoutSearches:
         decision, core = self._core.decision, self._core
         if decision is None or not self._may_search():
             return
-        if core.epoch == decision.epoch and not core.has_planned:
-            self._begin(self._planner.search(decision, self._recorder.state.layout_before(decision.epoch)))
+        if core.generation == decision.generation and not core.has_planned:
+            self._begin(self._planner.search(decision, self._recorder.state.layout_before(decision.generation)))
 
     def rebalance(self) -> None:
         """Begins to plan again if workers have become slower or faster, while no other change is under way."""
@@ -139,20 +139,20 @@ class LayoutSearches:
             self._begin(self._planner.for_members(core.in_force(), core.admissions.leaving))
 
     def _may_search(self) -> bool:
-        return not self._is_searching and not self._is_over() and self._core.state is State.TRAINING
+        return not self._is_searching and not self._is_over() and self._core.state is CoordinatorState.TRAINING
 
     def _begin(self, search: Callable[[], LayoutSearch] | None) -> None:
         if search is not None:
             self._is_searching = True
-            self._background.begin(self._search(self._core.epoch, self._core.in_force(), search))
+            self._background.begin(self._search(self._core.generation, self._core.in_force(), search))
 
-    async def _search(self, epoch: int, before: InForce, search: Callable[[], LayoutSearch]) -> None:
+    async def _search(self, generation: int, before: InForce, search: Callable[[], LayoutSearch]) -> None:
         """Looks for a better layout than what is in force, and has all members change to it. A job can go on without
         one."""
 
         def find() -> tuple[LayoutSearch, ChangePlanned | None]:
             found = search()
-            return found, None if found.better is None else self._planner.change(found.better, epoch, before)
+            return found, None if found.better is None else self._planner.change(found.better, generation, before)
 
         try:
             found, change = await in_thread(find)
@@ -162,7 +162,11 @@ class LayoutSearches:
         finally:
             self._is_searching = False
         core = self._core
-        if (core.epoch, core.in_force().change) != (epoch, before.change) or core.is_changing or self._is_over():
+        if (
+            (core.generation, core.in_force().change) != (generation, before.change)
+            or core.is_changing
+            or self._is_over()
+        ):
             return
         self._recorder.predicted(found.predicted_step_s)
         if found.news:

@@ -31,9 +31,9 @@ from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.costs.schedules import Schedule, bounds_within
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.policy.declared import declared_of, declares
-from elaswave.planning.policy.policies import ELASWAVE as DECLARED
+from elaswave.planning.policy.policies import ELASWAVE as METADATA
 from elaswave.planning.policy.policies import TimedPlanner, make_policies
+from elaswave.planning.policy.policy_metadata import declares, policy_metadata_of
 from elaswave.planning.programs.execution import compiled_by, programs_of
 from elaswave.planning.programs.routes import allocation_of
 from elaswave.planning.programs.shared_layers import cuts_of
@@ -75,8 +75,8 @@ def planners_of(config: Config, others: Mapping[str, TimedPlanner]) -> dict[str,
     """
     times = RecoveryTimes(restart_s=config.elastic.restart_s, horizon_s=config.elastic.horizon_s)
     policies = dict(make_policies(times, others=others))
-    baselines = tuple(each for each in policies.values() if declared_of(each).is_candidate)
-    policies[ELASWAVE] = declares(DECLARED)(partial(_elaswave, config=config, baselines=baselines))
+    baselines = tuple(each for each in policies.values() if policy_metadata_of(each).is_candidate)
+    policies[ELASWAVE] = declares(METADATA)(partial(_elaswave, config=config, baselines=baselines))
     return policies
 
 
@@ -156,7 +156,7 @@ class Replanner:
     @property
     def restarts(self) -> bool:
         """Whether every loss leads back to the last durable checkpoint."""
-        return declared_of(self._policies[self.policy]).rolls_back
+        return policy_metadata_of(self._policies[self.policy]).rolls_back
 
     def predict(self, layout: Layout, execution: ExecutionParameters, costs: Costs) -> float:
         """Seconds of a step: the very programs that the workers run, timed.
@@ -308,7 +308,7 @@ class Replanner:
         """
         going = tuple(sorted(set(leaving) & set(present.active)))
         new = tuple(worker for worker in present.idle if worker not in leaving)
-        if declared_of(self._policies[self.policy]).num_spares and not going:
+        if policy_metadata_of(self._policies[self.policy]).num_spares and not going:
             reason = f"workers {_named(new)} stand by until a loss"
             return Replanned(present, execution, reason, self.predict(present, execution, costs))
         interim = set_idle(present, going) if going else reduce(put_to_work, new, present)

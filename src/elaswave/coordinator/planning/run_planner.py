@@ -13,8 +13,8 @@ import msgspec
 from elaswave.coordinator.planning.measurements import Measurements
 from elaswave.coordinator.planning.replanning import ELASWAVE, Replanned, Replanner
 from elaswave.job.plan import RunPlan
-from elaswave.planning.search.asked_stages import asked_stages
 from elaswave.planning.search.recovery import survivor_layout
+from elaswave.planning.search.requested_stages import requested_stages
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol.coordinator.decisions import plan_with
 from elaswave.protocol.events import ChangePlanned, PlanRecovery, RecoveryPlan
@@ -65,8 +65,8 @@ class RunPlanner:
         self._replanner = Replanner(plan.config)
         self._struck: tuple[Layout, tuple[int, ...]] = (plan.layout, ())
         """The layout that the newest loss has struck, and the workers that were lost."""
-        self._searched_epoch = 0
-        """The newest epoch for which a better layout was looked for."""
+        self._searched_generation = 0
+        """The newest generation for which a better layout was looked for."""
         self._has_predicted_first = False
         self._planned_for: tuple[Layout, frozenset[int]] | None = None
         """Layout in force and leaving members for which no other layout was found."""
@@ -138,12 +138,12 @@ class RunPlanner:
             decision: the newest one.
             layout_before: the layout that it has replaced.
         """
-        if self._searched_epoch >= decision.epoch:
+        if self._searched_generation >= decision.generation:
             return None
         costs = self.measurements.costs()
         if costs is None:
             return None
-        self._searched_epoch = decision.epoch
+        self._searched_generation = decision.generation
         self.measurements.shift = None  # this search knows the newest speeds
         layout, execution = decision.layout, decision.execution
         before, lost = self._struck
@@ -190,12 +190,12 @@ class RunPlanner:
 
         return search
 
-    def change(self, planned: Replanned, epoch: int, before: InForce) -> ChangePlanned | None:
+    def change(self, planned: Replanned, generation: int, before: InForce) -> ChangePlanned | None:
         """A change to a layout, with its blocks where they should be; None if all is so already.
 
         Args:
             planned: the layout.
-            epoch: of its workers.
+            generation: of its workers.
             before: what is in force.
         """
         blocks, num_followers = self._plan.blocks, self._plan.config.elastic.num_followers
@@ -205,7 +205,7 @@ class RunPlanner:
         execution = msgspec.structs.replace(planned.execution, ratios=self._plan.ratios_of(planned.layout))
         if (planned.layout, execution, target) == (before.layout, before.execution, here):
             return None
-        return ChangePlanned(epoch, planned.layout, target, execution, planned.reason, planned.predicted_step_s)
+        return ChangePlanned(generation, planned.layout, target, execution, planned.reason, planned.predicted_step_s)
 
     @property
     def _rebalances(self) -> bool:
@@ -254,11 +254,11 @@ class RunPlanner:
         hopeless = self.measurements.stragglers.hopeless
         return next((worker for worker in hopeless if worker not in busy and worker not in leaving), None)
 
-    def look(self, epoch: int, before: InForce) -> Callable[[], AskedLayout] | str:
+    def look(self, generation: int, before: InForce) -> Callable[[], AskedLayout] | str:
         """A better layout of the workers as they are, for a person who asks; or why it cannot be looked for.
 
         Args:
-            epoch: the present one.
+            generation: the present one.
             before: what is in force.
         """
         if self._replanner.policy != ELASWAVE:
@@ -271,7 +271,7 @@ class RunPlanner:
         def look() -> AskedLayout:
             now_s, found = replanner.look(before.layout, before.execution, costs)
             if found.predicted_step_s < now_s * (1 - replanner.gain_min):
-                change = self.change(found, epoch, before)
+                change = self.change(found, generation, before)
                 return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
             reason = (
                 f"the best layout that was found is not {100 * replanner.gain_min:g} % faster than the present one, "
@@ -282,17 +282,17 @@ class RunPlanner:
         return look
 
     def asked(
-        self, epoch: int, before: InForce, layers: Sequence[int] | None, widths: Sequence[int] | None
+        self, generation: int, before: InForce, layers: Sequence[int] | None, widths: Sequence[int] | None
     ) -> Callable[[], AskedLayout]:
         """The layout that a person asks for.
 
         Args:
-            epoch, before: as of `look`.
-            layers, widths: of its stages, see `asked_stages`.
+            generation, before: as of `look`.
+            layers, widths: of its stages, see `requested_stages`.
         Raises:
             ConfigError: there can be no such stages.
         """
-        stages = asked_stages(before.layout, layers, widths)
+        stages = requested_stages(before.layout, layers, widths)
         is_measured = self.measurements.costs() is not None
         costs = self.measurements.known_or_estimated()
         replanner = self._replanner.at(self.measurements.speeds())
@@ -302,7 +302,7 @@ class RunPlanner:
             found = Replanned(before.layout, before.execution, "blocks go to the workers that run their layers", now_s)
             if stages != before.layout.stages:
                 found = replanner.with_stages(stages, before.layout, before.execution, costs)
-            change = self.change(found, epoch, before)
+            change = self.change(found, generation, before)
             if is_measured:
                 return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
             if change is not None:  # estimates do to divide the work, not to tell seconds

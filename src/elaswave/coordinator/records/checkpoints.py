@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Standing
+from elaswave.channel.messages.worker import ShardFailed, ShardWritten, TrainingStanding
 from elaswave.channel.wire import MAX_MESSAGE_BYTES
 from elaswave.checkpoints.checkpoint import (
     discard_checkpoint,
@@ -93,7 +93,7 @@ class Checkpoints:
         plan: RunPlan,
         run_dir: Path,
         *,
-        describe: Callable[[Standing], CheckpointMeta | None],
+        describe: Callable[[TrainingStanding], CheckpointMeta | None],
         commit: Callable[[int, bytes], None],
         break_off: Callable[[int], None],
         begun_s: Callable[[int], float | None],
@@ -114,7 +114,7 @@ class Checkpoints:
         self._state = plan.state
         self._sizes: dict[int, int] = {}
         self._shards: Shards[_Key, WrittenItem] = Shards(self._size, _num_elements, plan.layout.workers)
-        self._standings: dict[int, Standing] = {}
+        self._standings: dict[int, TrainingStanding] = {}
         """Of steps whose checkpoints are being written."""
         self._commits: deque[_Commit] = deque()
         """The first one has been asked for."""
@@ -123,7 +123,7 @@ class Checkpoints:
         self._asked_s = 0.0
         self._again_s: float | None = None
         """When the first commit is to be asked for again, after it could not be made."""
-        self._said_again: set[int] = set()
+        self._sent_again: set[int] = set()
         """Steps of which people were told that their checkpoint is tried again."""
         self._is_breaking_off = False
         """Whether the first commit takes too long, and its end has been asked for."""
@@ -177,27 +177,27 @@ class Checkpoints:
             self._say_again(message.step, message.reason, PATIENCE_S)
             return
         step = message.step if isinstance(message, ShardFailed) else message.standing.step
-        epoch = message.epoch if isinstance(message, ShardFailed) else message.standing.epoch
+        generation = message.generation if isinstance(message, ShardFailed) else message.standing.generation
         if self._shards.is_committing(step):
             return  # all that is needed of it is there
         if self._shards.is_settled(step):
             # It was to be written again when a part that was still under way completed it.
             self._discard(step)
             return
-        if self._shards.is_void(step, epoch):
+        if self._shards.is_void(step, generation):
             return
         if isinstance(message, ShardFailed):
-            self._take(self._shards.failed(message.step, message.epoch, message.worker, message.reason))
+            self._take(self._shards.failed(message.step, message.generation, message.worker, message.reason))
             return
         standing = message.standing
-        own = f"{shard_name(message.worker, epoch)}{SHARD_SUFFIX}"
+        own = f"{shard_name(message.worker, generation)}{SHARD_SUFFIX}"
         if others := {item.relative_path for item in message.items} - {own}:
             _log.warning("worker %d says that it has written %s, and not %s", message.worker, min(others), own)
             return
         pieces = {(item.fqn, item.offsets): item for item in message.items}
         num_bytes = max((item.offset + item.length for item in message.items), default=0)
         self._standings.setdefault(standing.step, standing)
-        self._take(self._shards.written(standing.step, standing.epoch, message.worker, pieces, num_bytes))
+        self._take(self._shards.written(standing.step, standing.generation, message.worker, pieces, num_bytes))
 
     def decided(self, decision: Decision) -> None:
         """Survivors go on with a decision: some parts will never come, or are void."""
@@ -311,8 +311,8 @@ class Checkpoints:
         return commit.step == self._last_step and time.monotonic() < commit.began_s + PATIENCE_S
 
     def _say_again(self, step: int, reason: str, patience_s: float) -> None:
-        if step not in self._said_again:
-            self._said_again.add(step)
+        if step not in self._sent_again:
+            self._sent_again.add(step)
             self._say(
                 f"the last checkpoint, of step {step}, cannot be written and is tried again for {patience_s:g} s: "
                 f"{reason}; free space, or the trained weights are lost"

@@ -21,7 +21,7 @@ from elaswave.coordinator.records.terminal import Terminal
 from elaswave.errors import StateError
 from elaswave.observability.result import Recovery
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.events import NewEpoch, Suspected
+from elaswave.protocol.events import NewGeneration, Suspected
 from elaswave.protocol.messages import Decision
 
 
@@ -52,28 +52,28 @@ class RecoveryReports:
         self._num_steps = num_steps
         self._coordinator_ends_s = tuple(coordinator_ends_s)
 
-    def restore(self, decisions: Sequence[Decision], undecided: NewEpoch | None, now_s: float) -> None:
+    def restore(self, decisions: Sequence[Decision], undecided: NewGeneration | None, now_s: float) -> None:
         """Takes over recoveries that earlier coordinators have begun.
 
         Args:
             decisions: all that there were; of some it was not seen, or not entered, that training went on.
-            undecided: the epoch that still waits for one.
+            undecided: the generation that still waits for one.
             now_s: monotonic time.
         """
         for decision in decisions:
             unreported, joined, left = self._state.unreported(decision)
             if unreported or joined or left:
                 suspicions = tuple(Suspected(worker, "exit", decision.reason) for worker in unreported)
-                layout = self._state.layout_before(decision.epoch)
-                self.log.new_epoch(NewEpoch(decision.epoch, suspicions, joined, left), layout, now_s)
+                layout = self._state.layout_before(decision.generation)
+                self.log.new_generation(NewGeneration(decision.generation, suspicions, joined, left), layout, now_s)
                 self.log.decided(decision, now_s, 0.0)
                 self.log.resumed(now_s)
         if undecided is not None:
-            self.new_epoch(undecided, now_s)
+            self.new_generation(undecided, now_s)
 
-    def new_epoch(self, effect: NewEpoch, now_s: float) -> None:
+    def new_generation(self, effect: NewGeneration, now_s: float) -> None:
         """Workers were lost under the present layout, or members have joined or left."""
-        self.log.new_epoch(effect, self._state.layout, now_s)
+        self.log.new_generation(effect, self._state.layout, now_s)
 
     def resumed(self, now_s: float) -> None:
         """Every member computes again."""
@@ -93,12 +93,12 @@ class RecoveryReports:
             self._terminal.say(self.log.describe(recovery))
             self._recorder.recovered(recovery)
 
-    def coordinator_found(self, now_s: float, epoch: int) -> None:
+    def coordinator_found(self, now_s: float, generation: int) -> None:
         """All members have found this coordinator: says, once, that it follows others."""
         ends_s, self._coordinator_ends_s = self._coordinator_ends_s, ()
         for ended_s in ends_s:
             step = min(self._state.last_step + 1, self._num_steps)
-            recovery = self.log.restarted(ended_s, now_s, step, epoch)
+            recovery = self.log.restarted(ended_s, now_s, step, generation)
             self._recorder.recovered(recovery)
             self._terminal.say(
                 f"the coordinator was lost in step {recovery.step}: a new one took over after "

@@ -16,7 +16,7 @@ from elaswave._version import __version__
 from elaswave.blocks.placement import Placement
 from elaswave.blocks.survival import survival_of
 from elaswave.channel.messages.agent import ShowEvaluation, ShowStep
-from elaswave.channel.messages.worker import EvaluationReport, Finished, Ready, Standing, StepReport
+from elaswave.channel.messages.worker import EvaluationReport, Finished, Ready, StepReport, TrainingStanding
 from elaswave.checkpoints.checkpoint import newest_committed_step
 from elaswave.checkpoints.format import CheckpointMeta
 from elaswave.config.devices import planned_speeds
@@ -50,7 +50,7 @@ from elaswave.observability.run_folder import data_facts, is_fine_tuning
 from elaswave.planning.costs.profiled import ActionTiming
 from elaswave.protocol.events import PendingWork
 from elaswave.protocol.messages import Decision, LayoutChange
-from elaswave.protocol.step.duties import pending_after
+from elaswave.protocol.step.due_work import pending_after
 from elaswave.store.interface import Store
 from elaswave.store.journal import CheckpointGivenUp, Entered, JournalRecord, Published, RecorderRecord
 from elaswave.types import ExecutionParameters, Layout
@@ -101,7 +101,7 @@ class RunRecorder:
         self._terminal = terminal
         self._at_home = at_home
         self._started_s = started_s
-        self._said_of_domains = ""
+        self._domains_reported = ""
         """What people were told last of the sites and hosts whose loss is survived."""
         self._next_timings_s = 0.0
         """When the next `TimingsMeasured` may be written."""
@@ -195,11 +195,11 @@ class RunRecorder:
         if self.state.ready(message.worker):
             plan, first_step = self._plan, self.state.first_step
             reason = "as configured" if first_step == 1 else "as configured, resumed from a checkpoint"
-            self._choose_layout(self.state.epoch, plan.layout, plan.placement, plan.execution, reason, first_step)
+            self._choose_layout(self.state.generation, plan.layout, plan.placement, plan.execution, reason, first_step)
 
     def _choose_layout(
         self,
-        epoch: int,
+        generation: int,
         layout: Layout,
         placement: Placement,
         execution: ExecutionParameters,
@@ -221,7 +221,7 @@ class RunRecorder:
         )
         self._enter(
             LayoutChosen(
-                epoch=epoch,
+                generation=generation,
                 layout=layout,
                 reason=reason,
                 first_step=first_step,
@@ -242,9 +242,9 @@ class RunRecorder:
         for recovery in self.state.recoveries[num_known:]:  # they follow from what was entered
             self._write(Recovered(recovery=recovery))
         text = "" if survival is None else survival.describe_domains()
-        if text and text != self._said_of_domains:
-            self._said_of_domains = text
-            self._terminal.say(f"epoch {epoch}: the job {text}")
+        if text and text != self._domains_reported:
+            self._domains_reported = text
+            self._terminal.say(f"generation {generation}: the job {text}")
 
     def predicted(self, predicted_step_s: float) -> None:
         """What a step of the present layout should take, if that was not known when it was chosen.
@@ -252,14 +252,16 @@ class RunRecorder:
         Planning takes its time: once the run has ended nothing is entered any more.
         """
         if self.state.lacks_prediction():
-            record = self.state.epochs[-1]
-            self._enter(StepTimePredicted(epoch=record.epoch, change=record.change, predicted_step_s=predicted_step_s))
+            record = self.state.generations[-1]
+            self._enter(
+                StepTimePredicted(generation=record.generation, change=record.change, predicted_step_s=predicted_step_s)
+            )
 
     def changed(self, change: LayoutChange, first_step: int) -> None:
         """A planned change of the layout has come into force; may be said again."""
         if change.number > self.state.newest_change:
             self._choose_layout(
-                change.epoch,
+                change.generation,
                 change.layout,
                 change.placement,
                 change.execution,
@@ -279,7 +281,7 @@ class RunRecorder:
         """Survivors go on with a decision."""
         reason = f"{decision.reason}; {decision.plan}" if decision.plan else decision.reason
         self._choose_layout(
-            decision.epoch,
+            decision.generation,
             decision.layout,
             self._plan.complete(decision.layout, decision.placement),
             decision.execution,
@@ -287,19 +289,21 @@ class RunRecorder:
             decision.resume_step,
         )
         if text := self._plan.unprotected(decision.layout, decision.placement):
-            self._terminal.say(f"epoch {decision.epoch}: {text}")
+            self._terminal.say(f"generation {decision.generation}: {text}")
         if decision.plan and self._config.elastic.policy_is_code:  # its author wants to know what became of the plan
             self._terminal.say(decision.plan)
         self.checkpoints.decided(decision)
 
-    def catch_up(self, epoch: int, decision: Decision | None) -> None:
+    def catch_up(self, generation: int, decision: Decision | None) -> None:
         """What an earlier coordinator has persisted and died before it could enter it here."""
         state = self.state
-        if decision is not None and decision.epoch > max((known.epoch for known in state.epochs), default=0):
-            state.new_epoch(decision.epoch)
+        if decision is not None and decision.generation > max(
+            (known.generation for known in state.generations), default=0
+        ):
+            state.new_generation(decision.generation)
             self.decided(decision)
-        if epoch > state.epoch:
-            state.new_epoch(epoch)
+        if generation > state.generation:
+            state.new_generation(generation)
 
     def recovered(self, recovery: Recovery) -> None:
         """An event has been dealt with."""
@@ -377,8 +381,8 @@ class RunRecorder:
                 rate=(num_samples if num_tokens is None else num_tokens) / max(1e-9, finished_s - before_s),
                 counts_samples=num_tokens is None,
                 data_pass=data_pass,
-                epoch=report.epoch,
-                layout_name=state.layout_of(report.step, report.epoch).describe(),
+                generation=report.generation,
+                layout_name=state.layout_of(report.step, report.generation).describe(),
                 metrics=report.metrics,
             )
         )
@@ -386,7 +390,7 @@ class RunRecorder:
         self._write(
             StepCommitted(
                 step=report.step,
-                epoch=report.epoch,
+                generation=report.generation,
                 attempt=report.attempt,
                 loss=report.loss,
                 grad_norm=report.norm,
@@ -460,7 +464,7 @@ class RunRecorder:
         self._terminal.say_trouble(text)
         self._settle(step)
 
-    def _describe(self, standing: Standing) -> CheckpointMeta | None:
+    def _describe(self, standing: TrainingStanding) -> CheckpointMeta | None:
         """The run at the step of a standing; None while a loss up to it is not known."""
         if self.state.last_step < standing.step:
             return None

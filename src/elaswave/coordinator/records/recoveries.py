@@ -12,8 +12,8 @@ from elaswave.observability.clock import clock_here
 from elaswave.observability.events import LayoutChosen
 from elaswave.observability.result import Recovery
 from elaswave.observability.worker_logs import last_lines
-from elaswave.protocol.detection.detector import Position
-from elaswave.protocol.events import NewEpoch, Suspected
+from elaswave.protocol.detection.detector import WorkerActivity
+from elaswave.protocol.events import NewGeneration, Suspected
 from elaswave.protocol.messages import Decision, Installed
 from elaswave.types import Layout
 
@@ -44,7 +44,7 @@ class _OpenRecovery:
     """When the next step was committed, if that is known already."""
     installed: dict[int, Installed] = field(default_factory=dict)
     promoted: int = 0
-    epochs: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
 
 
 class RecoveryLog:
@@ -59,25 +59,25 @@ class RecoveryLog:
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._clock = clock_here()
-        self._positions: dict[int, Position] = {}
+        self._activities: dict[int, WorkerActivity] = {}
         self._open: _OpenRecovery | None = None
         self._waiting: list[_OpenRecovery] = []
         """Resumed, and waiting for the redone step."""
         self._details: dict[tuple[int, int | None], tuple[int, int, int]] = {}
-        """Stage, rerouted micro-batches and promoted blocks by (epoch, worker), for the readable line."""
+        """Stage, rerouted micro-batches and promoted blocks by (generation, worker), for the readable line."""
 
-    def seen(self, worker: int, position: Position) -> None:
+    def seen(self, worker: int, activity: WorkerActivity) -> None:
         """A heartbeat: where the worker is."""
-        self._positions[worker] = position
+        self._activities[worker] = activity
 
-    def new_epoch(self, effect: NewEpoch, layout: Layout, now_s: float) -> None:
-        """A new epoch has begun; another one before the decision continues the same recovery."""
+    def new_generation(self, effect: NewGeneration, layout: Layout, now_s: float) -> None:
+        """A new generation has begun; another one before the decision continues the same recovery."""
         if self._open is not None and self._open.redone_s:
             self._go_on(self._open.resumed_s)  # who has not said that it goes on may be who is lost now
         if self._open is None:
             self._open = _OpenRecovery([], now_s, {}, {}, {}, 0)
         pending = self._open
-        pending.epochs.append(effect.epoch)
+        pending.generations.append(effect.generation)
         pending.joined += effect.joined
         pending.left += effect.left
         pending.unsound += effect.unsound
@@ -88,8 +88,8 @@ class RecoveryLog:
             if fault is not None:
                 pending.faults[worker] = fault
                 pending.places[worker] = (fault.step, fault.phase or "any")
-            elif worker in self._positions:
-                pending.places[worker] = _place_of(self._positions[worker])
+            elif worker in self._activities:
+                pending.places[worker] = _place_of(self._activities[worker])
             if worker in layout.active:
                 pending.stages[worker] = layout.stage_of(worker)
             pending.rerouted += sum(any(hop.worker == worker for hop in route) for route in layout.routes)
@@ -118,7 +118,11 @@ class RecoveryLog:
     def installed(self, message: Installed) -> None:
         """A survivor has carried out a decision."""
         for pending in (self._open, *self._waiting):
-            if pending is not None and pending.decision is not None and pending.decision.epoch == message.epoch:
+            if (
+                pending is not None
+                and pending.decision is not None
+                and pending.decision.generation == message.generation
+            ):
                 pending.installed[message.worker] = message
 
     def resumed(self, now_s: float) -> list[Recovery]:
@@ -185,7 +189,7 @@ class RecoveryLog:
                 step=step,
                 phase=phase,
                 detected_by=suspicion.detected_by,  # type: ignore[arg-type]
-                epoch=decision.epoch,
+                generation=decision.generation,
                 attempt=decision.resume_attempt,
                 outcome="retried" if retried else "committed",
                 detect_s=None if fault is None else pending.detected_s - begin_s,
@@ -200,7 +204,7 @@ class RecoveryLog:
                 last_lines=last_lines(self._run_dir, suspicion.worker),
             )
             stage = pending.stages.get(suspicion.worker, -1)
-            self._details[entry.epoch, entry.worker] = (stage, pending.rerouted, pending.promoted)
+            self._details[entry.generation, entry.worker] = (stage, pending.rerouted, pending.promoted)
             entries.append(entry)
         return entries + self._without_losses(pending, decision, redone_s)
 
@@ -218,7 +222,7 @@ class RecoveryLog:
                 step=min(decision.resume_step, self._num_steps),
                 phase="any",
                 detected_by={"drained": "drain", "repaired": "vote"}.get(kind),  # type: ignore[arg-type]
-                epoch=decision.epoch,
+                generation=decision.generation,
                 attempt=decision.resume_attempt,
                 outcome="retried" if kind == "repaired" else "committed",
                 detect_s=None,
@@ -244,7 +248,7 @@ class RecoveryLog:
         if not recovery.is_failure:
             what = "has left" if recovery.kind == "drained" else f"has {recovery.kind}"
             return f"worker {recovery.worker} {what}: training paused for {recovery.total_s * 1e3:.0f} ms"
-        stage, rerouted, promoted = self._details[recovery.epoch, recovery.worker]
+        stage, rerouted, promoted = self._details[recovery.generation, recovery.worker]
         waited_s = recovery.total_s - recovery.redo_s
         number = recovery.num_microbatches_recomputed
         again = f" ({number} micro-batch{'' if number == 1 else 'es'} run again)"
@@ -252,12 +256,12 @@ class RecoveryLog:
         place = "" if recovery.phase == "any" else f"{recovery.phase} of "
         return (
             f"worker {recovery.worker} (stage {stage}) lost in {place}step {recovery.step} "
-            f"({recovery.detected_by}): epoch {recovery.epoch}, {rerouted} micro-batches rerouted, "
+            f"({recovery.detected_by}): generation {recovery.generation}, {rerouted} micro-batches rerouted, "
             f"{promoted} blocks promoted, {recovery.critical_bytes} B moved, going on after "
             f"{waited_s * 1e3:.0f} ms{redone}{_last_words(recovery.last_lines)}"
         )
 
-    def restarted(self, ended_s: float, now_s: float, step: int, epoch: int) -> Recovery:
+    def restarted(self, ended_s: float, now_s: float, step: int, generation: int) -> Recovery:
         """A new coordinator has taken over."""
         return Recovery(
             kind="coordinator",
@@ -265,7 +269,7 @@ class RecoveryLog:
             step=step,
             phase="any",
             detected_by="exit",
-            epoch=epoch,
+            generation=generation,
             attempt=1,
             outcome="committed",
             detect_s=0.0,
@@ -303,7 +307,7 @@ def layout_changed(event: LayoutChosen, before: Layout, speeds: Mapping[int, flo
             step=event.first_step,
             phase="any",
             detected_by=None,
-            epoch=event.epoch,
+            generation=event.generation,
             attempt=1,
             outcome="committed",
             detect_s=None,
@@ -327,7 +331,7 @@ def _last_words(lines: list[str]) -> str:
 def _is_redo(pending: _OpenRecovery, report: StepReport) -> bool:
     """Whether a step was committed after a recovery's decision, and so by members that have all carried it out."""
     decision = pending.decision
-    return decision is not None and report.epoch >= pending.epochs[-1] and report.step >= decision.resume_step
+    return decision is not None and report.generation >= pending.generations[-1] and report.step >= decision.resume_step
 
 
 def _has_voted_since(step: int, phase: str, decision: Decision) -> bool:
@@ -341,7 +345,7 @@ def _num_recomputed(decision: Decision) -> int:
     return decision.num_microbatches_recomputed if decision.rollback is None else decision.layout.num_microbatches
 
 
-def _place_of(position: Position) -> tuple[int, str]:
+def _place_of(activity: WorkerActivity) -> tuple[int, str]:
     """Step and phase of a position."""
-    label = position.label.lstrip("0123456789")
-    return (position.step, _PHASES.get(label[:1], position.label) if position.label[:1].isdigit() else label)
+    label = activity.label.lstrip("0123456789")
+    return (activity.step, _PHASES.get(label[:1], activity.label) if activity.label[:1].isdigit() else label)

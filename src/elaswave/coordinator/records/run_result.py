@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from elaswave._version import __version__
-from elaswave.channel.messages.worker import Standing
+from elaswave.channel.messages.worker import TrainingStanding
 from elaswave.checkpoints.format import UPDATER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.coordinator.records.run_state import RunState, as_series
 from elaswave.data.sampler import Sampler
@@ -16,7 +16,7 @@ from elaswave.state.digests import add_digests, state_digest
 
 
 def describe_checkpoint(
-    plan: RunPlan, state: RunState, sampler: Sampler, standing: Standing, facts: dict[str, object]
+    plan: RunPlan, state: RunState, sampler: Sampler, standing: TrainingStanding, facts: dict[str, object]
 ) -> CheckpointMeta:
     """The run at the step of a standing, the losses up to which are known.
 
@@ -90,7 +90,7 @@ def make_result(
         ),
         throughput_tokens_per_s=None if samples_per_s is None or tokens is None else samples_per_s * tokens,
         throughput_samples_per_s=samples_per_s,
-        epochs=list(state.epochs),
+        generations=list(state.generations),
         recoveries=list(state.recoveries),
         val_losses=list(state.val_losses.values()),
         val_steps=list(state.val_losses),

@@ -24,9 +24,9 @@ from elaswave.observability.events import (
     StepTimeMeasured,
     StepTimePredicted,
 )
-from elaswave.observability.result import EpochRecord, Recovery, from_json_float
+from elaswave.observability.result import GenerationRecord, Recovery, from_json_float
 from elaswave.protocol.coordinator.decisions import MemberEnd, all_have_ended
-from elaswave.protocol.messages import FIRST_EPOCH, Decision
+from elaswave.protocol.messages import FIRST_GENERATION, Decision
 from elaswave.store.journal import CheckpointGivenUp, Entered, Published, RecorderRecord
 from elaswave.types import Layout
 
@@ -86,14 +86,14 @@ class RunState:
         """That the run has chosen for its adaptive fences, by step."""
         self.finished_s: dict[int, float] = {}
         """Step -> monotonic time at which it was done."""
-        self.epochs: list[EpochRecord] = []
+        self.generations: list[GenerationRecord] = []
         """Layouts that were chosen, in order."""
         self.recoveries: list[Recovery] = []
         self._ready: set[int] = set()
         """Workers that have begun to train."""
         self.finished: dict[int, Finished] = {}
-        """Workers that have said, since the present epoch began, that they have made their last step."""
-        self.epoch = FIRST_EPOCH
+        """Workers that have said, since the present generation began, that they have made their last step."""
+        self.generation = FIRST_GENERATION
         self.members: tuple[int, ...] = layout.workers
         self.start_up_s = 0.0
         self.outcome: Literal["finished", "failed", "interrupted"] | None = None
@@ -132,12 +132,12 @@ class RunState:
             if event.change:
                 self.recoveries += layout_changed(event, self.layout, self._speeds)
             self._speeds = event.speeds
-            self.epochs.append(event.record)
+            self.generations.append(event.record)
             self.fence_ratios = with_ratios(self.fence_ratios, event.first_step, event.ratios)
             self._steps_s.clear()
             self.start_up_s = event.start_up_s or self.start_up_s
-            if event.epoch >= self.epoch:  # a change of the last epoch may be heard of in the next one
-                self.epoch, self.members = event.epoch, event.layout.workers
+            if event.generation >= self.generation:  # a change of the last generation may be heard of in the next one
+                self.generation, self.members = event.generation, event.layout.workers
         elif isinstance(event, StepTimePredicted):
             self._amend(predicted_step_s=event.predicted_step_s)
         elif isinstance(event, StepTimeMeasured):
@@ -149,12 +149,12 @@ class RunState:
             self.outcome, self.reason = event.outcome, event.reason
 
     def _amend(self, **values: float | None) -> None:
-        if self.epochs:
-            self.epochs[-1] = msgspec.structs.replace(self.epochs[-1], **values)
+        if self.generations:
+            self.generations[-1] = msgspec.structs.replace(self.generations[-1], **values)
 
-    def new_epoch(self, epoch: int) -> None:
-        """A new epoch has begun: what was reported for the end no longer counts."""
-        self.epoch = epoch
+    def new_generation(self, generation: int) -> None:
+        """A new generation has begun: what was reported for the end no longer counts."""
+        self.generation = generation
         self.finished.clear()
 
     def ready(self, worker: int) -> bool:
@@ -164,7 +164,7 @@ class RunState:
             Whether every member has been heard for the first time, so that the first layout can be shown.
         """
         self._ready.add(worker)
-        return self._ready.issuperset(self.members) and not self.epochs
+        return self._ready.issuperset(self.members) and not self.generations
 
     def finish(self, message: Finished) -> None:
         """A worker has made its last step."""
@@ -173,7 +173,7 @@ class RunState:
     def time_step(self, report: StepReport, finished_s: float) -> None:
         """Counts how long a published step took, from one step's end to the next one's: what is done between steps
         belongs to them. A layout's first step, and one that was tried again, do not count."""
-        if self.epochs and self.epochs[-1].first_step < report.step and report.attempt == 1:
+        if self.generations and self.generations[-1].first_step < report.step and report.attempt == 1:
             begin_s = self.finished_s.get(report.step - 1)
             if begin_s is not None:
                 self._steps_s.append(finished_s - begin_s)
@@ -209,7 +209,7 @@ class RunState:
 
     def lacks_prediction(self) -> bool:
         """Whether it is not known yet what a step of the present layout should take, and would still be of interest."""
-        return self.outcome is None and bool(self.epochs) and self.epochs[-1].predicted_step_s is None
+        return self.outcome is None and bool(self.generations) and self.generations[-1].predicted_step_s is None
 
     # ------------------------------------------------------------------------------------------------------- questions
 
@@ -220,8 +220,8 @@ class RunState:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the present epoch."""
-        return self.epochs[-1].layout if self.epochs else self._first_layout
+        """The layout of the present generation."""
+        return self.generations[-1].layout if self.generations else self._first_layout
 
     @property
     def step_s(self) -> float:
@@ -231,7 +231,7 @@ class RunState:
     @property
     def newest_change(self) -> int:
         """The newest planned change that has come into force; 0 for none."""
-        return max((record.change for record in self.epochs), default=0)
+        return max((record.change for record in self.generations), default=0)
 
     @property
     def num_restarts(self) -> int:
@@ -242,14 +242,14 @@ class RunState:
     def ends(self) -> dict[int, MemberEnd]:
         """Workers that have said that they have made their last step."""
         return {
-            worker: MemberEnd(message.standing.epoch, message.standing.step)
+            worker: MemberEnd(message.standing.generation, message.standing.step)
             for worker, message in self.finished.items()
         }
 
     @property
     def all_finished(self) -> bool:
         """Whether every member has made its last step and reported its state, and every step's loss is known."""
-        return all_have_ended(self.members, self.epoch, self.ends, self.last_step)
+        return all_have_ended(self.members, self.generation, self.ends, self.last_step)
 
     @property
     def was_stopped(self) -> bool:
@@ -266,30 +266,30 @@ class RunState:
         )
         return lost, joined, left
 
-    def layout_before(self, epoch: int) -> Layout:
-        """The layout that an epoch has replaced."""
-        earlier = [record.layout for record in self.epochs if record.epoch < epoch]
+    def layout_before(self, generation: int) -> Layout:
+        """The layout that a generation has replaced."""
+        earlier = [record.layout for record in self.generations if record.generation < generation]
         return earlier[-1] if earlier else self._first_layout
 
-    def layout_of(self, step: int, epoch: int | None = None) -> Layout:
+    def layout_of(self, step: int, generation: int | None = None) -> Layout:
         """The layout in which a step was committed; a newer one may have been decided before its report came.
 
         Args:
             step: which.
-            epoch: in which it was committed; None if that is not known.
+            generation: in which it was committed; None if that is not known.
         """
-        for record in reversed(self.epochs):
-            if record.first_step <= step and (epoch is None or record.epoch <= epoch):
+        for record in reversed(self.generations):
+            if record.first_step <= step and (generation is None or record.generation <= generation):
                 return record.layout
-        return self._first_layout if epoch is None else self.layout
+        return self._first_layout if generation is None else self.layout
 
     def step_time_measured(self) -> StepTimeMeasured | None:
         """What the steps of the present layout took, if any were measured."""
-        if not self._steps_s or not self.epochs:
+        if not self._steps_s or not self.generations:
             return None
-        record = self.epochs[-1]
+        record = self.generations[-1]
         return StepTimeMeasured(
-            epoch=record.epoch,
+            generation=record.generation,
             change=record.change,
             predicted_step_s=record.predicted_step_s,
             measured_step_s=median(self._steps_s),

@@ -63,7 +63,7 @@ def is_codable(tensor: torch.Tensor, codec: str) -> bool:
     return coded_bytes(codec, tensor.shape, tensor.dtype.itemsize) < tensor.nbytes
 
 
-def encode(tensor: torch.Tensor, codec: str) -> torch.Tensor | None:
+def encode_tensor(tensor: torch.Tensor, codec: str) -> torch.Tensor | None:
     """The bytes of a tensor.
 
     Args:
@@ -185,7 +185,7 @@ def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scales >= torch.finfo(torch.float32).tiny, rounded, 0.0)
 
 
-def decode(coded: torch.Tensor, places: Places | None = None) -> torch.Tensor:
+def decode_tensor(coded: torch.Tensor, places: Places | None = None) -> torch.Tensor:
     """The tensor that bytes stand for, of the type and shape that the coded one had.
 
     Args:

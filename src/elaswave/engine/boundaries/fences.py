@@ -18,7 +18,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from elaswave.engine.boundaries.codecs import Places, decode, encode, encode_at, is_codable, needs_places, places_of
+from elaswave.engine.boundaries.codecs import (
+    Places,
+    decode_tensor,
+    encode_at,
+    encode_tensor,
+    is_codable,
+    needs_places,
+    places_of,
+)
 from elaswave.engine.checks.values import at_boundary, flatten, is_differentiable, unflatten
 from elaswave.errors import FrameError
 from elaswave.fences import Codec, codec_in_force, top_k_of
@@ -26,7 +34,7 @@ from elaswave.fences import Codec, codec_in_force, top_k_of
 Direction = Literal["forward", "backward"]
 
 
-class Fenced(NamedTuple):
+class CodedValue(NamedTuple):
     """A value at a boundary of which some tensors are coded."""
 
     value: Any
@@ -83,11 +91,11 @@ class Fences:
         Raises:
             FrameError: the value was received, and its bytes contradict themselves.
         """
-        if not isinstance(value, Fenced):
+        if not isinstance(value, CodedValue):
             return value
         structure, leaves = flatten(value.value)
         for place in _places(value, len(leaves)):
-            leaves[place] = at_boundary(decode(leaves[place]))
+            leaves[place] = at_boundary(decode_tensor(leaves[place]))
         return unflatten(structure, leaves)
 
     def closed(self, boundary: int, value: Any, before: Any, given: Sequence[torch.Tensor]) -> Any:
@@ -100,7 +108,7 @@ class Fences:
             given: the leaves that it was given of that.
         """
         known: list[_Known] = []
-        if isinstance(before, Fenced):
+        if isinstance(before, CodedValue):
             _, coded = flatten(before.value)
             known = [_Known(coded[place], given[place]) for place in before.places.tolist()]
         if not known and boundary not in self._codecs:
@@ -111,11 +119,11 @@ class Fences:
             bytes_ = self._coded(boundary, "forward", leaf, known)
             if bytes_ is not None:
                 found[place] = leaves[place] = bytes_
-        return Fenced(unflatten(structure, leaves), torch.tensor([*found])) if found else value
+        return CodedValue(unflatten(structure, leaves), torch.tensor([*found])) if found else value
 
     def masks(self, before: Any, behind: Any) -> Masks:
         """What has to be kept of the values beside a layer until the backward has passed it."""
-        if not isinstance(before, Fenced) and not isinstance(behind, Fenced):
+        if not isinstance(before, CodedValue) and not isinstance(behind, CodedValue):
             return NO_MASKS
         return Masks(_places_kept(before), _places_kept(behind))
 
@@ -129,7 +137,7 @@ class Fences:
             FrameError: they were received, and bytes contradict themselves.
         """
         return [
-            decode(each, masks.behind.get(index)) if each.dtype == torch.uint8 else each
+            decode_tensor(each, masks.behind.get(index)) if each.dtype == torch.uint8 else each
             for index, each in enumerate(gradients)
         ]
 
@@ -182,7 +190,7 @@ class Fences:
         codec = self._codecs.get(boundary)
         if codec is None or not is_codable(leaf, codec):
             return None
-        found = encode(leaf, codec) if places is None or top_k_of(codec) is None else encode_at(leaf, places)
+        found = encode_tensor(leaf, codec) if places is None or top_k_of(codec) is None else encode_at(leaf, places)
         if found is None:
             self.bypassed[boundary, direction] += 1
         return found
@@ -190,7 +198,7 @@ class Fences:
 
 def _places_kept(value: Any) -> dict[int, Places]:
     """By position among the tensors of a value that have a gradient."""
-    if not isinstance(value, Fenced):
+    if not isinstance(value, CodedValue):
         return {}
     _, leaves = flatten(value.value)
     coded = set(_places(value, len(leaves)))
@@ -211,7 +219,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
 
 
-def _places(value: Fenced, num_leaves: int) -> list[int]:
+def _places(value: CodedValue, num_leaves: int) -> list[int]:
     places = value.places
     found: list[int] = places.tolist() if isinstance(places, torch.Tensor) and places.dtype == torch.int64 else []
     if not found or not all(0 <= place < num_leaves for place in found):

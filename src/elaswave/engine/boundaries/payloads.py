@@ -31,7 +31,7 @@ class _Description(msgspec.Struct, frozen=True, array_like=True):
     """Code of the type and shape of each tensor."""
 
 
-def pack(value: Any) -> torch.Tensor | list[torch.Tensor]:
+def pack_value(value: Any) -> torch.Tensor | list[torch.Tensor]:
     """What the transport sends for a value, whose tensors are contiguous.
 
     Raises:
@@ -53,7 +53,7 @@ def pack(value: Any) -> torch.Tensor | list[torch.Tensor]:
     return parts
 
 
-def unpack(frame: torch.Tensor) -> Any:
+def unpack_value(frame: torch.Tensor) -> Any:
     """The value that a received frame holds. Its tensors lie in the frame's memory, each with its own version.
 
     Raises:

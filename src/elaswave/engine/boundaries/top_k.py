@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from elaswave.errors import FrameError
-from elaswave.fences import RATIO_BYTES, Rows, places_bytes, rows_of, values_bytes
+from elaswave.fences import RATIO_BYTES, TopKRows, places_bytes, rows_of, values_bytes
 
 _WHOLE = {
     torch.float64: torch.int64,
@@ -32,7 +32,7 @@ _WHOLE = {
 class _Part(NamedTuple):
     """Rows of equal length, and where they are."""
 
-    rows: Rows
+    rows: TopKRows
     elements: slice
     kept: slice
     """Among the numbers that are kept."""

@@ -29,7 +29,7 @@ from elaswave.engine.materialise import all_layers
 from elaswave.engine.microbatches import Microbatches
 from elaswave.errors import SIGNALS, DataError, StoppedBySignalError, UsageError
 from elaswave.models.foreign.connection import close_all
-from elaswave.training.dataset import UserDataError, hash_of
+from elaswave.training.dataset import UserDataError, hash_batch
 from elaswave.training.definition import Samples
 from elaswave.training.raised import said
 from elaswave.training.random_state import generators_kept
@@ -70,13 +70,13 @@ class Rehearsal:
             maker = BatchMaker(self._blueprint.config, self._samples, self._blueprint.sampler(self._samples))
             self._pair = pair = maker.make(_FIRST)
             large = self._too_large("what the dataset loads", _own_memory_bytes() - before)
-            yield Finding(what=FIRST_BATCH, value="" if large else hash_of(pair), text=large or _text_of(pair))
+            yield Finding(what=FIRST_BATCH, value="" if large else hash_batch(pair), text=large or _text_of(pair))
         for each in self._samples.hashes(NUM_HASHES):
             yield Finding(what=f"sample {each.sample}", value=each.hash, sample=each.sample)
         if self._pair is not None:
             with contextlib.suppress(DataError, UserDataError), interruptible():
                 again = maker.make(_FIRST)
-                yield Finding(what=AGAIN, value=hash_of(again), text=_text_of(again))
+                yield Finding(what=AGAIN, value=hash_batch(again), text=_text_of(again))
 
     def loss(self) -> Finding | None:
         """The loss of the micro-batch that `data` has drawn, from the initial values; None where there is none, or it

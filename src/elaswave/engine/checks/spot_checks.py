@@ -1,9 +1,9 @@
 """A check that never ends: now and then a run of a layer or of the loss is done again and compared bit for bit.
 
 By turns it is done again from its input, with its memory elsewhere, which finds what differs from one time to the next;
-or the layer's probe is (`elaswave.engine.checks.canary`), against the canary that was voted on at the start, which also
-finds a processor that has become wrong for good. The loss has no probe: in its place one operator of the environment is
-run.
+or the layer's probe is (`elaswave.engine.checks.determinism_check`), against the canary that was voted on at the start,
+which also finds a processor that has become wrong for good. The loss has no probe: in its place one operator of the
+environment is run.
 
 *Where* follows from the run's seed, the step, the layer and the micro-batch, never from worker or attempt. So whoever
 repeats a micro-batch after a loss checks the same place: a fault of the layer's code shows again on the second worker,
@@ -34,7 +34,7 @@ COST = 1.8
 1.6 to 1.9 run again, which takes two forwards and a backward, and 1.2 to 1.5 the probe, one of each."""
 
 
-class Kind(Enum):
+class CheckKind(Enum):
     """What is done again."""
 
     RUN = "run"
@@ -102,11 +102,11 @@ class SpotChecks:
         start = key64(self._seed, "spot check", step, "micro-batch")
         self._microbatches = frozenset((start + place) % self._num_microbatches for place in range(self._width))
 
-    def due(self, layer: int, microbatch: int) -> Kind | None:
+    def due(self, layer: int, microbatch: int) -> CheckKind | None:
         """What of a layer's run is done again in this step; the loss is one past the last layer."""
         if microbatch not in self._microbatches:
             return None
-        return Kind.PROBE if (self._turn + layer) % 2 else Kind.RUN
+        return CheckKind.PROBE if (self._turn + layer) % 2 else CheckKind.RUN
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -141,14 +141,15 @@ class SpotChecks:
             raise UsageError(f"the operator {name} gives other bits than at the start of the run, on the same numbers")
 
 
-def check_probe(who: str, canary: int, known: int) -> None:
+def check_probe(who: str, determinism_hash: int, known: int) -> None:
     """Compares a layer's canary with the one that was voted on.
 
     Raises:
         UsageError: they differ.
     """
-    if canary != known:
+    if determinism_hash != known:
         raise UsageError(
             f"{who} gives other bits than at the start of the run: what it makes of made-up numbers that never change "
-            f"has the hash {canary:x}, and had {known:x} when it was voted on. It must keep nothing between calls"
+            f"has the hash {determinism_hash:x}, and had {known:x} when it was voted on. It must keep nothing "
+            "between calls"
         )

@@ -4,7 +4,7 @@ All of it is memory that somebody reads again: the layer before in its backward,
 attempt of the step. By which look a write is found:
 
 - *by bits*, at a layer's first micro-batch in each process, in training and in evaluation, and wherever a run is done
-  again (`elaswave.engine.checks.canary.check_again`): all that was lent is compared with what it was.
+  again (`elaswave.engine.checks.determinism_check.check_again`): all that was lent is compared with what it was.
 - *by sums*, at every run, from before a forward until after its backward: inputs, what `elaswave.batch` returns, and
   targets. The words of a tensor are added up, in some parts. It costs a thousandth of what a layer computes.
 - *by versions*, at every run, after forward and backward: what torch counts of writes in place, of parameters and
@@ -52,7 +52,7 @@ def sums_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return found if size == flat.numel() else [*found, flat[size:].sum()]
 
 
-class Watched:
+class WatchedTensors:
     """Tensors that are lent, as they were.
 
     Args:
@@ -99,15 +99,15 @@ class Watching:
         self.at = (0, 0)
         """Micro-batch and layer that are being computed."""
 
-    def watch(self, *values: Any) -> Watched:
+    def watch(self, *values: Any) -> WatchedTensors:
         """Looks at the tensors of some values, whatever containers they stand in."""
         return self.watch_tensors(tensors_of(*values))
 
-    def watch_tensors(self, tensors: Sequence[torch.Tensor]) -> Watched:
+    def watch_tensors(self, tensors: Sequence[torch.Tensor]) -> WatchedTensors:
         """Looks at tensors."""
-        return Watched(tensors, by_sums=self._by_sums)
+        return WatchedTensors(tensors, by_sums=self._by_sums)
 
-    def expect(self, watched: Watched, message: Callable[[], str]) -> None:
+    def expect(self, watched: WatchedTensors, message: Callable[[], str]) -> None:
         """Refuses them if they were written.
 
         Raises:
@@ -131,11 +131,11 @@ class Lent(NamedTuple):
 
     leaves: list[torch.Tensor]
     """Of its input, or copies that it may write."""
-    watched: Watched
+    watched: WatchedTensors
     are_copies: bool
 
 
-def copy_of(tensor: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
+def aligned_clone(tensor: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
     """A copy, in the same graph, that lies as far into a page as the tensor, aligned to 64 bytes as every boundary is.
 
     Args:
@@ -184,8 +184,8 @@ class Lending:
             own = [leaf if leaf.requires_grad else leaf.detach() for leaf in leaves]
             return Lent(own, self._watching.watch_tensors(leaves), are_copies=False)
         # Each at its leaf's place within a page: a run that is done again elsewhere has its copies elsewhere too.
-        copies = [copy_of(leaf) for leaf in leaves]
-        return Lent(copies, Watched(copies, by_sums=False), are_copies=True)
+        copies = [aligned_clone(leaf) for leaf in leaves]
+        return Lent(copies, WatchedTensors(copies, by_sums=False), are_copies=True)
 
     def look(self, index: int, leaves: Sequence[torch.Tensor], lent: Lent, *, train: bool, is_over: bool) -> bool:
         """After a forward, and after a backward.

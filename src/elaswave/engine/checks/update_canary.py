@@ -1,5 +1,5 @@
 """What a run's optimizer makes of made-up numbers, as one more operator of the environment
-(`elaswave.engine.checks.canary`).
+(`elaswave.engine.checks.determinism_check`).
 
 A built-in optimizer is the code of this release, one of a script's own is not: in another process it may be another
 version, or round otherwise. So the first vote compares it, and every later one that of workers that are new.
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import torch
 
-from elaswave.blocks.placement import Block, Role
+from elaswave.blocks.placement import Block, ReplicaRole
 from elaswave.checkpoints.format import MASTER
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.checks.canary import environment, hash_of, made_up
+from elaswave.engine.checks.determinism_check import environment, hash_tensors, made_up
 from elaswave.hashing import key64
 from elaswave.protocol.environment import Environment
 from elaswave.state.store import HeldBlock
@@ -45,7 +45,7 @@ def update_hash(blueprint: Blueprint, device: Device = HOST) -> int:
             found += [copy.slots[name] for name in sorted(copy.slots)]
     except Exception:
         return 0
-    return hash_of(found) or 1
+    return hash_tensors(found) or 1
 
 
 def _one_of_each_kind(blueprint: Blueprint) -> Iterator[Block]:
@@ -60,7 +60,7 @@ def _one_of_each_kind(blueprint: Blueprint) -> Iterator[Block]:
 
 def _made_up_copy(blueprint: Blueprint, block: Block, device: Device) -> HeldBlock:
     """A block with values that do not depend on the run; states of the optimizer are not negative."""
-    copy = HeldBlock(block, Role.OWNER, blueprint.shapes[block.layer], {}, version=0)
+    copy = HeldBlock(block, ReplicaRole.OWNER, blueprint.shapes[block.layer], {}, version=0)
     for name in blueprint.state.slots_of((segment.slot for segment in copy.segments), 0):
         values = made_up(torch.empty(copy.num_elements, device=device.place), key64(UPDATE, name, block.layer))
         copy.slots[name] = values if name == MASTER else values.abs_()

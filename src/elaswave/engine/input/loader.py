@@ -22,7 +22,7 @@ def loader_log(worker: int) -> str:
     return f"loader-{worker}.log"
 
 
-class Made(msgspec.Struct, frozen=True, tag=True):
+class BatchMade(msgspec.Struct, frozen=True, tag=True):
     """A micro-batch; its memory's descriptor comes along."""
 
     name: BatchName
@@ -51,7 +51,7 @@ def say_who(line: socket.socket) -> None:
         line.send(msgspec.msgpack.encode(Begun(os.getpid())))
 
 
-def serve(maker: BatchMaker, line: socket.socket) -> int:
+def serve_batches(maker: BatchMaker, line: socket.socket) -> int:
     """Makes micro-batches until the worker is gone.
 
     Args:
@@ -77,6 +77,6 @@ def _answer(maker: BatchMaker, line: socket.socket, name: BatchName) -> None:
         line.send(msgspec.msgpack.encode(NotMade(name, failure.kind, failure.summary, failure.traceback_text)))
         return
     try:
-        socket.send_fds(line, [msgspec.msgpack.encode(Made(name, time.monotonic() - begin_s))], [memory])
+        socket.send_fds(line, [msgspec.msgpack.encode(BatchMade(name, time.monotonic() - begin_s))], [memory])
     finally:
         os.close(memory)

@@ -21,11 +21,11 @@ import msgspec
 from elaswave.engine.activity import Activity
 from elaswave.engine.batches import BatchError, BatchName
 from elaswave.engine.input.batch_memory import from_memory
-from elaswave.engine.input.loader import MESSAGE_BYTES_MAX, Begun, Made, NotMade
+from elaswave.engine.input.loader import MESSAGE_BYTES_MAX, BatchMade, Begun, NotMade
 from elaswave.errors import WaitTimeoutError
 from elaswave.observability.processes import family_cpu_s
 from elaswave.planning.programs.layout import evaluation_layout
-from elaswave.protocol.step.position import DATA, FIRST_S
+from elaswave.protocol.step.activity import DATA, FIRST_S
 from elaswave.types import Layout
 
 AHEAD = 2
@@ -88,7 +88,7 @@ class LoaderSupply:
         num_loaders: of this worker.
         num_steps: of the run.
         eval_microbatches: of an evaluation.
-        check: called while it waits; moves bytes, and raises InterruptedWaitError if the epoch is over.
+        check: called while it waits; moves bytes, and raises InterruptedWaitError if the generation is over.
         activity: told when another loader is given its chance.
         log: of the loaders, for messages.
     """
@@ -107,7 +107,7 @@ class LoaderSupply:
     ) -> None:
         line.setblocking(False)
         self._worker = worker
-        self._template = line
+        self._forkserver = line
         self._num_loaders = num_loaders
         self._num_steps = num_steps
         self._eval_microbatches = eval_microbatches
@@ -146,7 +146,7 @@ class LoaderSupply:
         Raises:
             BatchError: the data have raised an exception, or loaders have ended or hung.
             WaitTimeoutError: the template forks no loader.
-            InterruptedWaitError: the epoch is over.
+            InterruptedWaitError: the generation is over.
         """
         self._take_what_came()
         begin_s = time.monotonic()
@@ -213,7 +213,7 @@ class LoaderSupply:
     def _wait(self) -> None:
         """Until something has come, but not for long."""
         poll = select.poll()
-        poll.register(self._template, select.POLLIN)
+        poll.register(self._forkserver, select.POLLIN)
         for loader in self._loaders.values():
             poll.register(loader.line, select.POLLIN)
         poll.poll(TURN_S * 1e3)
@@ -221,7 +221,7 @@ class LoaderSupply:
     def _take_what_came(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
-                message, fds, _, _ = socket.recv_fds(self._template, 64, 1)
+                message, fds, _, _ = socket.recv_fds(self._forkserver, 64, 1)
                 if not message:
                     break  # the template is gone, and this process is about to be
                 line = socket.socket(fileno=fds[0])
@@ -251,7 +251,7 @@ class LoaderSupply:
         if not message:
             self._replace(loader, self._ends)
             return False
-        answer = msgspec.msgpack.decode(message, type=Begun | Made | NotMade)
+        answer = msgspec.msgpack.decode(message, type=Begun | BatchMade | NotMade)
         if isinstance(answer, Begun):
             loader.pid = answer.pid
             return True
@@ -277,7 +277,7 @@ class LoaderSupply:
         if loader.asked:
             why[loader.asked[0]] += 1
         with contextlib.suppress(OSError):
-            self._template.send(msgspec.msgpack.encode(loader.index))
+            self._forkserver.send(msgspec.msgpack.encode(loader.index))
 
     def _is_given_up(self, name: BatchName) -> bool:
         return self._ends[name] >= ENDS_MAX or self._hangs[name] >= HANGS_MAX

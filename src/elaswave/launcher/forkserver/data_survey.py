@@ -20,7 +20,7 @@ from elaswave.errors import LaunchError
 from elaswave.job.read_files import ReadFile, apart
 from elaswave.launcher.forkserver.forking import fork
 
-SURVEY_S_MAX = 5.0
+PROBE_S_MAX = 5.0
 """For the samples."""
 LOSS_S_MAX = 15.0
 """For the loss."""
@@ -39,7 +39,7 @@ class Rehearses(Protocol):
         ...
 
 
-def survey(begin: Callable[[], Rehearses], log: Path, read_files: Sequence[ReadFile] = ()) -> list[Finding]:
+def probe_dataset(begin: Callable[[], Rehearses], log: Path, read_files: Sequence[ReadFile] = ()) -> list[Finding]:
     """Finds out what samples and loss are like; nothing where the system lets no process begin.
 
     Args:
@@ -57,16 +57,16 @@ def survey(begin: Callable[[], Rehearses], log: Path, read_files: Sequence[ReadF
     finally:
         os.close(theirs)
     try:
-        return list(_heard(ours))
+        return list(_received(ours))
     finally:
         os.close(ours)
         os.kill(child.pid, signal.SIGKILL)  # it may hang
         child.reap()
 
 
-def _heard(descriptor: int) -> Iterator[Finding]:
+def _received(descriptor: int) -> Iterator[Finding]:
     """What comes before the end, or in time."""
-    deadline_s, part, begun = time.monotonic() + SURVEY_S_MAX, b"", False
+    deadline_s, part, begun = time.monotonic() + PROBE_S_MAX, b"", False
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while poll.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):

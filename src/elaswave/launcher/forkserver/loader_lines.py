@@ -15,7 +15,7 @@ from elaswave.launcher.forkserver.machine import Loader
 _ASK_BYTES_MAX = 64
 
 
-class LoaderLines:
+class LoaderSockets:
     """The template's ends of all lines.
 
     Args:

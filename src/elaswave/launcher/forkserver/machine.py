@@ -85,7 +85,7 @@ class EndAsked(NamedTuple):
     """The launcher is gone, or wants the end."""
 
 
-TemplateEvent = (
+ForkServerEvent = (
     SpawnAsked
     | ForkRefused
     | CoordinatorAsked
@@ -153,11 +153,11 @@ class TellCommit(NamedTuple):
     """Whether it is worth another try: not the checkpoint, but its committer was to blame."""
 
 
-class EndTemplate(NamedTuple):
+class EndForkServer(NamedTuple):
     """Nothing is left: end."""
 
 
-TemplateEffect = (
+ForkServerEffect = (
     ForkWorker
     | ForkLoader
     | ForkCoordinator
@@ -166,11 +166,11 @@ TemplateEffect = (
     | TellEnd
     | TellLoaderEnd
     | TellCommit
-    | EndTemplate
+    | EndForkServer
 )
 
 
-class Template:
+class ForkServer:
     """The template's machine.
 
     Args:
@@ -193,13 +193,13 @@ class Template:
         self._answer: TellCommit | None = None
         self._is_ending = False
 
-    def handle(self, event: TemplateEvent) -> list[TemplateEffect]:
+    def handle(self, event: ForkServerEvent) -> list[ForkServerEffect]:
         """Takes one event; returns effects in their order."""
         if isinstance(event, ChildEnded):
             return self._ended(event)
         if isinstance(event, EndAsked):
             self._is_ending = True
-            killed: list[TemplateEffect] = [KillChild(child) for child in sorted(self._living - {COMMITTER})]
+            killed: list[ForkServerEffect] = [KillChild(child) for child in sorted(self._living - {COMMITTER})]
             killed += [KillChild(loader) for loader in sorted(self._loaders)]
             return killed or self._exit()
         if isinstance(event, ForkRefused):
@@ -229,12 +229,12 @@ class Template:
             return [KillChild(COMMITTER)] if self._committing is not None else []
         return self._commit(event)
 
-    def _fork_loaders(self, worker: int) -> list[TemplateEffect]:
+    def _fork_loaders(self, worker: int) -> list[ForkServerEffect]:
         loaders = [Loader(worker, number) for number in range(self._num_loaders)]
         self._loaders.update(loaders)
         return [ForkLoader(loader) for loader in loaders]
 
-    def _replace(self, loader: Loader) -> list[TemplateEffect]:
+    def _replace(self, loader: Loader) -> list[ForkServerEffect]:
         if loader.worker not in self._living or not 0 <= loader.number < self._num_loaders:
             return []
         if loader in self._loaders:
@@ -243,16 +243,16 @@ class Template:
         self._loaders.add(loader)
         return [ForkLoader(loader)]
 
-    def _loader_ended(self, loader: Loader) -> list[TemplateEffect]:
+    def _loader_ended(self, loader: Loader) -> list[ForkServerEffect]:
         self._loaders.discard(loader)
-        effects: list[TemplateEffect] = [TellLoaderEnd(loader)]
+        effects: list[ForkServerEffect] = [TellLoaderEnd(loader)]
         if loader in self._replaced:
             self._replaced.discard(loader)
             if not self._is_ending:
                 effects += self._replace(loader)
         return effects + self._exit()
 
-    def _commit(self, asked: CommitAsked) -> list[TemplateEffect]:
+    def _commit(self, asked: CommitAsked) -> list[ForkServerEffect]:
         if self._answer is not None and self._answer.number == asked.number:
             return [self._answer]
         self._is_abandoned = False
@@ -263,16 +263,16 @@ class Template:
             return [KillChild(COMMITTER)]
         return []
 
-    def _begin(self, asked: CommitAsked) -> list[TemplateEffect]:
+    def _begin(self, asked: CommitAsked) -> list[ForkServerEffect]:
         self._committing, self._next, self._answer = asked, None, None
         self._living.add(COMMITTER)
         return [ForkCommitter(asked.request)]
 
-    def _ended(self, event: ChildEnded) -> list[TemplateEffect]:
+    def _ended(self, event: ChildEnded) -> list[ForkServerEffect]:
         if isinstance(event.child, Loader):
             return self._loader_ended(event.child)
         self._living.discard(event.child)
-        effects: list[TemplateEffect] = []
+        effects: list[ForkServerEffect] = []
         if event.child != COMMITTER:
             effects.append(TellEnd(event.child, event.status, event.at_s))
             effects += [KillChild(loader) for loader in sorted(self._loaders) if loader.worker == event.child]
@@ -287,7 +287,7 @@ class Template:
             effects += [self._answer, *self._go_on()]
         return effects + self._exit()
 
-    def _go_on(self) -> list[TemplateEffect]:
+    def _go_on(self) -> list[ForkServerEffect]:
         """The committer has ended: begins the next commit, or says that it will not be made."""
         waiting, self._next = self._next, None
         if waiting is None or self._is_ending:
@@ -296,5 +296,5 @@ class Template:
             return [TellCommit(waiting.number, "it was broken off before it had begun", again=True)]
         return self._begin(waiting)
 
-    def _exit(self) -> list[TemplateEffect]:
-        return [EndTemplate()] if self._is_ending and not self._living and not self._loaders else []
+    def _exit(self) -> list[ForkServerEffect]:
+        return [EndForkServer()] if self._is_ending and not self._living and not self._loaders else []

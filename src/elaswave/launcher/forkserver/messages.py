@@ -21,7 +21,7 @@ class SpawnWorkers(Message, frozen=True, kw_only=True):
     """None: they begin from the seed."""
 
 
-class SpawnJoiner(Message, frozen=True, kw_only=True):
+class ForkJoiner(Message, frozen=True, kw_only=True):
     """Fork a worker that joins the job: it begins without state."""
 
     worker: int
@@ -149,8 +149,8 @@ class CommitDone(Message, frozen=True, kw_only=True):
     """Whether it is worth another try."""
 
 
-ToTemplate = SpawnWorkers | SpawnJoiner | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits | TakeKeys
-FromTemplate = (
+ToForkServer = SpawnWorkers | ForkJoiner | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits | TakeKeys
+FromForkServer = (
     Prepared | Unprepared | Spawned | LoaderSpawned | LoaderGone | SpawnRefused | ChildGone | CommitDone | KeysHeld
 )
 
@@ -158,7 +158,7 @@ _T = TypeVar("_T")
 _LENGTH = struct.Struct("<Q")
 
 
-def pack(message: ToTemplate | FromTemplate) -> bytes:
+def pack_message(message: ToForkServer | FromForkServer) -> bytes:
     """A message as it lies in the socket."""
     return framed(msgspec.msgpack.encode(message))
 

@@ -50,7 +50,7 @@ class Named(NamedTuple):
     name: str
 
 
-class Setting(NamedTuple):
+class ModuleValue(NamedTuple):
     """One value of a module."""
 
     place: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Setting(NamedTuple):
 class ModuleState(NamedTuple):
     """What is taken over of one module."""
 
-    settings: list[Setting]
+    settings: list[ModuleValue]
     left: list[tuple[tuple[Any, ...], str]]
     """What is not sent: its place, and its type or, of what is too large, its `digest_of`."""
     names: frozenset[str] | None
@@ -131,9 +131,9 @@ class _Sending:
         """Notes a value, whole if that can be, else in parts."""
         sent = _sent(value, self._own)
         if sent is _TOO_LARGE:
-            self.state.left.append((place, digest_of(value)))
+            self.state.left.append((place, value_digest(value)))
         elif sent is not NO_VALUE:
-            self.state.settings.append(Setting(place, sent))
+            self.state.settings.append(ModuleValue(place, sent))
         elif len(place) < _DEPTH_MAX and (parts := self._parts(value)) is not None:
             for step, part in parts:
                 self._send((*place, step), part)
@@ -165,7 +165,9 @@ def _of_class(place: tuple[Any, ...], kind: type) -> Iterator[tuple[tuple[Any, .
             yield from _of_class((*place, name), value)
 
 
-def _settings_of_library(name: str, module: types.ModuleType, own: set[str], *, takes_plain: bool) -> Iterator[Setting]:
+def _settings_of_library(
+    name: str, module: types.ModuleType, own: set[str], *, takes_plain: bool
+) -> Iterator[ModuleValue]:
     """What the script may have set, or has put, there."""
     takes_patches = takes_plain  # of libraries only, also of their private modules
     takes_plain &= not any(part.startswith("_") for part in name.split("."))
@@ -177,7 +179,7 @@ def _settings_of_library(name: str, module: types.ModuleType, own: set[str], *, 
         elif takes_patches and _is_from_elsewhere(value, name, place):
             sent = _named(value) or NO_VALUE
         if sent not in (NO_VALUE, _TOO_LARGE):
-            yield Setting(place, sent)
+            yield ModuleValue(place, sent)
 
 
 def _places_of(name: str, module: types.ModuleType) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -342,7 +344,7 @@ def _flags() -> dict[str, dict[str, bytes]]:
     return found
 
 
-def digest_of(value: Any) -> str:
+def value_digest(value: Any) -> str:
     """A hash of what a value holds: the same in each process, whatever made it."""
     digest = hashlib.blake2b(digest_size=16)
     _feed(digest, value, set())
@@ -357,7 +359,7 @@ def _feed(digest: Any, value: Any, inside: set[int]) -> None:
     elif id(value) not in inside:  # else it holds itself
         inside.add(id(value))
         if issubclass(kind, set | frozenset):
-            digest.update("".join(sorted(map(digest_of, value))).encode())
+            digest.update("".join(sorted(map(value_digest, value))).encode())
         elif kind.__module__.partition(".")[0] in ("numpy", "torch") and hasattr(value, "shape"):
             _feed_numbers(digest, value)
         else:

@@ -35,9 +35,9 @@ from elaswave.job.network import JobNetwork
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.read_files import ReadFile, apart, open_anew, open_descriptors, read_files
 from elaswave.launcher.forkserver.commit_count import CommitCount
-from elaswave.launcher.forkserver.data_survey import survey
+from elaswave.launcher.forkserver.data_survey import probe_dataset
 from elaswave.launcher.forkserver.forking import Child, fork
-from elaswave.launcher.forkserver.loader_lines import LoaderLines
+from elaswave.launcher.forkserver.loader_lines import LoaderSockets
 from elaswave.launcher.forkserver.machine import (
     COMMITTER,
     COORDINATOR,
@@ -50,6 +50,9 @@ from elaswave.launcher.forkserver.machine import (
     ForkCoordinator,
     ForkLoader,
     ForkRefused,
+    ForkServer,
+    ForkServerEffect,
+    ForkServerEvent,
     ForkWorker,
     KillAsked,
     KillChild,
@@ -59,16 +62,14 @@ from elaswave.launcher.forkserver.machine import (
     TellCommit,
     TellEnd,
     TellLoaderEnd,
-    Template,
-    TemplateEffect,
-    TemplateEvent,
 )
 from elaswave.launcher.forkserver.messages import (
     AbandonCommits,
     ChildGone,
     CommitDone,
     CommitShards,
-    FromTemplate,
+    ForkJoiner,
+    FromForkServer,
     KeysHeld,
     KillWorkers,
     LoaderGone,
@@ -76,14 +77,13 @@ from elaswave.launcher.forkserver.messages import (
     Prepared,
     SpawnCoordinator,
     Spawned,
-    SpawnJoiner,
     SpawnRefused,
     SpawnWorkers,
     TakeKeys,
-    ToTemplate,
+    ToForkServer,
     Unpacker,
     Unprepared,
-    pack,
+    pack_message,
 )
 from elaswave.launcher.forkserver.notices import holding_notices
 from elaswave.launcher.machine import memory_bytes
@@ -99,7 +99,7 @@ _ANSWER_BYTES_MAX = 1 << 15
 """Of what a committer may say; a pipe holds more, so it never waits for a reader."""
 
 
-class TemplateSetup(NamedTuple):
+class ForkServerSetup(NamedTuple):
     """What the template and the workers are started with."""
 
     config: Config
@@ -126,8 +126,8 @@ class TemplateSetup(NamedTuple):
     """Of a person's code: what it has open for reading, of which each process needs a place of its own."""
     before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
     """Called in the coordinator before each effect of the protocol's core."""
-    founded: int = 0
-    """Of the job, see `elaswave.protocol.leadership.heads.Head`."""
+    job_generation: int = 0
+    """Of the job, see `elaswave.protocol.leadership.store_position.Head`."""
     suffix: str = ""
     """Of the names of files of which every host has its own in the run's folder."""
     not_taken: Sequence[str] = ()
@@ -137,7 +137,7 @@ class TemplateSetup(NamedTuple):
     before it forks workers."""
 
 
-def run_template(setup: TemplateSetup, link: socket.socket, inherited: Sequence[ReadFile] = ()) -> int:
+def run_forkserver(setup: ForkServerSetup, link: socket.socket, inherited: Sequence[ReadFile] = ()) -> int:
     """The template process from its start to the end of the launcher, or of the job.
 
     What its children leave, and theirs, becomes its own, and ends with it: so the launcher, which may be a script's
@@ -157,7 +157,7 @@ def run_template(setup: TemplateSetup, link: socket.socket, inherited: Sequence[
             end_children()
 
 
-def _run(setup: TemplateSetup, link: socket.socket, inherited: Sequence[ReadFile]) -> int:
+def _run(setup: ForkServerSetup, link: socket.socket, inherited: Sequence[ReadFile]) -> int:
     try:
         import torch  # late, as what follows: the launcher imports this module
 
@@ -171,23 +171,23 @@ def _run(setup: TemplateSetup, link: socket.socket, inherited: Sequence[ReadFile
         if setup.training is not None:  # whose layers may have opened more
             setup = setup._replace(read_files=read_files(ours))
     except UsageError as error:
-        link.sendall(pack(Unprepared(text=readable(str(error)), is_usage=True)))
+        link.sendall(pack_message(Unprepared(text=readable(str(error)), is_usage=True)))
         return 1
     except BaseException as error:
         traceback.print_exc()
-        link.sendall(pack(Unprepared(text=said(error))))
+        link.sendall(pack_message(Unprepared(text=said(error))))
         return 1
-    findings = [] if setup.training is None else _survey(setup, plan)
+    findings = [] if setup.training is None else _probe_dataset(setup, plan)
     given = {} if setup.training is None else _given(plan)
     not_taken = list(setup.not_taken)
-    link.sendall(pack(Prepared(state=plan.state, findings=findings, given=given, not_taken=not_taken)))
-    serving = _Serving(setup, plan, link, worker_life.live, worker_life.load)
+    link.sendall(pack_message(Prepared(state=plan.state, findings=findings, given=given, not_taken=not_taken)))
+    serving = _Serving(setup, plan, link, worker_life.worker_main, worker_life.loader_main)
     return serving.run()
 
 
-def _survey(setup: TemplateSetup, plan: RunPlan) -> list[Finding]:
+def _probe_dataset(setup: ForkServerSetup, plan: RunPlan) -> list[Finding]:
     """See `elaswave.launcher.forkserver.data_survey`."""
-    from elaswave.engine.checks.rehearsal import Rehearsal  # loads torch, as `run_template` has
+    from elaswave.engine.checks.rehearsal import Rehearsal  # loads torch, as `run_forkserver` has
 
     log = setup.run_dir / "logs" / "loader-survey.log"
     memory, _ = memory_bytes() or (None, "")
@@ -196,7 +196,7 @@ def _survey(setup: TemplateSetup, plan: RunPlan) -> list[Finding]:
         # The plan is a blueprint, a class that needs torch.
         return Rehearsal(plan, setup.training.open_samples(setup.run_dir / "data"), memory)  # type: ignore[arg-type]
 
-    return survey(begin, log, setup.read_files)
+    return probe_dataset(begin, log, setup.read_files)
 
 
 def _given(plan: Any) -> dict[str, str]:
@@ -207,7 +207,7 @@ def _given(plan: Any) -> dict[str, str]:
     return given
 
 
-class _LoaderLine(NamedTuple):
+class _LoaderSocket(NamedTuple):
     """Marks the line to a worker over which it asks for loaders."""
 
     worker: int
@@ -218,11 +218,11 @@ class _Serving:
 
     def __init__(
         self,
-        setup: TemplateSetup,
+        setup: ForkServerSetup,
         plan: RunPlan,
         link: socket.socket,
-        live: Callable[[TemplateSetup, int, StartingPoint | None, socket.socket | None, bool], int],
-        load: Callable[[TemplateSetup, socket.socket], int],
+        live: Callable[[ForkServerSetup, int, StartingPoint | None, socket.socket | None, bool], int],
+        load: Callable[[ForkServerSetup, socket.socket], int],
     ) -> None:
         self._setup = setup
         self._plan = plan
@@ -230,17 +230,17 @@ class _Serving:
         self._live = live
         self._load = load
         self._num_loaders = 0 if setup.training is None else setup.training.loaders
-        self._machine = Template(self._num_loaders)
+        self._machine = ForkServer(self._num_loaders)
         self._last_status = 0
         """Of the child whose end is dealt with."""
-        self._unpacker: Unpacker[ToTemplate] = Unpacker(ToTemplate)
+        self._unpacker: Unpacker[ToForkServer] = Unpacker(ToForkServer)
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ, None)
         self._children: dict[int | Loader, Child] = {}
         self._groups: set[int] = set()
         """Process groups of workers that have ended, of which there may be something left."""
-        self._loader_lines = LoaderLines(
-            lambda line, worker: self._selector.register(line, selectors.EVENT_READ, _LoaderLine(worker)),
+        self._loader_sockets = LoaderSockets(
+            lambda line, worker: self._selector.register(line, selectors.EVENT_READ, _LoaderSocket(worker)),
             self._selector.unregister,
         )
         self._checkpoint: StartingPoint | None = None
@@ -256,8 +256,8 @@ class _Serving:
             for key, _ in self._selector.select():
                 if key.data is None:
                     self._hear()
-                elif isinstance(key.data, _LoaderLine):
-                    for loader in self._loader_lines.asked(key.data.worker):
+                elif isinstance(key.data, _LoaderSocket):
+                    for loader in self._loader_sockets.asked(key.data.worker):
                         self._handle(LoaderAsked(loader))
                 elif key.data in self._children:
                     self._reap(key.data)
@@ -279,7 +279,7 @@ class _Serving:
                 self._read_frozen()
                 self._handle(SpawnAsked(message.workers))
                 self._load_for_commits()
-            elif isinstance(message, SpawnJoiner):
+            elif isinstance(message, ForkJoiner):
                 self._handle(SpawnAsked((message.worker,), joins=True))
             elif isinstance(message, SpawnCoordinator):
                 self._coordinator = message
@@ -303,7 +303,7 @@ class _Serving:
         """Reads what the checkpoint has otherwise than it is built, once for all workers, also those to come."""
         if self._setup.frozen is not None or self._checkpoint is None:
             return
-        from elaswave.engine.frozen import changed_frozen  # loaded by `run_template`
+        from elaswave.engine.frozen import changed_frozen  # loaded by `run_forkserver`
 
         checkpoint = (Path(self._checkpoint.folder), self._checkpoint.meta)
         with contextlib.suppress(CheckpointError):  # the workers meet it too, and say so
@@ -324,11 +324,11 @@ class _Serving:
         self._last_status = status
         self._handle(ChildEnded(name, status, at_s, answer))
 
-    def _handle(self, event: TemplateEvent) -> None:
+    def _handle(self, event: ForkServerEvent) -> None:
         for effect in self._machine.handle(event):
             self._carry_out(effect)
 
-    def _carry_out(self, effect: TemplateEffect) -> None:
+    def _carry_out(self, effect: ForkServerEffect) -> None:
         if isinstance(effect, ForkWorker):
             self._fork_worker(effect.worker, joins=effect.joins)
         elif isinstance(effect, ForkLoader):
@@ -370,20 +370,20 @@ class _Serving:
             coordinator_ends_s=asked.coordinator_ends_s,
             before_effect=setup.before_effect,
             home=asked.home,
-            founded=setup.founded,
+            job_generation=setup.job_generation,
             num_loaders=self._num_loaders,
             tls=setup.network.tls,
         )
 
-    def _say(self, message: FromTemplate) -> None:
+    def _say(self, message: FromForkServer) -> None:
         with contextlib.suppress(ConnectionError):  # then the link's end is heard too
-            self._link.sendall(pack(message))
+            self._link.sendall(pack_message(message))
 
     # --------------------------------------------------------------------------------------------------------- forking
 
     def _fork_worker(self, worker: int, *, joins: bool) -> None:
         checkpoint = self._checkpoint
-        line = self._loader_lines.open(worker) if self._num_loaders else None
+        line = self._loader_sockets.open(worker) if self._num_loaders else None
         what, log = f"worker {worker}", worker_log(worker)
         body = apart(self._setup.read_files, lambda: self._live(self._setup, worker, checkpoint, line, joins))
         with holding_notices():
@@ -394,7 +394,7 @@ class _Serving:
     def _fork_loader(self, loader: Loader) -> None:
         from elaswave.engine.input.loader import loader_log  # loaded by the template
 
-        with self._loader_lines.hand_over(loader) as line:
+        with self._loader_sockets.hand_over(loader) as line:
             what = f"loader {loader.number} of worker {loader.worker}"
             body = apart(self._setup.read_files, lambda: self._load(self._setup, line))
             self._fork(loader, what, loader_log(loader.worker), body)
@@ -425,7 +425,7 @@ class _Serving:
         """In a child: closes what is the template's."""
         self._link.close()
         self._selector.close()
-        self._loader_lines.let_go()
+        self._loader_sockets.let_go()
         for child in self._children.values():
             os.close(child.pid_fd)
 

@@ -22,13 +22,13 @@ from elaswave.launcher.forkserver.module_state import (
     NO_VALUE,
     InContext,
     ModuleState,
+    ModuleValue,
     Named,
     OfThread,
-    Setting,
-    digest_of,
     is_dunder,
     is_plain,
     kind_name,
+    value_digest,
 )
 
 
@@ -91,7 +91,7 @@ class TakenOver:
                 self.left.append(f"{_written(name, setting.place)} ({type(error).__name__}: {error})")
         for place, there in state.left:
             here = _found(module, place)
-            if there not in (kind_name(here), digest_of(here)):
+            if there not in (kind_name(here), value_digest(here)):
                 self.left.append(_written(name, place))
         if state.names is not None:
             for gone in [each for each in vars(module) if not is_dunder(each) and each not in state.names]:
@@ -128,7 +128,7 @@ class _Claims:
         return original is None or self._claims.setdefault(id(here), (here, original))[1] == original
 
 
-def _set(module: Any, setting: Setting, claims: _Claims) -> None:
+def _set(module: Any, setting: ModuleValue, claims: _Claims) -> None:
     holder, here = _found(module, setting.place[:-1]), _found(module, setting.place)
     if holder is NO_VALUE:
         return
@@ -195,13 +195,13 @@ def merged(here: Any, sent: Any, merging: _Merging) -> Any:
     if type(here) is not type(sent) or here is sent:
         return sent
     if type(here) in CALLABLES:  # one that is found by no name, such as a lambda; its globals are this module's
-        return here if digest_of(here) == digest_of(sent) else sent
+        return here if value_digest(here) == value_digest(sent) else sent
     if issubclass(type(here), type):
         return here if (here.__module__, here.__qualname__) == (sent.__module__, sent.__qualname__) else sent
     if not merging.claims.has(here, merging.originals.get(id(sent))):
         return sent
     seen[id(sent)] = here
-    if _fill(here, sent, merging) or digest_of(here) == digest_of(sent):
+    if _fill(here, sent, merging) or value_digest(here) == value_digest(sent):
         return here
     seen[id(sent)] = sent
     return sent

@@ -20,12 +20,12 @@ from elaswave.channel.messages.worker import KeysNow, KeysTaken, ToWorker
 from elaswave.channel.slow_dial import slow_control_of
 from elaswave.engine.batches import BatchMaker
 from elaswave.engine.checks.probe import NoProbe, Probe, Probes
-from elaswave.engine.input.loader import say_who, serve
+from elaswave.engine.input.loader import say_who, serve_batches
 from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
 from elaswave.job.plan import StartingPoint
 from elaswave.launcher.forkserver.notices import hear_notices, hold_notices
-from elaswave.launcher.forkserver.server import TemplateSetup
-from elaswave.protocol.messages import Fenced
+from elaswave.launcher.forkserver.server import ForkServerSetup
+from elaswave.protocol.messages import FencedOff
 from elaswave.system.kernel import offer_to_kernel
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
@@ -41,14 +41,14 @@ COMPUTE_NICENESS = 5
 SWITCH_INTERVAL_S = 0.001
 """How long a worker's main thread may hold the interpreter while its control thread wants it."""
 
-FENCED_S = 10.0
+FENCED_OFF_S = 10.0
 """A worker that is no member any more ends itself; if its main thread has not done so after so long, it is stuck in its
 device, or in a person's code, and the process ends without it: another process may wait for its place. Longer than its
 last messages may take (`elaswave.worker.process.FLUSH_TIMEOUT_S`), shorter than a place is waited for."""
 
 
-def live(
-    setup: TemplateSetup,
+def worker_main(
+    setup: ForkServerSetup,
     worker: int,
     checkpoint: StartingPoint | None,
     loaders: socket.socket | None = None,
@@ -135,7 +135,7 @@ def live(
                 clients[0].send(KeysTaken(worker=worker, ring=ring.now.name))
                 return
             mailbox.receive(message)
-            if isinstance(message, Fenced):
+            if isinstance(message, FencedOff):
                 end_later(worker, message.reason)
 
         client: ControlClient[ToWorker] = ControlClient(
@@ -145,13 +145,13 @@ def live(
             ToWorker,
             receive,
             mailbox.hello,
-            facts=mailbox.standing,
+            replayed_state=mailbox.standing,
             heartbeat=mailbox.heartbeat,
             interval_s=HEARTBEAT_S,
             tls=setup.network.tls,
             others=setup.network.others,
             dial=addresses.dial if slow_control is None else slow_control.dial,
-            founded=setup.founded,
+            job_generation=setup.job_generation,
         )
         clients.append(client)
         client.start()
@@ -171,7 +171,7 @@ def live(
     return run_worker(worker_setup, make_client)
 
 
-def end_later(worker: int, reason: str, after_s: float = FENCED_S) -> None:
+def end_later(worker: int, reason: str, after_s: float = FENCED_OFF_S) -> None:
     """Ends this process after a while, should it still be there then.
 
     Args:
@@ -189,7 +189,7 @@ def end_later(worker: int, reason: str, after_s: float = FENCED_S) -> None:
     timer.start()
 
 
-def load(setup: TemplateSetup, line: socket.socket) -> int:
+def loader_main(setup: ForkServerSetup, line: socket.socket) -> int:
     """Runs one loader in this process.
 
     Args:
@@ -204,4 +204,4 @@ def load(setup: TemplateSetup, line: socket.socket) -> int:
     say_who(line)
     samples = setup.training.open_samples(setup.run_dir / "data")
     sampler = sampler_of(setup.config, samples.num_samples("train"), samples.sources)
-    return serve(BatchMaker(setup.config, samples, sampler), line)
+    return serve_batches(BatchMaker(setup.config, samples, sampler), line)

@@ -23,12 +23,12 @@ from elaswave.errors import ForeignError
 from elaswave.models.foreign.server import (
     FAILED,
     HEADER_BYTES,
-    Header,
-    Message,
+    MessageHeader,
+    PartMessage,
     ProtocolError,
-    decode,
-    decode_header,
-    encode,
+    decode_message,
+    decode_message_header,
+    encode_message,
 )
 
 SERVER = Path(__file__).with_name("server.py")
@@ -95,7 +95,7 @@ class Connection:
         self._number = 0
         self._unsent: deque[memoryview] = deque()
         self._awaited: deque[_Awaited] = deque()
-        self._header: Header | None = None
+        self._header: MessageHeader | None = None
         self._room = memoryview(bytearray(HEADER_BYTES))
         self._filled = 0
         self._close = weakref.finalize(self, _end, self._process, self.process_id)
@@ -117,7 +117,7 @@ class Connection:
 
     # -------------------------------------------------------------------------------------------------------- messages
 
-    def ask(self, message: Message, body_bytes_max: int) -> int:
+    def ask(self, message: PartMessage, body_bytes_max: int) -> int:
         """Sends a request, as far as there is room for it; the rest goes while its answer is waited for.
 
         Args:
@@ -127,11 +127,11 @@ class Connection:
             Its number.
         """
         self._number += 1
-        self._unsent.extend(memoryview(data) for data in encode(message._replace(number=self._number)))
+        self._unsent.extend(memoryview(data) for data in encode_message(message._replace(number=self._number)))
         self._awaited.append(_Awaited(self._number, max(body_bytes_max, FAILURE_BYTES_MAX)))
         return self._number
 
-    def answer(self, number: int, timeout_s: float, check: Callable[[], None], what: str) -> Message:
+    def answer(self, number: int, timeout_s: float, check: Callable[[], None], what: str) -> PartMessage:
         """Waits for the answer to a request. Those to earlier ones, whose wait was left, are thrown away.
 
         Args:
@@ -164,7 +164,7 @@ class Connection:
             poll.register(self._to, select.POLLOUT)
         poll.poll(timeout_s * 1e3)
 
-    def _move(self) -> Message | None:
+    def _move(self) -> PartMessage | None:
         """Writes and reads what is possible at once.
 
         Returns:
@@ -183,7 +183,7 @@ class Connection:
             elif self._header is None:
                 if not self._awaited:
                     raise ProtocolError("an answer came that nobody has asked for")
-                self._header = decode_header(self._room, self._awaited[0].body_bytes_max)
+                self._header = decode_message_header(self._room, self._awaited[0].body_bytes_max)
                 self._take(self._header.body_bytes)
             else:
                 header, body = self._header, self._room
@@ -192,7 +192,7 @@ class Connection:
                 awaited = self._awaited.popleft()
                 if header.number != awaited.number:
                     raise ProtocolError(f"the answer to request {header.number} came for that to {awaited.number}")
-                return decode(header, body)
+                return decode_message(header, body)
 
     def _take(self, num_bytes: int) -> None:
         # torch's memory is aligned to 64 bytes, and not cleared.
@@ -233,7 +233,7 @@ class Connection:
         )
 
 
-def is_failure(message: Message) -> bool:
+def is_failure(message: PartMessage) -> bool:
     """Whether a server says that it could not do what was asked."""
     return message.kind == FAILED
 

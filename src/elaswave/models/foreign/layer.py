@@ -15,7 +15,14 @@ from torch.autograd.function import once_differentiable
 from elaswave.errors import UsageError
 from elaswave.models.calls import check_wait, describe, draw_key
 from elaswave.models.foreign.connection import SERVER
-from elaswave.models.foreign.part import TIMEOUT_MAX_S, Part, Place, Service, check_types, same_bits
+from elaswave.models.foreign.part import (
+    TIMEOUT_MAX_S,
+    BatchPosition,
+    ForeignPart,
+    Service,
+    check_types,
+    same_float_bits,
+)
 from elaswave.models.foreign.server import ADAPTERS, Array
 from elaswave.models.instances import without_values
 from elaswave.models.layers import Layer
@@ -75,7 +82,7 @@ class Foreign(nn.Module):
         self.output_shape = _sizes("output_shape", output_shape)
         service = Service(words, part or " ".join(words), float(timeout_s), float(start_timeout_s), bool(duplicate))
         with torch.device("cpu"):  # a build for shapes asks a server too
-            asking = Part(service._replace(duplicate=False))
+            asking = ForeignPart(service._replace(duplicate=False))
             try:
                 about = asking.begin(lambda: None)
                 values = (
@@ -85,7 +92,7 @@ class Foreign(nn.Module):
                 asking.close()
         self.kind: str = about.kind
         """Software, versions, part and processor of its server; every worker's must be of this kind."""
-        self._part = Part(service, self.kind)
+        self._part = ForeignPart(service, self.kind)
         is_meta = torch.empty(0).device.type == "meta"
         self._names = tuple(values)
         for name, value in values.items():
@@ -93,7 +100,7 @@ class Foreign(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy starts servers of its own."""
-        return {**self.__dict__, "_part": Part(self._part.service, self.kind)}
+        return {**self.__dict__, "_part": ForeignPart(self._part.service, self.kind)}
 
     def extra_repr(self) -> str:
         """What ``repr`` shows between the brackets."""
@@ -109,7 +116,7 @@ class Foreign(nn.Module):
         Raises:
             ForeignError: it does not answer as it should.
         """
-        asking = Part(self._part.service._replace(duplicate=False))
+        asking = ForeignPart(self._part.service._replace(duplicate=False))
         try:
             return asking.begin(check_wait).kind
         finally:
@@ -178,16 +185,16 @@ class _Remote(torch.autograd.Function):
         inputs, parameters = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
         reached = [gradient for gradient in gradients if gradient.is_floating_point()]
         # A backward in two halves asks twice, once for the input's gradient and once for the parameters'.
-        if ctx.known is None or not all(map(same_bits, ctx.known[0], reached)):
+        if ctx.known is None or not all(map(same_float_bits, ctx.known[0], reached)):
             made = ctx.layer._part.backward(parameters, inputs, reached, _place(), check_wait)
             ctx.known = (reached, made)
         found = iter(ctx.known[1])
         return (None, None, None, *(next(found) if each.is_floating_point() else None for each in tensors))
 
 
-def _place() -> Place:
+def _place() -> BatchPosition:
     key = draw_key()
-    return Place() if key is None else Place(*key[-2:])
+    return BatchPosition() if key is None else BatchPosition(*key[-2:])
 
 
 def _command(

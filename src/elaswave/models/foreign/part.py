@@ -32,8 +32,8 @@ from elaswave.models.foreign.server import (
     VALUES,
     WELCOME,
     Array,
-    Message,
-    hash_of,
+    PartMessage,
+    hash_arrays,
 )
 
 TIMEOUT_MAX_S = 110.0
@@ -111,7 +111,7 @@ class Returned(NamedTuple):
     """One tensor, not a tuple of one."""
 
 
-class Place(NamedTuple):
+class BatchPosition(NamedTuple):
     """For which step and micro-batch something is computed; for people who read a server's requests."""
 
     step: int = 0
@@ -150,7 +150,7 @@ def check_types(who: str, tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
-class Part:
+class ForeignPart:
     """A part and its servers, which begin when it is first asked for something.
 
     Args:
@@ -199,7 +199,7 @@ class Part:
             self._connections = [Connection(command, self.who) for _ in range(2 if self.service.duplicate else 1)]
         elif self.about is not None:
             return self.about
-        found = [self._about(answer) for answer in self._all(Message(HELLO), 0, WELCOME, check, "what it is")]
+        found = [self._about(answer) for answer in self._all(PartMessage(HELLO), 0, WELCOME, check, "what it is")]
         for about in found:
             if self.kind and about.kind != self.kind:
                 self.close()
@@ -218,7 +218,7 @@ class Part:
         about = self.begin(_never)
         arrays = [Array(kind, tuple(shape), b"") for _, kind, shape in about.parameters]
         (answer, *_) = self._all(
-            Message(INITIAL, step=seed), _body_bytes(arrays), VALUES, _never, "initial values of its parameters"
+            PartMessage(INITIAL, step=seed), _body_bytes(arrays), VALUES, _never, "initial values of its parameters"
         )
         self._check_shapes(answer.arrays, arrays, [f"parameter {name}" for name, _, _ in about.parameters])
         return {name: as_tensor(array) for (name, _, _), array in zip(about.parameters, answer.arrays, strict=True)}
@@ -227,7 +227,7 @@ class Part:
         self,
         parameters: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        place: Place,
+        place: BatchPosition,
         check: Callable[[], None],
         output: Array | None = None,
     ) -> Returned:
@@ -244,7 +244,7 @@ class Part:
             ForeignPartError: the part has raised.
         """
         self._update(parameters, place, check)
-        request = Message(FORWARD, arrays=list(map(as_array, inputs)), hash=self._held or b"", **place._asdict())
+        request = PartMessage(FORWARD, arrays=list(map(as_array, inputs)), hash=self._held or b"", **place._asdict())
         most = ANSWER_BYTES_MAX if output is None else _body_bytes([output])
         answer = self._result(request, most, check, f"a forward of {_at(place)}")
         is_one = bool(answer.flags & ONE)
@@ -258,7 +258,7 @@ class Part:
         parameters: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
-        place: Place,
+        place: BatchPosition,
         check: Callable[[], None],
     ) -> list[torch.Tensor]:
         """The gradients of floating-point inputs, then of all parameters; arguments as of `forward`.
@@ -271,7 +271,7 @@ class Part:
         text = msgspec.json.encode(BackwardText(len(inputs))).decode()
         wanted = [tensor for tensor in inputs if _NAMES[tensor.dtype] in FLOATS]
         shapes = [Array(_NAMES[each.dtype], tuple(each.shape), b"") for each in (*wanted, *parameters)]
-        request = Message(BACKWARD, text=text, arrays=arrays, hash=self._held or b"", **place._asdict())
+        request = PartMessage(BACKWARD, text=text, arrays=arrays, hash=self._held or b"", **place._asdict())
         answer = self._result(request, _body_bytes(shapes), check, f"a backward of {_at(place)}")
         names = [f"the gradient of input {at}" for at in range(len(wanted))]
         about = self.begin(check)
@@ -279,22 +279,22 @@ class Part:
         self._check_shapes(answer.arrays, shapes, names)
         return list(map(as_tensor, answer.arrays))
 
-    def _update(self, parameters: Sequence[torch.Tensor], place: Place, check: Callable[[], None]) -> None:
+    def _update(self, parameters: Sequence[torch.Tensor], place: BatchPosition, check: Callable[[], None]) -> None:
         """Sends the parameters if they are not those that the servers hold, bit for bit."""
         self.begin(check)
-        if self._held is not None and all(map(same_bits, parameters, self._sent)):
+        if self._held is not None and all(map(same_float_bits, parameters, self._sent)):
             return
         self._held = None  # until they have said so
         self._sent = [parameter.detach().clone() for parameter in parameters]
         arrays = list(map(as_array, self._sent))
-        wanted = hash_of(arrays)
-        request = Message(PARAMETERS, arrays=arrays, hash=wanted, **place._asdict())
+        wanted = hash_arrays(arrays)
+        request = PartMessage(PARAMETERS, arrays=arrays, hash=wanted, **place._asdict())
         for answer in self._all(request, 0, HELD, check, f"to take the parameters of step {place.step}"):
             if answer.hash != wanted:
                 raise self._wrong(f"holds parameters {answer.hash.hex()}, and was sent {wanted.hex()}")
         self._held = wanted
 
-    def _result(self, request: Message, most: int, check: Callable[[], None], what: str) -> Message:
+    def _result(self, request: PartMessage, most: int, check: Callable[[], None], what: str) -> PartMessage:
         """What the first server has computed, compared with what the second one has."""
         first, *others = self._connections
         timeout_s = self._timeout_s(request.kind)
@@ -303,7 +303,7 @@ class Part:
         answer = self._checked(_answer(first, number, timeout_s, check, what), RESULT)
         for other, its_number in zip(others, numbers, strict=True):
             second = self._checked(_answer(other, its_number, timeout_s, check, what), DIGEST)
-            if (found := hash_of(answer.arrays)) != second.hash:
+            if (found := hash_arrays(answer.arrays)) != second.hash:
                 raise self._wrong(
                     f"and its second one have computed {what} with other bits ({found.hex()}, {second.hash.hex()}): "
                     "one of them is wrong, or the part does not give the same each time"
@@ -311,7 +311,9 @@ class Part:
         self._has_answered.add(request.kind)
         return answer
 
-    def _all(self, request: Message, most: int, kind: int, check: Callable[[], None], what: str) -> list[Message]:
+    def _all(
+        self, request: PartMessage, most: int, kind: int, check: Callable[[], None], what: str
+    ) -> list[PartMessage]:
         """The answers of all servers."""
         timeout_s = self._timeout_s(request.kind)
         numbers = [connection.ask(request, most) for connection in self._connections]
@@ -328,7 +330,7 @@ class Part:
 
     # ---------------------------------------------------------------------------------------------------------- answers
 
-    def _checked(self, answer: Message, kind: int) -> Message:
+    def _checked(self, answer: PartMessage, kind: int) -> PartMessage:
         """An answer of the kind that was asked for."""
         if is_failure(answer):
             try:
@@ -343,7 +345,7 @@ class Part:
             raise self._wrong(f"answered with kind {answer.kind}, needed: {kind}")
         return answer
 
-    def _about(self, answer: Message) -> About:
+    def _about(self, answer: PartMessage) -> About:
         try:
             about = msgspec.json.decode(answer.text, type=About)
         except msgspec.MsgspecError as error:
@@ -379,7 +381,7 @@ class Part:
         return ForeignError(f"{self.who} {what}")
 
 
-def _answer(connection: Connection, number: int, timeout_s: float, check: Callable[[], None], what: str) -> Message:
+def _answer(connection: Connection, number: int, timeout_s: float, check: Callable[[], None], what: str) -> PartMessage:
     """`Connection.answer`, as a wait of its own: its time counts from its beginning, for the coordinator too."""
     with computed_elsewhere():
         return connection.answer(number, timeout_s, check, what)
@@ -389,7 +391,7 @@ def _never() -> None:
     """Nothing interrupts a wait in a script."""
 
 
-def _at(place: Place) -> str:
+def _at(place: BatchPosition) -> str:
     return f"step {place.step}, micro-batch {place.microbatch}"
 
 
@@ -399,7 +401,7 @@ def _body_bytes(arrays: Sequence[Array]) -> int:
     return sum(-(-num_bytes // ALIGNMENT) * ALIGNMENT for num_bytes in (said, *(each.num_bytes for each in arrays)))
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_float_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two floating-point tensors are equal in every bit."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False

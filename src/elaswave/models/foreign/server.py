@@ -85,7 +85,7 @@ class Array(NamedTuple):
         return _num_bytes(self.type, self.shape)
 
 
-class Header(NamedTuple):
+class MessageHeader(NamedTuple):
     """The first 64 bytes of a message."""
 
     kind: int
@@ -101,7 +101,7 @@ class Header(NamedTuple):
     body_bytes: int
 
 
-class Message(NamedTuple):
+class PartMessage(NamedTuple):
     """A whole message."""
 
     kind: int
@@ -128,7 +128,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def encode(message: Message) -> list:
+def encode_message(message: PartMessage) -> list:
     """A message as buffers, to be written one after the other; arrays are not copied.
 
     Raises:
@@ -169,7 +169,7 @@ def encode(message: Message) -> list:
     return [header + said, *payload]
 
 
-def decode_header(data: Any, body_bytes_max: int) -> Header:
+def decode_message_header(data: Any, body_bytes_max: int) -> MessageHeader:
     """The first `HEADER_BYTES` bytes of a message.
 
     Args:
@@ -194,14 +194,14 @@ def decode_header(data: Any, body_bytes_max: int) -> Header:
         )
     if text_bytes + num_arrays * _ARRAY.size > body_bytes:
         raise ProtocolError(f"a message of {body_bytes} bytes announces more text and arrays than it has room for")
-    return Header(kind, flags, number, step, microbatch, its_hash, text_bytes, num_arrays, body_bytes)
+    return MessageHeader(kind, flags, number, step, microbatch, its_hash, text_bytes, num_arrays, body_bytes)
 
 
-def decode(header: Header, body: Any) -> Message:
+def decode_message(header: MessageHeader, body: Any) -> PartMessage:
     """A message of its header and its body.
 
     Args:
-        header: of `decode_header`.
+        header: of `decode_message_header`.
         body: `body_bytes` of it, a memoryview; arrays are views of it.
     Raises:
         ProtocolError: they do not fit together.
@@ -233,10 +233,12 @@ def decode(header: Header, body: Any) -> Message:
         position += _aligned(num_bytes)
     if position != len(body):
         raise ProtocolError(f"a message has {len(body)} bytes, and its text and arrays take {position}")
-    return Message(header.kind, header.number, text, arrays, header.flags, header.step, header.microbatch, header.hash)
+    return PartMessage(
+        header.kind, header.number, text, arrays, header.flags, header.step, header.microbatch, header.hash
+    )
 
 
-def hash_of(arrays: Sequence[Array]) -> bytes:
+def hash_arrays(arrays: Sequence[Array]) -> bytes:
     """A hash of types, shapes and bits, `HASH_BYTES` long."""
     found = hashlib.blake2b(digest_size=HASH_BYTES)
     for array in arrays:
@@ -489,7 +491,7 @@ class Server:
         self.held = b""
         """Hash of the parameters that are held."""
 
-    def answer(self, request: Message) -> Message:
+    def answer(self, request: PartMessage) -> PartMessage:
         """Carries out a request; whatever is wrong becomes an answer."""
         try:
             return self._answer(request)._replace(number=request.number)
@@ -502,16 +504,16 @@ class Server:
                     "is_ours": isinstance(error, ProtocolError),
                 }
             )
-            return Message(FAILED, request.number, text)
+            return PartMessage(FAILED, request.number, text)
 
-    def _answer(self, request: Message) -> Message:
+    def _answer(self, request: PartMessage) -> PartMessage:
         if request.kind == HELLO:
-            return Message(WELCOME, text=json.dumps(self._about()))
+            return PartMessage(WELCOME, text=json.dumps(self._about()))
         if request.kind == INITIAL:
-            return Message(VALUES, arrays=list(self.adapter.initial(request.step).values()))
+            return PartMessage(VALUES, arrays=list(self.adapter.initial(request.step).values()))
         if request.kind == PARAMETERS:
             self._hold(request)
-            return Message(HELD, step=request.step, hash=self.held)
+            return PartMessage(HELD, step=request.step, hash=self.held)
         if request.kind not in (FORWARD, BACKWARD):
             raise ProtocolError(f"a request of kind {request.kind} is not known")
         if request.hash != self.held:
@@ -525,9 +527,9 @@ class Server:
             inputs = int(json.loads(request.text)["inputs"])
             arrays, flags = self.adapter.backward(request.arrays[:inputs], request.arrays[inputs:]), 0
         if request.flags & ONLY_HASH:
-            answer = Message(DIGEST, hash=hash_of(arrays))
+            answer = PartMessage(DIGEST, hash=hash_arrays(arrays))
         else:
-            answer = Message(RESULT, arrays=arrays, flags=flags)
+            answer = PartMessage(RESULT, arrays=arrays, flags=flags)
         return answer._replace(step=request.step, microbatch=request.microbatch)
 
     def _about(self) -> dict:
@@ -540,14 +542,14 @@ class Server:
             "parameters": [[name, kind, list(shape)] for name, (kind, shape) in self.shapes.items()],
         }
 
-    def _hold(self, request: Message) -> None:
+    def _hold(self, request: PartMessage) -> None:
         if len(request.arrays) != len(self.shapes):
             raise ProtocolError(f"{len(request.arrays)} parameters came, and the part has {len(self.shapes)}")
         for (name, (_, shape)), array in zip(self.shapes.items(), request.arrays):
             if tuple(array.shape) != tuple(shape):
                 raise ProtocolError(f"parameter {name} came with shape {list(array.shape)}, needed: {list(shape)}")
         self.held = b""  # nothing is, if what follows fails
-        found = hash_of(request.arrays)
+        found = hash_arrays(request.arrays)
         if found != request.hash:
             raise ProtocolError(f"parameters came with hash {found.hex()}, announced was {request.hash.hex()}")
         self.adapter.hold(dict(zip(self.shapes, request.arrays)))
@@ -561,7 +563,7 @@ def aligned_room(num_bytes: int) -> Any:
     return memoryview(room)[start : start + num_bytes]
 
 
-def serve(server: Server, source: int, sink: int, body_bytes_max: int = BODY_BYTES_MAX) -> None:
+def serve_requests(server: Server, source: int, sink: int, body_bytes_max: int = BODY_BYTES_MAX) -> None:
     """Reads requests and writes answers until the input ends.
 
     Args:
@@ -575,11 +577,11 @@ def serve(server: Server, source: int, sink: int, body_bytes_max: int = BODY_BYT
         head = aligned_room(HEADER_BYTES)
         if not _read(source, head):
             return
-        header = decode_header(head, body_bytes_max)
+        header = decode_message_header(head, body_bytes_max)
         body = aligned_room(header.body_bytes)
         if header.body_bytes and not _read(source, body):
             raise ProtocolError("the input ended within a message")
-        for data in encode(server.answer(decode(header, body))):
+        for data in encode_message(server.answer(decode_message(header, body))):
             _write(sink, data)
 
 
@@ -610,7 +612,7 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def load(place: str) -> tuple[Callable[..., Any], str]:
+def load_factory(place: str) -> tuple[Callable[..., Any], str]:
     """The function or class that makes a part.
 
     Args:
@@ -642,7 +644,7 @@ def load(place: str) -> tuple[Callable[..., Any], str]:
     ), f"{os.path.basename(where)}:{name} {hashlib.blake2b(content, digest_size=6).hexdigest()}"
 
 
-def end_with_parent(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """Asks the kernel (Linux) to kill this process when the one that has started it dies.
 
     Args:
@@ -654,7 +656,7 @@ def end_with_parent(parent: int) -> None:
             os._exit(1)  # it died before
 
 
-def main() -> int:
+def _main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description="Serves one part of a model to a worker of elaswave.")
     parser.add_argument("part", help="FILE.py:NAME or MODULE:NAME of what makes the part")
@@ -663,7 +665,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, default=0, help="process id of who starts this")
     parser.add_argument("--body-bytes-max", type=int, default=BODY_BYTES_MAX)
     arguments = parser.parse_args()
-    end_with_parent(arguments.parent)
+    _end_with_parent(arguments.parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a job's ends are its worker's to decide
         signal.signal(number, signal.SIG_IGN)
     source, sink = os.dup(0), os.dup(1)
@@ -676,7 +678,7 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     try:
-        make, part = load(arguments.part)
+        make, part = load_factory(arguments.part)
         server = Server(ADAPTERS[arguments.software](make, json.loads(arguments.options)), part)
     except ModuleNotFoundError as error:
         raise SystemExit(
@@ -684,7 +686,7 @@ def main() -> int:
             "give another interpreter (elaswave runs this one with -I: neither PYTHONPATH nor the working folder count)"
         ) from None
     try:
-        serve(server, source, sink, arguments.body_bytes_max)
+        serve_requests(server, source, sink, arguments.body_bytes_max)
     except ProtocolError as error:
         print(f"{error}; the server ends", file=sys.stderr)
         return 2
@@ -694,4 +696,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from elaswave.errors import UsageError
 from elaswave.models.calls import LossOutput
 from elaswave.models.huggingface.families import FAMILIES, HEAD, Family, family_of, unknown_architecture
-from elaswave.models.huggingface.parts import described, outside
+from elaswave.models.huggingface.parts import outside, type_and_shape
 from elaswave.models.huggingface.stored import DTYPES as STORED_DTYPES
 from elaswave.models.huggingface.stored import StoredTensor, stored_tensors
 from elaswave.models.layers import Layer
@@ -74,7 +74,7 @@ class HuggingFaceModel(list[Layer]):
         """
         if labels.shape != logits.shape[:-1] or labels.dtype != torch.long:
             raise UsageError(
-                f"the labels are {described(labels)}, needed: int64 {list(logits.shape[:-1])}, the token numbers "
+                f"the labels are {type_and_shape(labels)}, needed: int64 {list(logits.shape[:-1])}, the token numbers "
                 f"themselves, not shifted; {IGNORED} where nothing is to be predicted"
             )
         following = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]  # the last position predicts nothing

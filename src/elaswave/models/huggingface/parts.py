@@ -20,7 +20,7 @@ from elaswave.models.calls import aux_loss, batch
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
-def described(tensor: torch.Tensor) -> str:
+def type_and_shape(tensor: torch.Tensor) -> str:
     """Type and shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
@@ -39,7 +39,7 @@ def outside(name: str, numbers: torch.Tensor, size: int) -> str:
     )
 
 
-class Given:
+class _Inputs:
     """The inputs of a micro-batch: a tensor of token numbers, or a dictionary of `_INPUTS`."""
 
     __slots__ = ("attention_mask", "input_ids", "position_ids")
@@ -63,17 +63,19 @@ class Given:
         ids, mask, positions = self.input_ids, self.attention_mask, self.position_ids
         if ids.dim() != 2 or ids.dtype not in (torch.long, torch.int32):
             raise UsageError(
-                f"input_ids is {described(ids)}, needed: whole numbers (int64) [samples, tokens]; make them so in the "
+                f"input_ids is {type_and_shape(ids)}, needed: whole numbers (int64) [samples, tokens]; make them so "
+                "in the "
                 "dataset or in collate"
             )
         if mask is not None and mask.dim() != 4 and mask.shape != ids.shape:
             raise UsageError(
-                f"attention_mask is {described(mask)}, needed: 1 or 0 for each token of input_ids, {list(ids.shape)}; "
+                f"attention_mask is {type_and_shape(mask)}, needed: 1 or 0 for each token of input_ids, "
+                f"{list(ids.shape)}; "
                 "or a mask of four dimensions as transformers makes it"
             )
         if positions is not None and (positions.dim() != 2 or positions.shape not in (ids.shape, (1, ids.shape[1]))):
             raise UsageError(
-                f"position_ids is {described(positions)}, needed: the place of each token of input_ids, "
+                f"position_ids is {type_and_shape(positions)}, needed: the place of each token of input_ids, "
                 f"{list(ids.shape)} or [1, {ids.shape[1]}]"
             )
 
@@ -97,7 +99,7 @@ class Tokens(nn.Embedding):
 
     def forward(self, inputs: Any) -> torch.Tensor:
         """The inputs of a micro-batch to hidden states [samples, tokens, width]."""
-        input_ids = Given(inputs).input_ids
+        input_ids = _Inputs(inputs).input_ids
         if input_ids.shape[-1] > self.context_length:
             raise ValueError(
                 f"a sequence of {input_ids.shape[-1]} tokens does not fit the {self.context_length} positions of this "
@@ -122,14 +124,14 @@ class LearnedPositions(nn.Embedding):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states to hidden states."""
-        positions = Given(batch()).positions(hidden)
+        positions = _Inputs(batch()).positions(hidden)
         try:
             return self.drop(hidden + super().forward(positions))
         except IndexError as error:
             raise UsageError(outside("position_ids", positions, self.num_embeddings)) from error
 
 
-def causal_mask(config: Any, given: Given, hidden: torch.Tensor, *, slides: bool) -> Any:
+def causal_mask(config: Any, given: _Inputs, hidden: torch.Tensor, *, slides: bool) -> Any:
     """The mask of one block, from transformers' own function; None where the kernel's own causal one is enough.
 
     Args:
@@ -180,7 +182,7 @@ def rotary_block(block: type[nn.Module], rotary: Callable[..., nn.Module]) -> ty
         def forward(self, value: Any) -> Any:
             """Hidden states to hidden states; with the routers' sums, if balance is asked for."""
             hidden = value if isinstance(value, torch.Tensor) else value[0]
-            given = Given(batch())
+            given = _Inputs(batch())
             positions = given.positions(hidden)
             arguments = {
                 "attention_mask": causal_mask(self._config, given, hidden, slides=self._slides),
@@ -222,7 +224,7 @@ class _Routed:
             self._handle.remove()
 
 
-def balanced(value: Any, scores: torch.Tensor | None, given: Given, config: Any) -> torch.Tensor:
+def balanced(value: Any, scores: torch.Tensor | None, given: _Inputs, config: Any) -> torch.Tensor:
     """The sums that the balance loss is made of, over the blocks so far, float32 [3, experts]: how often each expert
     was chosen, its probabilities, and the number of tokens.
 
@@ -287,7 +289,7 @@ def plain_block(block: type[nn.Module]) -> type[nn.Module]:
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             """Hidden states to hidden states."""
-            given = Given(batch())
+            given = _Inputs(batch())
             mask = causal_mask(self._config, given, hidden, slides=False)
             return _hidden(super().forward(hidden, attention_mask=mask, use_cache=False))
 

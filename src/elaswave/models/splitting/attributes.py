@@ -163,12 +163,12 @@ class ChangingAttributes:
             key = (id(module), name)
             if key[0] in paths and key not in uses.read and key not in uses.assigned:
                 if threading.get_ident() == thread:
-                    uses.read[key] = line_of(sys._getframe(1))
+                    uses.read[key] = source_line(sys._getframe(1))
             return object.__getattribute__(module, name)
 
         def assigned(module: nn.Module, name: str, value: Any) -> None:
             if id(module) in paths and threading.get_ident() == thread:
-                uses.assigned.setdefault((id(module), name), line_of(sys._getframe(1)))
+                uses.assigned.setdefault((id(module), name), source_line(sys._getframe(1)))
             assign(module, name, value)
 
         nn.Module.__getattribute__, nn.Module.__setattr__ = read, assigned  # type: ignore[method-assign,assignment]
@@ -198,7 +198,7 @@ class ChangingAttributes:
             )
 
 
-def line_of(frame: FrameType | None) -> str:
+def source_line(frame: FrameType | None) -> str:
     """The innermost line outside of torch."""
     own = frame
     while own is not None and is_torch(own.f_code.co_filename):

@@ -25,7 +25,7 @@ from torch.utils import checkpoint
 
 from elaswave.errors import UsageError
 from elaswave.models.admission import hooked_parameter
-from elaswave.models.splitting.attributes import line_of
+from elaswave.models.splitting.attributes import source_line
 
 _APPLY: CodeType = torch.autograd.Function.apply.__code__
 _SAVED: CodeType = saved_tensors_hooks.__enter__.__code__
@@ -112,20 +112,20 @@ class BackwardCode:
         if event == "call":
             code = frame.f_code
             if code is _APPLY:
-                self._applied.setdefault(frame.f_locals["cls"], line_of(frame.f_back))
+                self._applied.setdefault(frame.f_locals["cls"], source_line(frame.f_back))
             elif code is _SAVED:
                 self._note_saved(frame.f_locals["self"], frame)
             elif code in _HOOKS:
-                self._hooks.append(f"{_HOOKS[code]} at {line_of(frame.f_back)}")
+                self._hooks.append(f"{_HOOKS[code]} at {source_line(frame.f_back)}")
         elif event == "c_call" and getattr(called, "__name__", "") in _NODE_HOOKS:
             owner = getattr(called, "__self__", None)
             if hasattr(owner, "next_functions") or type(owner).__module__.startswith("torch"):
-                self._hooks.append(f"{called.__name__} of a node at {line_of(frame)}")
+                self._hooks.append(f"{called.__name__} of a node at {source_line(frame)}")
 
     def _note_saved(self, hooks: saved_tensors_hooks, frame: FrameType) -> None:
         """Hooks on what is saved for the backward; a checkpoint's, and those that move it to the host, give it back."""
         if not isinstance(hooks, save_on_cpu) and type(hooks).__module__ != checkpoint.__name__:
-            self._hooks.append(f"{type(hooks).__name__} at {line_of(frame.f_back)}")
+            self._hooks.append(f"{type(hooks).__name__} at {source_line(frame.f_back)}")
 
     def refuse(self, ends: Sequence[torch.Tensor], traced: Mapping[type | str, int]) -> None:
         """Refuses a network whose backward is more than that of its trace.

@@ -16,7 +16,7 @@ from elaswave.models.instances import without_values
 from elaswave.models.layers import Layer
 from elaswave.models.splitting.attributes import attributes_kept
 from elaswave.models.splitting.inputs import call_of
-from elaswave.models.splitting.parts import Part, Program
+from elaswave.models.splitting.parts import Program, TracedLayer
 from elaswave.models.splitting.program import RUNNING, Op
 
 _SEED = 20
@@ -26,7 +26,7 @@ _KEY = (_SEED, 0, 0)
 """Of draws in evaluation: the cuts must not show in them."""
 
 
-class Outcome(NamedTuple):
+class PassResult(NamedTuple):
     """What one forward and backward gives."""
 
     outputs: list[torch.Tensor]
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
         return f"{self.what} has other bits than in the network itself{where}"
 
 
-def scales_of(model: nn.Module, example_inputs: Any) -> Iterator[tuple[Any, Outcome]]:
+def scales_of(model: nn.Module, example_inputs: Any) -> Iterator[tuple[Any, PassResult]]:
     """The example inputs, and the same with floating-point numbers of other sizes and signs, as far as the network
     computes finite numbers of them: what a backward does may not show where all numbers are small, or large.
 
@@ -88,7 +88,7 @@ def difference(
     layers: Sequence[Layer],
     whole: Sequence[Layer],
     example_inputs: Any,
-    expected: Outcome | None = None,
+    expected: PassResult | None = None,
 ) -> Difference | None:
     """Compares one forward and backward of the layers with the network's, bit for bit, dropout included.
 
@@ -103,10 +103,10 @@ def difference(
         expected: what the network makes of them, if it has been computed.
     """
 
-    def own() -> Outcome:
+    def own() -> PassResult:
         return _of_model(model, example_inputs)
 
-    def traced(parts: Sequence[Layer]) -> Outcome:
+    def traced(parts: Sequence[Layer]) -> PassResult:
         return _of_parts([layer.build() for layer in parts], parts, example_inputs)
 
     expected = expected or own()
@@ -135,15 +135,15 @@ def difference_in_evaluation(layers: Sequence[Layer], whole: Sequence[Layer], ex
         example_inputs: of a micro-batch.
     """
 
-    def run(parts: Sequence[Layer]) -> Outcome:
-        batch, value = copies_of(example_inputs), copies_of(example_inputs)
+    def run(parts: Sequence[Layer]) -> PassResult:
+        batch, value = cloned_inputs(example_inputs), cloned_inputs(example_inputs)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(_SEED)
             for layer in parts:
                 part = layer.build().eval()
                 with inside(Call(lambda: batch, _KEY)):
                     value = part(pytree.tree_map(_at_boundary, value))
-        return Outcome(tensors_in(value), {}, {})
+        return PassResult(tensors_in(value), {}, {})
 
     expected = run(whole)
     what = _first_difference(expected, run(layers), 0.0)
@@ -168,7 +168,7 @@ def _users(what: str, whole: Sequence[Layer]) -> str:
 
 def _program_of(whole: Sequence[Layer]) -> Program:
     (part,) = map(without_values, whole)
-    assert isinstance(part, Part)
+    assert isinstance(part, TracedLayer)
     return part._elaswave_programs[0]
 
 
@@ -178,7 +178,7 @@ def _coarsest(whole: Sequence[Layer]) -> float:
     return max((torch.finfo(each).eps for each in types if each is not None), default=0.0)
 
 
-def _first_difference(one: Outcome, other: Outcome, coarsest: float) -> str | None:
+def _first_difference(one: PassResult, other: PassResult, coarsest: float) -> str | None:
     """The first thing that differs between a network's outcome and that of parts.
 
     Args:
@@ -223,7 +223,7 @@ def bits_of(tensor: torch.Tensor) -> bytes:
     return hashlib.blake2b(head + content, digest_size=16).digest()
 
 
-def copies_of(inputs: Any) -> Any:
+def cloned_inputs(inputs: Any) -> Any:
     """A micro-batch's inputs for one call, which may write them."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, inputs)
 
@@ -252,11 +252,11 @@ def _loss_gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]  # fmt: skip
 
 
-def _of_model(model: nn.Module, inputs: Any) -> Outcome:
+def _of_model(model: nn.Module, inputs: Any) -> PassResult:
     with attributes_kept(model), buffers_kept(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        args, kwargs = call_of(copies_of(inputs))
-        call = Call(lambda: copies_of(inputs))
+        args, kwargs = call_of(cloned_inputs(inputs))
+        call = Call(lambda: cloned_inputs(inputs))
         with inside(call):
             returned = model(*args, **kwargs)
         outputs = [*tensors_in(returned), *call.aux_losses]
@@ -265,7 +265,7 @@ def _of_model(model: nn.Module, inputs: Any) -> Outcome:
         found = _gradients_of(floats, list(named.values()), _loss_gradients(outputs))
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         gradients = {name: [gradient] for name, gradient in zip(named, found, strict=True)}
-        return Outcome([each.detach() for each in outputs], gradients, buffers)
+        return PassResult([each.detach() for each in outputs], gradients, buffers)
 
 
 @contextmanager
@@ -282,13 +282,13 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             owner._buffers[key] = buffer
 
 
-def _of_parts(parts: Sequence[nn.Module], layers: Sequence[Layer], inputs: Any) -> Outcome:
+def _of_parts(parts: Sequence[nn.Module], layers: Sequence[Layer], inputs: Any) -> PassResult:
     """As the engine runs layers: every boundary is contiguous, and a graph of its own."""
-    batch = copies_of(inputs)
+    batch = cloned_inputs(inputs)
     gradients: dict[str, list[torch.Tensor | None]] = {}
     buffers: dict[str, torch.Tensor] = {}
     runs = []
-    value: Any = copies_of(inputs)
+    value: Any = cloned_inputs(inputs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         for index, part in enumerate(parts):
@@ -323,7 +323,7 @@ def _of_parts(parts: Sequence[nn.Module], layers: Sequence[Layer], inputs: Any) 
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(inner, found[len(named) :], strict=True)
         ]
-    return Outcome([each.detach() for each in (*outputs, *told)], gradients, buffers)
+    return PassResult([each.detach() for each in (*outputs, *told)], gradients, buffers)
 
 
 def _at_boundary(leaf: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from elaswave.errors import UsageError
-from elaswave.models.splitting.measure import Facts
+from elaswave.models.splitting.measure import OperatorRun
 from elaswave.models.splitting.program import AUX_LOSS, GETITEM, Op, Ref
 from elaswave.models.splitting.trace import Traced
 
@@ -46,7 +46,7 @@ def has_gradients(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-class Flow:
+class DependencyGraph:
     """What depends on what in a network.
 
     Args:
@@ -55,7 +55,7 @@ class Flow:
         changing: names of buffers that the network writes in the other mode.
     """
 
-    def __init__(self, traced: Traced, facts: Facts, changing: Set[str] = frozenset()) -> None:
+    def __init__(self, traced: Traced, facts: OperatorRun, changing: Set[str] = frozenset()) -> None:
         self.traced, self.facts, self._changing = traced, facts, changing
         self.maker = {op.out: place for place, op in enumerate(traced.ops)}
         """By value, the place of the operator that makes it."""
@@ -234,7 +234,7 @@ class Flow:
         }  # fmt: skip
 
 
-class Costs(NamedTuple):
+class CutCosts(NamedTuple):
     """What the cuts are decided by."""
 
     compute_s: npt.NDArray[np.float64]
@@ -247,7 +247,7 @@ class Costs(NamedTuple):
         return float(self.compute_s[start:stop].sum() + self.cross_s[start] + self.cross_s[stop])
 
 
-def counted_s(flow: Flow, place: int) -> float:
+def counted_s(flow: DependencyGraph, place: int) -> float:
     """What the operator at a place takes forward and backward, by what can be counted: the same in every process and on
     every machine, where measured seconds are not. A backward makes the gradient of each tensor that has one, and a
     product takes as long for the gradient of each factor as it took itself.
@@ -270,7 +270,7 @@ def counted_s(flow: Flow, place: int) -> float:
     )
 
 
-def costs_of(flow: Flow, there: Sequence[int | None], link_bytes_per_s: float) -> Costs:
+def costs_of(flow: DependencyGraph, there: Sequence[int | None], link_bytes_per_s: float) -> CutCosts:
     """The costs of a network.
 
     Args:
@@ -284,10 +284,10 @@ def costs_of(flow: Flow, there: Sequence[int | None], link_bytes_per_s: float) -
     for first, last, _ in flow.closed_spans():
         cross[first + 1 : last + 1] = np.inf
     compute = [counted_s(flow, place) for place in range(len(flow.traced.ops))]
-    return Costs(np.array(compute, dtype=np.float64), cross)
+    return CutCosts(np.array(compute, dtype=np.float64), cross)
 
 
-def best_cuts(costs: Costs, num_parts: int) -> tuple[int, ...] | None:
+def balanced_cuts(costs: CutCosts, num_parts: int) -> tuple[int, ...] | None:
     """The places before which to cut, so that the slowest part is as fast as it can be.
 
     Args:
@@ -320,7 +320,9 @@ def best_cuts(costs: Costs, num_parts: int) -> tuple[int, ...] | None:
     return tuple(reversed(cuts[:-1]))
 
 
-def problem_with_cuts(flow: Flow, there: Sequence[int | None], costs: Costs, num_parts: int) -> UsageError:
+def problem_with_cuts(
+    flow: DependencyGraph, there: Sequence[int | None], costs: CutCosts, num_parts: int
+) -> UsageError:
     """Why a network cannot be cut into so many parts."""
     can = int(np.isfinite(costs.cross_s[1:-1]).sum()) + 1
     spans = flow.closed_spans()
@@ -349,7 +351,7 @@ def bounds_of(cuts: Sequence[int], num_ops: int) -> list[tuple[int, int]]:
     return list(zip(ends, ends[1:]))
 
 
-def places_in_evaluation(train: Flow, evaluation: Flow) -> list[int | None]:
+def places_in_evaluation(train: DependencyGraph, evaluation: DependencyGraph) -> list[int | None]:
     """Where evaluation is cut when training is cut before the operator at a place: behind the last operator that both
     have before the cut, or as near to it as evaluation can be cut. A buffer that training writes is used by the same
     part in evaluation.

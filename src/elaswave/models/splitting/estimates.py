@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elaswave.errors import UsageError
-from elaswave.models.splitting.graph import Estimate, OperatorGraph, OperatorNode
+from elaswave.models.splitting.graph import DeviceEstimate, OperatorGraph, OperatorNode
 
 TERMS = ("s per operator", "s per flop", "s per byte", "times as long as here")
 MEASURED_MIN = 3
@@ -35,7 +35,7 @@ def to_measure(graph: OperatorGraph, count: int) -> tuple[int, ...]:
     return tuple(sorted(node.number for node in [*chosen, *rest][:count]))
 
 
-def estimate(graph: OperatorGraph, measured: Mapping[int, float]) -> Estimate:
+def estimate_on_device(graph: OperatorGraph, measured: Mapping[int, float]) -> DeviceEstimate:
     """Estimates all operators on another device.
 
     Args:
@@ -61,7 +61,7 @@ def estimate(graph: OperatorGraph, measured: Mapping[int, float]) -> Estimate:
         guess = float(features[index] @ _fit(features[others], seconds[others]))
         left_out.append(abs(guess / seconds[index] - 1))
     nodes = [_with_seconds(node, measured.get(node.number, float(_features(node) @ terms))) for node in graph]
-    return Estimate(
+    return DeviceEstimate(
         OperatorGraph(tuple(nodes), graph.cuts),
         {name: float(value) for name, value in zip(TERMS, terms) if value > 0},
         tuple((number, float(s), float(row @ terms)) for number, s, row in zip(numbers, seconds, features)),

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elaswave.models.splitting.cut import Flow
+from elaswave.models.splitting.cut import DependencyGraph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +115,15 @@ class OperatorGraph:
 
         return to_measure(self, count)
 
-    def estimate(self, measured: Mapping[int, float]) -> "Estimate":
+    def estimate(self, measured: Mapping[int, float]) -> "DeviceEstimate":
         """Estimates what all operators take on another device.
 
         Args:
             measured: seconds there, forward and backward together, by number of operator; of a few.
         """
-        from elaswave.models.splitting.estimates import estimate
+        from elaswave.models.splitting.estimates import estimate_on_device
 
-        return estimate(self, measured)
+        return estimate_on_device(self, measured)
 
     def to_json(self) -> str:
         """The graph as a JSON object of ``nodes`` and ``cuts``."""
@@ -163,7 +163,7 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
-def graph_of(flow: Flow, cuts: Sequence[int] = ()) -> OperatorGraph:
+def graph_of(flow: DependencyGraph, cuts: Sequence[int] = ()) -> OperatorGraph:
     """The public graph of a network.
 
     Args:
@@ -199,7 +199,7 @@ def graph_of(flow: Flow, cuts: Sequence[int] = ()) -> OperatorGraph:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class DeviceEstimate:
     """Estimated seconds of all operators on another device.
 
     Args:

@@ -16,7 +16,7 @@ from elaswave.errors import UsageError
 from elaswave.models.splitting.backward import functions_in, nodes_of
 from elaswave.models.splitting.inputs import leaves_of
 from elaswave.models.splitting.program import GETITEM, Op, Ref, execute, filled, function_of, last_uses
-from elaswave.models.splitting.trace import Traced, copy_of
+from elaswave.models.splitting.trace import Traced, cloned_constant
 
 _BUDGET_S = 8.0
 _RUNS_MAX, _RUNS_MIN = 5, 2
@@ -65,7 +65,7 @@ def _dense_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 @dataclass
-class Facts:
+class OperatorRun:
     """Of one run of all operators.
 
     Args:
@@ -94,7 +94,7 @@ def state_values(traced: Traced, model: nn.Module) -> dict[int, torch.Tensor]:
         elif state.kind == "buffer":
             found[value] = buffers[state.name].detach().clone()
         else:
-            found[value] = copy_of(traced.constants[state.name])
+            found[value] = cloned_constant(traced.constants[state.name])
     return found
 
 
@@ -104,7 +104,7 @@ def input_values(traced: Traced, inputs: Any) -> dict[int, torch.Tensor]:
     return dict(zip(traced.inputs, leaves, strict=True))
 
 
-def measure(traced: Traced, model: nn.Module, example_inputs: Any) -> Facts:
+def run_operators(traced: Traced, model: nn.Module, example_inputs: Any) -> OperatorRun:
     """Runs all operators, forward and backward; takes no times.
 
     Args:
@@ -117,7 +117,7 @@ def measure(traced: Traced, model: nn.Module, example_inputs: Any) -> Facts:
     return _Run(traced, state_values(traced, model) | input_values(traced, example_inputs)).facts()
 
 
-def seconds_of(traced: Traced, model: nn.Module, example_inputs: Any) -> list[tuple[float, float]]:
+def operator_seconds(traced: Traced, model: nn.Module, example_inputs: Any) -> list[tuple[float, float]]:
     """Seconds by operator, forward and backward: the least of a few runs; arguments as of `measure`."""
     start_s = time.perf_counter()
     runs: list[list[tuple[float, float]]] = []
@@ -136,14 +136,14 @@ class _Run:
 
     def __init__(self, traced: Traced, values: dict[int, Any]) -> None:
         self._traced, self._values = traced, values
-        self._facts = Facts({}, {}, [], [])
+        self._facts = OperatorRun({}, {}, [], [])
         self._buffers = {value: values[value].clone() for value in values if not values[value].requires_grad}
         self._places: dict[int, int] = {}
         """By number of a node of autograd, the place of the operator that has made it."""
         self._sparse: list[int] = []
         """Values whose gradient is sparse."""
 
-    def facts(self) -> Facts:
+    def facts(self) -> OperatorRun:
         facts, values = self._facts, self._values
         for value, tensor in values.items():
             facts.values[value] = _facts_of(tensor, -1)

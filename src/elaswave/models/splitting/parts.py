@@ -12,10 +12,10 @@ from elaswave.errors import UsageError
 from elaswave.models.calls import batch
 from elaswave.models.instances import CopyOf
 from elaswave.models.layers import Layer
-from elaswave.models.splitting.cut import Flow
+from elaswave.models.splitting.cut import DependencyGraph
 from elaswave.models.splitting.inputs import leaves_of
 from elaswave.models.splitting.program import Op, Ref, execute, last_uses
-from elaswave.models.splitting.trace import State, copy_of
+from elaswave.models.splitting.trace import StateTensor, cloned_constant
 
 
 class Crossed(NamedTuple):
@@ -98,7 +98,7 @@ class Program:
     expected: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     received: tuple[Crossed, ...]
     sent: tuple[Crossed, ...]
-    state: tuple[tuple[int, State], ...]
+    state: tuple[tuple[int, StateTensor], ...]
     result: Any
     is_first: bool
 
@@ -152,7 +152,7 @@ def _filled(tree: Any, values: Mapping[int, Any]) -> Any:
     return tree
 
 
-class Part(nn.Module):
+class TracedLayer(nn.Module):
     """A layer made of operators.
 
     Args:
@@ -208,7 +208,7 @@ class Part(nn.Module):
         program = self._elaswave_programs[0 if self.training else 1]
         return program.run(argument, {value: self._tensor(state) for value, state in program.state})
 
-    def _tensor(self, state: State) -> torch.Tensor:
+    def _tensor(self, state: StateTensor) -> torch.Tensor:
         path, _, key = state.name.rpartition(".")
         owner = self.get_submodule(path)
         found: torch.Tensor | None = owner._parameters.get(key)
@@ -231,15 +231,15 @@ def _container(module: nn.Module, path: str) -> nn.Module:
     return module
 
 
-class Made(NamedTuple):
+class SplitMode(NamedTuple):
     """What `make_layers` needs of one mode."""
 
-    flow: Flow
+    flow: DependencyGraph
     bounds: Sequence[tuple[int, int]]
     out_tree: Any
 
 
-def program_of(made: Made, index: int, example: Sequence[tuple[str, torch.Tensor]]) -> Program:
+def program_of(made: SplitMode, index: int, example: Sequence[tuple[str, torch.Tensor]]) -> Program:
     """What a part runs in one mode.
 
     Args:
@@ -280,7 +280,7 @@ def _outputs(tree: Any, outputs: Sequence[Any]) -> Any:
     return outputs[tree] if isinstance(tree, int) else tree
 
 
-def _crossed(flow: Flow, place: int) -> tuple[Crossed, ...]:
+def _crossed(flow: DependencyGraph, place: int) -> tuple[Crossed, ...]:
     crossing = flow.crossing(place)
     assert crossing is not None
     found = []
@@ -308,7 +308,7 @@ class _Needed:
         wanted: values that it must make.
     """
 
-    def __init__(self, flow: Flow, start: int, stop: int, received: set[int], wanted: set[int]) -> None:
+    def __init__(self, flow: DependencyGraph, start: int, stop: int, received: set[int], wanted: set[int]) -> None:
         self._flow, self._received = flow, received
         self._places: set[int] = set()
         waiting = set(wanted)
@@ -351,7 +351,7 @@ class _Needed:
                     self._add(each)
 
 
-def make_layers(model: nn.Module, train: Made, evaluation: Made, example_inputs: Any) -> list[Layer]:
+def make_layers(model: nn.Module, train: SplitMode, evaluation: SplitMode, example_inputs: Any) -> list[Layer]:
     """The parts as layers, whose tensors keep the names that they have in the network.
 
     Args:
@@ -367,7 +367,7 @@ def make_layers(model: nn.Module, train: Made, evaluation: Made, example_inputs:
     naming = _Naming(model, {**train.flow.traced.constants, **evaluation.flow.traced.constants})
     states = [{each for _, each in (*one.state, *other.state)} for one, other in programs]
     for name in train.flow.written_buffers():
-        assert sum(State("buffer", name) in each for each in states) <= 1, f"parts share {name}"
+        assert sum(StateTensor("buffer", name) in each for each in states) <= 1, f"parts share {name}"
     layers = []
     for index, (one, other) in enumerate(programs):
         found = _Tensors(naming, index)
@@ -376,7 +376,7 @@ def make_layers(model: nn.Module, train: Made, evaluation: Made, example_inputs:
             unused = naming.unused({each.name for state in states for each in state})
             found.tensors.update(unused)
             found.persistent.update(unused)
-        part = Part(named, naming.in_order(found.tensors), found.persistent, found.uses)
+        part = TracedLayer(named, naming.in_order(found.tensors), found.persistent, found.uses)
         name = f"part{index}"
         layers.append(
             Layer(name, CopyOf(part, name), ties=found.ties, keeps_names=True, only_reads=frozenset(found.only_reads))
@@ -408,10 +408,10 @@ class _Tensors:
 
     def named(self, program: Program, *, is_training: bool) -> Program:
         """A program with the names of this part instead of the network's; training comes first."""
-        state = tuple((value, State(each.kind, self._name(each, is_training))) for value, each in program.state)
+        state = tuple((value, StateTensor(each.kind, self._name(each, is_training))) for value, each in program.state)
         return replace(program, state=state)
 
-    def _name(self, state: State, is_training: bool) -> str:
+    def _name(self, state: StateTensor, is_training: bool) -> str:
         if state.kind == "constant":
             self.tensors.setdefault(state.name, self._naming.constant(state.name))
             return state.name
@@ -441,7 +441,7 @@ class _Tensors:
             self.only_reads.add(found)
         return found
 
-    def _further(self, state: State, first: str) -> str:
+    def _further(self, state: StateTensor, first: str) -> str:
         name = f"{_USE}{state.use}.{state.name}"
         self.uses[name], self.ties[name] = first, self._naming.names_of(self._naming.tensor(state.name))[0]
         return name
@@ -471,7 +471,7 @@ class _Naming:
 
     def constant(self, name: str) -> torch.Tensor:
         """A copy of it."""
-        return copy_of(self._constants[name])
+        return cloned_constant(self._constants[name])
 
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter or buffer."""

@@ -17,17 +17,24 @@ from elaswave.models.splitting.check import (
     Difference,
     bits_of,
     buffers_kept,
-    copies_of,
+    cloned_inputs,
     difference,
     difference_in_evaluation,
     scales_of,
     tensors_in,
 )
-from elaswave.models.splitting.cut import Flow, best_cuts, bounds_of, costs_of, places_in_evaluation, problem_with_cuts
+from elaswave.models.splitting.cut import (
+    DependencyGraph,
+    balanced_cuts,
+    bounds_of,
+    costs_of,
+    places_in_evaluation,
+    problem_with_cuts,
+)
 from elaswave.models.splitting.graph import OperatorGraph, graph_of
 from elaswave.models.splitting.inputs import call_of
-from elaswave.models.splitting.measure import Facts, measure, seconds_of
-from elaswave.models.splitting.parts import Made, in_mode, make_layers
+from elaswave.models.splitting.measure import OperatorRun, operator_seconds, run_operators
+from elaswave.models.splitting.parts import SplitMode, in_mode, make_layers
 from elaswave.models.splitting.trace import trace
 from elaswave.models.splitting.uses import with_own_uses
 
@@ -99,15 +106,15 @@ class TracedNetwork:
             model.train()
         with torch.random.fork_rng(devices=[]):
             self.train = trace(model, example_inputs)
-            self._train_flow = Flow(self.train, measure(self.train, model, example_inputs))
+            self._train_flow = DependencyGraph(self.train, run_operators(self.train, model, example_inputs))
             apart = with_own_uses(self._train_flow)
             if apart is not self.train:
                 self.train = apart
-                self._train_flow = Flow(apart, measure(apart, model, example_inputs))
+                self._train_flow = DependencyGraph(apart, run_operators(apart, model, example_inputs))
             with in_mode(model, train=False):
                 self._evaluation = trace(model, example_inputs, self.train.constants)
-            facts = measure(self._evaluation, model, example_inputs)
-            self._evaluation_flow = Flow(self._evaluation, facts, self._train_flow.written_buffers())
+            facts = run_operators(self._evaluation, model, example_inputs)
+            self._evaluation_flow = DependencyGraph(self._evaluation, facts, self._train_flow.written_buffers())
             self._refuse_what_no_trace_holds()
         self._there = places_in_evaluation(self._train_flow, self._evaluation_flow)
         self.costs = costs_of(self._train_flow, self._there, link_bytes_per_s)
@@ -117,8 +124,8 @@ class TracedNetwork:
         which refuse what is written in place."""
         attributes, backward = ChangingAttributes(self.model), BackwardCode()
         for is_training in (True, False):
-            args, kwargs = call_of(copies_of(self.example_inputs))
-            call = Call(lambda: copies_of(self.example_inputs))
+            args, kwargs = call_of(cloned_inputs(self.example_inputs))
+            call = Call(lambda: cloned_inputs(self.example_inputs))
             with in_mode(self.model, train=is_training), buffers_kept(self.model), attributes.watched():
                 with torch.set_grad_enabled(is_training), inside(call), backward.watched():
                     returned = self.model(*args, **kwargs)
@@ -128,7 +135,7 @@ class TracedNetwork:
         attributes.refuse()
 
     @property
-    def _facts(self) -> Facts:
+    def _facts(self) -> OperatorRun:
         return self._train_flow.facts
 
     @property
@@ -141,7 +148,7 @@ class TracedNetwork:
     def graph(self, cuts: Sequence[int] = ()) -> OperatorGraph:
         """The public graph; the first time, operators are timed."""
         if not self._is_timed:
-            self._facts.seconds = seconds_of(self.train, self.model, self.example_inputs)
+            self._facts.seconds = operator_seconds(self.train, self.model, self.example_inputs)
             self._is_timed = True
         return graph_of(self._train_flow, cuts)
 
@@ -153,7 +160,7 @@ class TracedNetwork:
         """
         if isinstance(num_parts, bool) or not isinstance(num_parts, int) or num_parts < 1:
             raise UsageError(f"num_parts is {num_parts!r}, needed: a whole number of at least 1")
-        cuts = best_cuts(self.costs, num_parts)
+        cuts = balanced_cuts(self.costs, num_parts)
         if cuts is None:
             raise problem_with_cuts(self._train_flow, self._there, self.costs, num_parts)
         return cuts
@@ -186,8 +193,8 @@ class TracedNetwork:
             places.append(max([place, *places[-1:]]))
         return make_layers(
             self.model,
-            Made(self._train_flow, bounds_of(cuts, len(self.train.ops)), self.train.out_tree),
-            Made(self._evaluation_flow, bounds_of(places, len(self._evaluation.ops)), self._evaluation.out_tree),
+            SplitMode(self._train_flow, bounds_of(cuts, len(self.train.ops)), self.train.out_tree),
+            SplitMode(self._evaluation_flow, bounds_of(places, len(self._evaluation.ops)), self._evaluation.out_tree),
             self.example_inputs,
         )
 

@@ -51,7 +51,7 @@ _NO_TREE = (
 )
 
 
-class State(NamedTuple):
+class StateTensor(NamedTuple):
     """A tensor of the network."""
 
     kind: str
@@ -70,7 +70,7 @@ class Traced(NamedTuple):
     """By operator, the path of the module that it belongs to."""
     inputs: tuple[int, ...]
     """Values of the inputs' tensors, in the order of `leaves_of`."""
-    state: Mapping[int, State]
+    state: Mapping[int, StateTensor]
     """Values that are tensors of the network."""
     constants: Mapping[str, torch.Tensor]
     """Those of kind "constant", by name."""
@@ -86,7 +86,7 @@ class Traced(NamedTuple):
         return list(dict.fromkeys(each.value for each in (*self.outputs, *told) if isinstance(each, Ref)))
 
 
-def copy_of(constant: torch.Tensor) -> torch.Tensor:
+def cloned_constant(constant: torch.Tensor) -> torch.Tensor:
     """A constant with memory of its own; what is repeated in it stays so."""
     once = constant.detach()
     for dim, stride in enumerate(constant.stride()):
@@ -178,7 +178,7 @@ def _line_of(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno} ({(own[-1].line or '').strip()})"
 
 
-def source_of(node: fx.Node) -> str:
+def node_source(node: fx.Node) -> str:
     """The line of the network's code that a node comes from: the innermost one outside of torch, if there is one."""
     text = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*([^\n]*)', text)
@@ -201,7 +201,7 @@ class _Flat:
         self._num_values = 0
         self._ops: list[Op] = []
         self._modules: list[str] = []
-        self._state: dict[int, State] = {}
+        self._state: dict[int, StateTensor] = {}
         self._constants: dict[str, torch.Tensor] = {}
         self._inputs: list[int] = []
         self._bases: dict[int, tuple[int, ...]] = {}
@@ -260,20 +260,20 @@ class _Flat:
         self._num_values += 1
         return self._num_values - 1
 
-    def _state_of(self, spec: Any) -> State:
+    def _state_of(self, spec: Any) -> StateTensor:
         if spec.kind is InputKind.PARAMETER:
-            return State("parameter", self._first_names[id(self._model_values[own_path(spec.target)])])
+            return StateTensor("parameter", self._first_names[id(self._model_values[own_path(spec.target)])])
         if spec.kind is InputKind.BUFFER and spec.persistent:
-            return State("buffer", self._first_names[id(self._model_values[own_path(spec.target)])])
+            return StateTensor("buffer", self._first_names[id(self._model_values[own_path(spec.target)])])
         if spec.kind is InputKind.BUFFER:
             name = own_path(spec.target)
             self._constants[name] = self._model_values[name]
-            return State("constant", name)
+            return StateTensor("constant", name)
         if spec.kind is InputKind.CONSTANT_TENSOR:
             constant = self._exported.constants[spec.target]
             name = self._name_of(f"{_LIFTED}{own_path(spec.target).replace('.', '_')}", constant)
             self._constants[name] = constant
-            return State("constant", name)
+            return StateTensor("constant", name)
         raise UsageError(f"the network is given {spec.kind.name} {spec.target}: only tensors can be taken along")
 
     def _name_of(self, name: str, constant: torch.Tensor) -> str:
@@ -323,12 +323,13 @@ class _Flat:
             why = "makes a tensor whose shape depends on the data"
         if why is not None:
             raise UsageError(
-                f"the network cannot be cut: {target} at {source_of(node)} {why}. Shapes and control flow must be the "
+                f"the network cannot be cut: {target} at {node_source(node)} {why}. Shapes and control flow must be "
+                "the "
                 "same for every micro-batch: compute with masks (torch.where) instead, or give the layers by hand"
             )
         if "getitem" not in target and not isinstance(node.target, torch._ops.OpOverload):
             raise UsageError(
-                f"the network cannot be cut: it calls {target} at {source_of(node)}, which is no operator of torch "
+                f"the network cannot be cut: it calls {target} at {node_source(node)}, which is no operator of torch "
                 "that can stand in a flat list. Write it with ordinary operators, or give the layers by hand"
             )
 
@@ -345,7 +346,9 @@ class _Flat:
         function = node.target
         draws = target != GETITEM and torch.Tag.nondeterministic_seeded in function.tags  # type: ignore[union-attr]
         out = self._new()
-        self._ops.append(Op(len(self._ops), target, args, kwargs, out, tuple(writes), context, draws, source_of(node)))
+        self._ops.append(
+            Op(len(self._ops), target, args, kwargs, out, tuple(writes), context, draws, node_source(node))
+        )
         self._bases[out] = tuple(refs_in(args[:1])) if target == GETITEM else _seen_through(function, args, kwargs)
         self._modules.append(path)
         return Ref(out)

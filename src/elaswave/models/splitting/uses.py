@@ -9,12 +9,12 @@ view stand before it anew. It costs the memory of one gradient and one addition 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from elaswave.models.splitting.cut import Flow
+from elaswave.models.splitting.cut import DependencyGraph
 from elaswave.models.splitting.program import Op, Ref, renamed, renamed_in
-from elaswave.models.splitting.trace import State, Traced
+from elaswave.models.splitting.trace import StateTensor, Traced
 
 
-def with_own_uses(flow: Flow) -> Traced:
+def with_own_uses(flow: DependencyGraph) -> Traced:
     """The same operators, where no trained parameter has two users.
 
     Args:
@@ -28,7 +28,7 @@ def with_own_uses(flow: Flow) -> Traced:
 class _Uses:
     """Goes through the operators; arguments as of `with_own_uses`."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: DependencyGraph) -> None:
         self._flow, self._traced = flow, flow.traced
         traced = flow.traced
         self._trained = {
@@ -86,7 +86,7 @@ class _Uses:
         if not number:
             return parameter
         value = self._new()
-        self._state[value] = State("parameter", self._traced.state[parameter].name, number)
+        self._state[value] = StateTensor("parameter", self._traced.state[parameter].name, number)
         return value
 
     def _views(self, path: Sequence[int], own: dict[int, int]) -> Iterator[Op]:

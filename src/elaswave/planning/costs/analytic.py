@@ -19,7 +19,7 @@ import msgspec
 from elaswave.fences import built_in_layer_names, codecs_at
 from elaswave.planning.costs.fences import fenced_costs
 from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.machines import Cluster, Device
+from elaswave.planning.costs.machines import Cluster, DeviceSpec
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.presets import DevicePreset, ModelShape
 
@@ -309,7 +309,7 @@ def preset_cluster(
     if workers_per_node is None:
         workers_per_node = preset.devices_per_node // tensor_parallel
     one = preset.device
-    group = Device(
+    group = DeviceSpec(
         name=one.name if tensor_parallel == 1 else f"{tensor_parallel} x {one.name}",
         flops_per_s=one.flops_per_s * tensor_parallel,
         memory_bytes=one.memory_bytes * usable_memory * tensor_parallel,

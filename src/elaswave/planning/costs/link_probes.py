@@ -24,7 +24,7 @@ ENOUGH_ROUND_TRIPS = 4.0
 REPEATS = 2
 
 
-class Probe(NamedTuple):
+class LinkProbe(NamedTuple):
     """What is sent, and what is to be returned."""
 
     sent_bytes: int
@@ -41,7 +41,7 @@ class MeasuredLinks(NamedTuple):
     """Of the larger probes, the largest share by which a time differs from `alpha + beta x bytes`."""
 
 
-Probing = Generator[Probe, float, MeasuredLinks]
+Probing = Generator[LinkProbe, float, MeasuredLinks]
 """Yields probes, is sent the seconds of each, returns what was found."""
 
 
@@ -53,7 +53,7 @@ def probing() -> Probing:
     """
     trips = []
     for _ in range(ROUND_TRIPS):
-        trips.append((yield from _timed(Probe(0, 0))))
+        trips.append((yield from _timed(LinkProbe(0, 0))))
     trip_s = min(trips)
     out, num_out = yield from _direction(trip_s, is_out=True)
     back, num_back = yield from _direction(trip_s, is_out=False)
@@ -68,7 +68,7 @@ def probing() -> Probing:
     return MeasuredLinks(there, again, ROUND_TRIPS + num_out + num_back, off)
 
 
-def _direction(trip_s: float, *, is_out: bool) -> Generator[Probe, float, tuple[dict[int, float], int]]:
+def _direction(trip_s: float, *, is_out: bool) -> Generator[LinkProbe, float, tuple[dict[int, float], int]]:
     """Least seconds of sizes that grow until one takes long enough, that and its quarter again; and how many probes."""
     size, found, count = FIRST_BYTES, dict[int, float](), 0
     while True:
@@ -85,11 +85,11 @@ def _direction(trip_s: float, *, is_out: bool) -> Generator[Probe, float, tuple[
     return found, count
 
 
-def _probe(num_bytes: int, is_out: bool) -> Probe:
-    return Probe(num_bytes, 0) if is_out else Probe(0, num_bytes)
+def _probe(num_bytes: int, is_out: bool) -> LinkProbe:
+    return LinkProbe(num_bytes, 0) if is_out else LinkProbe(0, num_bytes)
 
 
-def _timed(probe: Probe) -> Generator[Probe, float, float]:
+def _timed(probe: LinkProbe) -> Generator[LinkProbe, float, float]:
     seconds = yield probe
     if not seconds > 0:
         raise ValueError(f"a probe took {seconds} s, needed: the time that has passed, above 0")

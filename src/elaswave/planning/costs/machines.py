@@ -29,7 +29,7 @@ class FrequencyLevel(msgspec.Struct, frozen=True, kw_only=True):
     """Draw while it computes, in watts."""
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of accelerator."""
 
     name: str
@@ -82,7 +82,7 @@ class Cluster:
     """float64: usable by training."""
     device: np.ndarray
     """int64: index into `devices`."""
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceSpec, ...]
     within_node: NetworkLink
     between_nodes: NetworkLink
     power_limit_w: float | None = None
@@ -138,7 +138,7 @@ class Cluster:
     def uniform(
         cls,
         num_workers: int,
-        device: Device,
+        device: DeviceSpec,
         *,
         within_node: NetworkLink,
         between_nodes: NetworkLink,

@@ -15,9 +15,9 @@ which is left out. What enters or leaves the model is not handed on, so it is no
 the layer, and each slice has *copies*: its owner's and its followers'. What is in flight is up to the schedule
 (`elaswave.planning.costs.schedules`) and to what fits. What is left out: buffers to receive sums, the copy that a
 checkpoint makes, and temporary values; the share of a device's memory that training may not fill has to hold them.
-Among these is what a layer takes that is run again (`elaswave.engine.checks.canary`): its parameters and their
-gradients once more, and one micro-batch's activations and borders. The first micro-batch of every layer takes that, and
-spot checks take no more.
+Among these is what a layer takes that is run again (`elaswave.engine.checks.determinism_check`): its parameters and
+their gradients once more, and one micro-batch's activations and borders. The first micro-batch of every layer takes
+that, and spot checks take no more.
 """
 
 from collections.abc import Sequence

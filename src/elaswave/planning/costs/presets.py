@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from elaswave.planning.costs.machines import Device, FrequencyLevel
+from elaswave.planning.costs.machines import DeviceSpec, FrequencyLevel
 from elaswave.planning.costs.network import NetworkLink
 
 VOLTAGE_PER_SPEED = 0.5
@@ -113,7 +113,7 @@ class LinkPreset(msgspec.Struct, frozen=True, kw_only=True):
 class DevicePreset(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of accelerator and the machine that it usually comes in."""
 
-    device: Device
+    device: DeviceSpec
     memory_bandwidth_bytes_per_s: float
     efficiency: float
     """Share of the peak that matrix products of a training step reach."""

@@ -17,9 +17,9 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
     (`agree_s` and below): detection, and what survivors do side by side. This engine's median with 4 workers on two
     cores (benchmarks/recovery.py, kills, paced); the same for every policy that goes on without a restart."""
     join_s: float = 0.02
-    """For the new epoch in which a worker joins or leaves between two steps, whose state travels in the background,
-    beside what the coordinator does. Measured with benchmarks/join.py, three workers and one that joins: 20 ms (15 to
-    44), the median of three joins; the others' steps of 0.88 s took at most 1.05 of a normal one (median)."""
+    """For the new generation in which a worker joins or leaves between two steps, whose state travels in the
+    background, beside what the coordinator does. Measured with benchmarks/join.py, three workers and one that joins: 20
+    ms (15 to 44), the median of three joins; the others' steps of 0.88 s took at most 1.05 of a normal one (median)."""
     agree_s: float = 19e-6
     """Of the one coordinator for every worker: it hears all survivors' reports, decides, and sends the decision.
     Measured with benchmarks/agreement.py: 75 ms at 4,096 workers, 34 ms at 1,024."""

@@ -76,7 +76,7 @@ def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
     """
     check_schedule(schedule)
     bounds = dict.fromkeys(sorted(layout.workers), 1)
-    for part, _ in parts_of(layout):
+    for part, _ in independent_pipelines(layout):
         bounds.update(bounds_of_part(part, schedule))
     return bounds
 
@@ -96,7 +96,7 @@ def bounds_of_part(part: Layout, schedule: Schedule) -> dict[int, int]:
     }
 
 
-def parts_of(layout: Layout) -> list[tuple[Layout, list[int]]]:
+def independent_pipelines(layout: Layout) -> list[tuple[Layout, list[int]]]:
     """Pipelines that run side by side: each with the workers that it keeps busy, and the numbers of its micro-batches.
 
     Their stages are those of the layout, some without workers.

@@ -300,7 +300,7 @@ class Model:
         )
 
 
-class Link(NamedTuple):
+class LinkTimes(NamedTuple):
     """What a micro-batch's tensors take between two stages, and for how long links are busy beyond one of them."""
 
     ahead_s: float
@@ -334,9 +334,9 @@ class Boundary:
         self._most_ahead, self._most_back = before.most, after.most
         self.busy_ahead_s, self.busy_back_s = before.most * sent_s, after.most * returned_s
 
-    def at(self, cut: int) -> Link:
+    def at(self, cut: int) -> LinkTimes:
         """For one place of the cut."""
-        return Link(
+        return LinkTimes(
             float(self.ahead_s[cut]),
             float(self.back_s[cut]),
             float(self.busy_ahead_s[cut]) * (1 - 1 / self._most_ahead),
@@ -348,7 +348,7 @@ class Boundary:
 def _run(
     groups: list[Group],
     ranges: list[tuple[int, int]],
-    links: list[Link],
+    links: list[LinkTimes],
     held: list[float],
     schedule: Schedule,
 ) -> tuple[float, str]:
@@ -392,7 +392,7 @@ def _run(
     return total + most, bound
 
 
-def _coding(groups: list[Group], links: list[Link]) -> list[float]:
+def _coding(groups: list[Group], links: list[LinkTimes]) -> list[float]:
     """Seconds that each stage codes in one direction, of all micro-batches of its busiest worker."""
     found = [0.0] * len(groups)
     for index, link in enumerate(links):

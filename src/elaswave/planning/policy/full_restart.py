@@ -27,7 +27,7 @@ from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policy.declared import Declared
+from elaswave.planning.policy.policy_metadata import PolicyMetadata
 from elaswave.planning.policy.policy_parts import fetch, gone_from, is_in, make_plan, rectangle, unused
 from elaswave.planning.policy.replication import Replication
 from elaswave.planning.search.pipelines import ranges_of
@@ -43,14 +43,14 @@ _REPLICATION = Replication(
 )
 
 
-def declared(*, num_spares: int = 0, is_candidate: bool = False) -> Declared:
+def policy_metadata(*, num_spares: int = 0, is_candidate: bool = False) -> PolicyMetadata:
     """What this policy is.
 
     Args:
         num_spares: workers that stand by.
         is_candidate: whether its plans are candidates of ElasWave's.
     """
-    return Declared(
+    return PolicyMetadata(
         replication=_REPLICATION,
         rolls_back=True,
         num_spares=num_spares,
@@ -59,7 +59,7 @@ def declared(*, num_spares: int = 0, is_candidate: bool = False) -> Declared:
     )
 
 
-def plan(
+def plan_full_restart(
     cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None,
     num_spares: int = 0, name: str = NAME,
 ) -> Plan:  # fmt: skip

@@ -28,12 +28,12 @@ from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.schedules import SCHEDULES, Schedule
 from elaswave.planning.frequency import check_power, common_levels
 from elaswave.planning.plan import Allocation, Planner
-from elaswave.planning.policy.declared import declared_of
 from elaswave.planning.policy.fault_free import timed_fault_free
 from elaswave.planning.policy.full_restart import num_pipelines
 from elaswave.planning.policy.policies import CANDIDATES_UP_TO
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.programs.prediction import EXACT_ACTIONS, EXACT_WORKERS, time_as_it_is, time_within_memory
-from elaswave.planning.search.pipelines import Crew, mixed_pipelines, ranges_of
+from elaswave.planning.search.pipelines import PipelineWorkers, mixed_pipelines, ranges_of
 
 TIMED = 2
 """Numbers of stages that are timed as plans are, of those that the closed form finds fastest."""
@@ -42,7 +42,7 @@ MIXES = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Start:
+class FaultFreeStart:
     """A fault-free job."""
 
     allocation: Allocation
@@ -57,7 +57,7 @@ def own_starts(
     *,
     schedules: Sequence[Schedule] = SCHEDULES,
     followers: int = DEFAULT_FOLLOWERS,
-) -> dict[str, Start]:
+) -> dict[str, FaultFreeStart]:
     """What each policy would run on these workers.
 
     Args:
@@ -71,20 +71,20 @@ def own_starts(
         Policy -> its start; each runs as many micro-batches as the job is configured for.
     """
     equal = best_equal_stages(cluster, costs, configured, schedules=schedules, followers=followers)
-    found: dict[str, Start] = {}
-    declared = {name: declared_of(planner) for name, planner in planners.items()}
-    use_templates = any(each.start == "templates" for each in declared.values())
+    found: dict[str, FaultFreeStart] = {}
+    metadata = {name: policy_metadata_of(planner) for name, planner in planners.items()}
+    use_templates = any(each.start == "templates" for each in metadata.values())
     mixed = _templates(cluster, costs, equal, followers) if use_templates else []
     for name, planner in planners.items():
         offers = [equal]
-        if declared[name].start == "planned":
+        if metadata[name].start == "planned":
             offers += _asked(cluster, costs, equal.allocation, planner)
             if configured is not equal.allocation and np.ptp(cluster.speed) > 0:
                 # A planner looks at depths near that of before, and slow workers are left out best at another one.
                 offers += _asked(cluster, costs, configured, planner)
-        elif num_spares := declared[name].num_spares:
+        elif num_spares := metadata[name].num_spares:
             offers = [_with_spares(cluster, costs, equal, num_spares, schedules, followers)]
-        elif declared[name].start == "templates":
+        elif metadata[name].start == "templates":
             offers += mixed
         found[name] = min(offers, key=lambda start: start.step_s)
     if "elaswave" in found and cluster.num_workers <= CANDIDATES_UP_TO:
@@ -92,7 +92,7 @@ def own_starts(
     return found
 
 
-def healthy_step_s(
+def fault_free_step_s(
     cluster: Cluster,
     costs: Costs,
     configured: Allocation,
@@ -109,11 +109,11 @@ def healthy_step_s(
     Args: as of `own_starts`.
     """
     starts = own_starts(cluster, costs, configured, planners, schedules=schedules, followers=followers)
-    as_configured = Start(
+    as_configured = FaultFreeStart(
         allocation=configured, step_s=time_as_it_is(cluster, costs, configured, followers=followers).step_s
     )
     known = [as_configured, *starts.values()]
-    for name in sorted(name for name, planner in planners.items() if declared_of(planner).own_steps):
+    for name in sorted(name for name, planner in planners.items() if policy_metadata_of(planner).own_steps):
         for start in (as_configured, starts[name]):
             known += _asked(cluster, costs, start.allocation, planners[name])
     return min(start.step_s for start in known)
@@ -126,7 +126,7 @@ def best_equal_stages(
     *,
     schedules: Sequence[Schedule] = SCHEDULES,
     followers: int = DEFAULT_FOLLOWERS,
-) -> Start:
+) -> FaultFreeStart:
     """The fastest job of stages of equal width, of any number of stages, and at least as fast as it is configured.
 
     Jobs of more than `EXACT_WORKERS` workers are tried with half to twice as many stages as configured.
@@ -141,7 +141,7 @@ def best_equal_stages(
 
     def timed(
         num_stages: int, tried: Sequence[Schedule] = schedules, exact_actions: int = EXACT_ACTIONS
-    ) -> Start | None:
+    ) -> FaultFreeStart | None:
         replicas = min(cluster.num_workers // num_stages, number)
         try:
             step_s, allocation = timed_fault_free(
@@ -149,7 +149,7 @@ def best_equal_stages(
             )
         except InfeasiblePlan:
             return None
-        return Start(allocation=allocation, step_s=step_s)
+        return FaultFreeStart(allocation=allocation, step_s=step_s)
 
     # In closed form gpipe is no faster than 1f1b, with which it has all actions in common.
     known = [schedule for schedule in schedules if schedule != "gpipe"] or schedules
@@ -158,13 +158,18 @@ def best_equal_stages(
     own_s = time_as_it_is(
         cluster, costs, configured, followers=followers, exact=cluster.num_workers <= EXACT_WORKERS
     ).step_s
-    starts = [Start(allocation=configured, step_s=own_s), *filter(None, map(timed, chosen))]
+    starts = [FaultFreeStart(allocation=configured, step_s=own_s), *filter(None, map(timed, chosen))]
     return min(starts, key=lambda start: start.step_s)
 
 
 def _with_spares(
-    cluster: Cluster, costs: Costs, equal: Start, num_spares: int, schedules: Sequence[Schedule], followers: int
-) -> Start:
+    cluster: Cluster,
+    costs: Costs,
+    equal: FaultFreeStart,
+    num_spares: int,
+    schedules: Sequence[Schedule],
+    followers: int,
+) -> FaultFreeStart:
     """As many stages as the fastest job of equal stages has, and so many workers left over."""
     depth, number = len(equal.allocation.chains[0].stages), equal.allocation.num_microbatches
     width = min(number, num_pipelines(cluster.num_workers, depth, num_spares))
@@ -172,10 +177,10 @@ def _with_spares(
         step_s, allocation = timed_fault_free(cluster, costs, depth, width, number, schedules, followers=followers)
     except InfeasiblePlan:
         return equal
-    return Start(allocation=allocation, step_s=step_s)
+    return FaultFreeStart(allocation=allocation, step_s=step_s)
 
 
-def _asked(cluster: Cluster, costs: Costs, allocation: Allocation, planner: Planner) -> list[Start]:
+def _asked(cluster: Cluster, costs: Costs, allocation: Allocation, planner: Planner) -> list[FaultFreeStart]:
     """What a planner makes of a job to which nothing has happened; nothing where it would shrink the batch."""
     fastest = int(np.argmax(cluster.speed))
     nothing = ClusterEvent(
@@ -187,17 +192,17 @@ def _asked(cluster: Cluster, costs: Costs, allocation: Allocation, planner: Plan
         return []
     if found.allocation.num_microbatches != allocation.num_microbatches:
         return []
-    return [Start(allocation=found.allocation, step_s=found.predicted_step_s)]
+    return [FaultFreeStart(allocation=found.allocation, step_s=found.predicted_step_s)]
 
 
-def _templates(cluster: Cluster, costs: Costs, start: Start, followers: int) -> list[Start]:
+def _templates(cluster: Cluster, costs: Costs, start: FaultFreeStart, followers: int) -> list[FaultFreeStart]:
     """Combinations of pipelines of several depths that use all workers, where steps are timed exactly."""
     if cluster.num_workers > EXACT_WORKERS:
         return []
     chain = max(start.allocation.chains, key=lambda chain: len(chain.stages))
     members = [cluster.index_of(share.workers) for share in chain.stages]
     everybody = np.arange(cluster.num_workers)
-    crew = Crew(
+    pipeline_workers = PipelineWorkers(
         usual=ranges_of(chain),
         members=members,
         free=np.setdiff1d(everybody, np.concatenate(members)),
@@ -205,7 +210,7 @@ def _templates(cluster: Cluster, costs: Costs, start: Start, followers: int) -> 
         levels=common_levels(cluster, everybody),
     )
     mixes = mixed_pipelines(
-        cluster, costs, crew, start.allocation.num_microbatches, start.allocation.schedule,
+        cluster, costs, pipeline_workers, start.allocation.num_microbatches, start.allocation.schedule,
         followers=followers, most=MIXES, leave_out=False,
     )  # fmt: skip
     found = []
@@ -215,5 +220,5 @@ def _templates(cluster: Cluster, costs: Costs, start: Start, followers: int) -> 
             check_power(cluster, timed.found.peak_power_w)
         except InfeasiblePlan:
             continue
-        found.append(Start(allocation=allocation, step_s=timed.step_s))
+        found.append(FaultFreeStart(allocation=allocation, step_s=timed.step_s))
     return found

@@ -18,7 +18,7 @@ from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.policy import full_restart
-from elaswave.planning.policy.declared import Declared, declared_of, declares
+from elaswave.planning.policy.policy_metadata import PolicyMetadata, declares, policy_metadata_of
 from elaswave.planning.policy.replication import Replication
 from elaswave.planning.programs.prediction import EXACT_WORKERS
 from elaswave.planning.search import planner
@@ -27,7 +27,7 @@ from elaswave.planning.state_moves.placed_blocks import num_blocks
 
 __all__ = ["CANDIDATES_UP_TO", "ELASWAVE", "TimedPlanner", "make_policies"]
 
-ELASWAVE = Declared(
+ELASWAVE = PolicyMetadata(
     replication=Replication(
         unit="blocks",
         what="each block has an owner and followers that apply the same updates",
@@ -42,7 +42,7 @@ CANDIDATES_UP_TO = EXACT_WORKERS
 
 class TimedPlanner(Protocol):
     """A policy that is told how long training stands still: what another package registers, by name. What it declares
-    (`elaswave.planning.policy.declared.declares`) is known of the policy that is made of it."""
+    (`elaswave.planning.policy.policy_metadata.declares`) is known of the policy that is made of it."""
 
     def __call__(
         self,
@@ -61,9 +61,9 @@ class TimedPlanner(Protocol):
 
 
 _RESTARTS: Mapping[str, TimedPlanner] = {
-    "full_restart": declares(full_restart.declared(is_candidate=True))(partial(full_restart.plan)),
-    "full_restart_spares": declares(full_restart.declared(num_spares=full_restart.NUM_SPARES))(
-        partial(full_restart.plan, num_spares=full_restart.NUM_SPARES, name="full_restart_spares")
+    "full_restart": declares(full_restart.policy_metadata(is_candidate=True))(partial(full_restart.plan_full_restart)),
+    "full_restart_spares": declares(full_restart.policy_metadata(num_spares=full_restart.NUM_SPARES))(
+        partial(full_restart.plan_full_restart, num_spares=full_restart.NUM_SPARES, name="full_restart_spares")
     ),
 }
 
@@ -87,7 +87,7 @@ def make_policies(
     """
     given = times or RecoveryTimes()
     known: dict[str, Planner] = {
-        name: declares(declared_of(each))(partial(_by_number, planner=each, times=given))
+        name: declares(policy_metadata_of(each))(partial(_by_number, planner=each, times=given))
         for name, each in {**others, **_RESTARTS}.items()
     }
     options = Options(
@@ -97,7 +97,7 @@ def make_policies(
         copy_share=given.copy_share,
         local_search=local_search,
     )
-    candidates = tuple(each for each in known.values() if declared_of(each).is_candidate)
+    candidates = tuple(each for each in known.values() if policy_metadata_of(each).is_candidate)
     own = declares(ELASWAVE)(partial(_elaswave, options=options, baselines=candidates, times=given))
     return {"elaswave": own, **known}
 

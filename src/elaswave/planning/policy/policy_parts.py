@@ -223,6 +223,6 @@ def make_plan(
     )
 
 
-def renamed(plan: Plan, policy: str, why: str) -> Plan:
+def fallback_plan(plan: Plan, policy: str, why: str) -> Plan:
     """A plan that another policy has fallen back to."""
     return replace(plan, policy=policy, reason=f"{why}; {plan.reason}")

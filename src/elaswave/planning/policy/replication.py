@@ -60,7 +60,7 @@ def layer_ranges(allocation: Allocation) -> tuple[LayerRange, ...]:
     return tuple(found)
 
 
-class Copies(Protocol):
+class ReplicaSet(Protocol):
     """Who holds what under one allocation."""
 
     def lost_with(self, workers: Collection[int]) -> bool:
@@ -156,7 +156,7 @@ class WholeGroups:
         )
 
 
-WHOLE: Mapping[Unit, Callable[[Allocation, Collection[int]], Copies]] = {
+WHOLE: Mapping[Unit, Callable[[Allocation, Collection[int]], ReplicaSet]] = {
     "stages": WholeStages,
     "groups": WholeGroups,
     "nothing": lambda allocation, incomplete: WithoutCopies(allocation),

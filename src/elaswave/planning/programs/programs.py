@@ -45,7 +45,7 @@ from elaswave.planning.costs.schedules import (
     Schedule,
     bounds_of_part,
     check_schedule,
-    parts_of,
+    independent_pipelines,
     splits_backwards,
 )
 from elaswave.planning.costs.step_time.work import (
@@ -54,7 +54,7 @@ from elaswave.planning.costs.step_time.work import (
     INPUT,
     WEIGHT,
     Durations,
-    Flow,
+    StepGraph,
     TransferSeconds,
     run_in_order,
 )
@@ -95,11 +95,11 @@ def compile_programs(
     if begins_s is not None and durations is None:
         raise ValueError("seconds at which workers begin are given, but none of actions: give durations as well")
     programs: dict[int, Program] = dict.fromkeys(layout.workers, ())
-    for part, numbers in parts_of(layout):
+    for part, numbers in independent_pipelines(layout):
         if only is not None and only not in part.workers:
             continue
         bounds = _bounds(part, schedule, max_in_flight, forward_only=forward_only)
-        flow = Flow(part, durations, transfer_s, ticks=True, numbers=numbers)
+        flow = StepGraph(part, durations, transfer_s, ticks=True, numbers=numbers)
         begins = [] if begins_s is None else [round(begins_s[worker] * flow.scale) for worker in flow.workers]
         limits = _limits(part, flow, schedule, bounds, forward_only=forward_only)
         compiled = _compile(flow, schedule, limits, begins, forward_only=forward_only)
@@ -130,10 +130,10 @@ def compiled_step_s(
     Raises:
         ValueError: as `compile_programs`.
     """
-    parts = parts_of(layout)
+    parts = independent_pipelines(layout)
     longest = 0.0
     for part, _ in parts:
-        flow = Flow(part, durations, transfer_s)
+        flow = StepGraph(part, durations, transfer_s)
         bounds = _bounds(part, schedule, max_in_flight, forward_only=False)
         limits = _limits(part, flow, schedule, bounds)
         key = (schedule, limits, flow.digest)
@@ -171,7 +171,7 @@ times."""
 
 
 def _limits(
-    part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, int], *, forward_only: bool = False
+    part: Layout, flow: StepGraph, schedule: Schedule, bounds: Mapping[int, int], *, forward_only: bool = False
 ) -> Limits:
     held = tuple(bounds[worker] for worker in flow.workers)
     # Without backwards nothing is in flight, and no limit but the given one holds.
@@ -183,7 +183,7 @@ def _limits(
 
 
 def _compile(
-    flow: Flow, schedule: Schedule, limits: Limits, begins: Sequence[int], *,
+    flow: StepGraph, schedule: Schedule, limits: Limits, begins: Sequence[int], *,
     forward_only: bool, within: float | None = None,
 ) -> list[list[int]] | None:  # fmt: skip
     """The programs of one part, as codes; None if they take as long as `within`."""
@@ -203,12 +203,12 @@ def _compile(
     return known
 
 
-def _at_most(held: Sequence[int], bounds: Mapping[int, int], flow: Flow) -> tuple[int, ...]:
+def _at_most(held: Sequence[int], bounds: Mapping[int, int], flow: StepGraph) -> tuple[int, ...]:
     return tuple(min(most, bounds[worker]) for most, worker in zip(held, flow.workers, strict=True))
 
 
 def _zero_bubble(
-    flow: Flow, open_: Sequence[int], tried: Sequence[Sequence[int]], begins: Sequence[int], within: float | None
+    flow: StepGraph, open_: Sequence[int], tried: Sequence[Sequence[int]], begins: Sequence[int], within: float | None
 ) -> list[list[int]] | None:
     """The best of several orders with split backwards.
 
@@ -244,7 +244,7 @@ def _zero_bubble(
     return best
 
 
-def _least_ticks(flow: Flow) -> float:
+def _least_ticks(flow: StepGraph) -> float:
     """What no order of split backwards gets below: a worker waits for its first input, does all its work, or all but
     its weight gradients before the last gradient goes back to the beginning of its route; and a micro-batch goes there
     and back to each of its hops, whose weight gradient follows."""
@@ -335,7 +335,7 @@ class _Compiler:
 
     def __init__(
         self,
-        flow: Flow,
+        flow: StepGraph,
         held: Sequence[int],
         *,
         open_: Sequence[int] | None = None,

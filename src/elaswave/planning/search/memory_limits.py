@@ -209,7 +209,7 @@ def memory_limits(
     held = np.where(each > 0, memory.wanted, counts)  # what takes no memory is not limited
     fits = fitting(room - fixed, each)
     if allocation.schedule == "gpipe" or bool(np.any((fits < 1) & (counts > 0))) or bool(np.any(fixed > room)):
-        check_memory(workers, memory.wanted_bytes, room)
+        check_worker_memory(workers, memory.wanted_bytes, room)
     bounds = np.maximum(1, np.minimum(held, fits)).astype(np.int64)
     return MemoryLimits(
         workers=workers,
@@ -219,7 +219,7 @@ def memory_limits(
     )
 
 
-def check_memory(workers: np.ndarray, needed_bytes: np.ndarray, memory_bytes: np.ndarray) -> None:
+def check_worker_memory(workers: np.ndarray, needed_bytes: np.ndarray, memory_bytes: np.ndarray) -> None:
     """Refuses what does not fit.
 
     Args:
@@ -280,7 +280,7 @@ def layout_limits(
             needed = own + each * np.where(working, least, 0)
             tight = needed > room * (1 + 1e-12)
             if tight.any():
-                check_memory(members[tight], needed[tight], room[tight])
+                check_worker_memory(members[tight], needed[tight], room[tight])
         for index in np.flatnonzero(working & (fits < wants)).tolist():
             limits[stage.workers[index]] = max(1, int(fits[index]))
     return limits

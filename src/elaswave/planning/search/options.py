@@ -44,7 +44,7 @@ class Options:
     pause_s: float = RecoveryTimes().recover_s
     """Predicted pause after a loss, where no state has to be fetched."""
     join_pause_s: float = RecoveryTimes().join_s
-    """The same where workers join or leave, for their new epoch."""
+    """The same where workers join or leave, for their new generation."""
     move_pause_s: float = RecoveryTimes().move_s
     """And for a change of layout whose blocks have been copied in the background."""
     copy_share: float = RecoveryTimes().copy_share

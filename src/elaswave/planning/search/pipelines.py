@@ -33,7 +33,7 @@ from elaswave.planning.programs.prediction import fidelity_for, stages_of, step_
 from elaswave.planning.search.apportionment import apportion, apportion_pipelines
 from elaswave.planning.search.memory_limits import memory_limits
 from elaswave.planning.search.teams import in_order
-from elaswave.planning.search.templates import Template, template_beside, template_of_few
+from elaswave.planning.search.templates import PipelineTemplate, template_beside, template_of_few
 
 Ranges = tuple[tuple[int, int], ...]
 """Layers [start, stop) of each stage."""
@@ -69,7 +69,7 @@ class _Mix(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Crew:
+class PipelineWorkers:
     """Who is left of a job, by position in the cluster, and what they hold."""
 
     usual: Ranges
@@ -87,7 +87,7 @@ class Crew:
 def mixed_pipelines(
     cluster: Cluster,
     costs: Costs,
-    crew: Crew,
+    pipeline_workers: PipelineWorkers,
     num_microbatches: int,
     schedule: Schedule,
     *,
@@ -100,7 +100,7 @@ def mixed_pipelines(
     Args:
         cluster: after the event.
         costs: of the layers.
-        crew: all of its workers.
+        pipeline_workers: all of its workers.
         num_microbatches: of the step.
         schedule: of the job.
         followers: live copies of every block, for memory.
@@ -109,19 +109,23 @@ def mixed_pipelines(
     Returns:
         Allocations, the fastest first, and how they came about; none if nothing fits.
     """
-    speeds = worker_speeds(cluster, np.arange(cluster.num_workers), crew.levels)
-    order = in_order(crew.members, crew.free, speeds)
+    speeds = worker_speeds(cluster, np.arange(cluster.num_workers), pipeline_workers.levels)
+    order = in_order(pipeline_workers.members, pipeline_workers.free, speeds)
     ideal = _Ideal(cluster, costs, schedule, followers)
-    mixes = _mixes(crew, speeds[order].tolist(), costs.num_layers, leave_out=leave_out)
+    mixes = _mixes(pipeline_workers, speeds[order].tolist(), costs.num_layers, leave_out=leave_out)
     found: list[tuple[float, Allocation, str]] = []
-    fresh = template_beside(costs, (1.0,) * len(crew.usual), frozenset())
+    fresh = template_beside(costs, (1.0,) * len(pipeline_workers.usual), frozenset())
     # The stages of before cost no moves; where they are no longer balanced, balanced ones are tried too.
-    starts = [crew.usual] if fresh is None or fresh.ranges == crew.usual else [crew.usual, fresh.ranges]
+    starts = (
+        [pipeline_workers.usual]
+        if fresh is None or fresh.ranges == pipeline_workers.usual
+        else [pipeline_workers.usual, fresh.ranges]
+    )
     is_even = bool(np.all(speeds[order] == speeds[order[0]]))
     ranked = RANKED if is_even or len(order) > ANY_DEPTH else RANKED_SMALL
     for mix in sorted(mixes, key=lambda each: ideal.step_s(each, num_microbatches))[:ranked]:
         for usual in starts:
-            placing = _Placing(cluster, costs, crew, usual, speeds, order[: mix.num_workers])
+            placing = _Placing(cluster, costs, pipeline_workers, usual, speeds, order[: mix.num_workers])
             for allocation in placing.allocations(mix, num_microbatches, schedule):
                 within_s = found[-1][0] if len(found) == most else float("inf")
                 try:
@@ -132,23 +136,25 @@ def mixed_pipelines(
     return [(_joined(allocation), f"pipelines x workers of each: {mix}") for _, allocation, mix in found]
 
 
-def _mixes(crew: Crew, speeds: Sequence[float], num_layers: int, *, leave_out: bool) -> list[_Mix]:
+def _mixes(
+    pipeline_workers: PipelineWorkers, speeds: Sequence[float], num_layers: int, *, leave_out: bool
+) -> list[_Mix]:
     """Pipelines of the usual depth beside others of one depth or two, or of any two depths.
 
     Args:
-        crew: how it was before.
+        pipeline_workers: how it was before.
         speeds: of its workers, descending.
         num_layers: of the model.
         leave_out: whether workers may be left over.
     """
-    usual = len(crew.usual)
+    usual = len(pipeline_workers.usual)
     numbers = [len(speeds)]
     if leave_out:  # also without the slow ones, class by class
         slower = [index for index in range(1, len(speeds)) if speeds[index] < speeds[index - 1]]
         numbers += slower[:-4:-1]
     found: dict[_Mix, None] = {}
     for number in numbers:
-        deals = [*_beside_usual(crew, number, num_layers)]
+        deals = [*_beside_usual(pipeline_workers, number, num_layers)]
         if leave_out:
             deals += _of_two_depths(usual, number, num_layers)
         for counts in deals:
@@ -172,9 +178,9 @@ def _dealt(depths: Sequence[tuple[int, int]], speeds: Sequence[float], usual: in
     return _Mix(tuple(sorted(groups.items(), key=lambda group: (len(group[0]) != usual, -group[1], group[0]))))
 
 
-def _beside_usual(crew: Crew, number: int, num_layers: int) -> Iterator[list[tuple[int, int]]]:
+def _beside_usual(pipeline_workers: PipelineWorkers, number: int, num_layers: int) -> Iterator[list[tuple[int, int]]]:
     """(depth, number of pipelines): all workers have a place, some pipelines are as before."""
-    depth, whole = len(crew.usual), min(map(len, crew.members))
+    depth, whole = len(pipeline_workers.usual), min(map(len, pipeline_workers.members))
     for kept in range(whole, -1, -1):
         rest = number - kept * depth
         for other in range(max(1, depth - SHORTER), min(depth + LONGER, num_layers) + 1):
@@ -275,11 +281,17 @@ class _Placing:
     """
 
     def __init__(
-        self, cluster: Cluster, costs: Costs, crew: Crew, usual: Ranges, speeds: np.ndarray, workers: np.ndarray
+        self,
+        cluster: Cluster,
+        costs: Costs,
+        pipeline_workers: PipelineWorkers,
+        usual: Ranges,
+        speeds: np.ndarray,
+        workers: np.ndarray,
     ) -> None:
         self._cluster = cluster
         self._costs = costs
-        self._crew = crew
+        self._pipeline_workers = pipeline_workers
         self._usual = usual
         self._speeds = speeds
         self._is_used = np.zeros(cluster.num_workers, dtype=bool)
@@ -302,18 +314,20 @@ class _Placing:
                 own = self._totals(mix, for_few, num_microbatches, schedule)
                 yield self._allocation(mix, for_few, own, schedule)
 
-    def _totals(self, mix: _Mix, templates: Sequence[Template], num_microbatches: int, schedule: Schedule) -> list[int]:
+    def _totals(
+        self, mix: _Mix, templates: Sequence[PipelineTemplate], num_microbatches: int, schedule: Schedule
+    ) -> list[int]:
         times = [linear_s(self._costs, each.ranges, schedule, each.speeds) for each in templates]
         return apportion_pipelines(num_microbatches, [number for _, number in mix.groups], times)
 
     def _templates_of_few(
         self,
         mix: _Mix,
-        templates: Sequence[Template],
+        templates: Sequence[PipelineTemplate],
         totals: Sequence[int],
         schedule: Schedule,
         changed: Sequence[int],
-    ) -> list[Template]:
+    ) -> list[PipelineTemplate]:
         """Stages of these groups' pipelines by the number of their micro-batches, one group after the other."""
         found = list(templates)
         for index in changed:
@@ -330,10 +344,10 @@ class _Placing:
         return found
 
     def _allocation(
-        self, mix: _Mix, templates: Sequence[Template], totals: Sequence[int], schedule: Schedule
+        self, mix: _Mix, templates: Sequence[PipelineTemplate], totals: Sequence[int], schedule: Schedule
     ) -> Allocation:
         columns = self._columns(mix, templates)
-        chains, levels = [], self._crew.levels
+        chains, levels = [], self._pipeline_workers.levels
         for (_, number), template, own, total in zip(mix.groups, templates, columns, totals, strict=True):
             if not total:
                 continue
@@ -352,14 +366,14 @@ class _Placing:
             chains.append(Chain(stages=shares, num_microbatches=total, cuts=cuts))
         return Allocation(chains=tuple(chains), schedule=schedule)
 
-    def _templates(self, mix: _Mix) -> list[Template] | None:
+    def _templates(self, mix: _Mix) -> list[PipelineTemplate] | None:
         """Stages of each group's pipelines; those of pipelines like before are given."""
-        found: dict[tuple[float, ...], Template] = {}
+        found: dict[tuple[float, ...], PipelineTemplate] = {}
         taken: set[tuple[int, int]] = set()
         for speeds, _ in sorted(mix.groups, key=lambda group: (not self._is_usual(group[0]), -group[1])):
             template = template_beside(self._costs, speeds, frozenset(taken))
             if self._is_usual(speeds) and not taken:
-                template = Template(self._usual, speeds)
+                template = PipelineTemplate(self._usual, speeds)
             if template is None:
                 return None
             found[speeds] = template
@@ -369,18 +383,18 @@ class _Placing:
     def _is_usual(self, speeds: tuple[float, ...]) -> bool:
         return len(speeds) == len(self._usual) and speeds[0] == speeds[-1]
 
-    def _columns(self, mix: _Mix, templates: Sequence[Template]) -> list[list[np.ndarray]]:
+    def _columns(self, mix: _Mix, templates: Sequence[PipelineTemplate]) -> list[list[np.ndarray]]:
         """Positions of each group's workers, stage by stage: workers that held early layers get early ones again.
 
         Pipelines of the usual depth keep their workers as long as there are enough in every stage.
         """
-        held = self._crew.held
+        held = self._pipeline_workers.held
         columns: list[list[list[int]]] = [[[] for _ in template.ranges] for template in templates]
         pools: dict[float, list[int]] = {}
-        for worker in self._crew.free[self._is_used[self._crew.free]].tolist():
+        for worker in self._pipeline_workers.free[self._is_used[self._pipeline_workers.free]].tolist():
             pools.setdefault(float(self._speeds[worker]), []).append(worker)
         same = next((index for index, (speeds, _) in enumerate(mix.groups) if self._is_usual(speeds)), None)
-        fit = [own[self._is_used[own]] for own in self._crew.members]
+        fit = [own[self._is_used[own]] for own in self._pipeline_workers.members]
         kept = 0
         if same is not None:
             alike = [own[self._speeds[own] == mix.groups[same][0][0]] for own in fit]

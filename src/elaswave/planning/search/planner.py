@@ -38,7 +38,7 @@ from elaswave.planning.search.memory_limits import MemoryBudget
 from elaswave.planning.search.neighbours import Neighbourhood
 from elaswave.planning.search.options import Options
 from elaswave.planning.search.partition import choose_widths
-from elaswave.planning.search.pipelines import LONGER, SHORTER, Crew, mixed_pipelines, ranges_of
+from elaswave.planning.search.pipelines import LONGER, SHORTER, PipelineWorkers, mixed_pipelines, ranges_of
 from elaswave.planning.search.shapes import (
     Shape,
     balanced_widths,
@@ -49,7 +49,7 @@ from elaswave.planning.search.shapes import (
     whole_layers,
 )
 from elaswave.planning.search.survivors import start_levels, survivors_of
-from elaswave.planning.search.teams import Team, smaller_teams
+from elaswave.planning.search.teams import WorkerSubset, smaller_subsets
 from elaswave.planning.state_moves.transfers import shared_links
 
 FINALISTS = 8
@@ -124,23 +124,23 @@ class _Planning:
         self._left = left = survivors_of(cluster, allocation, event)
         self._levels = start_levels(cluster, left.levels, may_change="frequency" in options.axes)
         self._judge = Judge(cluster, costs, allocation, left, self._levels, options, self._exact)
-        self._teams = self._find_teams()
+        self._subsets = self._find_subsets()
         self._schedules = options.schedules or tuple(dict.fromkeys((allocation.schedule, "zero-bubble-h2")))
 
     # ------------------------------------------------------------------------------------------------ what there is
 
-    def _find_teams(self) -> list[Team]:
+    def _find_subsets(self) -> list[WorkerSubset]:
         """All workers, and what is left without some, if that may be."""
-        whole = Team(self._left.stages, self._left.free)
+        whole = WorkerSubset(self._left.stages, self._left.free)
         if "graph" not in self._options.axes or not self._options.leave_out:
             return [whole]
-        return [whole, *smaller_teams(whole, self._cluster.speed, one_by_one=bool(self._exact))]
+        return [whole, *smaller_subsets(whole, self._cluster.speed, one_by_one=bool(self._exact))]
 
     # -------------------------------------------------------------------------------------------------- candidates
 
     def run(self) -> Plan:
         """The plan."""
-        stay = self._stay(self._teams[0])
+        stay = self._stay(self._subsets[0])
         staying = self._pipelines_stay() if len(self._before.chains) > 1 else None
         candidates = [] if staying is None else [staying]
         is_free = staying is None or "graph" in self._options.axes
@@ -150,9 +150,9 @@ class _Planning:
             staying = staying or one_chain
         # Mixed pipelines are often the best. Once they are known, others that cannot be faster are not timed.
         mixed = self._mixed()
-        for team in self._teams:
-            own = stay if not team.num_left_out else self._stay(team)
-            candidates += self._finalists(self._shapes(team, own), self._most(team))
+        for subset in self._subsets:
+            own = stay if not subset.num_left_out else self._stay(subset)
+            candidates += self._finalists(self._shapes(subset, own), self._most(subset))
         candidates += self._finalists(self._of_other_depths(), FINALISTS_OF_OTHER_DEPTHS)
         candidates += self._whole_shapes(stay) + mixed + self._from_baselines()
         candidates += self._improved(candidates)
@@ -197,13 +197,13 @@ class _Planning:
             self._judge.failure = failure
             return None
 
-    def _stay(self, team: Team) -> Shape | None:
+    def _stay(self, subset: WorkerSubset) -> Shape | None:
         """All workers stay where they are, in one chain, without stages that have lost all theirs; None if
         impossible."""
-        kept = tuple(own for own in team.stages if len(own)) or (team.free,)
+        kept = tuple(own for own in subset.stages if len(own)) or (subset.free,)
         chains = self._before.chains
-        if len(kept) == len(team.stages) and len(chains) == 1:
-            origin = "rerouting" + team.shown
+        if len(kept) == len(subset.stages) and len(chains) == 1:
+            origin = "rerouting" + subset.shown
             return Shape(members=kept, cuts=chains[0].cuts, num_microbatches=self._num_microbatches, origin=origin)
         try:
             cuts = self._whole(kept, self._budget(kept, self._before.schedule, at_most=1))
@@ -211,14 +211,14 @@ class _Planning:
             self._judge.failure = failure
             return None
         number = f"{len(kept)} stage{'s' * (len(kept) > 1)}"
-        origin = f"{number} instead of {len(team.stages)}" if len(chains) == 1 else "one chain of stages"
-        return Shape(members=kept, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin + team.shown)
+        origin = f"{number} instead of {len(subset.stages)}" if len(chains) == 1 else "one chain of stages"
+        return Shape(members=kept, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin + subset.shown)
 
-    def _most(self, team: Team) -> int:
+    def _most(self, subset: WorkerSubset) -> int:
         """Candidates of a team."""
         if self._exact:
-            return FINALISTS_OF_SMALLER if team.num_left_out else FINALISTS
-        return 1 if team.num_left_out else FINALISTS_AT_SCALE
+            return FINALISTS_OF_SMALLER if subset.num_left_out else FINALISTS
+        return 1 if subset.num_left_out else FINALISTS_AT_SCALE
 
     def _finalists(self, ranked: Iterable[tuple[Shape, Schedule]], most: int) -> list[Candidate]:
         """The first shapes that can be, as candidates."""
@@ -230,19 +230,24 @@ class _Planning:
                 found.append(candidate)
         return found
 
-    def _shapes(self, team: Team, stay: Shape | None) -> list[tuple[Shape, Schedule]]:
+    def _shapes(self, subset: WorkerSubset, stay: Shape | None) -> list[tuple[Shape, Schedule]]:
         """What the graph axis offers, and other schedules, the most promising first."""
         groups: list[tuple[tuple[np.ndarray, ...], str]] = []
-        may_move = bool(self._exact) or not team.num_left_out  # planning for many workers has to be quick
+        may_move = bool(self._exact) or not subset.num_left_out  # planning for many workers has to be quick
         if "graph" in self._options.axes:
             if stay is not None:
                 groups.append((stay.members, ""))
             if self._options.move_workers and may_move:
-                groups += self._with_moves(team)
-        return self._ranked(team, stay, groups, may_move=may_move)
+                groups += self._with_moves(subset)
+        return self._ranked(subset, stay, groups, may_move=may_move)
 
     def _ranked(
-        self, team: Team, stay: Shape | None, groups: Sequence[tuple[tuple[np.ndarray, ...], str]], *, may_move: bool
+        self,
+        subset: WorkerSubset,
+        stay: Shape | None,
+        groups: Sequence[tuple[tuple[np.ndarray, ...], str]],
+        *,
+        may_move: bool,
     ) -> list[tuple[Shape, Schedule]]:
         """Shapes with these stages, and that in which all stay, under the schedules that may be chosen."""
         ranked: list[tuple[float, int, Shape, Schedule]] = []
@@ -251,24 +256,24 @@ class _Planning:
         if "zero-bubble-h2" in schedules:  # which is tried with less in flight, too, where memory is short
             schedules = [schedule for schedule in schedules if schedule != "zero-bubble"]
         for schedule in schedules:
-            is_first = not team.num_left_out and schedule == self._before.schedule
+            is_first = not subset.num_left_out and schedule == self._before.schedule
             offers = [] if stay is None or is_first else [stay]
-            offers += self._only_workers(stay, team) if may_move else []
+            offers += self._only_workers(stay, subset) if may_move else []
             permitted = True
             for members, moves in groups:
                 budget = self._budget(members, schedule)
-                offers += self._cut_anew(members, moves, budget, team)
+                offers += self._cut_anew(members, moves, budget, subset)
                 if budget.was_short:
                     permitted = False
                     known = [shape.cuts for shape in offers if shape.members is members]
                     for each in self._budgets_of_less(members, schedule):
-                        more = self._cut_anew(members, moves, each, team)
+                        more = self._cut_anew(members, moves, each, subset)
                         offers += [shape for shape in more if shape.cuts not in known]
                         known += [shape.cuts for shape in more]
             for shape in offers:
                 seconds = score(self._cluster, self._costs, shape, schedule)
                 # Regular pipelines do better than the closed form says next to shared layers: they are always timed.
-                is_kept = not team.num_left_out and stay is not None and shape.cuts is stay.cuts
+                is_kept = not subset.num_left_out and stay is not None and shape.cuts is stay.cuts
                 first = 0.0 if self._exact and is_kept else seconds
                 ranked.append((first, len(ranked), shape, schedule))
             if splits_backwards(schedule) and permitted and groups:
@@ -277,12 +282,12 @@ class _Planning:
 
     def _whole_shapes(self, stay: Shape | None) -> list[Candidate]:
         """The best layouts of whole layers of a small job."""
-        options, team = self._options, self._teams[0]
-        if "graph" not in options.axes or team.num_workers > WORKERS_MAX:
+        options, subset = self._options, self._subsets[0]
+        if "graph" not in options.axes or subset.num_workers > WORKERS_MAX:
             return []
-        stages = None if options.move_workers else stay.members if stay is not None else tuple(team.stages)
+        stages = None if options.move_workers else stay.members if stay is not None else tuple(subset.stages)
         held = self._left.held
-        everybody = np.concatenate([*team.stages, team.free] if stages is None else stages)
+        everybody = np.concatenate([*subset.stages, subset.free] if stages is None else stages)
         found = []
         schedules = sorted(self._schedules, key=lambda schedule: -IN_FLIGHT.get(schedule, 0))
         alike = bool(np.ptp(self._cluster.speed) == 0 and np.ptp(self._cluster.memory_bytes) == 0)
@@ -299,7 +304,7 @@ class _Planning:
         """What a local search makes of the best candidates of a small job: each better than the one before."""
         cluster, options, judge = self._cluster, self._options, self._judge
         may_be = self._exact and options.local_search and {"dataflow", "graph"} <= options.axes
-        if not may_be or self._teams[0].num_workers > WORKERS_MAX:
+        if not may_be or self._subsets[0].num_workers > WORKERS_MAX:
             return []
         where = np.arange(cluster.num_workers)
         where = where[~np.isin(cluster.ids, self._left.gone)]
@@ -329,32 +334,32 @@ class _Planning:
                     judge.failure = judge.failure or failure
         return found
 
-    def _only_workers(self, stay: Shape | None, team: Team) -> list[Shape]:
+    def _only_workers(self, stay: Shape | None, subset: WorkerSubset) -> list[Shape]:
         """Shapes in which only workers move: where a worker is missed least, and evenly."""
-        if stay is None or len(stay.members) < len(team.stages) or "graph" not in self._options.axes:
+        if stay is None or len(stay.members) < len(subset.stages) or "graph" not in self._options.axes:
             return []
         if not self._options.move_workers:
             return []
         table = StageTable.of(stay.held(self._costs.num_layers), stay.cuts, self._num_microbatches, self._costs)
         shapes: list[Shape] = []
-        for seconds in (table.work, np.ones(len(team.stages))):
-            widths = choose_widths(seconds, team.num_workers, self._num_microbatches, stay.widths.tolist())
+        for seconds in (table.work, np.ones(len(subset.stages))):
+            widths = choose_widths(seconds, subset.num_workers, self._num_microbatches, stay.widths.tolist())
             if widths is None or np.array_equal(widths, stay.widths):
                 continue
             moved = int(np.maximum(0, widths - stay.widths).sum())
-            members = move_workers(self._cluster, team.stages, team.free, widths)
-            origin = f"moving {moved} worker{'s' * (moved > 1)} into other stages{team.shown}"
+            members = move_workers(self._cluster, subset.stages, subset.free, widths)
+            origin = f"moving {moved} worker{'s' * (moved > 1)} into other stages{subset.shown}"
             shapes.append(replace(stay, members=members, origin=origin))
         return shapes
 
-    def _with_moves(self, team: Team) -> list[tuple[tuple[np.ndarray, ...], str]]:
+    def _with_moves(self, subset: WorkerSubset) -> list[tuple[tuple[np.ndarray, ...], str]]:
         """Stages with other workers in them, and what was moved."""
         found = []
-        stages, total = team.stages, team.num_workers
+        stages, total = subset.stages, subset.num_workers
         if total < len(stages):
             return []
         for widths in balanced_widths(self._cluster, self._costs, stages, total, self._num_microbatches):
-            members = move_workers(self._cluster, stages, team.free, widths)
+            members = move_workers(self._cluster, stages, subset.free, widths)
             # A stage either gives workers or gets some.
             moved = sum(max(0, len(now) - len(was)) for now, was in zip(members, stages, strict=True))
             if moved:
@@ -366,9 +371,9 @@ class _Planning:
         are timed exactly; the most promising first."""
         if not (self._exact and "graph" in self._options.axes and self._options.move_workers):
             return []
-        team, held = self._teams[0], self._left.held
-        usual, total = len(team.stages), team.num_workers
-        everybody = np.concatenate([*team.stages, team.free])
+        subset, held = self._subsets[0], self._left.held
+        usual, total = len(subset.stages), subset.num_workers
+        everybody = np.concatenate([*subset.stages, subset.free])
         order = everybody[np.argsort(held[everybody].sum(axis=1), kind="stable")]
         groups = []
         for depth in range(max(1, usual - SHORTER), min(usual + LONGER, self._costs.num_layers, total) + 1):
@@ -378,9 +383,11 @@ class _Planning:
             for widths in balanced_widths(self._cluster, self._costs, even, total, self._num_microbatches):
                 members = tuple(map(np.sort, np.split(order, np.cumsum(widths)[:-1])))
                 groups.append((members, f"workers into {depth} stage{'s' * (depth > 1)}"))
-        return self._ranked(team, None, groups, may_move=True)
+        return self._ranked(subset, None, groups, may_move=True)
 
-    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str, budget: MemoryBudget, team: Team) -> list[Shape]:
+    def _cut_anew(
+        self, members: tuple[np.ndarray, ...], moves: str, budget: MemoryBudget, subset: WorkerSubset
+    ) -> list[Shape]:
         """Shapes with these stages: whole layers, shared layers, shared layers spread over several."""
         cuts: list[tuple[tuple[Cut, ...], str]] = []
         try:
@@ -399,7 +406,7 @@ class _Planning:
                 members=members,
                 cuts=own,
                 num_microbatches=self._num_microbatches,
-                origin="moving " + " and ".join(filter(None, [moves, what])) + team.shown,
+                origin="moving " + " and ".join(filter(None, [moves, what])) + subset.shown,
             )
             for own, what in cuts
         ]
@@ -429,7 +436,7 @@ class _Planning:
         if not (self._exact and "graph" in options.axes and options.move_workers and options.mix_depths):
             return []
         found = []
-        crew = Crew(
+        pipeline_workers = PipelineWorkers(
             usual=ranges_of(max(self._before.chains, key=lambda chain: len(chain.stages))),
             members=self._left.stages,
             free=self._left.free,
@@ -439,7 +446,7 @@ class _Planning:
         for allocation, origin in mixed_pipelines(
             self._cluster,
             self._costs,
-            crew,
+            pipeline_workers,
             self._num_microbatches,
             max(self._schedules, key=lambda schedule: IN_FLIGHT.get(schedule, 0)),
             followers=options.followers,

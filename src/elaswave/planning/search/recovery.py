@@ -21,7 +21,7 @@ from elaswave.blocks.placement import (
     FollowerChooser,
     Placement,
     holders_of_layers,
-    partners_under,
+    replica_peers_under,
 )
 from elaswave.planning.programs.layout import exact_prefix
 from elaswave.planning.search.partition import split_within
@@ -331,8 +331,8 @@ def choose_followers(
 
     members_of_layer = holders_of_layers(layout)
     copies = zip(placement.owner, placement.followers, strict=True)
-    partners = partners_under(layout, scatter_width, copies=copies, firm=True)
-    chooser = FollowerChooser(workers, partners, scatter_width, domains, layout.idle, realms)
+    replica_peers = replica_peers_under(layout, scatter_width, copies=copies, firm=True)
+    chooser = FollowerChooser(workers, replica_peers, scatter_width, domains, layout.idle, realms)
     for (layer, holders), those in alike.items():
         chooser.count(members_of_layer[layer], holders, sum(block.num_elements for block in those), len(those))
     followers = list(placement.followers)

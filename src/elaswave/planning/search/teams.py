@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-SMALLER_TEAMS = 4
+SMALLER_SUBSETS = 4
 """Up to so many workers are left out one by one, and up to so many classes of slow ones."""
 
 
-class Team(NamedTuple):
+class WorkerSubset(NamedTuple):
     """Workers that are to have work, by position in the cluster."""
 
     stages: list[np.ndarray]
@@ -34,7 +34,7 @@ class Team(NamedTuple):
         return f", {self.num_left_out} left out" if self.num_left_out else ""
 
 
-def smaller_teams(whole: Team, speed: np.ndarray, *, one_by_one: bool) -> list[Team]:
+def smaller_subsets(whole: WorkerSubset, speed: np.ndarray, *, one_by_one: bool) -> list[WorkerSubset]:
     """What is left without some: slow ones first, then those of the widest stages.
 
     Args:
@@ -48,20 +48,20 @@ def smaller_teams(whole: Team, speed: np.ndarray, *, one_by_one: bool) -> list[T
         return [_staying(whole, ~is_slow, num_slow)] if 0 < num_slow < whole.num_workers else []
     slow = np.sort(speed[is_slow])
     classes = np.flatnonzero(np.diff(np.append(slow, np.inf))) + 1
-    numbers = {*range(1, min(SMALLER_TEAMS, max(1, num_slow)) + 1), *classes[:SMALLER_TEAMS].tolist(), num_slow,
+    numbers = {*range(1, min(SMALLER_SUBSETS, max(1, num_slow)) + 1), *classes[:SMALLER_SUBSETS].tolist(), num_slow,
                whole.num_workers % len(whole.stages)}  # fmt: skip
     order = in_order(whole.stages, whole.free, speed)
-    teams = []
+    subsets = []
     for number in sorted(numbers):
         if 0 < number < whole.num_workers:
             stays = np.ones(len(speed), dtype=bool)
             stays[order[-number:]] = False
-            teams.append(_staying(whole, stays, number))
-    return teams
+            subsets.append(_staying(whole, stays, number))
+    return subsets
 
 
-def _staying(whole: Team, stays: np.ndarray, num_left_out: int) -> Team:
-    return Team([own[stays[own]] for own in whole.stages], whole.free[stays[whole.free]], num_left_out)
+def _staying(whole: WorkerSubset, stays: np.ndarray, num_left_out: int) -> WorkerSubset:
+    return WorkerSubset([own[stays[own]] for own in whole.stages], whole.free[stays[whole.free]], num_left_out)
 
 
 def in_order(members: Sequence[np.ndarray], free: np.ndarray, speeds: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ TRIED_MAX = 2000
 _PARTS = ("forward", "input_gradient", "weight_gradient")
 
 
-class Template(NamedTuple):
+class PipelineTemplate(NamedTuple):
     """A pipeline of one worker per stage."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -33,7 +33,9 @@ class Template(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def template_beside(costs: Costs, speeds: tuple[float, ...], others: frozenset[tuple[int, int]]) -> Template | None:
+def template_beside(
+    costs: Costs, speeds: tuple[float, ...], others: frozenset[tuple[int, int]]
+) -> PipelineTemplate | None:
     """A pipeline of workers of these speeds: its slowest stage as fast as may be, beside others in one `Layout`.
 
     Which worker has which stage is chosen with the layers. Of splits up to a layer with the same workers only the best
@@ -77,13 +79,13 @@ def template_beside(costs: Costs, speeds: tuple[float, ...], others: frozenset[t
     if (last, wanted) not in best:
         return None
     _, _, starts, chosen = best[last, wanted]
-    return Template(tuple(pairwise((*starts, last))), tuple(kinds[kind] for kind in chosen))
+    return PipelineTemplate(tuple(pairwise((*starts, last))), tuple(kinds[kind] for kind in chosen))
 
 
 @lru_cache(maxsize=1024)
 def template_of_few(
     costs: Costs, speeds: tuple[float, ...], others: frozenset[tuple[int, int]], num_microbatches: int, *, split: bool
-) -> Template | None:
+) -> PipelineTemplate | None:
     """The pipeline with the shortest step of so many micro-batches: a lower bound of it, worker by worker.
 
     A worker waits for its first input and does all its work; or all but its weight gradients, before the last gradient
@@ -124,7 +126,7 @@ def template_of_few(
         if best is None or found[:2] < best[:2]:
             best = found
     assert best is not None
-    return Template(tuple(pairwise(bounds[best[2]])), best[3])
+    return PipelineTemplate(tuple(pairwise(bounds[best[2]])), best[3])
 
 
 def orders_of(speeds: Sequence[float]) -> list[tuple[float, ...]]:

@@ -4,9 +4,9 @@ The partners of a worker are chosen by the engine's own function (`elaswave.bloc
 of workers that run the same layers. What is left out are the blocks: of an owner's blocks each of its partners is taken
 to follow some, which holds as soon as it owns as many blocks as it has partners.
 
-Partners are worked out when they are asked for: of 100,000 workers they take a second, and most losses need none. Who
-is the second follower beside each partner follows from all choices before; above `CHOSEN_MAX` workers that takes too
-long, and second followers are dealt in turn among those who may be one.
+Replica peers are worked out when they are asked for: of 100,000 workers they take a second, and most losses need none.
+Who is the second follower beside each partner follows from all choices before; above `CHOSEN_MAX` workers that takes
+too long, and second followers are dealt in turn among those who may be one.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -17,7 +17,7 @@ from math import ceil
 import numpy as np
 
 from elaswave.blocks.placement import FollowerChooser, default_block_size
-from elaswave.blocks.replica_peers import Partners, choose_partners
+from elaswave.blocks.replica_peers import ReplicaPeers, choose_replica_peers
 from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
@@ -49,7 +49,7 @@ class Placing:
     followers: int = DEFAULT_FOLLOWERS
     """Live copies of every block beside its owner's."""
     scatter_width: int | None = DEFAULT_SCATTER_WIDTH
-    """Partners of a worker; None means all other workers that run the same, as before there were partners."""
+    """Replica peers of a worker; None means all other workers that run the same, as before there were partners."""
     knows_hosts: bool = True
     """Whether followers are put on other hosts."""
     racks: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ class PlacedBlocks:
     """
 
     def __init__(
-        self, ranges: Sequence[LayerRange], hosts: tuple[np.ndarray, np.ndarray], placing: Placing, kept: Partners
+        self, ranges: Sequence[LayerRange], hosts: tuple[np.ndarray, np.ndarray], placing: Placing, kept: ReplicaPeers
     ) -> None:
         self._ranges, self._hosts, self._placing, self._kept = ranges, hosts, placing, kept
 
@@ -84,7 +84,9 @@ class PlacedBlocks:
 
     def moved_to(self, allocation: Allocation, there: Cluster) -> "PlacedBlocks":
         """Under another allocation, once all copies are where it wants them."""
-        return PlacedBlocks(layer_ranges(allocation), (there.ids, there.node), self._placing, self._partners_so_far)
+        return PlacedBlocks(
+            layer_ranges(allocation), (there.ids, there.node), self._placing, self._replica_peers_so_far
+        )
 
     def without(self, workers: Collection[int]) -> "PlacedBlocks":
         """Without some workers, once their copies have been made again."""
@@ -93,7 +95,7 @@ class PlacedBlocks:
             LayerRange(start=each.start, stop=each.stop, members=each.members[~np.isin(each.members, gone)])
             for each in self._ranges
         ]
-        return PlacedBlocks(ranges, self._hosts, self._placing, self._partners_so_far)
+        return PlacedBlocks(ranges, self._hosts, self._placing, self._replica_peers_so_far)
 
     def shares(self, worker: int) -> Iterator[tuple[LayerRange, int]]:
         """The layer ranges whose blocks a worker owns a share of, and how many workers share them."""
@@ -153,10 +155,10 @@ class PlacedBlocks:
 
     def _next_holders(self, layers: LayerRange, holders: tuple[int, ...]) -> np.ndarray:
         """Those among whom the next follower is chosen, ascending: partners of the owner, then as `FollowerChooser`."""
-        partners = self._partners_of(layers, holders[0])
-        if len(holders) == 1 and len(partners):
-            return partners
-        if len(partners) and len(self._members) <= CHOSEN_MAX:
+        replica_peers = self._replica_peers_of(layers, holders[0])
+        if len(holders) == 1 and len(replica_peers):
+            return replica_peers
+        if len(replica_peers) and len(self._members) <= CHOSEN_MAX:
             return np.array(sorted(self._chosen[layers.start, holders]), dtype=np.int64)
         free = self._apart(self._members[~np.isin(self._members, holders)], holders)
         inside = np.isin(free, layers.members)
@@ -164,21 +166,21 @@ class PlacedBlocks:
         fitting = free[inside == wants_inside]
         if not len(fitting):
             fitting = free
-        if not len(partners):
+        if not len(replica_peers):
             return fitting
-        others = fitting[~np.isin(fitting, partners)]
+        others = fitting[~np.isin(fitting, replica_peers)]
         fitting = others if len(others) else fitting
         # The engine takes the one that is such a follower least often.
         turn = sum(place * (place_of(self._members, holder) or 0) for place, holder in zip((1, 3, 5, 7), holders))
         return fitting[[turn % len(fitting)]]
 
-    def _partners_of(self, layers: LayerRange, owner: int) -> np.ndarray:
+    def _replica_peers_of(self, layers: LayerRange, owner: int) -> np.ndarray:
         """The partners that may be first followers of an owner's blocks in these layers; none if all workers may."""
         if self._placing.scatter_width is None:
             return np.zeros(0, dtype=np.int64)
-        partners = np.array(self._partners[owner], dtype=np.int64)
-        inside = partners[np.isin(partners, layers.members)]
-        fitting = inside if len(inside) and not self._spreads else partners
+        replica_peers = np.array(self._replica_peers[owner], dtype=np.int64)
+        inside = replica_peers[np.isin(replica_peers, layers.members)]
+        fitting = inside if len(inside) and not self._spreads else replica_peers
         return np.sort(fitting[: self._placing.scatter_width])
 
     @cached_property
@@ -189,12 +191,12 @@ class PlacedBlocks:
         """
         assert self._placing.scatter_width is not None
         workers = self._members.tolist()
-        chooser = FollowerChooser(workers, self._partners, self._placing.scatter_width, self._domains)
+        chooser = FollowerChooser(workers, self._replica_peers, self._placing.scatter_width, self._domains)
         found: dict[tuple[int, tuple[int, ...]], set[int]] = {}
         turns = [
             (layers.start, tuple(layers.members.tolist()), owner)
             for layers in self._ranges
-            for _ in range(max(len(self._partners_of(layers, each)) for each in layers.members.tolist()))
+            for _ in range(max(len(self._replica_peers_of(layers, each)) for each in layers.members.tolist()))
             for owner in layers.members.tolist()
         ]
         for _, members, owner in turns:
@@ -214,7 +216,7 @@ class PlacedBlocks:
         for layers in self._ranges:
             members = tuple(layers.members.tolist())
             for owner in members:
-                for first in self._partners_of(layers, owner).tolist():
+                for first in self._replica_peers_of(layers, owner).tolist():
                     if self._num_followers > 1 and (layers.start, (owner, first)) not in found:
                         chooser.note(owner, first, 1, num_firsts=1)
                         follow(layers.start, members, owner, (first,))
@@ -268,9 +270,9 @@ class PlacedBlocks:
         return workers
 
     @cached_property
-    def _partners(self) -> Partners:
+    def _replica_peers(self) -> ReplicaPeers:
         assert self._placing.scatter_width is not None
-        return choose_partners(
+        return choose_replica_peers(
             [layers.members.tolist() for layers in self._ranges],
             self._placing.scatter_width,
             hosts=self._domains[0] if self._domains else None,
@@ -278,6 +280,6 @@ class PlacedBlocks:
         )
 
     @property
-    def _partners_so_far(self) -> Partners:
+    def _replica_peers_so_far(self) -> ReplicaPeers:
         """To be kept: those that were asked for, else those of before."""
-        return self.__dict__.get("_partners", self._kept)
+        return self.__dict__.get("_replica_peers", self._kept)

@@ -26,7 +26,7 @@ from elaswave.blocks.placement import (
     FollowerChooser,
     Placement,
     holders_of_layers,
-    partners_under,
+    replica_peers_under,
 )
 from elaswave.types import Layout
 
@@ -104,7 +104,7 @@ def _nearest(
         for followers, former, owner in zip(placement.followers, placement.owner, owners, strict=True)
     ]
     num_owned = Counter((group, owners[block.id]) for group in groups for block in group.blocks)
-    partners = partners_under(
+    replica_peers = replica_peers_under(
         layout,
         scatter_width,
         excluded=out,
@@ -112,7 +112,7 @@ def _nearest(
         # A partner that follows nothing is forgotten: to break pairs then would go on and on.
         firm=any(num_owned[group, worker] < scatter_width for group in groups for worker in group.members),
     )
-    chooser = FollowerChooser(workers, partners, scatter_width, domains_of(layout, out), realms=realms_of(layout))
+    chooser = FollowerChooser(workers, replica_peers, scatter_width, domains_of(layout, out), realms=realms_of(layout))
     followers = _Followers(chooser, owners, options)
     for group in groups:
         followers.note_owners(group)
@@ -320,9 +320,9 @@ class _Followers:
         if num_chosen:
             self._keep_further(group)
         else:
-            self._keep_partners(group)
+            self._keep_replica_peers(group)
 
-    def _keep_partners(self, group: _Group) -> None:
+    def _keep_replica_peers(self, group: _Group) -> None:
         of_owner: dict[int, list[tuple[list[int], Block]]] = defaultdict(list)
         for block in group.blocks:
             owner = self._owners[block.id]

@@ -1,4 +1,4 @@
-"""What the members of an epoch do next, as pure functions of their reports. The coordinator's machine calls them.
+"""What the members of a generation do next, as pure functions of their reports. The coordinator's machine calls them.
 
 From the reports follow the committed step, who holds a valid copy of which block, and which blocks are lost; from a
 plan, the decision.
@@ -266,7 +266,7 @@ def make_decision(
     kept = salvaged(question, plan.layout, pending, reports, doubts_step=doubts_step)
     return Decision(
         term=term,
-        epoch=question.epoch,
+        generation=question.generation,
         members=question.members,
         lost=lost,
         evidence=question.evidence,
@@ -304,7 +304,7 @@ def with_members(layout: Layout, members: Sequence[int], domains: Mapping[int, s
 
     Args:
         layout: in force.
-        members: of the epoch.
+        members: of the generation.
         domains: where they run, of those of whom that is known.
     """
     new = set(members) - set(layout.workers)
@@ -320,19 +320,22 @@ def with_members(layout: Layout, members: Sequence[int], domains: Mapping[int, s
 class MemberEnd(NamedTuple):
     """A worker has said that it has made its last step."""
 
-    epoch: int
+    generation: int
     """In which it said so."""
     step: int
     """The last one."""
 
 
-def all_have_ended(members: Iterable[int], epoch: int, ends: Mapping[int, MemberEnd], published: int) -> bool:
+def all_have_ended(members: Iterable[int], generation: int, ends: Mapping[int, MemberEnd], published: int) -> bool:
     """Whether no worker is needed any more: the coordinator's part of W10.
 
     Args:
-        members: of the present epoch.
-        epoch: the present one. Only in it does a member know its roles, so an end of an older one does not count.
+        members: of the present generation.
+        generation: the present one. Only in it does a member know its roles, so an end of an older one does not count.
         ends: worker -> its end.
         published: the newest step whose loss is known: until its last one is, another member may have to tell of it.
     """
-    return all(worker in ends and ends[worker].epoch == epoch and ends[worker].step <= published for worker in members)
+    return all(
+        worker in ends and ends[worker].generation == generation and ends[worker].step <= published
+        for worker in members
+    )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from elaswave.protocol.coordinator.decisions import MemberEnd, all_have_ended
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.coordinator.transitions import State
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import (
     CheckpointFound,
     CoordinatorEvent,
@@ -17,7 +17,7 @@ from elaswave.protocol.events import (
     End,
     EvidenceSeen,
     FindCheckpoint,
-    NewEpoch,
+    NewGeneration,
     Note,
     PendingWork,
     Persist,
@@ -54,25 +54,25 @@ class CoordinatorDriver(ABC):
         self.send(worker, self.core.dismissal(worker))
         return False
 
-    def hears_vote(self, worker: int, evidence: Evidence, epoch: int) -> bool:
+    def hears_vote(self, worker: int, evidence: Evidence, generation: int) -> bool:
         """Tells the machine of a vote that a worker reports: until the decision also an excluded worker's counts.
 
         Returns:
             Whether the worker is a member, so that the step can be published.
         """
-        self.feed(EvidenceSeen(evidence, epoch))
+        self.feed(EvidenceSeen(evidence, generation))
         return self.hears(worker)
 
     def end_if_finished(self) -> None:
         """Ends the job if nothing is left to be done (W10); to be called whenever that may have changed.
 
-        No worker may exit before every member's last apply is known here, in the present epoch, nor before it is
+        No worker may exit before every member's last apply is known here, in the present generation, nor before it is
         durable what became of every checkpoint.
         """
         core = self.core
-        if core.state is not State.TRAINING:
+        if core.state is not CoordinatorState.TRAINING:
             return
-        if all_have_ended(core.members, core.epoch, self.ends(), self.published_step()):
+        if all_have_ended(core.members, core.generation, self.ends(), self.published_step()):
             self.give_up_missing_parts()
             if not self.is_committing():  # else the answer leads here again
                 self.on_finished()
@@ -94,8 +94,8 @@ class CoordinatorDriver(ABC):
             self.find_checkpoint(effect)
         elif isinstance(effect, PlanRecovery):
             self.plan_recovery(effect)
-        elif isinstance(effect, NewEpoch):
-            self.on_new_epoch(effect)
+        elif isinstance(effect, NewGeneration):
+            self.on_new_generation(effect)
         elif isinstance(effect, Decided):
             self.on_decided(effect)
         elif isinstance(effect, Resumed):
@@ -187,7 +187,7 @@ class CoordinatorDriver(ABC):
         """All steps are made, and nothing is left to be done: ends the job."""
 
     @abstractmethod
-    def on_new_epoch(self, effect: NewEpoch) -> None:
+    def on_new_generation(self, effect: NewGeneration) -> None:
         """Shows that workers were lost."""
 
     @abstractmethod

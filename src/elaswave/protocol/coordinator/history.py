@@ -2,28 +2,28 @@
 
 A coordinator that is started again reads the records in their order and stands where the last one stood. What members,
 joiners and the agent say again by themselves is not here (`elaswave.protocol.membership.admissions`,
-`elaswave.protocol.coordinator.inquiry`).
+`elaswave.protocol.coordinator.report_collection`).
 """
 
 from collections.abc import Sequence
 
 from elaswave.blocks.placement import Block
 from elaswave.protocol.coordinator.decisions import base_step
-from elaswave.protocol.coordinator.transitions import TRANSITIONS, State
+from elaswave.protocol.coordinator.transitions import TRANSITIONS, CoordinatorState
 from elaswave.protocol.events import (
     LeavingRecord,
-    NewEpoch,
-    NewEpochRecord,
+    NewGeneration,
+    NewGenerationRecord,
     Record,
     StartRecord,
     Suspected,
 )
 from elaswave.protocol.membership.admissions import Admissions
 from elaswave.protocol.messages import (
-    FIRST_EPOCH,
+    FIRST_GENERATION,
     Decision,
     Evidence,
-    Fenced,
+    FencedOff,
     InForce,
     LayoutChange,
     Prepare,
@@ -59,7 +59,7 @@ class JobHistory:
         records: Sequence[Record],
     ) -> None:
         self.state = TRANSITIONS.first
-        self.epoch = FIRST_EPOCH
+        self.generation = FIRST_GENERATION
         self.term = 1 + max((record.term for record in records), default=0)
         self.members = start.layout.workers
         self.layout = start.layout
@@ -78,8 +78,8 @@ class JobHistory:
         self.admissions = self.admissions_class()
         self.evidence: Evidence | None = None
         """The newest vote that is known here."""
-        self.rollback_epoch = 0
-        """The epoch of the newest decision that went back to a checkpoint."""
+        self.rollback_generation = 0
+        """The generation of the newest decision that went back to a checkpoint."""
         self.lost: tuple[int, ...] = ()
         """Lost since the newest decision."""
         self.domains: dict[int, str] = dict(start.layout.domains)
@@ -89,7 +89,7 @@ class JobHistory:
         self.left: tuple[int, ...] = ()
         """Have left on request since the newest decision."""
         self.reason = ""
-        """Why the newest epoch has begun."""
+        """Why the newest generation has begun."""
         self._gone_as_asked: set[int] = set()
         """Have ever left on request."""
         self._fresh: set[int] = set()
@@ -110,11 +110,11 @@ class JobHistory:
 
     def _replay(self, record: Record) -> None:
         if isinstance(record, StartRecord):
-            self.state = State.TRAINING
-        elif isinstance(record, NewEpochRecord):
+            self.state = CoordinatorState.TRAINING
+        elif isinstance(record, NewGenerationRecord):
             gone = set(self.members) - set(record.members)
             self._losses_at_s += [record.at_s] * len(gone - set(record.left))
-            self.epoch, self.members = record.epoch, record.members
+            self.generation, self.members = record.generation, record.members
             self.admissions.leaving -= gone
             self._fresh |= set(record.joined)
             self.domains.update(record.domains)
@@ -126,18 +126,18 @@ class JobHistory:
                 self._failures[record.failure.signature] = record.failure.worker
                 self._errors[record.failure.worker] = record.failure.summary
                 self.doubts_step = self.doubts_step or record.failure.is_wrong
-            self.state = State.COLLECTING
+            self.state = CoordinatorState.COLLECTING
         elif isinstance(record, LeavingRecord):
             self.admissions.leaving.add(record.worker)
         elif isinstance(record, LayoutChange):
             self._take_change(record)
         elif isinstance(record, Decision):
             self._take_over(record)
-            self.state = State.TRAINING
+            self.state = CoordinatorState.TRAINING
 
     def _take_over(self, decision: Decision) -> None:
         self.decision = decision
-        self.epoch, self.members = decision.epoch, decision.members
+        self.generation, self.members = decision.generation, decision.members
         self.layout, self.placement = decision.layout, decision.placement
         self.execution = decision.execution
         self._changes.clear()
@@ -146,7 +146,7 @@ class JobHistory:
         self.doubts_step = False
         if decision.rollback is not None:
             self.evidence = None
-            self.rollback_epoch = decision.epoch
+            self.rollback_generation = decision.generation
         elif decision.evidence is not None:
             self.evidence = decision.evidence
 
@@ -185,12 +185,12 @@ class JobHistory:
         return self._changes.get(self._num_changes)
 
     def change_in_force(self, number: int) -> LayoutChange | None:
-        """Finds the planned change of this number, if it belongs to the present epoch."""
+        """Finds the planned change of this number, if it belongs to the present generation."""
         return self._changes.get(number)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Workers of the newest epoch, ascending."""
+        """Workers of the newest generation, ascending."""
         return self._members
 
     @members.setter
@@ -201,19 +201,20 @@ class JobHistory:
 
     # ----------------------------------------------------------------------------------------------- what is to be said
 
-    def believes(self, worker: int, peer: int, epoch: int) -> bool:
+    def believes(self, worker: int, peer: int, generation: int) -> bool:
         """Says whether it counts that a worker says that its link to a peer has ended.
 
         Args:
-            epoch: in which it says so. Links are closed and made again with every new epoch, so what was seen in an
-                older one says nothing about the present.
+            generation: in which it says so. Links are closed and made again with every new generation, so what was seen
+                in an older one says nothing about the present.
         """
-        return worker in self.member_set and peer in self.member_set and epoch == self.epoch
+        return worker in self.member_set and peer in self.member_set and generation == self.generation
 
     @property
-    def undecided(self) -> NewEpoch:
-        """Tells of the epoch that waits for a decision, as far as its record does: not how the losses were noticed."""
-        return NewEpoch(self.epoch, tuple(Suspected(worker, "exit", self.reason) for worker in self.lost))
+    def undecided(self) -> NewGeneration:
+        """Tells of the generation that waits for a decision, as far as its record does: not how the losses were
+        noticed."""
+        return NewGeneration(self.generation, tuple(Suspected(worker, "exit", self.reason) for worker in self.lost))
 
     def is_new(self, report: Report) -> bool:
         """Says whether it is of a member that has no state yet."""
@@ -224,23 +225,23 @@ class JobHistory:
         decided = self.first_step - 1 if self.decision is None else self.decision.resume_step - 1
         return base_step(decided, evidence)
 
-    def dismissal(self, worker: int) -> Fenced | Released:
+    def dismissal(self, worker: int) -> FencedOff | Released:
         """Makes what a worker is told that is no member any more."""
         if worker in self._gone_as_asked:
             return self._released()
-        return self._fenced(f"worker {worker} is no member of epoch {self.epoch}")
+        return self._fenced_off(f"worker {worker} is no member of generation {self.generation}")
 
     def _released(self) -> Released:
-        return Released(term=self.term, epoch=self.epoch, reason="it has left, as it was asked to")
+        return Released(term=self.term, generation=self.generation, reason="it has left, as it was asked to")
 
-    def _fenced(self, reason: str) -> Fenced:
-        return Fenced(term=self.term, epoch=self.epoch, reason=reason)
+    def _fenced_off(self, reason: str) -> FencedOff:
+        return FencedOff(term=self.term, generation=self.generation, reason=reason)
 
     def _prepare(self) -> Prepare:
-        lost = self.lost if self.decision is None or self.decision.epoch < self.epoch else self.decision.lost
+        lost = self.lost if self.decision is None or self.decision.generation < self.generation else self.decision.lost
         return Prepare(
             term=self.term,
-            epoch=self.epoch,
+            generation=self.generation,
             members=self.members,
             lost=lost,
             reason=self.reason,

@@ -36,7 +36,7 @@ class KeyChange:
     def __init__(self, accepted: tuple[bytes, ...], retired: tuple[bytes, ...] = ()) -> None:
         self.accepted = accepted
         self.retired = retired
-        self._told: set[int] = set()
+        self._sent: set[int] = set()
         """Participants that have said that they have this ring."""
 
     @property
@@ -83,16 +83,16 @@ class KeyChange:
 
     def waits_for(self, present: Iterable[int]) -> list[int]:
         """Participants that have not said that they have the ring."""
-        return sorted(set(present) - self._told)
+        return sorted(set(present) - self._sent)
 
     def connected(self, participant: int) -> None:
         """A participant has connected: it may be another process than before (K3)."""
-        self._told.discard(participant)
+        self._sent.discard(participant)
 
     def has(self, participant: int) -> None:
         """A participant has said that it has the present ring."""
-        self._told.add(participant)
+        self._sent.add(participant)
 
     def _hold(self, accepted: tuple[bytes, ...], retired: tuple[bytes, ...]) -> None:
         self.accepted, self.retired = accepted, retired
-        self._told.clear()
+        self._sent.clear()

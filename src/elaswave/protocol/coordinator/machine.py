@@ -7,9 +7,9 @@ coordinator would not know.
 Its states and what leads from one to another are `coordinator_table.TRANSITIONS`: the machine finds out what has
 happened, and looks up the next state and its responses.
 
-One new epoch is two records: `NewEpochRecord` (who is left behind; from then on the old epoch can commit nothing that
-survivors have not already learned) and `Decision`. A coordinator that dies between them is replaced by one that reads
-the first, asks again, and gets the same answers, because answers are promises.
+One new generation is two records: `NewGenerationRecord` (who is left behind; from then on the old generation can commit
+nothing that survivors have not already learned) and `Decision`. A coordinator that dies between them is replaced by one
+that reads the first, asks again, and gets the same answers, because answers are promises.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +23,8 @@ from elaswave.protocol.coordinator.decisions import (
     newest_evidence,
 )
 from elaswave.protocol.coordinator.history import JobHistory
-from elaswave.protocol.coordinator.inquiry import Inquiry
-from elaswave.protocol.coordinator.transitions import TRANSITIONS, Cause, Response, State
+from elaswave.protocol.coordinator.report_collection import ReportCollection
+from elaswave.protocol.coordinator.transitions import TRANSITIONS, Cause, CoordinatorState, Response
 from elaswave.protocol.events import (
     ChangePlanned,
     CheckpointFound,
@@ -38,8 +38,8 @@ from elaswave.protocol.events import (
     JoinerGone,
     LeaveWanted,
     LeavingRecord,
-    NewEpoch,
-    NewEpochRecord,
+    NewGeneration,
+    NewGenerationRecord,
     Note,
     Persist,
     PlanningFailed,
@@ -55,7 +55,7 @@ from elaswave.protocol.events import (
     WorkerFailure,
 )
 from elaswave.protocol.messages import (
-    FIRST_EPOCH,
+    FIRST_GENERATION,
     AskPause,
     Dial,
     GoOn,
@@ -115,7 +115,7 @@ class Coordinator(JobHistory):
             first_step=first_step,
             records=records,
         )
-        self.inquiry = Inquiry(self)
+        self.report_collection = ReportCollection(self)
         self._bounds = bounds
         self._has_called = self.term > 1
         """Whether members may have been told of joiners, perhaps by an earlier coordinator."""
@@ -123,14 +123,14 @@ class Coordinator(JobHistory):
         """The worker of the newest request to leave."""
 
         self._addresses: dict[int, str] = {}
-        self._addresses_told = False
+        self._addresses_sent = False
         self._speaker = -1
         """The worker whose message is being dealt with."""
-        self._new_epoch: NewEpochRecord | None = None
+        self._new_generation: NewGenerationRecord | None = None
         self._suspicions: tuple[Suspected, ...] = ()
-        """Those that the newest epoch has begun with."""
+        """Those that the newest generation has begun with."""
         self._unsound: tuple[int, ...] = ()
-        """Who has said that copies are wrong, if that is what the newest epoch has begun with."""
+        """Who has said that copies are wrong, if that is what the newest generation has begun with."""
         self._predicted_step_s: float | None = None
         self._installed: dict[int, Installed] = {}
         self._resumed = True
@@ -140,7 +140,7 @@ class Coordinator(JobHistory):
             Response.DISMISS: lambda: [Send(self._speaker, self.dismissal(self._speaker))],
             Response.PERSIST_START: lambda: [Persist(StartRecord(term=self.term))],
             Response.TELL_ADDRESSES: self._tell_addresses,
-            Response.TELL_UNTOLD_ADDRESSES: lambda: [] if self._addresses_told else self._tell_addresses(),
+            Response.TELL_UNTOLD_ADDRESSES: lambda: [] if self._addresses_sent else self._tell_addresses(),
             Response.ASK_AGAIN: lambda: [Send(self._speaker, self._prepare())],
             Response.SEND_DECISION_AGAIN: self._send_decision_again,
             Response.SEND_CHANGE_AGAIN: self._send_change_again,
@@ -150,32 +150,34 @@ class Coordinator(JobHistory):
             Response.CALL: self._call,
             Response.CALL_AGAIN: self._call_again,
             Response.ASK_PAUSE: self._ask_pause,
-            Response.ASK_PAUSE_AGAIN: lambda: [Send(self._speaker, AskPause(term=self.term, epoch=self.epoch))],
+            Response.ASK_PAUSE_AGAIN: lambda: [
+                Send(self._speaker, AskPause(term=self.term, generation=self.generation))
+            ],
             Response.LET_GO_ON: self._let_go_on,
             Response.RELEASE: self._release,
-            Response.PERSIST_EPOCH: self._persist_epoch,
+            Response.PERSIST_GENERATION: self._persist_generation,
             Response.ASK: self._ask,
-            Response.FENCE_LOST: self._fence_lost,
-            Response.SHOW_EPOCH: self._show_epoch,
-            Response.FIND_CHECKPOINT: lambda: [self.inquiry.ask_for_checkpoint()],
-            Response.PLAN: lambda: [self.inquiry.ask_for_plan()],
+            Response.LEASE_LOST: self._lease_lost,
+            Response.SHOW_GENERATION: self._show_generation,
+            Response.FIND_CHECKPOINT: lambda: [self.report_collection.ask_for_checkpoint()],
+            Response.PLAN: lambda: [self.report_collection.ask_for_plan()],
             Response.PERSIST_DECISION: self._persist_decision,
             Response.SEND_DECISION: self._send_decision,
             Response.SHOW_DECISION: self._show_decision,
             Response.SHOW_RESUMED: lambda: [
-                Resumed(self.epoch, tuple(self._installed[worker] for worker in self.members))
+                Resumed(self.generation, tuple(self._installed[worker] for worker in self.members))
             ],
             Response.END: lambda: [self._end],
         }
 
     def awaits(self, question: FindCheckpoint) -> bool:
         """Says whether an answer to a question still counts; another loss makes it void."""
-        return self._awaits(question.sequence, State.ROLLING_BACK)
+        return self._awaits(question.sequence, CoordinatorState.ROLLING_BACK)
 
     # ----------------------------------------------------------------------------------------------------------- events
 
     def begin(self) -> list[CoordinatorEffect]:
-        """Starts a new term; an epoch that waits for a decision is taken up again (P6)."""
+        """Starts a new term; a generation that waits for a decision is taken up again (P6)."""
         return self._go(Cause.BEGUN)
 
     def handle(self, event: CoordinatorEvent, now_s: float) -> list[CoordinatorEffect]:
@@ -186,7 +188,7 @@ class Coordinator(JobHistory):
         Returns:
             Effects, to be carried out in this order.
         """
-        if self.state is State.ENDED:
+        if self.state is CoordinatorState.ENDED:
             return [Note(f"{type(event).__name__} after the end is ignored")]
         if isinstance(event, Registered):
             return self._on_registered(event)
@@ -222,35 +224,37 @@ class Coordinator(JobHistory):
         if worker not in self.member_set:
             return self._go(Cause.NO_MEMBER)
         self._addresses[worker] = event.address
-        if self.state is State.STARTING:
-            if event.epoch != FIRST_EPOCH:
-                return [Note(f"worker {worker} registers in epoch {event.epoch} at the start")]
+        if self.state is CoordinatorState.STARTING:
+            if event.generation != FIRST_GENERATION:
+                return [Note(f"worker {worker} registers in generation {event.generation} at the start")]
             return [] if len(self._addresses) < len(self.members) else self._go(Cause.REGISTERED)
         # Its start may have been lost with a connection, or with the coordinator that was about to send it.
         effects = self._go(Cause.START_IN_DOUBT)
-        has_decision = event.epoch >= self.epoch and event.report is None
-        if self.state is State.COLLECTING:
-            report = event.report if event.epoch == self.epoch else None
+        has_decision = event.generation >= self.generation and event.report is None
+        if self.state is CoordinatorState.COLLECTING:
+            report = event.report if event.generation == self.generation else None
             effects += self._go(Cause.NOT_ASKED) if report is None else self._on_report(report)
-        elif self.state is State.TRAINING and self.decision is not None and not has_decision:
+        elif self.state is CoordinatorState.TRAINING and self.decision is not None and not has_decision:
             effects += self._go(Cause.DECISION_MISSED)
-        elif event.epoch > self.epoch:
-            effects.append(Note(f"worker {worker} registers in epoch {event.epoch}, the newest is {self.epoch}"))
-        if self.state is State.TRAINING and self._changes:
+        elif event.generation > self.generation:
+            effects.append(
+                Note(f"worker {worker} registers in generation {event.generation}, the newest is {self.generation}")
+            )
+        if self.state is CoordinatorState.TRAINING and self._changes:
             # It may have been lost with a connection; one that is in force already, or held, is ignored.
             effects += self._go(Cause.CHANGE_IN_DOUBT)
-        if self.state is State.TRAINING:
+        if self.state is CoordinatorState.TRAINING:
             effects += self._go(Cause.CALL_IN_DOUBT)
-        if self.state is State.TRAINING and self.admissions.is_asked:
+        if self.state is CoordinatorState.TRAINING and self.admissions.is_asked:
             effects += self._go(Cause.PAUSE_IN_DOUBT)
         return effects
 
     def _tell_addresses(self) -> list[CoordinatorEffect]:
-        """Tells them once all are known: also while an epoch waits for reports, because a worker that does not know its
-        peers cannot leave an epoch. After a decision every member knows them."""
+        """Tells them once all are known: also while a generation waits for reports, because a worker that does not know
+        its peers cannot leave a generation. After a decision every member knows them."""
         if self.decision is not None or not self._addresses.keys() >= self.member_set:
             return []
-        self._addresses_told = True
+        self._addresses_sent = True
         return [TellAddresses(dict(self._addresses))]
 
     def _send_decision_again(self) -> list[CoordinatorEffect]:
@@ -267,14 +271,15 @@ class Coordinator(JobHistory):
     def suspect(
         self, suspicions: Sequence[Suspected], now_s: float, failure: WorkerFailure | None = None
     ) -> list[CoordinatorEffect]:
-        """Takes suspicions that came together: one new epoch for all of them, also while a recovery is planned (P1).
+        """Takes suspicions that came together: one new generation for all of them, also while a recovery is planned
+        (P1).
 
         Args:
             now_s: as of `handle`.
             failure: the error with which the only one of them has ended itself.
         """
         fresh = tuple(suspicion for suspicion in suspicions if suspicion.worker in self.members)
-        if not fresh or self.state is State.ENDED:
+        if not fresh or self.state is CoordinatorState.ENDED:
             return [Note(f"the suspicion of worker {suspicion.worker} does not count") for suspicion in suspicions]
         leaving = sorted({suspicion.worker for suspicion in fresh})
         members = tuple(worker for worker in self.members if worker not in leaving)
@@ -297,19 +302,23 @@ class Coordinator(JobHistory):
         self._suspicions = fresh
         self.doubts_step = self.doubts_step or (failure is not None and failure.is_wrong)
         reason = "; ".join(suspicion.reason for suspicion in fresh)
-        self._begin_epoch(members, reason, now_s, failure=failure)
+        self._begin_generation(members, reason, now_s, failure=failure)
         return self._go(Cause.SUSPECTED)
 
     def _on_unsound(self, event: Unsound, now_s: float) -> list[CoordinatorEffect]:
-        """Begins an epoch since copies are wrong: all members report what they have, and a right copy of each block is
-        promoted. One that is under way already asks for the same."""
-        if event.worker not in self.member_set or event.epoch != self.epoch or self.state is not State.TRAINING:
-            return [Note(f"what worker {event.worker} says of copies in epoch {event.epoch} is not awaited")]
-        self._begin_epoch(self.members, event.reason, now_s)
+        """Begins a generation since copies are wrong: all members report what they have, and a right copy of each block
+        is promoted. One that is under way already asks for the same."""
+        if (
+            event.worker not in self.member_set
+            or event.generation != self.generation
+            or self.state is not CoordinatorState.TRAINING
+        ):
+            return [Note(f"what worker {event.worker} says of copies in generation {event.generation} is not awaited")]
+        self._begin_generation(self.members, event.reason, now_s)
         self._suspicions, self._unsound = (), (event.worker,)
         return self._go(Cause.UNSOUND)
 
-    def _begin_epoch(
+    def _begin_generation(
         self,
         members: tuple[int, ...],
         reason: str,
@@ -320,15 +329,15 @@ class Coordinator(JobHistory):
         left: tuple[int, ...] = (),
         failure: WorkerFailure | None = None,
     ) -> None:
-        self.epoch += 1
+        self.generation += 1
         self.members, self.reason = members, reason
         self._unsound = ()
-        self.admissions.new_epoch()
+        self.admissions.new_generation()
         self.admissions.leaving &= set(members)
-        self.inquiry.new_epoch()
-        self._new_epoch = NewEpochRecord(
+        self.report_collection.new_generation()
+        self._new_generation = NewGenerationRecord(
             term=self.term,
-            epoch=self.epoch,
+            generation=self.generation,
             members=members,
             lost=self.lost,
             reason=reason,
@@ -339,19 +348,19 @@ class Coordinator(JobHistory):
             left=left,
         )
 
-    def _show_epoch(self) -> list[CoordinatorEffect]:
-        assert self._new_epoch is not None
-        record = self._new_epoch
+    def _show_generation(self) -> list[CoordinatorEffect]:
+        assert self._new_generation is not None
+        record = self._new_generation
         suspicions = () if record.joined or record.left else self._suspicions
-        return [NewEpoch(self.epoch, suspicions, record.joined, record.left, self._unsound)]
+        return [NewGeneration(self.generation, suspicions, record.joined, record.left, self._unsound)]
 
-    def _persist_epoch(self) -> list[CoordinatorEffect]:
-        assert self._new_epoch is not None
-        return [Persist(self._new_epoch)]
+    def _persist_generation(self) -> list[CoordinatorEffect]:
+        assert self._new_generation is not None
+        return [Persist(self._new_generation)]
 
-    def _fence_lost(self) -> list[CoordinatorEffect]:
+    def _lease_lost(self) -> list[CoordinatorEffect]:
         leaving = sorted({suspicion.worker for suspicion in self._suspicions})
-        return [Send(worker, self._fenced(self.reason)) for worker in leaving]
+        return [Send(worker, self._fenced_off(self.reason)) for worker in leaving]
 
     def _on_failed(self, event: WorkerFailed, now_s: float) -> list[CoordinatorEffect]:
         """Takes an error of a worker's own: what fails twice at the same place will fail everywhere, and so will what a
@@ -393,10 +402,10 @@ class Coordinator(JobHistory):
             if worker in self.members:
                 return [Note(f"worker {worker} is a member already")]
             admissions.came(worker, event.address, event.domain)
-            if self.state is State.TRAINING:
+            if self.state is CoordinatorState.TRAINING:
                 effects = self._go(Cause.CALLED)
         elif isinstance(event, JoinerGone):
-            if admissions.gone(worker) and self.state is State.TRAINING:
+            if admissions.gone(worker) and self.state is CoordinatorState.TRAINING:
                 effects = self._go(Cause.CALLED)
         elif isinstance(event, LeaveWanted):
             if worker not in self.member_set or worker in admissions.leaving:
@@ -406,8 +415,10 @@ class Coordinator(JobHistory):
             effects = self._go(Cause.LEAVE_WANTED)
         elif isinstance(event, Linked):
             admissions.linked(worker, event.peers)
-        elif worker not in self.member_set or event.epoch != self.epoch:
-            return [Note(f"what worker {worker} says is of epoch {event.epoch}, the newest is {self.epoch}")]
+        elif worker not in self.member_set or event.generation != self.generation:
+            return [
+                Note(f"what worker {worker} says is of generation {event.generation}, the newest is {self.generation}")
+            ]
         elif event.is_over or event.step <= admissions.go_on_after or not admissions.is_asked:
             return self._pause_is_over(event)
         else:
@@ -415,10 +426,10 @@ class Coordinator(JobHistory):
         return effects + self._advance(now_s)
 
     def _advance(self, now_s: float) -> list[CoordinatorEffect]:
-        """Does what is next on the way to another membership. It waits for a change that is under way: a new epoch
+        """Does what is next on the way to another membership. It waits for a change that is under way: a new generation
         would make that void."""
         admissions = self.admissions
-        if self.state is not State.TRAINING or not self._resumed or self.is_changing:
+        if self.state is not CoordinatorState.TRAINING or not self._resumed or self.is_changing:
             return []
         in_force = self.in_force()
         joined = admissions.ready(self.members)
@@ -439,7 +450,7 @@ class Coordinator(JobHistory):
         for worker in joined:
             self._addresses[worker] = admissions.joiners[worker]
             admissions.gone(worker)
-        self._begin_epoch(members, "; ".join(what), now_s, joined=joined, domains=domains, left=left)
+        self._begin_generation(members, "; ".join(what), now_s, joined=joined, domains=domains, left=left)
         return self._go(Cause.ALL_PAUSED)
 
     def _call(self) -> list[CoordinatorEffect]:
@@ -457,11 +468,11 @@ class Coordinator(JobHistory):
         if not self._has_called:
             return []
         addresses = {worker: self._addresses[worker] for worker in self.members if worker in self._addresses}
-        return self.admissions.calls(addresses, self.members, self.term, self.epoch)
+        return self.admissions.calls(addresses, self.members, self.term, self.generation)
 
     def _ask_pause(self) -> list[CoordinatorEffect]:
         self.admissions.is_asked = True
-        ask = AskPause(term=self.term, epoch=self.epoch)
+        ask = AskPause(term=self.term, generation=self.generation)
         return [Send(worker, ask) for worker in self.members]
 
     def _pause_is_over(self, event: Paused) -> list[CoordinatorEffect]:
@@ -470,11 +481,11 @@ class Coordinator(JobHistory):
         waiting = self.admissions.go_on(event.step)
         if not event.is_over:
             waiting.append(event.worker)
-        if self.state is not State.TRAINING:
+        if self.state is not CoordinatorState.TRAINING:
             return []
-        messages: list[GoOn | AskPause] = [GoOn(term=self.term, epoch=self.epoch)]
+        messages: list[GoOn | AskPause] = [GoOn(term=self.term, generation=self.generation)]
         if self.admissions.is_asked:
-            messages.append(AskPause(term=self.term, epoch=self.epoch))
+            messages.append(AskPause(term=self.term, generation=self.generation))
         return [Send(worker, message) for worker in waiting for message in messages]
 
     def _let_go_on(self) -> list[CoordinatorEffect]:
@@ -482,17 +493,22 @@ class Coordinator(JobHistory):
         admissions.go_on_after = max(admissions.go_on_after, *admissions.paused.values(), 0)
         admissions.is_asked = False
         admissions.paused.clear()
-        return [Send(worker, GoOn(term=self.term, epoch=self.epoch)) for worker in self.members]
+        return [Send(worker, GoOn(term=self.term, generation=self.generation)) for worker in self.members]
 
     def _release(self) -> list[CoordinatorEffect]:
-        assert self._new_epoch is not None
-        return [Send(worker, self._released()) for worker in self._new_epoch.left]
+        assert self._new_generation is not None
+        return [Send(worker, self._released()) for worker in self._new_generation.left]
 
     # -------------------------------------------------------------------------------------------------- planned changes
 
     def _on_change_planned(self, event: ChangePlanned) -> list[CoordinatorEffect]:
-        if self.state is not State.TRAINING or event.epoch != self.epoch:
-            return [Note(f"a plan for epoch {event.epoch} comes in epoch {self.epoch}, {self.state.value}")]
+        if self.state is not CoordinatorState.TRAINING or event.generation != self.generation:
+            return [
+                Note(
+                    f"a plan for generation {event.generation} comes in generation {self.generation}, "
+                    f"{self.state.value}"
+                )
+            ]
         if event.layout.workers != self.members:
             return [Note(f"a plan for workers {event.layout.workers}, but the members are {self.members}")]
         if self.is_changing:
@@ -501,7 +517,7 @@ class Coordinator(JobHistory):
             return [Note("a plan comes while the membership is about to change")]
         change = LayoutChange(
             term=self.term,
-            epoch=self.epoch,
+            generation=self.generation,
             number=self._num_changes + 1,
             layout=event.layout,
             placement=event.placement,
@@ -515,43 +531,43 @@ class Coordinator(JobHistory):
     # ------------------------------------------------------------------------------------- from reports to the decision
 
     def _on_evidence(self, event: EvidenceSeen) -> list[CoordinatorEffect]:
-        decided = FIRST_EPOCH if self.decision is None else self.decision.epoch
-        if event.epoch < decided:
-            return [Note(f"a vote of epoch {event.epoch} comes after the decision of epoch {decided}")]
+        decided = FIRST_GENERATION if self.decision is None else self.decision.generation
+        if event.generation < decided:
+            return [Note(f"a vote of generation {event.generation} comes after the decision of generation {decided}")]
         self.evidence = newest_evidence([self.evidence, event.evidence])
-        if self.state is State.PLANNING and self.inquiry.is_outdated:  # P2
-            return self._go(self.inquiry.assess(Cause.NEWER_EVIDENCE))
+        if self.state is CoordinatorState.PLANNING and self.report_collection.is_outdated:  # P2
+            return self._go(self.report_collection.assess(Cause.NEWER_EVIDENCE))
         return []
 
     def _on_report(self, report: Report) -> list[CoordinatorEffect]:
         self._speaker = report.worker
         if report.worker not in self.member_set:
             return self._go(Cause.NO_MEMBER)
-        if report.epoch != self.epoch or self.state is not State.COLLECTING:
-            return [Note(f"a report of worker {report.worker} for epoch {report.epoch} is not awaited")]
-        return self._go(self.inquiry.assess(Cause.REPORTED)) if self.inquiry.add(report) else []
+        if report.generation != self.generation or self.state is not CoordinatorState.COLLECTING:
+            return [Note(f"a report of worker {report.worker} for generation {report.generation} is not awaited")]
+        return self._go(self.report_collection.assess(Cause.REPORTED)) if self.report_collection.add(report) else []
 
     def _on_checkpoint(self, event: CheckpointFound) -> list[CoordinatorEffect]:
-        if not self._awaits(event.sequence, State.ROLLING_BACK):
+        if not self._awaits(event.sequence, CoordinatorState.ROLLING_BACK):
             return [Note(f"the checkpoint that answers question {event.sequence} is not waited for")]
-        problem = self.inquiry.take_checkpoint(event)
+        problem = self.report_collection.take_checkpoint(event)
         if problem:
-            return self._give_up(Cause.NO_CHECKPOINT, problem, orphans=self.inquiry.orphans)
+            return self._give_up(Cause.NO_CHECKPOINT, problem, orphans=self.report_collection.orphans)
         return self._go(Cause.FOUND)
 
     def _on_planned(self, event: RecoveryPlanned | PlanningFailed) -> list[CoordinatorEffect]:
-        if self.inquiry.question is None or not self._awaits(event.sequence, State.PLANNING):
+        if self.report_collection.question is None or not self._awaits(event.sequence, CoordinatorState.PLANNING):
             return [Note(f"answer {event.sequence} of the planner is not awaited any more")]
-        decision, self._predicted_step_s = self.inquiry.decide(event)
+        decision, self._predicted_step_s = self.report_collection.decide(event)
         self._take_over(decision)
         self._installed.clear()
         self._resumed = False
         return self._go(Cause.PLANNED if isinstance(event, RecoveryPlanned) else Cause.PLANNER_FAILED)
 
-    def _awaits(self, sequence: int, state: State) -> bool:
+    def _awaits(self, sequence: int, state: CoordinatorState) -> bool:
         """Says whether an answer is to the newest question, asked in this state; another loss, or a newer vote, makes
         the one before void (P3)."""
-        return self.state is state and sequence == self.inquiry.sequence
+        return self.state is state and sequence == self.report_collection.sequence
 
     def _ask(self) -> list[CoordinatorEffect]:
         prepare = self._prepare()
@@ -570,7 +586,7 @@ class Coordinator(JobHistory):
         return [Decided(self.decision, self._predicted_step_s)]
 
     def _on_installed(self, event: Installed, now_s: float) -> list[CoordinatorEffect]:
-        if event.epoch != self.epoch or event.worker not in self.member_set or self._resumed:
+        if event.generation != self.generation or event.worker not in self.member_set or self._resumed:
             return []
         self._installed[event.worker] = event
         self._fresh.discard(event.worker)

@@ -1,11 +1,11 @@
 """When a durable checkpoint is complete, and when it never will be. No IO.
 
-Every worker writes the blocks that it owns, in the background, while training goes on; a new epoch may begin meanwhile.
-All copies of a block are equal after a step, so it does not matter in which epoch, or by whom, a piece was written:
-a checkpoint is complete as soon as every piece is there, and of a piece that is there twice the first one counts. It
-is given up as soon as every member has said what became of its part and pieces are still missing: their owner was
-lost before it had written them, or could not write. If the survivors of a loss are still at the checkpoint's step,
-the decision lets all of them write again, and only what they say from then on tells that it is given up.
+Every worker writes the blocks that it owns, in the background, while training goes on; a new generation may begin
+meanwhile. All copies of a block are equal after a step, so it does not matter in which generation, or by whom, a piece
+was written: a checkpoint is complete as soon as every piece is there, and of a piece that is there twice the first one
+counts. It is given up as soon as every member has said what became of its part and pieces are still missing: their
+owner was lost before it had written them, or could not write. If the survivors of a loss are still at the checkpoint's
+step, the decision lets all of them write again, and only what they say from then on tells that it is given up.
 
 A complete checkpoint is *committed*: another process makes it durable, which takes a while. Until the answer nothing
 more is needed of its parts, whatever is decided meanwhile, and it is not given up.
@@ -27,7 +27,7 @@ class Complete(NamedTuple, Generic[K, V]):
     pieces: dict[K, V]
     """Each once."""
     files: dict[tuple[int, int], int]
-    """(worker, epoch) of the parts that were written -> their bytes, pieces that are not used included."""
+    """(worker, generation) of the parts that were written -> their bytes, pieces that are not used included."""
 
 
 class GivenUp(NamedTuple):
@@ -46,11 +46,11 @@ class _Pending(Generic[K, V]):
         self.pieces: dict[K, V] = {}
         self.size = 0
         self.files: dict[tuple[int, int], int] = {}
-        self.heard: dict[int, int] = {}
-        """Worker -> the newest epoch of which it has said what became of its part."""
+        self.received: dict[int, int] = {}
+        """Worker -> the newest generation of which it has said what became of its part."""
         self.failures: dict[int, str] = {}
-        self.from_epoch = 0
-        """Members that were heard in older epochs write again."""
+        self.from_generation = 0
+        """Members that were heard in older generations write again."""
 
 
 class Shards(Generic[K, V]):
@@ -59,7 +59,7 @@ class Shards(Generic[K, V]):
     Args:
         size: of all pieces of a step's checkpoint together.
         size_of: of one piece.
-        members: of the first epoch.
+        members: of the first generation.
     """
 
     def __init__(self, size: Callable[[int], int], size_of: Callable[[V], int], members: Collection[int]) -> None:
@@ -72,7 +72,7 @@ class Shards(Generic[K, V]):
         """Whether none counts as complete until the next decision."""
         self._settled: set[int] = set()
         self._rollbacks: list[tuple[int, int]] = []
-        """(epoch, step): parts of later steps that are of an older epoch are void."""
+        """(generation, step): parts of later steps that are of an older generation are void."""
 
     @property
     def pending(self) -> list[int]:
@@ -92,9 +92,9 @@ class Shards(Generic[K, V]):
         """Whether nothing more has to be said of a step's checkpoint."""
         return step in self._settled
 
-    def is_void(self, step: int, epoch: int) -> bool:
-        """Whether all members have gone back behind a step after a part of it was begun in this epoch."""
-        return any(epoch < newer and step > kept for newer, kept in self._rollbacks)
+    def is_void(self, step: int, generation: int) -> bool:
+        """Whether all members have gone back behind a step after a part of it was begun in this generation."""
+        return any(generation < newer and step > kept for newer, kept in self._rollbacks)
 
     def hold(self) -> None:
         """The newest checkpoint has been found that the job may go back to: until that is decided none is complete. One
@@ -113,22 +113,22 @@ class Shards(Generic[K, V]):
         self._pending.pop(step, None)
 
     def written(
-        self, step: int, epoch: int, worker: int, pieces: Mapping[K, V], num_bytes: int
+        self, step: int, generation: int, worker: int, pieces: Mapping[K, V], num_bytes: int
     ) -> "Complete[K, V] | GivenUp | None":
         """A worker has written its part.
 
         Args:
             step: of the checkpoint.
-            epoch: in which the worker began to write.
+            generation: in which the worker began to write.
             pieces: what it wrote.
             num_bytes: of its file.
         Returns:
             What became of the checkpoint; None if it is still to be waited for, or this part is of no use any more.
         """
-        pending = self._take(step, epoch, worker)
+        pending = self._take(step, generation, worker)
         if pending is None:
             return None
-        pending.files[worker, epoch] = num_bytes
+        pending.files[worker, generation] = num_bytes
         for key, piece in pieces.items():
             if key not in pending.pieces:
                 pending.pieces[key] = piece
@@ -136,19 +136,19 @@ class Shards(Generic[K, V]):
         pending.failures.pop(worker, None)
         return self.judge(step)
 
-    def failed(self, step: int, epoch: int, worker: int, reason: str) -> "Complete[K, V] | GivenUp | None":
+    def failed(self, step: int, generation: int, worker: int, reason: str) -> "Complete[K, V] | GivenUp | None":
         """A worker could not write its part. Arguments and result as of `written`."""
-        pending = self._take(step, epoch, worker)
+        pending = self._take(step, generation, worker)
         if pending is None:
             return None
         pending.failures[worker] = reason
         return self.judge(step)
 
-    def _take(self, step: int, epoch: int, worker: int) -> _Pending[K, V] | None:
-        if step in self._settled or step in self._committing or self.is_void(step, epoch):
+    def _take(self, step: int, generation: int, worker: int) -> _Pending[K, V] | None:
+        if step in self._settled or step in self._committing or self.is_void(step, generation):
             return None
         pending = self._pending.setdefault(step, _Pending())
-        pending.heard[worker] = max(epoch, pending.heard.get(worker, 0))
+        pending.received[worker] = max(generation, pending.received.get(worker, 0))
         return pending
 
     def judge(self, step: int) -> "Complete[K, V] | GivenUp | None":
@@ -156,7 +156,7 @@ class Shards(Generic[K, V]):
         pending = self._pending[step]
         if pending.pieces and pending.size == self._size(step):
             return None if self._is_held else Complete(step, pending.pieces, pending.files)
-        if any(pending.heard.get(worker, -1) < pending.from_epoch for worker in self._members):
+        if any(pending.received.get(worker, -1) < pending.from_generation for worker in self._members):
             return None
         if pending.failures:
             worker, reason = next(iter(pending.failures.items()))
@@ -167,12 +167,12 @@ class Shards(Generic[K, V]):
         """Survivors go on with a decision of the coordinator's. Result as of `decided`."""
         again = decision.resume_step - 1 if decision.checkpoint else None
         return self.decided(
-            decision.epoch, decision.members, again=again, rollback=decision.rollback, joined=decision.joined
+            decision.generation, decision.members, again=again, rollback=decision.rollback, joined=decision.joined
         )
 
     def decided(
         self,
-        epoch: int,
+        generation: int,
         members: Collection[int],
         *,
         again: int | None,
@@ -182,8 +182,8 @@ class Shards(Generic[K, V]):
         """Survivors go on with a decision.
 
         Args:
-            epoch: of the decision.
-            members: of this epoch.
+            generation: of the decision.
+            members: of this generation.
             again: the step whose checkpoint all members write again, because they are still at it.
             rollback: the step that all members go back to.
             joined: members that have no part in what was begun before.
@@ -192,10 +192,10 @@ class Shards(Generic[K, V]):
         """
         self._members = set(members)
         for pending in self._pending.values():
-            pending.heard.update(dict.fromkeys(joined, epoch - 1))  # of what is written again they have a part
+            pending.received.update(dict.fromkeys(joined, generation - 1))  # of what is written again they have a part
         self._is_held = False
         if rollback is not None:
-            self._rollbacks.append((epoch, rollback))
+            self._rollbacks.append((generation, rollback))
             self._settled = {step for step in self._settled if step <= rollback}
             for step in [step for step in self._pending if step > rollback]:
                 del self._pending[step]
@@ -203,7 +203,7 @@ class Shards(Generic[K, V]):
         if again is not None and again not in self._committing:
             self._settled.discard(again)
             pending = self._pending.setdefault(again, _Pending())
-            pending.from_epoch = epoch
+            pending.from_generation = generation
             pending.failures.clear()
         return [found for step in self.pending if (found := self.judge(step)) is not None]
 

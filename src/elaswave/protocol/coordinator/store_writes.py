@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-SPEC, TERM, BEAT = "spec", "term", "beat"
+SPEC, TERM, LEASE_HEARTBEAT = "spec", "term", "lease_heartbeat"
 """Keys of a job: it exists; who may write; that the writer lives."""
 OUTCOME = "outcome"
 """The key that stays of a job of several hosts: how it has ended (H13)."""
@@ -58,7 +58,7 @@ class Transaction(NamedTuple):
     """Else; also where nothing is compared and nothing is written."""
 
 
-class Outcome(NamedTuple):
+class TransactionResult(NamedTuple):
     """What became of a transaction."""
 
     succeeded: bool
@@ -84,7 +84,7 @@ class Holder(NamedTuple):
         """Compares that nobody else has written `TERM` since, and writes nothing."""
         return Transaction(((TERM, self.revision),), ((TERM, self.value),) if self.value else (), reads=(TERM,))
 
-    def is_fenced(self, standing: KeyValue | None) -> bool:
+    def has_lost_lease(self, standing: KeyValue | None) -> bool:
         """Whether it may not write any more.
 
         Args:
@@ -116,8 +116,8 @@ def holder_of(found: KeyValue | None) -> Holder:
     return Holder(said["term"], said["holder"], found.revision, found.value)
 
 
-def beat_value(term: int, number: int) -> bytes:
-    """What a coordinator writes to `BEAT`.
+def lease_heartbeat_value(term: int, number: int) -> bytes:
+    """What a coordinator writes to `LEASE_HEARTBEAT`.
 
     Args:
         number: of this term's beat, from 1.
@@ -125,7 +125,7 @@ def beat_value(term: int, number: int) -> bytes:
     return json.dumps({"term": term, "beat": number}).encode()
 
 
-def beat_of(found: KeyValue | None, holder: Holder) -> int:
+def lease_heartbeat_of(found: KeyValue | None, holder: Holder) -> int:
     """The number of a holder's newest beat; 0: what stands there is none of its."""
     if found is None or not found.is_genuine:
         return 0
@@ -133,31 +133,33 @@ def beat_of(found: KeyValue | None, holder: Holder) -> int:
     return int(said["beat"]) if said["term"] == holder.term else 0
 
 
-def spec_value(founded: int, **facts: object) -> bytes:
+def spec_value(job_generation: int, **facts: object) -> bytes:
     """What stands in `SPEC`.
 
     Args:
-        founded: number of the founding, which no other one of this name has.
+        job_generation: number of the founding, which no other one of this name has.
         facts: for people.
     """
-    return json.dumps({"founded": founded, **facts}).encode()
+    return json.dumps({"founded": job_generation, **facts}).encode()
 
 
-def founding_of(spec: KeyValue | None) -> int:
+def job_generation_of(spec: KeyValue | None) -> int:
     """Which founding of the job is in the store; 0: none, or what stands in `SPEC` is not genuine."""
     return int(json.loads(spec.value)["founded"]) if spec is not None and spec.is_genuine else 0
 
 
-def is_there(spec: KeyValue | None, term: KeyValue | None, founded: int, *, founds: bool = False) -> bool:
+def is_there(spec: KeyValue | None, term: KeyValue | None, job_generation: int, *, creates_job: bool = False) -> bool:
     """Whether a founding of the job is in the store. A claim says so; before there is one, `SPEC` does. An older
     `SPEC` that was put back stands beside what another founding has claimed.
 
     Args:
         spec, term: as they stand there, genuine if they are of this founding.
-        founded: the founding.
-        founds: whether the asker has founded it, so that nobody else can have claimed it before.
+        job_generation: the founding.
+        creates_job: whether the asker has founded it, so that nobody else can have claimed it before.
     """
-    return bool(holder_of(term).term) or (founding_of(spec) == founded != 0 and (term is None or founds))
+    return bool(holder_of(term).term) or (
+        job_generation_of(spec) == job_generation != 0 and (term is None or creates_job)
+    )
 
 
 class Claim:
@@ -169,16 +171,18 @@ class Claim:
         seen: who may write, by a linearizable read.
         spec: what stands in `SPEC`, by the same read: a claim that comes late does not claim the next founding, nor
             leave a key where no job is.
-        founded: the founding that is claimed. `SPEC` is written again if it does not say so.
+        job_generation: the founding that is claimed. `SPEC` is written again if it does not say so.
         above: the claim's term is larger.
     """
 
     def __init__(
-        self, name: str, nonce: str, seen: Holder, spec: KeyValue | None, founded: int, *, above: int = 0
+        self, name: str, nonce: str, seen: Holder, spec: KeyValue | None, job_generation: int, *, above: int = 0
     ) -> None:
         self._seen = seen
         self._spec = 0 if spec is None else spec.revision
-        self._again = () if founding_of(spec) == founded else ((SPEC, spec_value(founded, restored=nonce)),)
+        self._again = (
+            () if job_generation_of(spec) == job_generation else ((SPEC, spec_value(job_generation, restored=nonce)),)
+        )
         self._name = name
         self.term = max(seen.term, above) + 1
         self._value = json.dumps({"term": self.term, "holder": name, "nonce": nonce}).encode()
@@ -190,7 +194,7 @@ class Claim:
             unwritten_since=(*asked.unwritten_since, (SPEC, self._spec)), puts=((TERM, self._value), *self._again)
         )
 
-    def judge(self, outcome: Outcome) -> Holder | None:
+    def judge(self, outcome: TransactionResult) -> Holder | None:
         """What the answer means: this claimant, which may write now; None if another one was quicker."""
         if outcome.succeeded:
             return Holder(self.term, self._name, outcome.revision, self._value)
@@ -204,7 +208,7 @@ class Written(Enum):
     """What became of an entry."""
 
     YES = "it stands there"
-    FENCED = "another coordinator has taken over: nothing of this one is taken any more"
+    LEASE_LOST = "another coordinator has taken over: nothing of this one is taken any more"
     TAKEN = "another entry of this job stands there: one that was removed has been put back (H14)"
     FOREIGN = "what stands there is not genuine, and is to be replaced: see `EntryWrite.over` (H14)"
     INCOMPLETE = "what it names is not there any more, and must be written again"
@@ -241,13 +245,13 @@ class EntryWrite:
             reads=(TERM, self._key, *self._before),
         )
 
-    def judge(self, outcome: Outcome) -> Written:
+    def judge(self, outcome: TransactionResult) -> Written:
         """What the answer means."""
         if outcome.succeeded:
             return Written.YES
         term, standing, *before = outcome.found
-        if self._term.is_fenced(term):
-            return Written.FENCED
+        if self._term.has_lost_lease(term):
+            return Written.LEASE_LOST
         if standing is not None and standing.is_genuine:
             return Written.YES if standing.value == self.value else Written.TAKEN  # an earlier request had arrived
         if None in before:

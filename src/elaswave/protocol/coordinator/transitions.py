@@ -6,30 +6,31 @@ did the vote pass that was under way? Two survivors that answered it differently
 
 **From a loss to the next step.**
 
-1. A detector suspects a worker. The coordinator persists a **new epoch** without it and asks the members to report.
-2. A member first moves its data plane to the new epoch, and only then answers. The answer is a **promise**: until the
-   decision, the member learns nothing of the old epoch, begins nothing and discards nothing.
+1. A detector suspects a worker. The coordinator persists a **new generation** without it and asks the members to
+   report.
+2. A member first moves its data plane to the new generation, and only then answers. The answer is a **promise**: until
+   the decision, the member learns nothing of the old generation, begins nothing and discards nothing.
 3. When all members have reported, the newest evidence among them (the coordinator's own log counts) says which step is
    committed, and the valid copies say which blocks have a holder left. The coordinator asks its planner how the members
    go on (**`PlanRecovery`**), and waits.
 4. With the answer it **decides**: it persists the decision and sends it.
 5. A member catches up (applies what is still old), takes its roles, gets the parameters it lacks, and goes on.
 
-Another loss at any of these moments begins another new epoch, at 1.
+Another loss at any of these moments begins another new generation, at 1.
 
 **Why the answer is right.** *Evidence* is a complete certificate. If any member's report has it, the step is committed,
 and all members can apply it, since a vote that passed proves that they were prepared. If no report has it, no member
-will ever have it: each has promised to learn nothing more of the old epoch, and its links do not take frames of it any
-more. A suspected worker may have it, and may even be alive. Until the decision its word for a vote still counts (P2);
-from then on nobody takes a frame or a message of it, and what it has made of the certificate is worth nothing. So
+will ever have it: each has promised to learn nothing more of the old generation, and its links do not take frames of it
+any more. A suspected worker may have it, and may even be alive. Until the decision its word for a vote still counts
+(P2); from then on nobody takes a frame or a message of it, and what it has made of the certificate is worth nothing. So
 a suspicion may be false: that costs a worker, and never a wrong state. What the coordinator has heard itself counts
 like a report: a loss that was published must stay published.
 
-**Why a coordinator may be lost.** Of an epoch there are two records, `NewEpochRecord` and `Decision`, and nothing is
-sent of either before it is durable (`Persist` stands before `Send` in every row). A successor reads them and stands
-where the last one stood. After the first record it asks again, and gets the same answers, because answers are promises.
-After the second it sends the same decision to whoever lacks it, in its own term; members ignore older terms. What a
-coordinator knows without a record (addresses, joiners, who has paused) is said again by those that know it.
+**Why a coordinator may be lost.** Of a generation there are two records, `NewGenerationRecord` and `Decision`, and
+nothing is sent of either before it is durable (`Persist` stands before `Send` in every row). A successor reads them and
+stands where the last one stood. After the first record it asks again, and gets the same answers, because answers are
+promises. After the second it sends the same decision to whoever lacks it, in its own term; members ignore older terms.
+What a coordinator knows without a record (addresses, joiners, who has paused) is said again by those that know it.
 
 **Where no copy of a block is left**, or the policy is to restart, all go back to the newest checkpoint that can be
 trusted: the decision says so, and a member that has missed an earlier return is sent back once more before any vote of
@@ -38,8 +39,8 @@ its counts.
 **Planning.** A planner may be slow, so it runs outside of the state machine: the product calls a quick one in the same
 turn and a slow one in a thread. Each question has a **sequence** number, which the answer carries.
 
-- P1. A loss while a recovery is planned begins a new epoch. Once all members have reported, the coordinator asks the
-  planner again, with a larger sequence.
+- P1. A loss while a recovery is planned begins a new generation. Once all members have reported, the coordinator asks
+  the planner again, with a larger sequence.
 - P2. The coordinator also asks again when it learns of a newer vote: the committed step may be another one.
 - P3. An answer counts only if it carries the newest sequence.
 - P4. A planner that fails, or has not answered within its bound (10 s), is replaced by the layout in which survivors
@@ -59,7 +60,7 @@ from enum import Enum
 from elaswave.protocol.coordinator.table import Transition, TransitionTable
 
 
-class State(Enum):
+class CoordinatorState(Enum):
     """What the coordinator is waiting for."""
 
     STARTING = "starting"
@@ -127,10 +128,10 @@ class Response(Enum):
     ASK_PAUSE_AGAIN = "have it ask for a pause"
     LET_GO_ON = "let the members go on"
     RELEASE = "let those go that leave"
-    PERSIST_EPOCH = "persist the new epoch"
+    PERSIST_GENERATION = "persist the new generation"
     ASK = "ask the members"
-    FENCE_LOST = "fence the others"
-    SHOW_EPOCH = "show the losses"
+    LEASE_LOST = "fence the others"
+    SHOW_GENERATION = "show the losses"
     FIND_CHECKPOINT = "look for a checkpoint"
     PLAN = "plan the recovery"
     PERSIST_DECISION = "persist the decision"
@@ -140,62 +141,89 @@ class Response(Enum):
     END = "end the job with the reason"
 
 
-_ALIVE = (State.STARTING, State.TRAINING, State.COLLECTING, State.PLANNING, State.ROLLING_BACK)
-_BEGUN = (State.TRAINING, State.COLLECTING, State.PLANNING, State.ROLLING_BACK)
-_REPORTED = (State.COLLECTING, State.PLANNING)
+_ALIVE = (
+    CoordinatorState.STARTING,
+    CoordinatorState.TRAINING,
+    CoordinatorState.COLLECTING,
+    CoordinatorState.PLANNING,
+    CoordinatorState.ROLLING_BACK,
+)
+_BEGUN = (
+    CoordinatorState.TRAINING,
+    CoordinatorState.COLLECTING,
+    CoordinatorState.PLANNING,
+    CoordinatorState.ROLLING_BACK,
+)
+_REPORTED = (CoordinatorState.COLLECTING, CoordinatorState.PLANNING)
 _DECIDE = (Response.PERSIST_DECISION, Response.SEND_DECISION, Response.SHOW_DECISION)
-_NEW_EPOCH = (
-    Response.PERSIST_EPOCH,
+_NEW_GENERATION = (
+    Response.PERSIST_GENERATION,
     Response.TELL_UNTOLD_ADDRESSES,
     Response.ASK,
-    Response.FENCE_LOST,
-    Response.SHOW_EPOCH,
+    Response.LEASE_LOST,
+    Response.SHOW_GENERATION,
 )
-TRANSITIONS: TransitionTable[State, Cause, Response] = TransitionTable(
-    State.STARTING,
-    Transition((State.STARTING, State.TRAINING), Cause.BEGUN, None, (Response.PERSIST_TERM,)),
-    Transition((State.COLLECTING,), Cause.BEGUN, None, (Response.PERSIST_TERM, Response.ASK)),
-    Transition((State.STARTING,), Cause.REGISTERED, State.TRAINING, (Response.PERSIST_START, Response.TELL_ADDRESSES)),
-    Transition(_BEGUN, Cause.START_IN_DOUBT, None, (Response.TELL_ADDRESSES,)),
-    Transition((State.COLLECTING,), Cause.NOT_ASKED, None, (Response.ASK_AGAIN,)),
-    Transition((State.TRAINING,), Cause.DECISION_MISSED, None, (Response.ASK_AGAIN, Response.SEND_DECISION_AGAIN)),
-    Transition((State.TRAINING,), Cause.CHANGE_IN_DOUBT, None, (Response.SEND_CHANGE_AGAIN,)),
-    Transition(_ALIVE, Cause.NO_MEMBER, None, (Response.DISMISS,)),
-    Transition((State.TRAINING,), Cause.CHANGE_PLANNED, None, (Response.PERSIST_CHANGE, Response.SEND_CHANGE)),
-    Transition(_ALIVE, Cause.SUSPECTED, State.COLLECTING, _NEW_EPOCH),
+TRANSITIONS: TransitionTable[CoordinatorState, Cause, Response] = TransitionTable(
+    CoordinatorState.STARTING,
+    Transition((CoordinatorState.STARTING, CoordinatorState.TRAINING), Cause.BEGUN, None, (Response.PERSIST_TERM,)),
+    Transition((CoordinatorState.COLLECTING,), Cause.BEGUN, None, (Response.PERSIST_TERM, Response.ASK)),
     Transition(
-        (State.TRAINING,),
+        (CoordinatorState.STARTING,),
+        Cause.REGISTERED,
+        CoordinatorState.TRAINING,
+        (Response.PERSIST_START, Response.TELL_ADDRESSES),
+    ),
+    Transition(_BEGUN, Cause.START_IN_DOUBT, None, (Response.TELL_ADDRESSES,)),
+    Transition((CoordinatorState.COLLECTING,), Cause.NOT_ASKED, None, (Response.ASK_AGAIN,)),
+    Transition(
+        (CoordinatorState.TRAINING,), Cause.DECISION_MISSED, None, (Response.ASK_AGAIN, Response.SEND_DECISION_AGAIN)
+    ),
+    Transition((CoordinatorState.TRAINING,), Cause.CHANGE_IN_DOUBT, None, (Response.SEND_CHANGE_AGAIN,)),
+    Transition(_ALIVE, Cause.NO_MEMBER, None, (Response.DISMISS,)),
+    Transition(
+        (CoordinatorState.TRAINING,), Cause.CHANGE_PLANNED, None, (Response.PERSIST_CHANGE, Response.SEND_CHANGE)
+    ),
+    Transition(_ALIVE, Cause.SUSPECTED, CoordinatorState.COLLECTING, _NEW_GENERATION),
+    Transition(
+        (CoordinatorState.TRAINING,),
         Cause.UNSOUND,
-        State.COLLECTING,
-        (Response.PERSIST_EPOCH, Response.ASK, Response.SHOW_EPOCH),
+        CoordinatorState.COLLECTING,
+        (Response.PERSIST_GENERATION, Response.ASK, Response.SHOW_GENERATION),
     ),
     Transition(_ALIVE, Cause.LEAVE_WANTED, None, (Response.PERSIST_LEAVE,)),
-    Transition((State.TRAINING,), Cause.CALLED, None, (Response.CALL,)),
-    Transition((State.TRAINING,), Cause.CALL_IN_DOUBT, None, (Response.CALL_AGAIN,)),
-    Transition((State.TRAINING,), Cause.PAUSE_IN_DOUBT, None, (Response.ASK_PAUSE_AGAIN,)),
-    Transition((State.TRAINING,), Cause.MEMBERSHIP_READY, None, (Response.ASK_PAUSE,)),
+    Transition((CoordinatorState.TRAINING,), Cause.CALLED, None, (Response.CALL,)),
+    Transition((CoordinatorState.TRAINING,), Cause.CALL_IN_DOUBT, None, (Response.CALL_AGAIN,)),
+    Transition((CoordinatorState.TRAINING,), Cause.PAUSE_IN_DOUBT, None, (Response.ASK_PAUSE_AGAIN,)),
+    Transition((CoordinatorState.TRAINING,), Cause.MEMBERSHIP_READY, None, (Response.ASK_PAUSE,)),
     Transition(
-        (State.TRAINING,),
+        (CoordinatorState.TRAINING,),
         Cause.ALL_PAUSED,
-        State.COLLECTING,
-        (Response.PERSIST_EPOCH, Response.ASK, Response.RELEASE, Response.SHOW_EPOCH),
+        CoordinatorState.COLLECTING,
+        (Response.PERSIST_GENERATION, Response.ASK, Response.RELEASE, Response.SHOW_GENERATION),
     ),
-    Transition((State.TRAINING,), Cause.PAUSED_IN_VAIN, None, (Response.LET_GO_ON,)),
-    Transition((State.COLLECTING,), Cause.REPORTED, State.PLANNING, (Response.PLAN,)),
-    Transition((State.COLLECTING,), Cause.ROLLBACK_MISSED, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,)),
-    Transition(_REPORTED, Cause.NO_COPY_LEFT, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,)),
-    Transition((State.COLLECTING,), Cause.RESTART_POLICY, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,)),
-    Transition((State.ROLLING_BACK,), Cause.FOUND, State.PLANNING, (Response.PLAN,)),
-    Transition((State.PLANNING,), Cause.NEWER_EVIDENCE, State.PLANNING, (Response.PLAN,)),
-    Transition((State.PLANNING,), Cause.PLANNED, State.TRAINING, _DECIDE),
-    Transition((State.PLANNING,), Cause.PLANNER_FAILED, State.TRAINING, _DECIDE),
-    Transition((State.TRAINING,), Cause.INSTALLED, None, (Response.CALL, Response.SHOW_RESUMED)),
-    Transition(_ALIVE, Cause.TOO_MANY_LOSSES, State.ENDED, (Response.END,)),
-    Transition(_ALIVE, Cause.TOO_FEW_LEFT, State.ENDED, (Response.END,)),
-    Transition(_ALIVE, Cause.ERROR_REPEATED, State.ENDED, (Response.END,)),
-    Transition(_ALIVE, Cause.ERROR_COMMON, State.ENDED, (Response.END,)),
-    Transition(_ALIVE, Cause.LAST_FAILED, State.ENDED, (Response.END,)),
-    Transition((State.ROLLING_BACK,), Cause.NO_CHECKPOINT, State.ENDED, (Response.END,)),
+    Transition((CoordinatorState.TRAINING,), Cause.PAUSED_IN_VAIN, None, (Response.LET_GO_ON,)),
+    Transition((CoordinatorState.COLLECTING,), Cause.REPORTED, CoordinatorState.PLANNING, (Response.PLAN,)),
+    Transition(
+        (CoordinatorState.COLLECTING,),
+        Cause.ROLLBACK_MISSED,
+        CoordinatorState.ROLLING_BACK,
+        (Response.FIND_CHECKPOINT,),
+    ),
+    Transition(_REPORTED, Cause.NO_COPY_LEFT, CoordinatorState.ROLLING_BACK, (Response.FIND_CHECKPOINT,)),
+    Transition(
+        (CoordinatorState.COLLECTING,), Cause.RESTART_POLICY, CoordinatorState.ROLLING_BACK, (Response.FIND_CHECKPOINT,)
+    ),
+    Transition((CoordinatorState.ROLLING_BACK,), Cause.FOUND, CoordinatorState.PLANNING, (Response.PLAN,)),
+    Transition((CoordinatorState.PLANNING,), Cause.NEWER_EVIDENCE, CoordinatorState.PLANNING, (Response.PLAN,)),
+    Transition((CoordinatorState.PLANNING,), Cause.PLANNED, CoordinatorState.TRAINING, _DECIDE),
+    Transition((CoordinatorState.PLANNING,), Cause.PLANNER_FAILED, CoordinatorState.TRAINING, _DECIDE),
+    Transition((CoordinatorState.TRAINING,), Cause.INSTALLED, None, (Response.CALL, Response.SHOW_RESUMED)),
+    Transition(_ALIVE, Cause.TOO_MANY_LOSSES, CoordinatorState.ENDED, (Response.END,)),
+    Transition(_ALIVE, Cause.TOO_FEW_LEFT, CoordinatorState.ENDED, (Response.END,)),
+    Transition(_ALIVE, Cause.ERROR_REPEATED, CoordinatorState.ENDED, (Response.END,)),
+    Transition(_ALIVE, Cause.ERROR_COMMON, CoordinatorState.ENDED, (Response.END,)),
+    Transition(_ALIVE, Cause.LAST_FAILED, CoordinatorState.ENDED, (Response.END,)),
+    Transition((CoordinatorState.ROLLING_BACK,), Cause.NO_CHECKPOINT, CoordinatorState.ENDED, (Response.END,)),
 )
 """All that the machine can do. A coordinator that is started again begins in the state that its newest record tells:
-TRAINING after a start or a decision, COLLECTING after a new epoch. After the end every event is ignored."""
+TRAINING after a start or a decision, COLLECTING after a new generation. After the end every event is ignored."""

@@ -31,14 +31,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from elaswave.protocol.detection.awake import TICK_S, AwakeTime
+from elaswave.protocol.detection.active_time import TICK_S, ActiveTime
 from elaswave.protocol.detection.host_silence import HOST_SILENT_S, LOOK_S, Counters, HostSilence
 from elaswave.protocol.detection.starvation import EXCUSED_MAX_S, Stillness
-from elaswave.protocol.detection.watched import LongestLately, Watched
+from elaswave.protocol.detection.watched import LongestLately, WatchedWorker
 from elaswave.protocol.events import Suspected
-from elaswave.protocol.step.position import FIRST_S, IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
+from elaswave.protocol.step.activity import FIRST_S, IDLE, PHASES, STARTING, WRITE, WorkerActivity, action_kind, blame
 
-__all__ = ["Detector", "Position", "Suspicion"]
+__all__ = ["Detector", "WorkerActivity", "Suspicion"]
 
 LINK_GRACE_S = 0.015
 """How long a closed link waits for the end of the process that explains it."""
@@ -102,7 +102,7 @@ class Detector:
         takes_over: whether the job has begun under another coordinator.
         domains: where workers run, as far as that is known, see `elaswave.blocks.domains`; looked up again each time.
         can_look: whether somebody can be expected to say of a worker how its process gets on, if it is one of `quiet`.
-        awake: counts the time in which the coordinator is awake, for others too; None: for this detector alone.
+        active_time: counts the time in which the coordinator is awake, for others too; None: for this detector alone.
         held_up_s: for how long the link from a worker's site may hold back what it says.
     """
 
@@ -112,10 +112,10 @@ class Detector:
         takes_over: bool = False,
         domains: Mapping[int, str] = MappingProxyType({}),
         can_look: Callable[[int], bool] = lambda worker: False,
-        awake: AwakeTime | None = None,
+        active_time: ActiveTime | None = None,
         held_up_s: Callable[[int], float] = lambda worker: 0.0,
     ) -> None:
-        self._awake = AwakeTime() if awake is None else awake
+        self._active_time = ActiveTime() if active_time is None else active_time
         self._held_up_s = held_up_s
         self._domains = domains
         self._can_look = can_look
@@ -124,24 +124,24 @@ class Detector:
         self._silent_hosts: dict[str, tuple[HostSilence, tuple[int, ...]]] = {}
         """By host all of whose workers are silent: what is known of it, and these workers."""
         self._learned_gaps = LEARNED_GAPS_AGAIN if takes_over else LEARNED_GAPS
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, WatchedWorker] = {}
         self._awaited: dict[int, Stillness] = {}
         self._gone: set[int] = set()
         """Workers of which nothing counts any more."""
         self._exits: dict[int, str] = {}
         self._broken: dict[tuple[int, int], float] = {}
         """(reporter, peer) -> when the reporter lost its link to the peer."""
-        self._now_s = self._awake.seen_s
+        self._now_s = self._active_time.seen_s
         """All times in here are of this clock."""
-        self._none_heard = False
+        self._all_silent = False
         """Whether no worker at all was heard, for half of its usual bound, at the last tick."""
         self.are_together = False
         """Whether all workers, or most, were silent together then."""
         self._hosts_factor = 1.0
         """On the bounds on the silence of whole hosts."""
-        self._front = (-1, 0, 0)
-        """The newest (epoch, step, attempt) that any worker has begun."""
-        self._front_s = 0.0
+        self._newest_step = (-1, 0, 0)
+        """The newest (generation, step, attempt) that any worker has begun."""
+        self._newest_step_s = 0.0
         self._num_computing = 0
         self._moved_s = 0.0
         """When any worker's position changed last, or a link was seen to move bytes, however slowly."""
@@ -223,7 +223,7 @@ class Detector:
         self._advance(now_s)
         self._gone.discard(worker)
         is_new = self._awaited.pop(worker, None) is not None
-        watched = self._watched.setdefault(worker, Watched(worker, self._now_s, is_new=is_new))
+        watched = self._watched.setdefault(worker, WatchedWorker(worker, self._now_s, is_new=is_new))
         watched.connected = watched.is_fresh = True
         watched.lives(self._now_s)
 
@@ -231,7 +231,7 @@ class Detector:
         """A worker is no member any more: it has finished, or the coordinator goes on without it."""
         self._drop(worker)
 
-    def heartbeat(self, worker: int, position: Position, now_s: float) -> None:
+    def heartbeat(self, worker: int, activity: WorkerActivity, now_s: float) -> None:
         """A heartbeat has arrived."""
         self._advance(now_s)
         watched = self._watched.get(worker)
@@ -239,22 +239,22 @@ class Detector:
             return
         starved_s = watched.starvation.excused_s
         if not watched.is_fresh and not watched.starting:
-            watched.gaps.add(min(self._now_s - watched.heard_s - starved_s, GAP_MAX_S), self._now_s)
-        previous = watched.position
-        if previous is None or not previous.same_stay(position):
-            self._enter(watched, position)
-        elif previous.moved_bytes != position.moved_bytes:
+            watched.gaps.add(min(self._now_s - watched.last_heartbeat_s - starved_s, GAP_MAX_S), self._now_s)
+        previous = watched.activity
+        if previous is None or not previous.same_stay(activity):
+            self._enter(watched, activity)
+        elif previous.moved_bytes != activity.moved_bytes:
             self._moved_s = self._now_s
         if starved_s:  # those who waited for it did not stand still meanwhile
             self._moved_s = min(self._moved_s + starved_s, self._now_s)
-        watched.position = position
+        watched.activity = activity
         watched.connected, watched.is_fresh = True, False
         watched.lives(self._now_s)
-        watched.heard_s = self._now_s
-        self._follow_front(position)
+        watched.last_heartbeat_s = self._now_s
+        self._follow_newest_step(activity)
 
     def link_lost(self, reporter: int, peer: int, now_s: float) -> None:
-        """A worker reports, from the present epoch, that its data-plane connection to a peer has ended."""
+        """A worker reports, from the present generation, that its data-plane connection to a peer has ended."""
         self._advance(now_s)
         if reporter in self._watched and peer in self._watched and reporter != peer:
             self._broken.setdefault((reporter, peer), self._now_s)
@@ -280,8 +280,9 @@ class Detector:
         if self._paused:
             self._paused, self._moved_s = False, self._now_s
 
-    def new_epoch(self, now_s: float) -> None:
-        """A new epoch begins: links are made again, so what was said of them is of the old one. As `resume` beside."""
+    def new_generation(self, now_s: float) -> None:
+        """A new generation begins: links are made again, so what was said of them is of the old one. As `resume`
+        beside."""
         self.resume(now_s)
         self._broken.clear()
 
@@ -305,7 +306,7 @@ class Detector:
         """The workers that are held for lost from now on."""
         self._advance(now_s)
         suspicions = self._ended()
-        if not self._awake.take_overslept():  # else what came in the meantime is read first
+        if not self._active_time.take_overslept():  # else what came in the meantime is read first
             self._look_for_silence_of_all()
             suspicions += self._cut_off()
             suspicions += self._never_begun()
@@ -318,7 +319,7 @@ class Detector:
         return suspicions
 
     def _advance(self, now_s: float) -> None:
-        self._now_s = self._awake.passed_s(now_s)
+        self._now_s = self._active_time.passed_s(now_s)
 
     def _drop(self, worker: int) -> None:
         self._gone.add(worker)
@@ -418,13 +419,13 @@ class Detector:
         """The longest gap lately that not only one worker has had: what disturbs two may disturb all."""
         return sorted([0.0, 0.0, *(watched.gaps.value_s for watched in self._watched.values())])[-2]
 
-    def _usual_bound_s(self, watched: Watched, common_gap_s: float) -> float:
+    def _usual_bound_s(self, watched: WatchedWorker, common_gap_s: float) -> float:
         """What its heartbeats and those of others have taught, whatever it does at present."""
         gap_s = max(watched.gaps.value_s, common_gap_s)
         bound_s = max(SILENCE_FLOOR_S, min(SILENCE_FACTOR * gap_s, gap_s + SILENCE_MARGIN_S))
         return bound_s + self._held_up_s(watched.worker)
 
-    def _bound_of(self, watched: Watched, common_gap_s: float) -> float:
+    def _bound_of(self, watched: WatchedWorker, common_gap_s: float) -> float:
         if watched.starting:
             return SILENCE_STARTING_S
         bound_s = self._usual_bound_s(watched, common_gap_s)
@@ -444,10 +445,10 @@ class Detector:
         ]
         newest_s = max((each.alive_s for each in watched), default=-math.inf)
         unseen = [each for each in self._awaited.values() if not each.was_seen or each.looked_s <= newest_s + STRAY_S]
-        none_were_heard, were_together = self._none_heard, self.are_together
-        self._none_heard = 0 < len(hushed) + len(unseen) == len(watched) + len(self._awaited)
-        self.are_together = self._none_heard or self._is_crowd(hushed) or self._are_most_hosts(hushed)
-        if (none_were_heard and not self._none_heard) or (were_together and not self.are_together):
+        all_were_silent, were_together = self._all_silent, self.are_together
+        self._all_silent = 0 < len(hushed) + len(unseen) == len(watched) + len(self._awaited)
+        self.are_together = self._all_silent or self._is_crowd(hushed) or self._are_most_hosts(hushed)
+        if (all_were_silent and not self._all_silent) or (were_together and not self.are_together):
             sent_again_s = SENT_AGAIN_S if len({self._host_of(each.worker) for each in watched}) > 1 else 0.0
             longest_s = max((self._now_s - each.alive_s for each in watched), default=0.0)
             for each in watched:
@@ -478,7 +479,7 @@ class Detector:
         self._quiet = tuple(sorted(quiet))
         shortest_s = min((self._now_s - watched.alive_s for watched, _, _ in known), default=math.inf)
         crowd = CROWD_FACTOR if self._is_crowd(hushed) else 1.0
-        late: list[tuple[Watched, float, float]] = []
+        late: list[tuple[WatchedWorker, float, float]] = []
         for watched, silence_s, bound_s in known:
             spare = self._num_computing > watched.computing and not watched.starting
             hurry = NO_HURRY if spare else 1.0
@@ -495,7 +496,7 @@ class Detector:
                 self._excuses.append(
                     f"worker {watched.worker} has been silent for {silence_s:.2f} s (bound {allowed_s:.2f} s), {excuse}"
                 )
-        if late and self._none_heard and shortest_s < NOBODY_S:
+        if late and self._all_silent and shortest_s < NOBODY_S:
             for watched in self._watched.values():
                 watched.is_fresh = True  # it is no gap of one worker
             return []
@@ -524,8 +525,8 @@ class Detector:
         known, self._silent_hosts = self._silent_hosts, {}
         for host, workers in silent.items():
             if quiet.issuperset(workers):
-                heard_s = max(self._watched[worker].counted_s for worker in workers)
-                found = known[host][0] if host in known else HostSilence(heard_s)
+                last_heartbeat_s = max(self._watched[worker].counted_s for worker in workers)
+                found = known[host][0] if host in known else HostSilence(last_heartbeat_s)
                 self._silent_hosts[host] = found, tuple(sorted(workers))
         together = [worker for _, workers in self._silent_hosts.values() for worker in workers]
         factor = self._hosts_factor = CROWD_FACTOR if self._are_most_hosts(together) else 1.0
@@ -547,35 +548,37 @@ class Detector:
             return 2 * len(workers) > len(self._watched)
         return 2 * len({self._host_of(worker) for worker in workers}) > len(hosts)
 
-    def _follow_front(self, position: Position) -> None:
+    def _follow_newest_step(self, activity: WorkerActivity) -> None:
         """Takes a step that has been begun as a sign of life of all that were in the one before: they have voted."""
-        here = (position.epoch, position.step, position.attempt)
-        if here <= self._front or position.label in (*IDLE, *STARTING):
+        here = (activity.generation, activity.step, activity.attempt)
+        if here <= self._newest_step or activity.label in (*IDLE, *STARTING):
             return
-        if here[0] == self._front[0]:
+        if here[0] == self._newest_step[0]:
             for watched in self._watched.values():
-                if watched.position is not None and watched.position.epoch == position.epoch:
+                if watched.activity is not None and watched.activity.generation == activity.generation:
                     watched.lives(self._now_s)
-            if here[1] == self._front[1] + 1:
-                self._steps.add(self._now_s - self._front_s, self._now_s)
-        self._front, self._front_s = here, self._now_s
+            if here[1] == self._newest_step[1] + 1:
+                self._steps.add(self._now_s - self._newest_step_s, self._now_s)
+        self._newest_step, self._newest_step_s = here, self._now_s
 
     # ------------------------------------------------------------------------------------------------------- progress
 
-    def _enter(self, watched: Watched, position: Position) -> None:
+    def _enter(self, watched: WatchedWorker, activity: WorkerActivity) -> None:
         """Takes note of what a worker has begun, and learns from what it has ended."""
-        entered_s = self._now_s - position.since_s
-        previous = watched.position
+        entered_s = self._now_s - activity.since_s
+        previous = watched.activity
         if previous is not None:
-            entered_s = max(watched.heard_s, entered_s)  # at its last heartbeat it did something else
+            entered_s = max(watched.last_heartbeat_s, entered_s)  # at its last heartbeat it did something else
             if previous.computing and not previous.first_s:  # how long compiling takes says nothing of what is compiled
                 # When exactly it ended that is not known, only that it was before it began this.
-                took_s = max(0.0, previous.since_s - previous.starved_s) + min(entered_s - watched.heard_s, UNSEEN_S)
-                longest = self._busy.setdefault(kind_of(previous.label), LongestLately(DURATION_HALF_LIFE_S))
+                took_s = max(0.0, previous.since_s - previous.starved_s) + min(
+                    entered_s - watched.last_heartbeat_s, UNSEEN_S
+                )
+                longest = self._busy.setdefault(action_kind(previous.label), LongestLately(DURATION_HALF_LIFE_S))
                 longest.add(took_s, self._now_s)
-            if self._num_computing == 0 and kind_of(previous.label) in PHASES:
+            if self._num_computing == 0 and action_kind(previous.label) in PHASES:
                 self._standstills.add(max(0.0, entered_s - self._moved_s), self._now_s)
-        self._num_computing += position.computing - watched.computing
+        self._num_computing += activity.computing - watched.computing
         watched.entered_s = entered_s
         self._moved_s = self._now_s
 
@@ -585,7 +588,7 @@ class Detector:
 
     def busy_bound_s(self, label: str, *, is_first: bool = False) -> float:
         """Seconds for which a worker may compute what is called `label`; the first time, without using a processor."""
-        kind = kind_of(label)
+        kind = action_kind(label)
         longest = self._busy.get(kind)
         longest_s = 0.0 if longest is None else longest.value_s
         is_tight = kind in PHASES and longest is not None and self._learned and not is_first
@@ -595,25 +598,25 @@ class Detector:
     def _computing_too_long(self) -> list[Suspicion]:
         suspicions = []
         for watched in list(self._watched.values()):
-            position = watched.position
-            if position is None or not position.computing:
+            activity = watched.activity
+            if activity is None or not activity.computing:
                 continue
             # As it said itself: silence is another matter.
-            age_s = position.since_s if position.first_s else watched.heard_s - watched.entered_s
-            age_s -= min(position.starved_s, EXCUSED_MAX_S)
-            if max(age_s, position.first_s) <= BUSY_FLOOR_S:
+            age_s = activity.since_s if activity.first_s else watched.last_heartbeat_s - watched.entered_s
+            age_s -= min(activity.starved_s, EXCUSED_MAX_S)
+            if max(age_s, activity.first_s) <= BUSY_FLOOR_S:
                 continue
-            bound_s = self.busy_bound_s(position.label, is_first=position.first_s > 0.0)
-            if position.first_s > FIRST_S or (position.first_s and age_s > bound_s):
+            bound_s = self.busy_bound_s(activity.label, is_first=activity.first_s > 0.0)
+            if activity.first_s > FIRST_S or (activity.first_s and age_s > bound_s):
                 reason = (
-                    f"worker {watched.worker} has been computing {position} for {position.first_s:.1f} s, for the "
+                    f"worker {watched.worker} has been computing {activity} for {activity.first_s:.1f} s, for the "
                     f"first time (bound {FIRST_S:.0f} s), and neither it nor what it has started has used a processor "
                     f"for {age_s:.1f} s (bound {bound_s:.1f} s)"
                 )
                 suspicions.append(self._suspect(watched.worker, "progress", reason))
             elif age_s > bound_s:
                 reason = (
-                    f"worker {watched.worker} has been computing {position} for {age_s:.1f} s (bound "
+                    f"worker {watched.worker} has been computing {activity} for {age_s:.1f} s (bound "
                     f"{bound_s:.1f} s, {PROGRESS_FACTOR:.0f} times the longest lately)"
                 )
                 suspicions.append(self._suspect(watched.worker, "progress", reason))
@@ -621,32 +624,32 @@ class Detector:
 
     def stall_bound_s(self) -> float:
         """Seconds for which all workers may wait without anything moving."""
-        positions = [watched.position for watched in self._watched.values()]
-        ordinary = all(position is None or kind_of(position.label) in (*PHASES, *IDLE) for position in positions)
+        activities = [watched.activity for watched in self._watched.values()]
+        ordinary = all(activity is None or action_kind(activity.label) in (*PHASES, *IDLE) for activity in activities)
         floor_s = max(STALL_FLOOR_S, self._steps.value_s) if ordinary and self._learned else UNLEARNED_S
         return max(floor_s, PROGRESS_FACTOR * self._standstills.value_s)
 
     def _standing_still(self) -> list[Suspicion]:
         if self._num_computing or not self._watched or self._paused:
             return []
-        age_s = min(watched.heard_s for watched in self._watched.values()) - self._moved_s  # as all have said
+        age_s = min(watched.last_heartbeat_s for watched in self._watched.values()) - self._moved_s  # as all have said
         if age_s <= STALL_FLOOR_S:
             return []
-        positions = {
-            worker: watched.position for worker, watched in self._watched.items() if watched.position is not None
+        activities = {
+            worker: watched.activity for worker, watched in self._watched.items() if watched.activity is not None
         }
-        if all(position.label in IDLE for position in positions.values()):
+        if all(activity.label in IDLE for activity in activities.values()):
             return []
-        if any(position.label == WRITE for position in positions.values()):
+        if any(activity.label == WRITE for activity in activities.values()):
             return []  # all wait for a disk, perhaps through others
         bound_s = self.stall_bound_s()
         if age_s <= bound_s:
             return []
-        worker = blame(positions)
-        its = positions[worker]
-        num_waiting = sum(worker in position.waiting_on for position in positions.values())
+        worker = blame(activities)
+        its = activities[worker]
+        num_waiting = sum(worker in activity.waiting_on for activity in activities.values())
         if num_waiting:
-            finding = f"{num_waiting} of {len(positions)} workers wait for worker {worker}, which is in {its}"
+            finding = f"{num_waiting} of {len(activities)} workers wait for worker {worker}, which is in {its}"
         else:
             finding = (
                 f"of all that are waited for nothing is known, and worker {worker} is the furthest behind, in {its}"

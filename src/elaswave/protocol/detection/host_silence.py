@@ -49,13 +49,13 @@ class HostSilence:
     """One host, from the moment at which it fell silent.
 
     Args:
-        heard_s: time of the newest sign of life of its workers, as of all methods by the detector's clock.
+        last_heartbeat_s: time of the newest sign of life of its workers, as of all methods by the detector's clock.
     """
 
     __slots__ = ("_asked_s", "_came_s", "_known", "_lives_s", "_looked_s")
 
-    def __init__(self, heard_s: float) -> None:
-        self._lives_s = self._came_s = heard_s
+    def __init__(self, last_heartbeat_s: float) -> None:
+        self._lives_s = self._came_s = last_heartbeat_s
         self._known: dict[int, Counters] | None = None
         self._asked_s: float | None = None
         """Since when something has been outstanding."""

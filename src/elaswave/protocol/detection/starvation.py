@@ -27,7 +27,7 @@ class Starvation:
         now_s: time of that sign, as of all methods by the detector's clock.
     """
 
-    __slots__ = ("_is_told", "_looked_s", "_since_s", "_waited_s")
+    __slots__ = ("_is_reported", "_looked_s", "_since_s", "_waited_s")
 
     def __init__(self, now_s: float) -> None:
         self.ends(now_s)
@@ -37,7 +37,7 @@ class Starvation:
         self._since_s = now_s
         self._looked_s: float | None = None
         self._waited_s = 0.0
-        self._is_told = False
+        self._is_reported = False
 
     def looked(self, waited_s: float, now_s: float) -> None:
         """Somebody has looked at the process.
@@ -77,9 +77,9 @@ class Starvation:
 
     def take_excuse(self) -> str:
         """Why a silence above its bound is none, for people; empty if that was said before or nothing was seen."""
-        if self._is_told or not self._waited_s:
+        if self._is_reported or not self._waited_s:
             return ""
-        self._is_told = True
+        self._is_reported = True
         return f"but for {self._waited_s:.2f} s of that time it waited for a processor, which does not count"
 
 

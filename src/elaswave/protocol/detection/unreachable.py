@@ -15,7 +15,7 @@ FRESH_S = 25.0
 """What was not said again for so long does not count."""
 
 
-class _Said(NamedTuple):
+class _Report(NamedTuple):
     first_s: float
     last_s: float
     text: str
@@ -26,12 +26,12 @@ class Unreachable:
     """What the workers of a job have said of each other; a successor is told again."""
 
     def __init__(self) -> None:
-        self._said: dict[tuple[int, int], _Said] = {}
+        self._reported: dict[tuple[int, int], _Report] = {}
         """(who dials, who is dialled)."""
         self._given_up: set[int] = set()
         """Ids are never used again."""
 
-    def heard(self, worker: int, peers: Mapping[int, str], now_s: float) -> dict[int, str]:
+    def received(self, worker: int, peers: Mapping[int, str], now_s: float) -> dict[int, str]:
         """A worker says whom it cannot reach at present.
 
         Args:
@@ -41,18 +41,20 @@ class Unreachable:
         Returns:
             Workers that the job is to go on without -> why.
         """
-        before = self._said
-        self._said = {
-            pair: said for pair, said in before.items() if pair[0] != worker and now_s - said.last_s <= FRESH_S
+        before = self._reported
+        self._reported = {
+            pair: reported
+            for pair, reported in before.items()
+            if pair[0] != worker and now_s - reported.last_s <= FRESH_S
         }
         for peer, text in peers.items():
             if {worker, peer} & self._given_up:
                 continue
             old = before.get((worker, peer))
             is_new = old is None or now_s - old.last_s > FRESH_S
-            self._said[worker, peer] = _Said(now_s if old is None or is_new else old.first_s, now_s, text)
+            self._reported[worker, peer] = _Report(now_s if old is None or is_new else old.first_s, now_s, text)
         found = {}
-        left = dict(self._said)
+        left = dict(self._reported)
         while left:
             counts = Counter(each for pair in left for each in pair)
             worst = max(counts, key=lambda each: (counts[each], each))  # of two that do not meet who is dialled
@@ -62,12 +64,12 @@ class Unreachable:
             for pair in pairs:
                 del left[pair]
         self._given_up |= found.keys()
-        self._said = {pair: said for pair, said in self._said.items() if not self._given_up & set(pair)}
+        self._reported = {pair: reported for pair, reported in self._reported.items() if not self._given_up & set(pair)}
         return found
 
     def forget(self) -> None:
         """Nobody, or hardly anybody, is heard at present: what was said was of a network that is gone."""
-        self._said = {}
+        self._reported = {}
 
 
 def _reason(worker: int, seen: Mapping[tuple[int, int], str]) -> str:

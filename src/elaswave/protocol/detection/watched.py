@@ -3,7 +3,7 @@
 import math
 
 from elaswave.protocol.detection.starvation import Starvation
-from elaswave.protocol.step.position import COMPARE, STARTING, WRITE, Position, kind_of
+from elaswave.protocol.step.activity import COMPARE, STARTING, WRITE, WorkerActivity, action_kind
 
 SPARED_MAX_S = 60.0
 """Of a worker that has been silent for longer no silence of all is an excuse any more."""
@@ -36,7 +36,7 @@ class LongestLately:
         self.count += 1
 
 
-class Watched:
+class WatchedWorker:
     """What is known of one worker.
 
     Args:
@@ -53,11 +53,11 @@ class Watched:
         "counted_s",
         "entered_s",
         "gaps",
-        "heard_s",
+        "last_heartbeat_s",
         "is_fresh",
         "is_new",
         "is_spared",
-        "position",
+        "activity",
         "starvation",
         "worker",
     )
@@ -68,7 +68,7 @@ class Watched:
         """Whether it was awaited before: until its first heartbeat it is about to start."""
         self.alive_s = now_s
         """Time of the newest sign of life."""
-        self.heard_s = now_s
+        self.last_heartbeat_s = now_s
         """Time of the newest heartbeat."""
         self.starvation = Starvation(now_s)
         """What was seen of its process since then."""
@@ -84,7 +84,7 @@ class Watched:
         self.is_fresh = True
         """The next heartbeat is the first one of its connection: the time before it is no gap."""
         self.gaps = LongestLately(GAP_HALF_LIFE_S)
-        self.position: Position | None = None
+        self.activity: WorkerActivity | None = None
         self.entered_s = now_s
         """When it entered this position, at the earliest."""
 
@@ -116,14 +116,14 @@ class Watched:
     @property
     def beside_steps(self) -> bool:
         """It evaluates, writes a checkpoint or is done: no committed step will show that it lives."""
-        return self.position is not None and kind_of(self.position.label) in BESIDE_STEPS
+        return self.activity is not None and action_kind(self.activity.label) in BESIDE_STEPS
 
     @property
     def computing(self) -> bool:
         """Whether it has said so."""
-        return self.position is not None and self.position.computing
+        return self.activity is not None and self.activity.computing
 
     @property
     def starting(self) -> bool:
         """Whether it has not begun its first step."""
-        return self.is_new if self.position is None else self.position.label in STARTING
+        return self.is_new if self.activity is None else self.activity.label in STARTING

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from elaswave.protocol.coordinator.store_writes import NOBODY, Holder
 
-BEAT_S = 0.5
+LEASE_HEARTBEAT_S = 0.5
 """Between two beats of a coordinator."""
 POLL_S = 0.25
 """Between two looks of a candidate."""
@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     """What one look has found."""
 
     holder: Holder
-    beat: int
+    lease_heartbeat: int
     """Number of the holder's newest beat; 0: there was none yet."""
 
 
@@ -37,12 +37,12 @@ class Watch:
     Args:
         own: by which name its agent's coordinators hold the job. An agent starts one after the other, so the term of
             an earlier one is free at once.
-        founds: whether its agent has founded the job: a job that nobody has claimed yet is its.
+        creates_job: whether its agent has founded the job: a job that nobody has claimed yet is its.
     """
 
-    def __init__(self, own: str, *, founds: bool = False) -> None:
+    def __init__(self, own: str, *, creates_job: bool = False) -> None:
         self._own = own
-        self.founds = founds
+        self.creates_job = creates_job
         """Whether its agent has founded the job."""
         self._seen = Seen(NOBODY, 0)
         self._since_s: float | None = None
@@ -70,7 +70,7 @@ class Watch:
             now_s: when it was answered.
         """
         before, self._seen = self._seen, self._newest(seen)
-        lives = self._seen.holder.term > before.holder.term or self._seen.beat > before.beat
+        lives = self._seen.holder.term > before.holder.term or self._seen.lease_heartbeat > before.lease_heartbeat
         if self._since_s is None or lives or asked_s - self._looked_s > GAP_S:
             self._since_s = now_s
         self._looked_s = asked_s
@@ -82,8 +82,8 @@ class Watch:
         if seen.holder.term > known.holder.term:
             return seen
         if seen.holder.term < known.holder.term:
-            return Seen(known.holder._replace(revision=seen.holder.revision, value=b""), known.beat)
-        return Seen(seen.holder, max(known.beat, seen.beat))
+            return Seen(known.holder._replace(revision=seen.holder.revision, value=b""), known.lease_heartbeat)
+        return Seen(seen.holder, max(known.lease_heartbeat, seen.lease_heartbeat))
 
     def missed(self) -> None:
         """A read was not answered: without reads nobody is elected (H8)."""
@@ -100,5 +100,5 @@ class Watch:
         if self._since_s is None or now_s < self._not_before_s:
             return False
         holder = self._seen.holder
-        is_free = holder.name == self._own or (self.founds and not holder.term)
+        is_free = holder.name == self._own or (self.creates_job and not holder.term)
         return is_free or self._looked_s - self._since_s >= STILL_S

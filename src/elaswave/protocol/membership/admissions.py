@@ -1,4 +1,4 @@
-"""Who is to become a member, and who is to leave, before the next epoch says so. No IO.
+"""Who is to become a member, and who is to leave, before the next generation says so. No IO.
 
 A joiner becomes a member once every member has a link to it and it has one to every member; a worker that is asked to
 leave is let go once it runs and holds nothing. Both happen at a voted boundary between two steps, at which all members
@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from elaswave.blocks.placement import Placement
-from elaswave.protocol.environment import ENVIRONMENT, read
+from elaswave.protocol.environment import ENVIRONMENT, read_votes
 from elaswave.protocol.messages import Dial, Joining
 from elaswave.types import Layout
 
@@ -32,7 +32,7 @@ class Founders(msgspec.Struct, frozen=True, kw_only=True, tag="founders"):
     data_hash: int
     foreign: tuple[str, ...] = ()
     """``LAYER: KIND`` of each foreign part."""
-    canaries: dict[int, int]
+    determinism_hashes: dict[int, int]
     """That all have agreed on in the first vote, by place."""
 
 
@@ -45,7 +45,9 @@ def libraries(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
 
 
-def canaries_in(vector: Sequence[int], *, num_layers: int, num_tensors: int, num_buffers: int) -> Mapping[int, int]:
+def determinism_hashes_in(
+    vector: Sequence[int], *, num_layers: int, num_tensors: int, num_buffers: int
+) -> Mapping[int, int]:
     """The canaries that all voters agree on; empty where bits are not compared.
 
     They stand before what a vote says of tensors, which is its end, see `elaswave.protocol.step.ballot.VoteShape`.
@@ -55,7 +57,7 @@ def canaries_in(vector: Sequence[int], *, num_layers: int, num_tensors: int, num
         num_layers, num_tensors, num_buffers: of the model.
     """
     stop = len(vector) - num_tensors - 2 * num_buffers
-    return read(vector[stop - 2 * (1 + num_layers) : stop]).known
+    return read_votes(vector[stop - 2 * (1 + num_layers) : stop]).known
 
 
 def admission_problem(joining: Joining, founders: Founders, layer_names: Sequence[str]) -> str | None:
@@ -99,9 +101,9 @@ def _other_parts(there: Sequence[str], here: Sequence[str]) -> list[str]:
 
 
 def _other_bits(joining: Joining, founders: Founders, layer_names: Sequence[str]) -> list[str]:
-    known = founders.canaries
-    differing = sorted(place for place, value in joining.canaries.items() if known.get(place, value) != value)
-    if known and not joining.canaries:
+    known = founders.determinism_hashes
+    differing = sorted(place for place, value in joining.determinism_hashes.items() if known.get(place, value) != value)
+    if known and not joining.determinism_hashes:
         return ["it does not say what bits it computes, and the job compares them: set elastic.verify=true"]
     if ENVIRONMENT in differing:
         return [
@@ -129,16 +131,16 @@ class Admissions:
         self.leaving: set[int] = set()
         """Members that are asked to leave."""
         self.paused: dict[int, int] = {}
-        """Members that wait, in the present epoch -> the step after which they do."""
+        """Members that wait, in the present generation -> the step after which they do."""
         self.go_on_after = 0
         """The newest step after which a member was let go on: who has paused after it, or before, is to go on too."""
         self.is_asked = False
-        """Whether the members were asked to pause, in the present epoch."""
+        """Whether the members were asked to pause, in the present generation."""
         self._linked: dict[int, frozenset[int]] = {}
         """Worker -> those of the wanted peers to which it has links."""
 
-    def new_epoch(self) -> None:
-        """What was said of the last epoch is void; links to joiners outlive it."""
+    def new_generation(self) -> None:
+        """What was said of the last generation is void; links to joiners outlive it."""
         self.paused.clear()
         self.is_asked = False
         self.go_on_after = 0
@@ -181,7 +183,7 @@ class Admissions:
         """The leaving members that can be let go now, while others stay: those that run and hold nothing.
 
         Args:
-            members: of the epoch.
+            members: of the generation.
             layout, placement: in force.
         """
         candidates = self.leaving.intersection(members, layout.idle)
@@ -189,17 +191,17 @@ class Admissions:
         return tuple(going) if len(going) < len(members) else ()
 
     def calls(
-        self, addresses: Mapping[int, str], members: Collection[int], term: int, epoch: int
+        self, addresses: Mapping[int, str], members: Collection[int], term: int, generation: int
     ) -> list[tuple[int, Dial]]:
         """(worker, what it is told): members are to make links to all joiners, joiners to all members and joiners.
 
         Args:
             addresses: of those members that have told theirs; joiners are told nothing before all have.
-            members, term, epoch: of the coordinator.
+            members, term, generation: of the coordinator.
         """
         everybody = {**addresses, **self.joiners}
-        calls = [(worker, Dial(term=term, epoch=epoch, addresses=self.joiners)) for worker in addresses]
+        calls = [(worker, Dial(term=term, generation=generation, addresses=self.joiners)) for worker in addresses]
         for joiner in self.joiners if addresses.keys() >= set(members) else ():
             others = {peer: address for peer, address in everybody.items() if peer != joiner}
-            calls.append((joiner, Dial(term=term, epoch=epoch, addresses=others)))
+            calls.append((joiner, Dial(term=term, generation=generation, addresses=others)))
         return calls

@@ -24,7 +24,8 @@ class HostAgents:
     Args:
         hosts: what is known of each.
         records: of earlier coordinators, of all kinds.
-        heard_s: gives the seconds since something came from the agent of an incarnation; None: it is not connected.
+        last_heartbeat_s: gives the seconds since something came from the agent of an incarnation; None: it is not
+            connected.
         now_s: when this coordinator begins.
         wait_s: how long the hosts with which the job begins are waited for.
         is_local: whether this is a job of one machine, in which nobody else may take part.
@@ -34,14 +35,14 @@ class HostAgents:
         self,
         hosts: Hosts,
         records: Iterable[Any],
-        heard_s: Callable[[int], float | None],
+        last_heartbeat_s: Callable[[int], float | None],
         *,
         now_s: float,
         wait_s: float = math.inf,
         is_local: bool = True,
     ) -> None:
         self.hosts = hosts
-        self._heard_s = heard_s
+        self._last_heartbeat_s = last_heartbeat_s
         self._began_s = now_s
         self._wait_s = wait_s
         self._is_local = is_local
@@ -53,7 +54,7 @@ class HostAgents:
                 self._gone_s = GONE_AGAIN_S
             elif isinstance(record, asked.PlaceTaken):
                 hosts.placed(record.worker, record.host)
-        self.is_founded = hosts.is_founded
+        self.is_complete = hosts.is_complete
         """Whether all hosts have come with which the job begins."""
 
     # ----------------------------------------------------------------------------------------------- who comes and goes
@@ -79,21 +80,21 @@ class HostAgents:
             answer = self.hosts.add(answer, 0.0)
         host = answer
         self.hosts.connected(host)
-        if self.hosts.num_founding > 1 and is_new:
-            here, needed = self.hosts.num_here, self.hosts.num_founding
+        if self.hosts.num_initial > 1 and is_new:
+            here, needed = self.hosts.num_here, self.hosts.num_initial
             effects.append(
-                asked.Say(f"host {host.node} has come" + ("" if self.is_founded else f": {here} of {needed}"))
+                asked.Say(f"host {host.node} has come" + ("" if self.is_complete else f": {here} of {needed}"))
             )
-        if not self.is_founded:
-            if self.hosts.is_founded:
+        if not self.is_complete:
+            if self.hosts.is_complete:
                 effects += self._begin()
             return effects, 0
         effects += self._first_of(host)
         return effects, host.slots if is_new and not self.hosts.first_workers(host) else 0
 
     def _begin(self) -> list[asked.MembershipEffect]:
-        self.is_founded = True
-        first = map(self.hosts.numbered, range(self.hosts.num_founding))
+        self.is_complete = True
+        first = map(self.hosts.numbered, range(self.hosts.num_initial))
         return [effect for host in first for effect in self._first_of(host)]
 
     def _first_of(self, host: Host) -> list[asked.MembershipEffect]:
@@ -133,8 +134,8 @@ class HostAgents:
                 effects.append(asked.Say(text))
         stranded = sorted(self.hosts.stranded.difference(registered))
         effects += [asked.WorkerGone(worker, "has ended with its host") for worker in stranded]
-        if not self.is_founded and now_s - self._began_s > self._wait_s:
-            here, needed = self.hosts.num_here, self.hosts.num_founding
+        if not self.is_complete and now_s - self._began_s > self._wait_s:
+            here, needed = self.hosts.num_here, self.hosts.num_initial
             reason = f"only {here} of {needed} hosts have come within {self._wait_s:g} s"
             effects.append(asked.GiveUpJob(f"{reason} (control.hosts_wait_s): start the others"))
         return effects
@@ -178,8 +179,8 @@ class HostAgents:
 
     def _is_silent(self, incarnation: int) -> bool:
         """Of an agent whose connection may stand."""
-        heard_s = self._heard_s(incarnation)
-        return heard_s is None or heard_s > SILENT_S
+        last_heartbeat_s = self._last_heartbeat_s(incarnation)
+        return last_heartbeat_s is None or last_heartbeat_s > SILENT_S
 
     def hang_up_on_lost(self, suspicions: Iterable[Suspected]) -> list[asked.MembershipEffect]:
         """Ends the connections of agents that are lost with their hosts, which the kernel would keep for many minutes.
@@ -196,8 +197,8 @@ class HostAgents:
         host = self.hosts.of(worker)
         if host is None:
             return False
-        heard_s = self._heard_s(host.incarnation)
-        return heard_s is not None and (host.incarnation == self.hosts.home or heard_s <= SILENT_S)
+        last_heartbeat_s = self._last_heartbeat_s(host.incarnation)
+        return last_heartbeat_s is not None and (host.incarnation == self.hosts.home or last_heartbeat_s <= SILENT_S)
 
     def looked_at(self, workers: Iterable[int]) -> list[Host]:
         """The hosts of some workers whose connections tell whether they are cut off: not this coordinator's own, since

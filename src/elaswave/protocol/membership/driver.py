@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from elaswave.protocol.coordinator.driver import CoordinatorDriver
 from elaswave.protocol.detection.detector import Detector
 from elaswave.protocol.detection.unreachable import Unreachable
-from elaswave.protocol.events import NewEpoch, Resumed, Suspected, WorkerFailed
+from elaswave.protocol.events import NewGeneration, Resumed, Suspected, WorkerFailed
 from elaswave.protocol.membership import effects as asked
 from elaswave.protocol.membership.membership import Membership
-from elaswave.protocol.messages import Fenced, Joining, Registered
+from elaswave.protocol.messages import FencedOff, Joining, Registered
 
 
 class MembersDriver(CoordinatorDriver):
@@ -42,7 +42,7 @@ class MembersDriver(CoordinatorDriver):
             case asked.Refuse(worker, problem):
                 self.say(f"worker {worker} is not admitted: {problem}")
                 self.not_admitted(worker, problem)
-                self.send(worker, Fenced(term=self.core.term, epoch=self.core.epoch, reason=problem))
+                self.send(worker, FencedOff(term=self.core.term, generation=self.core.generation, reason=problem))
             case asked.AwaitMembers():
                 self._await_members()
             case asked.WorkerGone(worker, text):
@@ -104,7 +104,7 @@ class MembersDriver(CoordinatorDriver):
         if worker not in here or self.is_over:
             return
         there = {peer: text for peer, text in peers.items() if peer in here}
-        found = self.unreachable.heard(worker, there, self.now_s())
+        found = self.unreachable.received(worker, there, self.now_s())
         for lost, reason in found.items():
             self.carry_out(self.membership.unreachable(lost, reason))
         self.take_suspicions(
@@ -130,25 +130,25 @@ class MembersDriver(CoordinatorDriver):
         """Who was to leave may be all that is left."""
         self.then(self.stop_if_none_stay)
 
-    def on_new_epoch(self, effect: NewEpoch) -> None:
+    def on_new_generation(self, effect: NewGeneration) -> None:
         """Who is a member now is watched, and who is none is not."""
         now_s = self.now_s()
-        self.detector.new_epoch(now_s)
+        self.detector.new_generation(now_s)
         for worker in effect.joined:
             self.detector.joined(worker, now_s)
         for worker in (*effect.left, *(suspicion.worker for suspicion in effect.suspicions)):
             self.detector.left(worker)
-        self.carry_out(self.membership.new_epoch(effect, now_s))
+        self.carry_out(self.membership.new_generation(effect, now_s))
 
     # ------------------------------------------------------------------------------------------------- joins and leaves
 
     def worker_joining(self, message: Joining) -> None:
         """A worker that is to join says who it is. It may not have heard yet that it is a member."""
         if message.worker in self.core.members:
-            registered = Registered(worker=message.worker, address=message.address, epoch=0, report=None)
+            registered = Registered(worker=message.worker, address=message.address, generation=0, report=None)
             self.worker_registered(registered)
         else:
-            self.carry_out(self.membership.heard(message, self.now_s()))
+            self.carry_out(self.membership.received(message, self.now_s()))
 
     def worker_leaving(self, worker: int, left_s: float) -> None:
         """A worker has had a notice that its machine is taken away within so many seconds; may be said again."""
@@ -216,11 +216,13 @@ class MembersDriver(CoordinatorDriver):
         self.take_suspicions(self.detector.tick(now_s))
         if self.detector.are_together:
             self.unreachable.forget()
-            self.membership.nobody_is_heard(now_s)
+            self.membership.all_are_silent(now_s)
         if not self.is_over:
             self.carry_out(self.membership.look_at_hosts(self.detector.awaited, now_s))
-        heard_s = {worker: ago_s for worker in self.membership.spoken if (ago_s := self.heard_s(worker)) is not None}
-        self.carry_out(self.membership.tick(heard_s, now_s, self.step_s()))
+        last_heartbeat_s = {
+            worker: ago_s for worker in self.membership.spoken if (ago_s := self.last_heartbeat_s(worker)) is not None
+        }
+        self.carry_out(self.membership.tick(last_heartbeat_s, now_s, self.step_s()))
         return min(self.detector.next_tick_s(now_s), self.membership.next_s)
 
     # -------------------------------------------------------------------------------------------- what differs
@@ -247,7 +249,7 @@ class MembersDriver(CoordinatorDriver):
         """Tells whoever has asked for a joiner that it does not come, or has ended."""
 
     @abstractmethod
-    def heard_s(self, worker: int) -> float | None:
+    def last_heartbeat_s(self, worker: int) -> float | None:
         """Seconds, of those in which the coordinator was awake, since anything has come from a worker; None: it is not
         connected."""
 

@@ -98,15 +98,15 @@ class Hosts:
             self._first_workers[number] = (*self._first_workers.get(number, ()), worker)
         self._labels = tuple(labels)
         self.home = home
-        self.num_founding = 1 + max(founders, default=0)
+        self.num_initial = 1 + max(founders, default=0)
         self._hosts: dict[int, Host] = {}
         # All that is asked when an agent comes is kept, and not searched for: ten thousand come at once.
         self._incarnations: dict[int, Host] = {}
         self._named: defaultdict[str, list[int]] = defaultdict(list)
         """Name -> the numbers of first hosts that bear it, ascending."""
-        for number, label in enumerate(self._labels[: self.num_founding]):
+        for number, label in enumerate(self._labels[: self.num_initial]):
             self._named[label.rpartition("/")[2]].append(number)
-        self._free = list(range(self.num_founding))
+        self._free = list(range(self.num_initial))
         """A heap with all numbers of first hosts that nobody has, and others."""
         self._present: set[int] = set()
         """Numbers of first hosts that are not gone."""
@@ -125,14 +125,14 @@ class Hosts:
         """The last host of every node."""
         self._unproven: set[Host] = set()
         """Those that are fruitless so far."""
-        self._was_founded = False
+        self._was_complete = False
 
     # --------------------------------------------------------------------------------------------------- what happens
 
     def restore(self, came: Came, now_s: float) -> Host:
         """A host came to an earlier coordinator. Who was there at a time is not known: the job may have begun."""
         host = self.add(came, now_s)
-        self._was_founded = self._was_founded or len(self._present) == self.num_founding
+        self._was_complete = self._was_complete or len(self._present) == self.num_initial
         return host
 
     def add(self, came: Came, now_s: float) -> Host:
@@ -142,7 +142,7 @@ class Hosts:
                 self.give_up(other)
         host = Host(came, self._label(came), now_s)
         self._incarnations[came.incarnation] = host
-        if came.number < self.num_founding:
+        if came.number < self.num_initial:
             self._present.add(came.number)
         self._label_of[came.node] = host.label
         self._newest[came.node] = host
@@ -199,7 +199,7 @@ class Hosts:
         holder = self._hosts.get(number)
         if holder is not None and self._must_be_here(holder) and holder.state is not HostState.LEAVING:
             return Turned("the job waits only for the coordinator's own host to begin: start this one again", "again")
-        if not self.is_founded:
+        if not self.is_complete:
             share = len(self._first_workers.get(number, ()))
             if slots and slots < share:
                 text = f"node {node} takes {slots} workers, but the job begins with {share} on each of its hosts"
@@ -211,7 +211,7 @@ class Hosts:
         notice, would begin with losses."""
         if host.state in (HostState.EXPECTED, HostState.AWAY):
             self._enter(host, HostState.HERE)
-        self._was_founded = self._was_founded or len(self._here) == self.num_founding
+        self._was_complete = self._was_complete or len(self._here) == self.num_initial
 
     def disconnected(self, incarnation: int, now_s: float) -> None:
         """An agent's connection has ended."""
@@ -238,7 +238,7 @@ class Hosts:
         connected = (HostState.HERE, HostState.LEAVING)
         self._num_here += (state in connected) - (host.state in connected)
         host.state = state
-        if host.number < self.num_founding:
+        if host.number < self.num_initial:
             (self._here.add if state is HostState.HERE else self._here.discard)(host.number)
             if state is HostState.GONE:
                 self._present.discard(host.number)
@@ -258,9 +258,9 @@ class Hosts:
     # --------------------------------------------------------------------------------------------------- what is known
 
     @property
-    def is_founded(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether as many hosts have been there at a time as the job begins with."""
-        return self._was_founded
+        return self._was_complete
 
     @property
     def num_here(self) -> int:
@@ -350,12 +350,12 @@ class Hosts:
     def _free_number(self, node: str) -> int:
         """Of the next host: one of those with which the job begins, while one of them is missing; that with the node's
         name before others. Before the job begins, who has not waited for it gives way to who comes."""
-        if self.is_founded:
+        if self.is_complete:
             return 1 + max(self._hosts, default=-1)
         while self._free and not self._is_free(self._free[0]):
             heappop(self._free)
         last = self._newest.get(node)
-        own = [] if last is None or last.number >= self.num_founding else [last.number]
+        own = [] if last is None or last.number >= self.num_initial else [last.number]
         named = self._named.get(node, [])
         free = [number for number in (*named, *own, *self._free[:1]) if self._is_free(number, node)]
         if free:
@@ -367,7 +367,7 @@ class Hosts:
                 return len(_GIVES_WAY), number not in named
             return _GIVES_WAY.index(host.state), number not in named
 
-        return min(range(self.num_founding), key=order)
+        return min(range(self.num_initial), key=order)
 
     def _is_free(self, number: int, node: str = "") -> bool:
         """Whether nobody has the number of a first host, but perhaps an earlier agent of a node."""
@@ -376,6 +376,6 @@ class Hosts:
 
     def _label(self, came: Came) -> str:
         """A node keeps the label that it had; a new one beyond those that the job began with gets one by its number."""
-        if came.number < self.num_founding:
+        if came.number < self.num_initial:
             return self._labels[came.number] if self._labels else ""
         return self._label_of.get(came.node, f"host-{came.number}")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from elaswave.protocol.events import LeavingRecord, NewEpochRecord
+from elaswave.protocol.events import LeavingRecord, NewGenerationRecord
 from elaswave.protocol.membership.admissions import Founders, admission_problem
 from elaswave.protocol.membership.effects import BACKOFF_S_MIN, LeaveAsked, PlaceTaken, StepPublished
 from elaswave.protocol.membership.hosts import Hosts
@@ -259,7 +259,7 @@ class MembershipTerms(NamedTuple):
     """How long the hosts with which the job begins are waited for."""
 
 
-class Answer(NamedTuple):
+class AdmissionResult(NamedTuple):
     """What becomes of a joiner."""
 
     joining: Joining
@@ -343,7 +343,7 @@ class Joiners:
                 case LeaveAsked():
                     self._respawn.left(record.worker)
                     self.leave_at_s[record.worker] = record.at_s + record.within_s
-                case NewEpochRecord():
+                case NewGenerationRecord():
                     for worker in sorted(self._were_members.difference(record.members)):
                         at_s = max(record.at_s, self._away_until_s(worker))
                         self._respawn.ended(worker, at_s)  # people were told if that has closed a place
@@ -472,7 +472,7 @@ class Joiners:
 
     def committed(
         self, members: Collection[int], vector: bytes, environment: str
-    ) -> tuple[Founders | None, list[Answer]]:
+    ) -> tuple[Founders | None, list[AdmissionResult]]:
         """A step is committed: with the first one it is known what workers have in common.
 
         Args:
@@ -488,11 +488,11 @@ class Joiners:
             return None, []
         self._founders = self._found(vector, environment)
         waiting, self._waiting = list(self._waiting.values()), {}
-        return self._founders, [answer for joining in waiting for answer in self.heard(joining)]
+        return self._founders, [answer for joining in waiting for answer in self.received(joining)]
 
-    def heard(self, joining: Joining) -> list[Answer]:
+    def received(self, joining: Joining) -> list[AdmissionResult]:
         """A joiner has said who it is; may be said again. Nothing follows until there is something to compare with."""
         if self._founders is None:
             self._waiting[joining.worker] = joining
             return []
-        return [Answer(joining, admission_problem(joining, self._founders, self._terms.layer_names))]
+        return [AdmissionResult(joining, admission_problem(joining, self._founders, self._terms.layer_names))]

@@ -7,7 +7,7 @@ come in, is decided in `elaswave.protocol.membership.joiners`. Here is what stan
     started      by the agent of its host, once                          lost if it hangs before its first word
     speaks       it says who it is                                       refused, or the core takes it in
     linked       members make links to it                                given up if that takes too long
-    joins        with a new epoch                                        a member from then on
+    joins        with a new generation                                        a member from then on
     is to leave  a person, or a notice of its machine                    lost after its deadline; the job stops if too
                                                                          few would stay
 
@@ -18,14 +18,14 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from elaswave.protocol.coordinator.machine import Coordinator
-from elaswave.protocol.coordinator.transitions import State
-from elaswave.protocol.detection.awake import AwakeTime
+from elaswave.protocol.coordinator.transitions import CoordinatorState
+from elaswave.protocol.detection.active_time import ActiveTime
 from elaswave.protocol.detection.detector import SILENCE_STARTING_S
 from elaswave.protocol.detection.starvation import Stillness
-from elaswave.protocol.events import JoinerCame, JoinerGone, LeaveWanted, NewEpoch, Suspected
+from elaswave.protocol.events import JoinerCame, JoinerGone, LeaveWanted, NewGeneration, Suspected
 from elaswave.protocol.membership import effects as asked
 from elaswave.protocol.membership.agents import HostAgents
-from elaswave.protocol.membership.joiners import Answer, Joiners, MembershipTerms
+from elaswave.protocol.membership.joiners import AdmissionResult, Joiners, MembershipTerms
 from elaswave.protocol.messages import Joining
 
 JOIN_TIMEOUT_S = 120.0
@@ -48,7 +48,7 @@ class Membership:
         joiners: who is started, and who may come in.
         agents: of the hosts on which they are started.
         terms: of the job.
-        awake: counts the time in which the coordinator is awake.
+        active_time: counts the time in which the coordinator is awake.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Membership:
         joiners: Joiners,
         agents: HostAgents,
         terms: MembershipTerms,
-        awake: AwakeTime,
+        active_time: ActiveTime,
     ) -> None:
         self._core = core
         self.joiners = joiners
         self.agents = agents
         self._terms = terms
-        self._awake = awake
+        self._active_time = active_time
         self.is_stopping = False
         """Whether the job is to end; then nobody is started, and who was to leave ends with it."""
         self._deadlines_s: dict[int, float] = {}
@@ -77,7 +77,7 @@ class Membership:
         self._silent: dict[int, Stillness | None] = {}
         """Joiner that has not said a word yet -> what is seen of its process, in time in which this process was awake;
         None before anything is."""
-        self._heard_at: dict[int, float] = {}
+        self._received_at: dict[int, float] = {}
         """Joiner that has said who it is -> when it was heard last, in time in which the coordinator was awake."""
 
     def begin(self, now_s: float) -> Effects:
@@ -86,7 +86,7 @@ class Membership:
         effects = _said(self.joiners.take_over(self._core.members, now_s))
         for worker in self._core.admissions.leaving:
             self._deadlines_s[worker] = self.joiners.leave_at_s.get(worker, now_s + self._terms.drain_deadline_s)
-        return [asked.AwaitMembers(), *effects] if self.agents.is_founded else effects
+        return [asked.AwaitMembers(), *effects] if self.agents.is_complete else effects
 
     # -------------------------------------------------------------------------------------------------- who is to come
 
@@ -127,7 +127,7 @@ class Membership:
 
     def _ask_for(self, workers: Sequence[int]) -> Effects:
         for worker in workers:
-            if worker not in self._heard_at and worker not in self._joining_since_s:
+            if worker not in self._received_at and worker not in self._joining_since_s:
                 self._silent.setdefault(worker)
         return [effect for worker in workers for effect in self.agents.start(worker)]
 
@@ -145,7 +145,7 @@ class Membership:
     def coming(self) -> set[int]:
         """All that are on their way to become members, also those that have said who they are and are not answered
         yet."""
-        return {*self.joining, *self._heard_at}
+        return {*self.joining, *self._received_at}
 
     @property
     def silent(self) -> tuple[int, ...]:
@@ -162,11 +162,11 @@ class Membership:
             node, incarnation, slots: as of `HostAgents.came`.
             now_s: monotonic time.
         """
-        was_founded = self.agents.is_founded
+        was_founded = self.agents.is_complete
         effects, room = self.agents.came(node, incarnation, slots)
         if not self.agents.takes_part(incarnation):
             return effects
-        if self.agents.is_founded and not was_founded:
+        if self.agents.is_complete and not was_founded:
             effects.append(asked.AwaitMembers())
         if room > self.joiners.num_open:
             effects += self.join(room - self.joiners.num_open, now_s)
@@ -174,7 +174,7 @@ class Membership:
 
     def agent_went(self, incarnation: int, now_s: float) -> None:
         """An agent's connection has ended."""
-        self.agents.went(incarnation, self._awake.passed_s(now_s))
+        self.agents.went(incarnation, self._active_time.passed_s(now_s))
 
     def agent_leaves(self, incarnation: int, left_s: float, now_s: float) -> Effects:
         """An agent has had a notice: its workers leave. If nobody stays, the job ends with a checkpoint.
@@ -238,7 +238,7 @@ class Membership:
     @property
     def may_drain(self) -> bool:
         """Whether a member that costs more than it gives may be asked to leave now: nothing else is about to change."""
-        return self._core.state is State.TRAINING and not self._core.is_changing and not self.is_stopping
+        return self._core.state is CoordinatorState.TRAINING and not self._core.is_changing and not self.is_stopping
 
     def stop_if_none_stay(self) -> Effects:
         """Ends the job, with a checkpoint, before the time of those that leave is over, if too few would stay. Also an
@@ -273,20 +273,20 @@ class Membership:
         """
         if worker not in self._silent:
             return []
-        awake_s = self._awake.passed_s(now_s)
-        seen = self._silent[worker] = self._silent[worker] or Stillness(awake_s)
-        seen.looked(cpu_s, awake_s)
+        active_s = self._active_time.passed_s(now_s)
+        seen = self._silent[worker] = self._silent[worker] or Stillness(active_s)
+        seen.looked(cpu_s, active_s)
         if seen.still_s <= JOINER_STILL_S:
             return []
         del self._silent[worker]
         problem = f"it has not said a word, and has used no processor time for {seen.still_s:.0f} s"
         return [asked.Refuse(worker, problem), *self.agents.end(worker)]
 
-    def heard(self, joining: Joining, now_s: float) -> Effects:
+    def received(self, joining: Joining, now_s: float) -> Effects:
         """A joiner has said who it is."""
         self._silent.pop(joining.worker, None)
-        self._heard_at[joining.worker] = self._awake.passed_s(now_s)
-        return self._answer(self.joiners.heard(joining), now_s)
+        self._received_at[joining.worker] = self._active_time.passed_s(now_s)
+        return self._answer(self.joiners.received(joining), now_s)
 
     def committed(self, vector: bytes, environment: str, now_s: float) -> Effects:
         """A step of the members is committed: with the first one it is known which joiners may come in.
@@ -300,12 +300,12 @@ class Membership:
         written: Effects = [] if founders is None else [asked.WriteDown(founders)]
         return written + self._answer(answers, now_s)
 
-    def _answer(self, answers: Iterable[Answer], now_s: float) -> Effects:
+    def _answer(self, answers: Iterable[AdmissionResult], now_s: float) -> Effects:
         effects: Effects = []
         for joining, problem in answers:
             worker = joining.worker
             if problem is not None:
-                self._heard_at.pop(worker, None)
+                self._received_at.pop(worker, None)
                 effects.append(asked.Refuse(worker, problem))
                 continue
             self._joining_since_s.setdefault(worker, now_s)
@@ -316,7 +316,7 @@ class Membership:
     def failed(self, worker: int, summary: str) -> Effects:
         """A joiner ends with an error of its own. That is no loss, and no reason to end the job, however many joiners
         have met the same one."""
-        self._heard_at.pop(worker, None)
+        self._received_at.pop(worker, None)
         return [asked.Refuse(worker, f"it has ended with an error: {summary}")]
 
     def withdraws(self, worker: int, now_s: float) -> Effects:
@@ -344,18 +344,18 @@ class Membership:
 
     def _drop(self, worker: int) -> Effects:
         """Nothing of a joiner is waited for any more."""
-        self._heard_at.pop(worker, None)
+        self._received_at.pop(worker, None)
         is_known = self._joining_since_s.pop(worker, None) is not None
         return [asked.TellCore(JoinerGone(worker))] if is_known else []
 
     # ------------------------------------------------------------------------------------------------------------- time
 
-    def tick(self, heard_s: dict[int, float], now_s: float, step_s: float) -> Effects:
+    def tick(self, last_heartbeat_s: dict[int, float], now_s: float, step_s: float) -> Effects:
         """Starts those whose time has come, and gives up what takes too long; to be called no later than `next_s`.
 
         Args:
-            heard_s: joiner that is connected -> seconds, of those in which the coordinator was awake, since anything
-                has come from it.
+            last_heartbeat_s: joiner that is connected -> seconds, of those in which the coordinator was awake, since
+                anything has come from it.
             now_s: monotonic time.
             step_s: of a step, 0 if that is not known.
         """
@@ -364,7 +364,7 @@ class Membership:
         for worker, since_s in list(self._joining_since_s.items()):
             if now_s - since_s > bound_s:
                 effects += self._give_up(worker, f"the members have not made links to it within {bound_s:.0f} s")
-        effects += self._look_for_silent(heard_s, now_s)
+        effects += self._look_for_silent(last_heartbeat_s, now_s)
         overdue = [worker for worker, at_s in self._deadlines_s.items() if at_s <= now_s]
         for worker in overdue:
             del self._deadlines_s[worker]
@@ -385,40 +385,41 @@ class Membership:
             awaited: members that have not come to this coordinator yet.
             now_s: monotonic time.
         """
-        return self.agents.tick(set(self._core.members).difference(awaited), self._awake.passed_s(now_s))
+        return self.agents.tick(set(self._core.members).difference(awaited), self._active_time.passed_s(now_s))
 
-    def _look_for_silent(self, heard_s: dict[int, float], now_s: float) -> Effects:
-        awake_s, effects = self._awake.passed_s(now_s), list[asked.MembershipEffect]()
-        for worker, heard_at_s in list(self._heard_at.items()):
-            if worker in heard_s:
-                heard_at_s = self._heard_at[worker] = max(heard_at_s, awake_s - heard_s[worker])
-            if awake_s - heard_at_s > JOINER_SILENT_S:
-                effects += self._give_up(worker, f"nothing has been heard of it for {awake_s - heard_at_s:.0f} s")
+    def _look_for_silent(self, last_heartbeat_s: dict[int, float], now_s: float) -> Effects:
+        active_s, effects = self._active_time.passed_s(now_s), list[asked.MembershipEffect]()
+        for worker, received_at_s in list(self._received_at.items()):
+            if worker in last_heartbeat_s:
+                received_at_s = self._received_at[worker] = max(received_at_s, active_s - last_heartbeat_s[worker])
+            if active_s - received_at_s > JOINER_SILENT_S:
+                effects += self._give_up(worker, f"nothing has been heard of it for {active_s - received_at_s:.0f} s")
         return effects
 
     @property
     def spoken(self) -> list[int]:
         """Joiners that have said who they are, and are no members yet: `tick` is to know when they were heard."""
-        return list(self._heard_at)
+        return list(self._received_at)
 
-    def nobody_is_heard(self, now_s: float) -> None:
+    def all_are_silent(self, now_s: float) -> None:
         """All workers are silent, or most: that a joiner is says nothing about it."""
-        self._heard_at = dict.fromkeys(self._heard_at, self._awake.passed_s(now_s))
+        self._received_at = dict.fromkeys(self._received_at, self._active_time.passed_s(now_s))
 
-    # ----------------------------------------------------------------------------------------------------------- epochs
+    # -----------------------------------------------------------------------------------------------------------
+    # generations
 
-    def new_epoch(self, effect: NewEpoch, now_s: float) -> Effects:
+    def new_generation(self, effect: NewGeneration, now_s: float) -> Effects:
         """Some are members now, others are none any more."""
         effects: Effects = []
         self.joiners.joined(effect.joined)
         for worker in effect.joined:
             self._silent.pop(worker, None)
             self._joining_since_s.pop(worker, None)
-            self._heard_at.pop(worker, None)
-            effects.append(asked.Say(f"worker {worker} has joined: epoch {effect.epoch}"))
+            self._received_at.pop(worker, None)
+            effects.append(asked.Say(f"worker {worker} has joined: generation {effect.generation}"))
         for worker in effect.left:
             self._deadlines_s.pop(worker, None)
-            effects.append(asked.Say(f"worker {worker} has left, as it was asked to: epoch {effect.epoch}"))
+            effects.append(asked.Say(f"worker {worker} has left, as it was asked to: generation {effect.generation}"))
         for suspicion in effect.suspicions:
             self._deadlines_s.pop(suspicion.worker, None)
             effects += self.ended(suspicion.worker, now_s)

@@ -51,10 +51,10 @@ from elaswave.blocks.grids import (
     norm_from_limbs,
     norm_limbs,
 )
-from elaswave.blocks.placement import Placement, Role
+from elaswave.blocks.placement import Placement, ReplicaRole
 from elaswave.hashing import MASK64, key64, mix64
 from elaswave.protocol import environment
-from elaswave.protocol.environment import ENVIRONMENT, Canaries
+from elaswave.protocol.environment import ENVIRONMENT, VotedHashes
 from elaswave.protocol.step.scores import Means, Scores, bits_float, float_bits, means_of, num_score_words, score_words
 
 _ROW_BITS = 20
@@ -151,7 +151,7 @@ class Ballot(NamedTuple):
     """Of the copies that this worker has under the placement that a change leads to."""
     duration_us: int = 0
     """That the attempt has taken here so far."""
-    canaries: Mapping[int, environment.Pair] = {}
+    determinism_hashes: Mapping[int, environment.Pair] = {}
     """By place."""
     num_changed: int = 0
     """Places in this worker's memory that are not as they were written."""
@@ -191,7 +191,7 @@ class Verdict(NamedTuple):
     """The merged sum, modulo 2**64."""
     duration_us: int = 0
     """Of the slowest worker."""
-    canaries: Canaries = Canaries({}, ())
+    determinism_hashes: VotedHashes = VotedHashes({}, ())
     written: tuple[int, ...] = ()
     """Tensors that are buffers and that a micro-batch may have changed."""
     unequal: tuple[int, ...] = ()
@@ -220,7 +220,7 @@ class VoteShape:
         num_microbatches: of the global batch.
         num_tensors: of the model.
         num_metrics: of the job.
-        num_canaries: places for them.
+        num_determinism_hashes: places for them.
         uses: tensor -> how often each micro-batch adds to it, where that is not once.
         buffers: tensors that are buffers.
         accumulator_bits: width of a sum of gradients.
@@ -237,7 +237,7 @@ class VoteShape:
         num_microbatches: int,
         num_tensors: int,
         num_metrics: int = 0,
-        num_canaries: int = 0,
+        num_determinism_hashes: int = 0,
         *,
         uses: Mapping[int, int] = {},
         buffers: Sequence[BufferTensor] = (),
@@ -247,16 +247,16 @@ class VoteShape:
         self.num_microbatches = num_microbatches
         self.num_tensors = num_tensors
         self.num_metrics = num_metrics
-        self.num_canaries = num_canaries
+        self.num_determinism_hashes = num_determinism_hashes
         self.buffers = buffers
         self.num_terms = [num_microbatches * uses.get(tensor, 1) for tensor in range(num_tensors)]
         """Of the sum of each tensor."""
         self.num_sums = self.SCORES + num_score_words(num_microbatches, num_metrics)
-        self.first_tensor = self.num_sums + _NUM_FLAGS + 2 * num_canaries
+        self.first_tensor = self.num_sums + _NUM_FLAGS + 2 * num_determinism_hashes
         """Place of the first tensor's maximum."""
         self.first_write = self.first_tensor + num_tensors
         """Place of what is told of the first buffer."""
-        self.num_maxima = _NUM_FLAGS + 2 * num_canaries + num_tensors + 2 * len(buffers)
+        self.num_maxima = _NUM_FLAGS + 2 * num_determinism_hashes + num_tensors + 2 * len(buffers)
         self.size = self.num_sums + self.num_maxima
 
     def vector_of(self, ballot: Ballot) -> list[int]:
@@ -281,7 +281,7 @@ class VoteShape:
             ballot.change,
             -ballot.change,
             ballot.duration_us,
-            *environment.flat(ballot.canaries, self.num_canaries),
+            *environment.flat(ballot.determinism_hashes, self.num_determinism_hashes),
         )
         maxima = ballot.maxima
         vector += [float_bits(maxima[index]) if index in maxima else 0 for index in range(self.num_tensors)]
@@ -330,7 +330,7 @@ class GridState(NamedTuple):
     """False in scaled mode, where grids are not used."""
 
 
-def judge(
+def read_verdict(
     vector: Sequence[int], shape: VoteShape, expected: Expected, grids: GridState, *, skip_nonfinite: bool
 ) -> Verdict:
     """Reads the verdict off the merged vector; a pure function, so all workers come to the same one.
@@ -348,7 +348,7 @@ def judge(
     means = shape.means(vector, expected.num_microbatches)
     flags = vector[shape.num_sums : shape.num_sums + _NUM_FLAGS]
     layout_max, layout_min, nonfinite_code, request, change_max, change_min, duration_us = flags
-    canaries = environment.read(vector[shape.num_sums + _NUM_FLAGS : shape.first_tensor])
+    determinism_hashes = environment.read_votes(vector[shape.num_sums + _NUM_FLAGS : shape.first_tensor])
     maxima = [bits_float(value) for value in vector[shape.first_tensor : shape.first_write]]
     written, unequal = _read_writes(shape, vector[shape.first_write :])
     checks = {
@@ -360,8 +360,8 @@ def judge(
         "partial sums": partial_sums == 0,
         "layout and grids": layout_max == -layout_min == expected.next_state,
         "loss counts": means.num_counted in (0, expected.num_microbatches),
-        "environment": ENVIRONMENT not in canaries.differing,
-        "layers": all(place == ENVIRONMENT for place in canaries.differing),
+        "environment": ENVIRONMENT not in determinism_hashes.differing,
+        "layers": all(place == ENVIRONMENT for place in determinism_hashes.differing),
     }
     failed = tuple(name for name, passed in checks.items() if not passed)
     nonfinite = _nonfinite_from(nonfinite_code) or (NOTHING_COUNTED if means.count <= 0 else None)
@@ -382,7 +382,7 @@ def judge(
             change,
             next_residency,
             duration_us,
-            canaries,
+            determinism_hashes,
             written,
             unequal,
         )
@@ -463,9 +463,9 @@ def expected_residency(placement: Placement, step: int) -> int:
     """
     total = 0
     for block, owner in enumerate(placement.owner):
-        total += residency_key(block, Role.OWNER, owner, step - 1)
+        total += residency_key(block, ReplicaRole.OWNER, owner, step - 1)
         for follower in placement.followers[block]:
-            total += residency_key(block, Role.FOLLOWER, follower, step - 1)
+            total += residency_key(block, ReplicaRole.FOLLOWER, follower, step - 1)
     return total & MASK64
 
 

@@ -11,7 +11,7 @@ asked for before says nothing of it (W6). No torch, IO, clocks or threads.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic
 
-from elaswave.blocks.placement import Placement, Role, roles_of
+from elaswave.blocks.placement import Placement, ReplicaRole, roles_of
 from elaswave.errors import StateError
 from elaswave.protocol.messages import Decision, LayoutChange
 from elaswave.protocol.step.engine import C, FrameKind, Key, Pause
@@ -82,7 +82,7 @@ class WorkerBlocks(Generic[C]):
     def _take_roles(self) -> None:
         owners = self.placement.owner
         for block, copy in self.copies.items():
-            copy.role = Role.OWNER if owners[block] == self.worker else Role.FOLLOWER
+            copy.role = ReplicaRole.OWNER if owners[block] == self.worker else ReplicaRole.FOLLOWER
 
     def take_decided(self, decision: Decision) -> None:
         """Brings a decision's placement into force, which asks for nothing that is not held here.
@@ -94,7 +94,7 @@ class WorkerBlocks(Generic[C]):
         roles = roles_of(self.worker, placement, self.terms.blocks)
         if missing := sorted(roles.keys() - self.copies.keys()):
             raise StateError(
-                f"epoch {decision.epoch} counts on blocks {missing} of worker {self.worker}, not held here"
+                f"generation {decision.generation} counts on blocks {missing} of worker {self.worker}, not held here"
             )
         for block, role in roles.items():
             copy = self.copies[block]
@@ -111,7 +111,7 @@ class WorkerBlocks(Generic[C]):
 
     def held(self) -> dict[int, Held]:
         """Lists the copies at the last committed step, for a report (W6)."""
-        return {block: Held(copy.role is Role.OWNER, copy.version) for block, copy in self.copies.items()}
+        return {block: Held(copy.role is ReplicaRole.OWNER, copy.version) for block, copy in self.copies.items()}
 
     # ------------------------------------------------------------------------------------------------ re-replication
 

@@ -8,14 +8,14 @@ here.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from elaswave.blocks.placement import Role
+from elaswave.blocks.placement import ReplicaRole
 from elaswave.hashing import signed64
 from elaswave.protocol.environment import ENVIRONMENT, TEXT_WORDS, text_words, words_text
 from elaswave.protocol.step.ballot import LOSS, add_words
 from elaswave.protocol.step.blocks import WorkerBlocks
 from elaswave.protocol.step.engine import FrameKind
 from elaswave.protocol.step.execution import Execution, Life
-from elaswave.protocol.step.soundness import CopyChecks, Soundness, describe, judge_copies
+from elaswave.protocol.step.soundness import CopyChecks, Soundness, describe_mismatches, judge_copies
 
 _Finding = Life[list[str]]
 
@@ -28,7 +28,7 @@ class Voter(Protocol):
     execution: Execution[Any]
     blocks: WorkerBlocks[Any]
     checks: CopyChecks[Any]
-    canaries: dict[int, int]
+    determinism_hashes: dict[int, int]
     """What layers made of made-up numbers where they ran before, by place."""
 
     @property
@@ -49,7 +49,7 @@ def diagnose(voter: Voter, failed: Sequence[str]) -> Life[tuple[str, Soundness]]
     checks, blocks = voter.checks, voter.blocks
     changes = (yield from checks.changes_of_all()) if "memory" in failed else []
     differences = (yield from checks.differing()) if "agreement" in failed else []
-    findings = describe(blocks.voting, changes, differences, checks.layer_of_change)
+    findings = describe_mismatches(blocks.voting, changes, differences, checks.layer_of_change)
     text = yield from _name(voter, failed, findings)
     return text, judge_copies(blocks.placement, changes, differences)
 
@@ -128,7 +128,7 @@ def _residency(voter: Voter) -> _Finding:
     num_blocks = len(voter.execution.terms.blocks)
     counts = [0] * (3 * num_blocks)
     for block, copy in voter.blocks.voting_copies.items():
-        counts[block + (0 if copy.role is Role.OWNER else num_blocks)] += 1
+        counts[block + (0 if copy.role is ReplicaRole.OWNER else num_blocks)] += 1
         counts[block + 2 * num_blocks] += voter.execution.step - 1 - copy.version
     total = yield from _sum(voter, counts, part=3)
     findings = []
@@ -191,7 +191,7 @@ def _layers(voter: Voter) -> _Finding:
     """Finds which layers are not the same on all workers."""
     workers, num_layers = voter.execution.layout.workers, voter.execution.layout.num_layers
     values = [0] * (num_layers * len(workers))
-    for place, value in voter.execution.engine.measured().canaries.items():
+    for place, value in voter.execution.engine.measured().determinism_hashes.items():
         if place != ENVIRONMENT:
             values[num_layers * workers.index(voter.execution.worker) + place - ENVIRONMENT - 1] = value
     total = yield from _sum(voter, values, part=7)
@@ -201,7 +201,7 @@ def _layers(voter: Voter) -> _Finding:
         for index, worker in enumerate(workers):
             if value := total[num_layers * index + layer]:
                 groups.setdefault(value, []).append(worker)
-        known = voter.canaries.get(ENVIRONMENT + 1 + layer)
+        known = voter.determinism_hashes.get(ENVIRONMENT + 1 + layer)
         if known is not None and set(groups) - {known}:
             groups.setdefault(known, [])
         if len(groups) > 1:

@@ -9,8 +9,8 @@ Rules that the two sides keep:
 - `Engine` and `Links` may raise an interrupt or the loss of a peer out of any call. Such an exception ends the
   machine's generator where it stands. So nothing that must survive it is kept in local variables, and where state
   changes that belongs together (a vote is learned) nothing can raise in between.
-- `Links` stamps the epoch. `Links.post` names memory before its frame can arrive; a frame that was posted for lands
-  there by itself, others are handed over by `Links.take`.
+- `Links` stamps the generation. `Links.post` names memory before its frame can arrive; a frame that was posted for
+  lands there by itself, others are handed over by `Links.take`.
 - What was given to `Links.send` must not change until `SENT` has passed.
 """
 
@@ -19,11 +19,11 @@ from enum import Enum, IntEnum
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from elaswave.blocks.grids import WIDE_BITS
-from elaswave.blocks.placement import Block, Placement, Role
+from elaswave.blocks.placement import Block, Placement, ReplicaRole
 from elaswave.protocol.environment import Environment
 from elaswave.protocol.messages import Decision, Evidence
 from elaswave.protocol.step.ballot import BufferTensor, GridState, NonFinite, Request
-from elaswave.protocol.step.salvage import Flight, Keep, Rows
+from elaswave.protocol.step.salvage import AccumulatedUnits, InFlightMicrobatch, Keep
 from elaswave.protocol.step.scores import Scores
 from elaswave.types import Action, ExecutionParameters, Layout, Program
 
@@ -79,7 +79,7 @@ class Copy(Protocol):
     """A held copy of a block. Its numbers are the engine's, its role and version the machine's."""
 
     block: Block
-    role: Role
+    role: ReplicaRole
     version: int
     """The last step that was applied to it."""
 
@@ -105,7 +105,7 @@ class Measured(NamedTuple):
     maxima: Mapping[int, float]
     """Largest absolute gradient by tensor index."""
     nonfinite: NonFinite | None
-    canaries: Mapping[int, int] = {}
+    determinism_hashes: Mapping[int, int] = {}
     """What this worker computes with, and what its layers make of made-up numbers, as far as it is known: 62-bit hashes
     by place (`elaswave.protocol.environment`)."""
     writes: Mapping[int, tuple[int, int]] = {}
@@ -119,10 +119,10 @@ class Unfinished(NamedTuple):
 
     can_be_kept: bool
     """Whether the sums are exact, and all that was added to them was finite."""
-    rows: tuple[Rows, ...] = ()
+    rows: tuple[AccumulatedUnits, ...] = ()
     losses: int = 0
     """Micro-batches whose losses it has, one bit each."""
-    flights: tuple[Flight, ...] = ()
+    in_flight: tuple[InFlightMicrobatch, ...] = ()
 
 
 class Imbalance(NamedTuple):
@@ -136,7 +136,7 @@ class Imbalance(NamedTuple):
     """What was taken for the totals, less what they are made of."""
 
 
-class Memory(IntEnum):
+class MemoryKind(IntEnum):
     """What of a worker's memory is meant."""
 
     WORKING = 1
@@ -152,7 +152,7 @@ class Memory(IntEnum):
 class Change(NamedTuple):
     """Memory that is not as it was written."""
 
-    memory: Memory
+    memory: MemoryKind
     place: int
     """The block; of constants, the layer."""
     was: int
@@ -450,11 +450,13 @@ class Links(Protocol):
 
     @property
     def broken(self) -> tuple[int, str] | None:
-        """A peer whose link has ended in this epoch though frames of it were sent there, and how it ended (W11)."""
+        """A peer whose link has ended in this generation though frames of it were sent there, and how it ended
+        (W11)."""
         ...
 
-    def edit(self, epoch: int, members: tuple[int, ...]) -> None:
-        """Moves to a newer epoch: all that is pending is void, and nothing of the old one can be learned any more."""
+    def edit(self, generation: int, members: tuple[int, ...]) -> None:
+        """Moves to a newer generation: all that is pending is void, and nothing of the old one can be learned any
+        more."""
         ...
 
     def post(self, key: Key, slot: Any) -> None:
@@ -596,7 +598,7 @@ class StepObserver:
         """A planned change of layout is in force, and the copies that it does not need have been dropped."""
 
     def moved(self) -> None:
-        """The worker has left its epoch and made its promise."""
+        """The worker has left its generation and made its promise."""
 
     def installed(self, decision: Decision) -> None:
         """A decision is carried out."""

@@ -15,7 +15,7 @@ from elaswave.protocol.step.ballot import add_words
 from elaswave.protocol.step.engine import C, FrameKind, Key, Pause, Ports, Wait
 from elaswave.protocol.step.salvage import Partial, todos_of
 from elaswave.protocol.step.scores import Means, means_of, score_words
-from elaswave.protocol.step.traffic import doubling, parts_of, units_by_layer
+from elaswave.protocol.step.traffic import doubling, local_hops_of, units_by_layer
 from elaswave.types import Action, ExecutionParameters, Hop, Layout, Program
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class Execution(Generic[C]):
         return self._turns
 
     def _make_turns(self) -> tuple[Turn, ...]:
-        parts, units = parts_of(self.worker, self.layout), units_by_layer(self.layout)
+        parts, units = local_hops_of(self.worker, self.layout), units_by_layer(self.layout)
         todos = todos_of(self.layout, self.kept, self.terms.lowest_trained)
         turns = []
         for action in self.program:
@@ -223,7 +223,7 @@ class Execution(Generic[C]):
     def run_evaluation(self, step: int) -> Life[None]:
         """Runs the validation micro-batches after a step; forward only, without dropout."""
         layout = evaluation_layout(self.layout, self.terms.eval_microbatches)
-        parts = parts_of(self.worker, layout)
+        parts = local_hops_of(self.worker, layout)
         local: dict[Key, Any] = {}
         self.step, self.attempt = step, 0
         self.observer.evaluation_begins()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from elaswave.protocol.messages import Copies, Decision, Evidence, Progress, Report
+from elaswave.protocol.messages import BlockReplicas, Decision, Evidence, Progress, Report
 from elaswave.protocol.step.salvage import Partial
 
 
@@ -60,8 +60,8 @@ class Ledger:
         self.prepared = False
         self.evidence: Evidence | None = None
         self.parameters_step = base_step
-        self.promised_epoch: int | None = None
-        self.decided_epoch = 0
+        self.promised_generation: int | None = None
+        self.decided_generation = 0
         self.change = 0
         """Number of the planned change of layout that is in force here."""
         self.checkpoint = 0
@@ -124,39 +124,39 @@ class Ledger:
 
     def promise(
         self,
-        epoch: int,
+        generation: int,
         held: Mapping[int, Held],
         layers: tuple[int, int],
         partial: Partial | None = None,
         progress: Progress | None = None,
     ) -> Report:
-        """Makes the report of an epoch. From now on nothing is learned or begun until `accept`.
+        """Makes the report of a generation. From now on nothing is learned or begun until `accept`.
 
         Args:
-            epoch: that is asked for.
+            generation: that is asked for.
             held: its copies, by block.
             layers: as of `Report`.
             partial, progress: as of `Report`; of progress one that has no state yet says nothing.
         """
-        if self.promised_epoch is not None and epoch <= self.promised_epoch:
-            raise LedgerError(f"asked to promise epoch {epoch} after {self.promised_epoch}")
-        self.promised_epoch = epoch
+        if self.promised_generation is not None and generation <= self.promised_generation:
+            raise LedgerError(f"asked to promise generation {generation} after {self.promised_generation}")
+        self.promised_generation = generation
         blocks = sorted(held)
         return Report(
             worker=self.worker,
-            epoch=epoch,
+            generation=generation,
             evidence=self.evidence,
             step=self.step,
             attempt=self.attempt,
             prepared=self.prepared,
             parameters_step=self.parameters_step,
             layers=layers,
-            copies=Copies(
+            copies=BlockReplicas(
                 blocks=blocks,
                 owned=[held[block].owned for block in blocks],
                 versions=[held[block].version for block in blocks],
             ),
-            decided=self.decided_epoch,
+            decided=self.decided_generation,
             partial=partial,
             progress=None if self.is_fresh else progress,
         )
@@ -167,11 +167,13 @@ class Ledger:
         Raises:
             LedgerError: the decision is not the answer to the promise, or asks for what this worker cannot do.
         """
-        if self.promised_epoch != decision.epoch:
-            raise LedgerError(f"a decision of epoch {decision.epoch} after a promise of {self.promised_epoch}")
-        self.promised_epoch = None
+        if self.promised_generation != decision.generation:
+            raise LedgerError(
+                f"a decision of generation {decision.generation} after a promise of {self.promised_generation}"
+            )
+        self.promised_generation = None
         catch_up = self._catch_up(decision)
-        self.decided_epoch = decision.epoch
+        self.decided_generation = decision.generation
         self.change = decision.change
         base = decision.resume_step - 1
         self.step, self.attempt, self.prepared = base, 0, False
@@ -195,7 +197,9 @@ class Ledger:
             return CatchUp.NOTHING  # it has nothing that could be behind that vote
         if theirs is None or (ours is not None and ours.order >= theirs.order):
             if ours is not None and (theirs is None or ours.order > theirs.order):
-                raise LedgerError(f"the decision of epoch {decision.epoch} is older than the vote that we know")
+                raise LedgerError(
+                    f"the decision of generation {decision.generation} is older than the vote that we know"
+                )
             # The vote was known, but what it asks for may have been interrupted: doing it again does no harm.
             if ours is None:
                 return CatchUp.NOTHING
@@ -208,5 +212,5 @@ class Ledger:
         return CatchUp.APPLY if theirs.commits else CatchUp.ADOPT_GRIDS
 
     def _refuse_if_promised(self, what: str) -> None:
-        if self.promised_epoch is not None:
-            raise LedgerError(f"cannot {what}: epoch {self.promised_epoch} is promised and not decided")
+        if self.promised_generation is not None:
+            raise LedgerError(f"cannot {what}: generation {self.promised_generation} is promised and not decided")

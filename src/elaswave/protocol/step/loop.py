@@ -32,7 +32,7 @@ the certificate by a decision, comes to the same bits as one that saw it.
 - A survivor, or the coordinator, has the certificate: k is committed. The others are prepared, and apply it.
 - Only the lost worker had it: k is tried again. What it has made of the certificate is lost with it: nobody that goes
   on has read its new parameters, because memory for them is named only after the own vote (W2), and their frames are of
-  an epoch in which nobody learns any more (W1, W3).
+  a generation in which nobody learns any more (W1, W3).
 
 The question who has it is answered once for all, since a report is a promise to learn nothing more: how the coordinator
 asks and decides is told in `elaswave.protocol.coordinator.transitions`.
@@ -45,8 +45,8 @@ listed in `elaswave.protocol.step.ballot`. It can say five other things than tha
 
 - *retry*: a grid was too coarse or could overflow. All try k again, on the grids that the certificate tells;
 - *reject*: a part does not hold. All find together which copy, worker or layer is to blame
-  (`elaswave.protocol.step.diagnosis`), then try again. What makes copies wrong needs a new epoch; a second rejection
-  without a cause that was made good ends the job, and so does at once one that would only come again;
+  (`elaswave.protocol.step.diagnosis`), then try again. What makes copies wrong needs a new generation; a second
+  rejection without a cause that was made good ends the job, and so does at once one that would only come again;
 - *skip*: a loss or gradient is not finite, and such steps are committed without an update;
 - *non-finite* and *unequal*: the same where they are not, and buffers in which micro-batches disagree, end the job.
 
@@ -57,11 +57,11 @@ a vote changes is changed in one moment (`StepLoop.learn`). How a worker goes on
 
 The rules of a worker, which methods, tests and planted bugs name:
 
-- **W1** *An answer is a promise.* A worker moves its data plane to the new epoch, and only then reports. Until the
+- **W1** *An answer is a promise.* A worker moves its data plane to the new generation, and only then reports. Until the
   decision it learns nothing, begins nothing and discards nothing.
 - **W2** *Parameters wait for the own vote.* A worker names the memory in which GATHER's frames arrive only after its
   vote.
-- **W3** *Every frame carries epoch, step and attempt*, and is used in no other.
+- **W3** *Every frame carries generation, step and attempt*, and is used in no other.
 - **W4** *An interruption ends what a worker does where it stands.* What must survive it is kept outside of the
   generator; what a vote changes is changed in one moment, without a place to be interrupted.
 - **W5** *Copies carry versions.* APPLY updates copies one by one, on a device some at once, and moves their versions
@@ -74,14 +74,14 @@ The rules of a worker, which methods, tests and planted bugs name:
 - **W6** *Re-replication.* All workers choose the same new followers by themselves. A base copy travels in an attempt,
   gets the gradient of the step, and counts from the commit of that attempt's vote; before it, it is not reported.
 - **W7** *A layout changes by vote*, and blocks move before it does: rules M of ``docs/protocol.md``.
-- **W8** *A change is held between two steps*, once its links are there. A worker leaves its epoch without it.
+- **W8** *A change is held between two steps*, once its links are there. A worker leaves its generation without it.
 - **W9** *Reports are kept.* The member with the lowest id sends the report of each step; after a loss the next one
   sends those that the coordinator has not published.
 - **W10** *The end.* A worker says that it has made all steps once its last part of a checkpoint is written, and stays
   until the coordinator ends the job.
-- **W11** *A link that has ended within an epoch is told*, if frames of that epoch were sent over it, as soon as the
-  worker would block, whichever peer it then waits for: the other side may never have read them, and a link that is
-  made again does not bring them back. A worker that waits for the coordinator, between steps or after the last one,
+- **W11** *A link that has ended within a generation is told*, if frames of that generation were sent over it, as soon
+  as the worker would block, whichever peer it then waits for: the other side may never have read them, and a link that
+  is made again does not bring them back. A worker that waits for the coordinator, between steps or after the last one,
   goes on looking, and accepts links: what it sent last may be all that another one waits for.
 """
 
@@ -91,7 +91,7 @@ from typing import Generic
 
 import msgspec
 
-from elaswave.blocks.placement import Role
+from elaswave.blocks.placement import ReplicaRole
 from elaswave.errors import NonFiniteError, UnequalBufferError, VoteError
 from elaswave.hashing import MASK64, key64
 from elaswave.protocol.environment import pairs_of
@@ -111,7 +111,7 @@ from elaswave.protocol.step.ballot import (
     encode_certificate,
     expected_coverage,
     expected_residency,
-    judge,
+    read_verdict,
     residency_of,
 )
 from elaswave.protocol.step.blocks import WorkerBlocks
@@ -166,7 +166,7 @@ class StepLoop(Generic[C]):
         self.request = request
         self.known_vote: tuple[int, int, Verdict] | None = None
         """Step, attempt and verdict of the newest vote that has been taken over."""
-        self.canaries: dict[int, int] = {}
+        self.determinism_hashes: dict[int, int] = {}
         """That all workers have agreed on in votes, by place."""
         self.sums: Partial | None = None
         """What the engine's sums are of, without what is in them; None for nothing."""
@@ -188,7 +188,7 @@ class StepLoop(Generic[C]):
     # --------------------------------------------------------------------------------------------------------- a step
 
     def run_step(self, step: int, attempt: int = 1) -> Life[Committed | str]:
-        """Runs one step until it is committed, or until copies are found wrong that a new epoch must make good.
+        """Runs one step until it is committed, or until copies are found wrong that a new generation must make good.
 
         Args:
             step: its number, from 1.
@@ -334,7 +334,7 @@ class StepLoop(Generic[C]):
             can_be_kept=self.sums.can_be_kept and found.can_be_kept,
             rows=found.rows,
             losses=f"{found.losses:x}",
-            flights=found.flights,
+            in_flight=found.in_flight,
         )
 
     # ----------------------------------------------------------------------------------------------------------- VOTE
@@ -361,7 +361,7 @@ class StepLoop(Generic[C]):
         nonfinite = measured.nonfinite
         held = self.blocks.voting_copies
         copies = held.values()
-        owned = [copy for copy in copies if copy.role is Role.OWNER]
+        owned = [copy for copy in copies if copy.role is ReplicaRole.OWNER]
         square_sums = list(self.engine.square_sums(owned))
         for place, (copy, value) in enumerate(zip(owned, square_sums, strict=True)):
             if value - value != 0.0:
@@ -391,7 +391,7 @@ class StepLoop(Generic[C]):
             change=self.planned.hash,
             next_residency=self.planned.residency(held),
             duration_us=measured.duration_us,
-            canaries=pairs_of(self.canaries, measured.canaries),
+            determinism_hashes=pairs_of(self.determinism_hashes, measured.determinism_hashes),
         )
 
     @property
@@ -438,7 +438,7 @@ class StepLoop(Generic[C]):
     def take(self, verdict: Verdict) -> None:
         """Takes over what a vote says about grids and the number of updates."""
         if verdict.outcome is not VoteOutcome.REJECT:
-            self.canaries.update(verdict.canaries.known)
+            self.determinism_hashes.update(verdict.determinism_hashes.known)
         copied = bool(self.blocks.traffic.changed)
         self.planned.budget = self.planned.budget.after(
             verdict.duration_us, copied=copied, bounds=self.terms.move_bounds
@@ -521,7 +521,7 @@ def _shape(
     num_microbatches: int,
     num_tensors: int,
     num_metrics: int,
-    num_canaries: int,
+    num_determinism_hashes: int,
     uses: tuple[tuple[int, int], ...],
     buffers: tuple[BufferTensor, ...],
     accumulator_bits: int,
@@ -530,7 +530,7 @@ def _shape(
         num_microbatches,
         num_tensors,
         num_metrics,
-        num_canaries,
+        num_determinism_hashes,
         uses=dict(uses),
         buffers=buffers,
         accumulator_bits=accumulator_bits,
@@ -547,4 +547,4 @@ def _progress_hash(progress: TrainingProgress) -> int:
 def _judge(
     vector: tuple[int, ...], shape: VoteShape, expected: Expected, grids: GridState, skip_nonfinite: bool
 ) -> Verdict:
-    return judge(vector, shape, expected, grids, skip_nonfinite=skip_nonfinite)
+    return read_verdict(vector, shape, expected, grids, skip_nonfinite=skip_nonfinite)

@@ -1,6 +1,6 @@
 """The worker machine: a worker's whole life among the others and the coordinator. No torch, IO, clocks or threads.
 
-It gets ready, runs its steps with what is to be done between them, leaves an epoch when it is asked to, installs
+It gets ready, runs its steps with what is to be done between them, leaves a generation when it is asked to, installs
 decisions, and ends when all have ended. What a step is, and the rules W1 to W11, stand at the head of
 `elaswave.protocol.step.loop`. The product's worker and the simulated one drive this class; they differ only in the
 engine, the links, and the way to the coordinator.
@@ -9,13 +9,13 @@ A worker does one thing at a time, its *life*: it trains (`WorkerMachine.train`)
 (`install`) and then trains; or it does nothing and waits for the coordinator, because it has reported, has paused, has
 found copies wrong, or is done. A message of the coordinator, or the loss of a peer, ends a life where it stands:
 
-- *asked to report* (`move`): the life ends; the links move to the new epoch; then the report is made and sent. From
-  here on nothing of the old epoch can arrive, so nothing can be learned that the report does not say (W1).
+- *asked to report* (`move`): the life ends; the links move to the new generation; then the report is made and sent.
+  From here on nothing of the old generation can arrive, so nothing can be learned that the report does not say (W1).
 - *a decision comes* (`install`): a new life begins with it. It takes over the vote that the decision carries, if this
   worker has not, applies its step to the copies that are still behind (`catch_up`), takes layout and placement and gets
   missing parameters (`take_roles`), or loads a checkpoint (`roll_back`); then training goes on with `next_step`. If
   that life is interrupted too, the next report tells how far it has come: versions of copies, `parameters_step`, the
-  epoch of the last decision.
+  generation of the last decision.
 - *a peer is lost* (`abandon`): the life ends, the coordinator is told which link broke, and its decision is waited for.
 
 The step that is being tried, or was tried last, is `step`, with its `attempt`: they name the frames. The step that
@@ -36,10 +36,10 @@ import msgspec
 from elaswave.blocks.placement import Placement
 from elaswave.errors import StateError
 from elaswave.protocol.messages import (
-    FIRST_EPOCH,
+    FIRST_GENERATION,
     CoreToWorker,
     Decision,
-    Fenced,
+    FencedOff,
     InForce,
     LayoutChange,
     Linked,
@@ -49,16 +49,16 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
+from elaswave.protocol.step.activity import PAUSED, UNSOUND
 from elaswave.protocol.step.ballot import GridState, Request, decode_certificate
-from elaswave.protocol.step.duties import WorkBetweenSteps
+from elaswave.protocol.step.due_work import WorkBetweenSteps
 from elaswave.protocol.step.engine import C, Committed, Pause, Ports, TrainingProgress, Wait
 from elaswave.protocol.step.execution import Life
-from elaswave.protocol.step.facts import Facts
 from elaswave.protocol.step.ledger import CatchUp, Ledger
 from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.member import (
     AskForPause,
-    Call,
+    DialPeers,
     GoOnTraining,
     Hold,
     Install,
@@ -69,7 +69,7 @@ from elaswave.protocol.step.member import (
     ReportAgain,
 )
 from elaswave.protocol.step.moves import followed_by
-from elaswave.protocol.step.position import PAUSED, UNSOUND
+from elaswave.protocol.step.replayed_state import ReplayedState
 from elaswave.types import Layout
 
 KEPT_REPORTS = 1024
@@ -84,13 +84,14 @@ class WorkerMachine(Generic[C]):
     - `blocks`: the copies held here, their placement, their traffic (`elaswave.protocol.step.blocks`);
     - `planned`: the change of layout that is under way (`elaswave.protocol.step.moves`);
     - `checks`: whether memory is as it was written (`elaswave.protocol.step.soundness`);
-    - `between`: evaluations and checkpoints that are due (`elaswave.protocol.step.duties`);
+    - `between`: evaluations and checkpoints that are due (`elaswave.protocol.step.due_work`);
     - `ledger`: what is known of commits (`elaswave.protocol.step.ledger`);
     - `member`: which messages of the coordinator count (`elaswave.protocol.step.member`).
 
     Args:
         ports: what it stands on.
-        facts: what is said again on every new connection to a coordinator; the driver may share it with its threads.
+        replayed_state: what is said again on every new connection to a coordinator; the driver may share it with its
+            threads.
         in_force: layout, placement and execution parameters of the beginning.
         copies: the blocks that are held, by block.
         progress: where training stands.
@@ -106,7 +107,7 @@ class WorkerMachine(Generic[C]):
     def __init__(
         self,
         ports: Ports[C],
-        facts: Facts,
+        replayed_state: ReplayedState,
         in_force: InForce,
         copies: Mapping[int, C],
         progress: TrainingProgress,
@@ -115,9 +116,9 @@ class WorkerMachine(Generic[C]):
         joins: bool = False,
     ) -> None:
         self.worker, self.terms, self.engine, self.links, self.observer, self.outbox, self.disk = ports
-        self.facts = facts
+        self.replayed_state = replayed_state
         self.ledger = self.ledger_class(self.worker, step, is_fresh=joins)
-        self.member = self.member_class(self.worker, FIRST_EPOCH)
+        self.member = self.member_class(self.worker, FIRST_GENERATION)
         steps = self.steps_class(ports, self.ledger, in_force, copies, progress, self._request)
         self.steps = steps
         self.execution, self.blocks = steps.execution, steps.blocks
@@ -131,7 +132,7 @@ class WorkerMachine(Generic[C]):
         """Whether it has been told where its peers are; until then it can do nothing else. A joiner waits for calls."""
         self.is_done = False
         """Whether it has made all its steps and said so; it stays, since others may need what it holds."""
-        self.fenced: str | None = None
+        self.fenced_off: str | None = None
         """Why it must end itself."""
         self.is_released = False
         """Whether it must because it was asked to leave."""
@@ -150,7 +151,7 @@ class WorkerMachine(Generic[C]):
         self.is_paused = False
         """Whether it waits, between two steps, for what becomes of the membership."""
         self.is_unsound = False
-        """Whether it waits for a new epoch, since copies are wrong."""
+        """Whether it waits for a new generation, since copies are wrong."""
         self.next_step, self.next_attempt = step + 1, 1
         """Where it goes on once nothing is left to be done between steps. The step that is being tried, or was tried
         last, is the execution's."""
@@ -242,15 +243,16 @@ class WorkerMachine(Generic[C]):
             self._tell_of_link(lost_peer, detail)
 
     def look_at_sent(self) -> None:
-        """Tells of a link that has ended while it waits between steps or after the last one (W11), once in an epoch. A
-        peer may still wait for what was sent over it, and no frame that this worker waits for would show that."""
+        """Tells of a link that has ended while it waits between steps or after the last one (W11), once in a
+        generation. A peer may still wait for what was sent over it, and no frame that this worker waits for would show
+        that."""
         waits = self.is_done or self.is_paused or self.is_unsound
-        if waits and not self.facts.has_broken_links and self.links.broken is not None:
+        if waits and not self.replayed_state.has_broken_links and self.links.broken is not None:
             self._tell_of_link(*self.links.broken)
 
     def _tell_of_link(self, peer: int, detail: str) -> None:
         accusation = self.outbox.link_lost(peer, detail)
-        self.facts.link_lost(peer, accusation)
+        self.replayed_state.link_lost(peer, accusation)
         self.outbox.send(accusation)
 
     def _live(self, life: Life[None]) -> None:
@@ -265,7 +267,7 @@ class WorkerMachine(Generic[C]):
 
     def on_message(self, message: CoreToWorker) -> None:
         """Takes a message of the coordinator's machine."""
-        if not self.is_started and not isinstance(message, Fenced):
+        if not self.is_started and not isinstance(message, FencedOff):
             self._early.append(message)
             return
         if isinstance(message, LayoutChange):
@@ -273,13 +275,13 @@ class WorkerMachine(Generic[C]):
             return
         action = self.member.handle(message)
         if isinstance(action, MoveAndReport):
-            self.move(action.epoch, action.members, with_progress=action.with_progress)
+            self.move(action.generation, action.members, with_progress=action.with_progress)
         elif isinstance(action, ReportAgain):
             if self.report is not None:
                 self.outbox.send(self.report)
         elif isinstance(action, Install):
             self._live(self.install(action.decision))
-        elif isinstance(action, Call):
+        elif isinstance(action, DialPeers):
             self._wanted = frozenset(action.addresses)
             self.links.want(action.addresses)
             self.look_at_links()
@@ -289,7 +291,7 @@ class WorkerMachine(Generic[C]):
             self.go_on()
         elif isinstance(action, Leave):
             self._stop()
-            self.fenced, self.is_released = action.reason, action.as_asked
+            self.fenced_off, self.is_released = action.reason, action.as_asked
 
     def registration(self, address: str) -> Registered:
         """Makes the first words on a new control connection. Until the decision that it answers is carried out, the
@@ -298,18 +300,18 @@ class WorkerMachine(Generic[C]):
         Args:
             address: where the data plane listens.
         """
-        return Registered(worker=self.worker, address=address, epoch=self.member.epoch, report=self.report)
+        return Registered(worker=self.worker, address=address, generation=self.member.generation, report=self.report)
 
-    def wrote(self, step: int, epoch: int, message: Any) -> None:
+    def wrote(self, step: int, generation: int, message: Any) -> None:
         """Tells that the part of a checkpoint is written, or could not be. Any thread may call it, if facts and outbox
         bear that.
 
         Args:
             step: of the checkpoint.
-            epoch: in which writing began.
+            generation: in which writing began.
             message: tells of it.
         """
-        self.facts.part(step, epoch, message)
+        self.replayed_state.part(step, generation, message)
         self.outbox.send(message)
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -320,7 +322,7 @@ class WorkerMachine(Generic[C]):
             self.links.connect(self.layout, self.placement)
             self._is_ready = True
             ready = self.outbox.ready()
-            self.facts.ready(ready)
+            self.replayed_state.ready(ready)
             self.outbox.send(ready)
         stopped = pauses = False
         while True:
@@ -349,10 +351,10 @@ class WorkerMachine(Generic[C]):
         yield from self.finish(stopped)
 
     def wait_for_copies(self, reason: str) -> None:
-        """Says that copies are wrong, and waits for the new epoch that makes them good (K3)."""
+        """Says that copies are wrong, and waits for the new generation that makes them good (K3)."""
         self.is_unsound = True
-        message = Unsound(worker=self.worker, epoch=self.member.epoch, step=self.step, reason=reason)
-        self.facts.unsound(message)
+        message = Unsound(worker=self.worker, generation=self.member.generation, step=self.step, reason=reason)
+        self.replayed_state.unsound(message)
         self.outbox.send(message)
         self.observer.doing(UNSOUND, computing=False)
 
@@ -378,8 +380,8 @@ class WorkerMachine(Generic[C]):
     def pause(self) -> None:
         """Says that it waits before the next step, as a vote has asked for, and waits for the coordinator (J4)."""
         self._asks_pause, self.is_paused = False, True
-        message = Paused(worker=self.worker, epoch=self.member.epoch, step=self.last_step)
-        self.facts.paused(message)
+        message = Paused(worker=self.worker, generation=self.member.generation, step=self.last_step)
+        self.replayed_state.paused(message)
         self.outbox.send(message)
         self.observer.doing(PAUSED, computing=False)
 
@@ -389,8 +391,8 @@ class WorkerMachine(Generic[C]):
         if self.is_paused:
             self.is_paused = False
             # Others may still wait, for a coordinator that is gone: the next one learns here that they are to go on.
-            over = Paused(worker=self.worker, epoch=self.member.epoch, step=self.last_step, is_over=True)
-            self.facts.paused(over)
+            over = Paused(worker=self.worker, generation=self.member.generation, step=self.last_step, is_over=True)
+            self.replayed_state.paused(over)
             self._live(self.train())
 
     @property
@@ -404,7 +406,7 @@ class WorkerMachine(Generic[C]):
         if here != self._linked and (here or self._linked is not None):
             self._linked = here
             message = Linked(worker=self.worker, peers=here)
-            self.facts.linked(message)
+            self.replayed_state.linked(message)
             self.outbox.send(message)
 
     def _request(self) -> Request:
@@ -441,22 +443,22 @@ class WorkerMachine(Generic[C]):
             self.wait_for_copies(self.between.refusal("the end of the job", self.last_step))
             return
         finished = self.outbox.finished(stopped)
-        self.facts.ended(finished)
+        self.replayed_state.ended(finished)
         self.outbox.send(finished)
         self.is_done = True
 
     # ------------------------------------------------------------------------------------------------------- recovery
 
-    def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
-        """Leaves the old epoch's data plane, and only then promises and reports (W1)."""
+    def move(self, generation: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
+        """Leaves the old generation's data plane, and only then promises and reports (W1)."""
         self._stop()
         self.is_done = self.is_paused = self.is_unsound = self._asks_pause = False
-        self.planned.forget()  # what was planned for the old epoch is void
-        self.facts.moved()
-        self.links.edit(epoch, members)
+        self.planned.forget()  # what was planned for the old generation is void
+        self.replayed_state.moved()
+        self.links.edit(generation, members)
         progress = self.progress_for_joiners() if with_progress else None
         partial = self.steps.partial()
-        report = self.ledger.promise(epoch, self.blocks.held(), self.layers_here(), partial, progress)
+        report = self.ledger.promise(generation, self.blocks.held(), self.layers_here(), partial, progress)
         wrong = tuple(sorted(self.checks.wrong))
         self.report = msgspec.structs.replace(report, wrong=wrong, proven=self.checks.proven)
         self.observer.moved()
@@ -476,7 +478,7 @@ class WorkerMachine(Generic[C]):
             exponents=grids.exponents,
             calibrated=grids.calibrated,
             exact=grids.exact,
-            canaries=dict(self.steps.canaries),
+            determinism_hashes=dict(self.steps.determinism_hashes),
             engine=self.engine.carried(),
         )
 
@@ -486,7 +488,7 @@ class WorkerMachine(Generic[C]):
             raise StateError(f"worker {self.worker} joins, and is not told where training stands")
         grids = GridState(progress.exponents, calibrated=progress.calibrated, exact=progress.exact)
         self.steps.progress = TrainingProgress(progress.num_updates, grids)
-        self.steps.canaries = dict(progress.canaries)
+        self.steps.determinism_hashes = dict(progress.determinism_hashes)
         self.engine.carry_on(progress.engine, step)
 
     def install(self, decision: Decision) -> Life[None]:
@@ -580,7 +582,7 @@ class WorkerMachine(Generic[C]):
         """
         assert decision.rollback is not None
         steps, placement = self.steps, decision.placement
-        self.facts.rolled_back(decision.rollback)
+        self.replayed_state.rolled_back(decision.rollback)
         self.ledger.parameters_step, steps.sums = -1, None
         while self._reports and self._reports[-1][0] > decision.rollback:
             self._reports.pop()

@@ -1,9 +1,9 @@
-"""A worker's side of the membership, as a machine: when to leave an epoch, when to report, what to install. No IO.
+"""A worker's side of the membership, as a machine: when to leave a generation, when to report, what to install. No IO.
 
 Its states and what leads from one to another are the table `TRANSITIONS`, which drives it.
 
-Whatever belongs to an older epoch or an older coordinator's term is ignored. The commit state that reports are made
-of is the `ledger`'s.
+Whatever belongs to an older generation or an older coordinator's term is ignored. The commit state that reports are
+made of is the `ledger`'s.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
     Dial,
-    Fenced,
+    FencedOff,
     GoOn,
     LayoutChange,
     Prepare,
@@ -29,27 +29,27 @@ class MemberState(Enum):
 
     TRAINING = "training"
     REPORTED = "reported"
-    FENCED = "fenced"
+    FENCED_OFF = "fenced off"
 
 
 class MemberCause(Enum):
     """What has happened."""
 
-    ASKED = "it is asked to report for a newer epoch"
-    ASKED_AGAIN = "it is asked to report for its epoch once more"
-    DECIDED = "the decision of that epoch comes"
-    OFFERED = "a planned change of that epoch comes"
+    ASKED = "it is asked to report for a newer generation"
+    ASKED_AGAIN = "it is asked to report for its generation once more"
+    DECIDED = "the decision of that generation comes"
+    OFFERED = "a planned change of that generation comes"
     CALLED = "it is told which joiners there are"
-    PAUSE_WANTED = "in that epoch the membership is about to change"
-    PAUSE_OVER = "in that epoch the membership stays as it is"
-    LEFT_BEHIND = "it is told that the epoch goes on without it"
+    PAUSE_WANTED = "in that generation the membership is about to change"
+    PAUSE_OVER = "in that generation the membership stays as it is"
+    LEFT_BEHIND = "it is told that the generation goes on without it"
     RELEASED = "it is told that it may leave, as it was asked to"
 
 
 class MemberResponse(Enum):
     """What the worker does about it: the names of the actions below."""
 
-    MOVE_AND_REPORT = "move the data plane to the new epoch, promise, report"
+    MOVE_AND_REPORT = "move the data plane to the new generation, promise, report"
     REPORT_AGAIN = "send the same report"
     INSTALL = "catch up, take over roles, complete parameters"
     HOLD = "hold it, and say so in the next vote"
@@ -69,16 +69,16 @@ TRANSITIONS: TransitionTable[MemberState, MemberCause, MemberResponse] = Transit
     Transition((MemberState.TRAINING,), MemberCause.CALLED, None, (MemberResponse.DIAL,)),
     Transition((MemberState.TRAINING,), MemberCause.PAUSE_WANTED, None, (MemberResponse.ASK_PAUSE,)),
     Transition((MemberState.TRAINING,), MemberCause.PAUSE_OVER, None, (MemberResponse.GO_ON,)),
-    Transition(_ANSWERING, MemberCause.LEFT_BEHIND, MemberState.FENCED, (MemberResponse.LEAVE,)),
-    Transition((MemberState.TRAINING,), MemberCause.RELEASED, MemberState.FENCED, (MemberResponse.LEAVE,)),
+    Transition(_ANSWERING, MemberCause.LEFT_BEHIND, MemberState.FENCED_OFF, (MemberResponse.LEAVE,)),
+    Transition((MemberState.TRAINING,), MemberCause.RELEASED, MemberState.FENCED_OFF, (MemberResponse.LEAVE,)),
 )
 """All that the machine can do; everything else is ignored."""
 
 
 class MoveAndReport(NamedTuple):
-    """Move the data plane to the new epoch, then promise and send the report, in this order."""
+    """Move the data plane to the new generation, then promise and send the report, in this order."""
 
-    epoch: int
+    generation: int
     members: tuple[int, ...]
     with_progress: bool = False
     """Whether the report is to tell where training stands."""
@@ -94,7 +94,7 @@ class Install(NamedTuple):
     decision: Decision
 
 
-class Call(NamedTuple):
+class DialPeers(NamedTuple):
     """Make links in the background to these peers, and give up all others that are wanted and not there."""
 
     addresses: Mapping[int, str]
@@ -128,21 +128,21 @@ class Hold(NamedTuple):
     change: LayoutChange
 
 
-Action = MoveAndReport | ReportAgain | Install | Hold | Call | AskForPause | GoOnTraining | Leave | Ignored
+Action = MoveAndReport | ReportAgain | Install | Hold | DialPeers | AskForPause | GoOnTraining | Leave | Ignored
 
 
 def _leave(message: Any) -> Leave:
     if isinstance(message, Prepare):
-        return Leave(f"epoch {message.epoch} goes on without this worker: {message.reason}")
+        return Leave(f"generation {message.generation} goes on without this worker: {message.reason}")
     return Leave(message.reason, as_asked=isinstance(message, Released))
 
 
 _ACTIONS: Mapping[MemberResponse, Callable[[Any], Action]] = {
-    MemberResponse.MOVE_AND_REPORT: lambda asked: MoveAndReport(asked.epoch, asked.members, asked.with_progress),
+    MemberResponse.MOVE_AND_REPORT: lambda asked: MoveAndReport(asked.generation, asked.members, asked.with_progress),
     MemberResponse.REPORT_AGAIN: lambda message: ReportAgain(),
     MemberResponse.INSTALL: Install,
     MemberResponse.HOLD: Hold,
-    MemberResponse.DIAL: lambda message: Call(message.addresses),
+    MemberResponse.DIAL: lambda message: DialPeers(message.addresses),
     MemberResponse.ASK_PAUSE: lambda message: AskForPause(),
     MemberResponse.GO_ON: lambda message: GoOnTraining(),
     MemberResponse.LEAVE: _leave,
@@ -150,12 +150,12 @@ _ACTIONS: Mapping[MemberResponse, Callable[[Any], Action]] = {
 """How each response is made from the message that has caused it."""
 
 
-_IN_EPOCH: Mapping[type[CoreToWorker], MemberCause] = {
+_IN_GENERATION: Mapping[type[CoreToWorker], MemberCause] = {
     LayoutChange: MemberCause.OFFERED,
     AskPause: MemberCause.PAUSE_WANTED,
     GoOn: MemberCause.PAUSE_OVER,
 }
-"""What counts in the epoch that it is of, and only while its member trains."""
+"""What counts in the generation that it is of, and only while its member trains."""
 
 
 class Member:
@@ -163,23 +163,23 @@ class Member:
 
     Args:
         worker: its id.
-        epoch: the epoch that it starts in.
+        generation: the generation that it starts in.
     """
 
-    def __init__(self, worker: int, epoch: int) -> None:
+    def __init__(self, worker: int, generation: int) -> None:
         self.worker = worker
-        self.epoch = epoch
+        self.generation = generation
         self.term = 0
         self.state = MemberState.TRAINING
 
     def handle(self, message: CoreToWorker) -> Action:
         """Takes a message of the coordinator."""
-        if self.state is MemberState.FENCED:
-            return Ignored("this worker is fenced")
+        if self.state is MemberState.FENCED_OFF:
+            return Ignored("this worker is fenced off")
         if message.term < self.term:
             return Ignored(f"it is of term {message.term}, the coordinator's is {self.term}")
         self.term = message.term
-        if isinstance(message, Fenced):
+        if isinstance(message, FencedOff):
             return self._go(MemberCause.LEFT_BEHIND, message)
         if isinstance(message, Prepare):
             return self._on_prepare(message)
@@ -187,14 +187,18 @@ class Member:
             if self.state is MemberState.REPORTED:
                 return Ignored(f"{type(message).__name__} comes while the decision is waited for")
             return self._go(MemberCause.RELEASED if isinstance(message, Released) else MemberCause.CALLED, message)
-        cause = _IN_EPOCH.get(type(message))
+        cause = _IN_GENERATION.get(type(message))
         if cause is not None:
-            if self.state is MemberState.TRAINING and message.epoch == self.epoch:
+            if self.state is MemberState.TRAINING and message.generation == self.generation:
                 return self._go(cause, message)
-            return Ignored(f"{type(message).__name__} of epoch {message.epoch} in epoch {self.epoch}")
-        if self.state is MemberState.REPORTED and message.epoch == self.epoch:
+            return Ignored(
+                f"{type(message).__name__} of generation {message.generation} in generation {self.generation}"
+            )
+        if self.state is MemberState.REPORTED and message.generation == self.generation:
             return self._go(MemberCause.DECIDED, message)
-        return Ignored(f"a decision of epoch {message.epoch} in epoch {self.epoch}, {self.state.value}")
+        return Ignored(
+            f"a decision of generation {message.generation} in generation {self.generation}, {self.state.value}"
+        )
 
     def _go(self, cause: MemberCause, message: CoreToWorker) -> Action:
         """Does what the table says about a cause."""
@@ -202,13 +206,13 @@ class Member:
         return _ACTIONS[response](message)
 
     def _on_prepare(self, message: Prepare) -> Action:
-        if message.epoch < self.epoch:
-            return Ignored(f"epoch {message.epoch} is older than {self.epoch}")
+        if message.generation < self.generation:
+            return Ignored(f"generation {message.generation} is older than {self.generation}")
         if self.worker not in message.members:
             return self._go(MemberCause.LEFT_BEHIND, message)
-        if message.epoch > self.epoch:
-            self.epoch = message.epoch
+        if message.generation > self.generation:
+            self.generation = message.generation
             return self._go(MemberCause.ASKED, message)
         if self.state is MemberState.REPORTED:
             return self._go(MemberCause.ASKED_AGAIN, message)
-        return Ignored(f"epoch {message.epoch} is installed already")
+        return Ignored(f"generation {message.generation} is installed already")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 from typing import Any, NamedTuple
 
-from elaswave.blocks.placement import Block, Placement, Role, roles_of
+from elaswave.blocks.placement import Block, Placement, ReplicaRole, roles_of
 from elaswave.hashing import key64
 from elaswave.planning.search.recovery import choose_followers
 from elaswave.protocol.messages import LayoutChange
@@ -257,7 +257,7 @@ def held_keys(
 
 
 @functools.lru_cache(maxsize=4096)
-def _roles_of(worker: int, placement: Placement, blocks: tuple[Block, ...]) -> dict[int, Role]:
+def _roles_of(worker: int, placement: Placement, blocks: tuple[Block, ...]) -> dict[int, ReplicaRole]:
     return roles_of(worker, placement, blocks)
 
 

@@ -2,10 +2,10 @@
 
 Sums are exact, so it does not matter in which attempt a micro-batch was added, nor where. A survivor tells in its
 report what it has of the step (`Partial`): what was added to its sums, by unit, use and micro-batch; the losses that it
-has computed; and the micro-batches that are on their way through its layers (`Flight`). The decision says what of that
-each member keeps, so that nothing counts twice; the rest is emptied. From this, and from the layout, every worker
-computes what is left to do of each micro-batch at each of its hops (`Todo`). An ordinary attempt is the case in which
-nothing is kept. The numbers S1, S2, ... are those of ``docs/protocol.md``.
+has computed; and the micro-batches that are on their way through its layers (`InFlightMicrobatch`). The decision says
+what of that each member keeps, so that nothing counts twice; the rest is emptied. From this, and from the layout, every
+worker computes what is left to do of each micro-batch at each of its hops (`Todo`). An ordinary attempt is the case in
+which nothing is kept. The numbers S1, S2, ... are those of ``docs/protocol.md``.
 
 The loss is a layer of its own here, one past the last: it is computed by a forward, and counts once.
 """
@@ -19,7 +19,7 @@ import msgspec
 from elaswave.types import Hop, Layout
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True):
+class AccumulatedUnits(msgspec.Struct, frozen=True, array_like=True):
     """Adjacent units to which the same micro-batches were added."""
 
     start: int
@@ -30,7 +30,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     """One bit each, as a hexadecimal number."""
 
 
-class Flight(msgspec.Struct, frozen=True, array_like=True):
+class InFlightMicrobatch(msgspec.Struct, frozen=True, array_like=True):
     """A micro-batch on its way through the layers [start, stop) of one hop.
 
     Without a `backward`, what layers [start, forward) need for it is here, and the output of the last of them. With
@@ -57,11 +57,11 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True):
     """Of the step."""
     can_be_kept: bool
     """Whether the sums are exact, all finite, and to be kept at all (S5)."""
-    rows: tuple[Rows, ...] = ()
+    rows: tuple[AccumulatedUnits, ...] = ()
     """What was added to its sums; in a decision, of the layers that are kept."""
     losses: str = "0"
     """Micro-batches whose losses it has, as in `Rows`."""
-    flights: tuple[Flight, ...] = ()
+    in_flight: tuple[InFlightMicrobatch, ...] = ()
 
 
 class Keep(NamedTuple):
@@ -71,7 +71,7 @@ class Keep(NamedTuple):
     """Whose sums stay as they are; those of shared units stay with the layers that have added to them."""
     losses: int
     """Micro-batches whose losses stay, one bit each."""
-    flights: Mapping[int, Flight]
+    in_flight: Mapping[int, InFlightMicrobatch]
     """By micro-batch."""
     covered: tuple[int, ...]
     """By layer, the loss last: the micro-batches that some worker has kept, one bit each."""
@@ -117,26 +117,26 @@ class Salvage(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- micro-batches
 
 
-def encode_rows(masks: Mapping[tuple[int, int], int]) -> tuple[Rows, ...]:
+def encode_rows(masks: Mapping[tuple[int, int], int]) -> tuple[AccumulatedUnits, ...]:
     """Rows of a table.
 
     Args:
         masks: (unit, use) -> micro-batches, one bit each.
     """
-    rows: list[Rows] = []
+    rows: list[AccumulatedUnits] = []
     for (unit, use), mask in sorted(masks.items(), key=lambda item: (item[0][1], item[0][0])):
         last = rows[-1] if rows else None
         text = f"{mask:x}"
         if mask == 0:
             continue
         if last is not None and (last.stop, last.use, last.microbatches) == (unit, use, text):
-            rows[-1] = Rows(last.start, unit + 1, use, text)
+            rows[-1] = AccumulatedUnits(last.start, unit + 1, use, text)
         else:
-            rows.append(Rows(unit, unit + 1, use, text))
+            rows.append(AccumulatedUnits(unit, unit + 1, use, text))
     return tuple(rows)
 
 
-def decode_rows(rows: Iterable[Rows]) -> dict[tuple[int, int], int]:
+def decode_rows(rows: Iterable[AccumulatedUnits]) -> dict[tuple[int, int], int]:
     """The inverse of `encode_rows`."""
     return {(unit, row.use): int(row.microbatches, 16) for row in rows for unit in range(row.start, row.stop)}
 
@@ -157,7 +157,7 @@ def mask_of(numbers: Iterable[int]) -> int:
     return mask
 
 
-def _end_of(hop: Hop | Flight, num_layers: int) -> int:
+def _end_of(hop: Hop | InFlightMicrobatch, num_layers: int) -> int:
     """One past the last layer that a hop runs forward, the loss included."""
     return hop.stop + (hop.stop == num_layers)
 
@@ -229,15 +229,15 @@ def _kept(partials: Sequence[Partial], here: Mapping[int, range], layout: Layout
             can_be_kept=True,
             rows=encode_rows({(layer, 0): mask for layer, mask in layers[partial.worker].items()}),
             losses=f"{losses[partial.worker]:x}",
-            flights=tuple(
-                flight
-                for flight in partial.flights
-                if _can_go_on(flight, partial.worker, here[partial.worker], layout, covered)
+            in_flight=tuple(
+                microbatch_in_flight
+                for microbatch_in_flight in partial.in_flight
+                if _can_go_on(microbatch_in_flight, partial.worker, here[partial.worker], layout, covered)
             ),
         )
         for partial in partials
     ]
-    return tuple(partial for partial in found if partial.rows or partial.flights or partial.losses != "0")
+    return tuple(partial for partial in found if partial.rows or partial.in_flight or partial.losses != "0")
 
 
 def _held_layers(layout: Layout, worker: int, here: range) -> range:
@@ -263,18 +263,26 @@ def _drop_entangled(layers: dict[int, int], table: Mapping[tuple[int, int], int]
                 changed = changed or bool(dropped)
 
 
-def _can_go_on(flight: Flight, worker: int, here: range, layout: Layout, covered: Sequence[int]) -> bool:
+def _can_go_on(
+    microbatch_in_flight: InFlightMicrobatch, worker: int, here: range, layout: Layout, covered: Sequence[int]
+) -> bool:
     """Whether a micro-batch goes on where it is: its hop is the same, and what it would not do again is covered."""
-    number, num_layers = flight.microbatch, layout.num_layers
-    if Hop(worker, _stage_of_hop(layout, number, worker), flight.start, flight.stop) not in layout.routes[number]:
+    number, num_layers = microbatch_in_flight.microbatch, layout.num_layers
+    if (
+        Hop(worker, _stage_of_hop(layout, number, worker), microbatch_in_flight.start, microbatch_in_flight.stop)
+        not in layout.routes[number]
+    ):
         return False
-    if not here.start <= flight.start < flight.stop <= here.stop:
+    if not here.start <= microbatch_in_flight.start < microbatch_in_flight.stop <= here.stop:
         return False
-    done = range(0 if flight.backward is None else flight.backward, 0 if flight.backward is None else flight.stop)
+    done = range(
+        0 if microbatch_in_flight.backward is None else microbatch_in_flight.backward,
+        0 if microbatch_in_flight.backward is None else microbatch_in_flight.stop,
+    )
     if any(not covered[layer] >> number & 1 for layer in done):
         return False
-    has_loss = flight.backward is not None or flight.forward > num_layers
-    return not (flight.stop == num_layers and has_loss and not covered[num_layers] >> number & 1)
+    has_loss = microbatch_in_flight.backward is not None or microbatch_in_flight.forward > num_layers
+    return not (microbatch_in_flight.stop == num_layers and has_loss and not covered[num_layers] >> number & 1)
 
 
 def _stage_of_hop(layout: Layout, microbatch: int, worker: int) -> int:
@@ -304,7 +312,11 @@ def keep_of(worker: int, kept: Sequence[Partial], layout: Layout, lowest_trained
     return Keep(
         frozenset(layer for layer, _ in decode_rows(own.rows)),
         int(own.losses, 16),
-        {flight.microbatch: flight for flight in own.flights if flight.microbatch in needed},
+        {
+            microbatch_in_flight.microbatch: microbatch_in_flight
+            for microbatch_in_flight in own.in_flight
+            if microbatch_in_flight.microbatch in needed
+        },
         covered_by(kept, layout.num_layers),
     )
 
@@ -332,12 +344,16 @@ def todos_of(layout: Layout, kept: tuple[Partial, ...], lowest_trained: int) -> 
         lowest_trained: no gradient goes to layers below it.
     """
     covered = covered_by(kept, layout.num_layers)
-    flights = {(partial.worker, flight.microbatch): flight for partial in kept for flight in partial.flights}
+    in_flight = {
+        (partial.worker, microbatch_in_flight.microbatch): microbatch_in_flight
+        for partial in kept
+        for microbatch_in_flight in partial.in_flight
+    }
     found = {}
     for number, route in enumerate(layout.routes):
         missing = frozenset(layer for layer, mask in enumerate(covered) if not mask >> number & 1)
         if missing:
-            own = [flights.get((hop.worker, number)) for hop in route]
+            own = [in_flight.get((hop.worker, number)) for hop in route]
             for hop, todo in zip(route, _todos(route, own, missing, layout.num_layers, lowest_trained), strict=True):
                 if any(todo):
                     found[hop.stage, number] = todo
@@ -346,7 +362,7 @@ def todos_of(layout: Layout, kept: tuple[Partial, ...], lowest_trained: int) -> 
 
 def _todos(
     route: Sequence[Hop],
-    flights: Sequence[Flight | None],
+    in_flight: Sequence[InFlightMicrobatch | None],
     missing: frozenset[int],
     num_layers: int,
     lowest_trained: int,
@@ -354,25 +370,27 @@ def _todos(
     """What is left of one micro-batch, hop by hop.
 
     Args:
-        flights: of its hops; None where nothing is kept.
+        in_flight: of its hops; None where nothing is kept.
         missing: layers, the loss among them, that are not covered.
     """
     backwards = []
     is_wanted = False  # the gradient, by the hop before
-    for index, (hop, flight) in enumerate(zip(route, flights, strict=True)):
-        front = None if flight is None else flight.backward
-        runs = not missing.isdisjoint(range(hop.start, hop.stop)) or (is_wanted and front != hop.start)
-        takes = runs and front is None and hop.stop > lowest_trained and index + 1 < len(route)
+    for index, (hop, microbatch_in_flight) in enumerate(zip(route, in_flight, strict=True)):
+        resume_point = None if microbatch_in_flight is None else microbatch_in_flight.backward
+        runs = not missing.isdisjoint(range(hop.start, hop.stop)) or (is_wanted and resume_point != hop.start)
+        takes = runs and resume_point is None and hop.stop > lowest_trained and index + 1 < len(route)
         backwards.append((runs, takes, is_wanted))
         is_wanted = takes
     todos = []
     is_wanted = False  # the output, by the hop after
-    for index, (hop, flight) in reversed(list(enumerate(zip(route, flights, strict=True)))):
+    for index, (hop, microbatch_in_flight) in reversed(list(enumerate(zip(route, in_flight, strict=True)))):
         runs, takes, sends = backwards[index]
         end = _end_of(hop, num_layers)
-        front = None if flight is None else flight.backward
-        reached = hop.start if flight is None or front is not None else flight.forward
-        keeps = runs and front is None
+        resume_point = None if microbatch_in_flight is None else microbatch_in_flight.backward
+        reached = (
+            hop.start if microbatch_in_flight is None or resume_point is not None else microbatch_in_flight.forward
+        )
+        keeps = runs and resume_point is None
         is_loss_missing = hop.stop == num_layers and num_layers in missing
         forward = reached < end and (keeps or is_wanted or is_loss_missing)
         takes_input = forward and reached == hop.start and index > 0
@@ -392,15 +410,23 @@ def _num_recomputed(partials: Sequence[Partial], kept: tuple[Partial, ...], layo
     """
     todos = todos_of(layout, kept, 0)
     ran = _reached(partials, before)
-    flights = {(partial.worker, flight.microbatch): flight for partial in kept for flight in partial.flights}
+    in_flight = {
+        (partial.worker, microbatch_in_flight.microbatch): microbatch_in_flight
+        for partial in kept
+        for microbatch_in_flight in partial.in_flight
+    }
     num_again = 0
     for number, route in enumerate(layout.routes):
         for hop in route:
             todo = todos.get((hop.stage, number))
             if todo is None or not todo.forward:
                 continue
-            flight = flights.get((hop.worker, number))
-            start = hop.start if flight is None or flight.backward is not None else flight.forward
+            microbatch_in_flight = in_flight.get((hop.worker, number))
+            start = (
+                hop.start
+                if microbatch_in_flight is None or microbatch_in_flight.backward is not None
+                else microbatch_in_flight.forward
+            )
             if start < ran[number]:
                 num_again += 1
                 break
@@ -422,8 +448,11 @@ def _reached(partials: Sequence[Partial], before: Layout) -> list[int]:
                 note(number, min(layer + 1, num_layers))
         for number in numbers_in(int(partial.losses, 16)):
             note(number, num_layers + 1)
-        for flight in partial.flights:
-            note(flight.microbatch, flight.forward if flight.backward is None else flight.stop)
+        for microbatch_in_flight in partial.in_flight:
+            note(
+                microbatch_in_flight.microbatch,
+                microbatch_in_flight.forward if microbatch_in_flight.backward is None else microbatch_in_flight.stop,
+            )
         known.update((partial.worker, number) for number in range(before.num_microbatches))
     for number, route in enumerate(before.routes):
         for hop in route:

@@ -6,8 +6,8 @@ two win; of two none can be told to be right, and only a checkpoint from before 
 copies are compared with what the owner serves and never counted, since GATHER has given all of them the owner's value.
 
 `CopyChecks` looks: for the ballot, after a refused vote, and before a worker tells anything of the state between two
-steps (K4). A wrong copy counts as lost: a new epoch promotes a right one, sends all parameters again, and goes back to
-a checkpoint if there is none. Constants are no blocks: whoever has lost theirs is sent another worker's.
+steps (K4). A wrong copy counts as lost: a new generation promotes a right one, sends all parameters again, and goes
+back to a checkpoint if there is none. Constants are no blocks: whoever has lost theirs is sent another worker's.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,12 +16,12 @@ from typing import Generic, NamedTuple
 from elaswave.blocks.placement import Placement, holders_of_layers
 from elaswave.errors import StateError, VoteError
 from elaswave.hashing import key64, signed64
+from elaswave.protocol.step.activity import COMPARE
 from elaswave.protocol.step.ballot import add_words, agreement_key
 from elaswave.protocol.step.blocks import WorkerBlocks
-from elaswave.protocol.step.engine import C, Change, FrameKind, Memory, Pause
+from elaswave.protocol.step.engine import C, Change, FrameKind, MemoryKind, Pause
 from elaswave.protocol.step.execution import Life
 from elaswave.protocol.step.ledger import Ledger
-from elaswave.protocol.step.position import COMPARE
 
 STATE_SAMPLE_PERIOD = 16
 """The optimizer's states of each block are compared between its copies once in this many steps."""
@@ -30,12 +30,12 @@ MAX_CHANGES = 3
 CHANGES_STEPS = 100
 MAX_COMPARED = 1024
 """Blocks whose copies are compared one by one; others that differ are found again in the next vote."""
-MAX_TOLD = 128
+MAX_REPORTED = 128
 """Changes that a worker tells of; it knows all of its own."""
 _NUM_WORDS = len(Change._fields)
 
 
-class Difference(NamedTuple):
+class ReplicaMismatch(NamedTuple):
     """Copies of a block that are not equal."""
 
     block: int
@@ -51,19 +51,19 @@ its owner."""
 
 
 class Soundness(NamedTuple):
-    """What has been found; the same for all workers, but for changes beyond `MAX_TOLD`."""
+    """What has been found; the same for all workers, but for changes beyond `MAX_REPORTED`."""
 
     changes: tuple[tuple[int, Change], ...] = ()
     """With the worker in whose memory it is."""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[ReplicaMismatch, ...] = ()
     wrong: frozenset[tuple[int, int]] = frozenset()
     """(block, worker) of held copies that are wrong, or that cannot be told to be right."""
 
     @property
     def needs_copies(self) -> bool:
-        """Says whether blocks are to be promoted or parameters to be sent again: a new epoch does it. A wrong gradient,
-        or a copy that has only just come, is gone with the attempt."""
-        has_changed = any(change.memory in (Memory.WORKING, Memory.COPY) for _, change in self.changes)
+        """Says whether blocks are to be promoted or parameters to be sent again: a new generation does it. A wrong
+        gradient, or a copy that has only just come, is gone with the attempt."""
+        has_changed = any(change.memory in (MemoryKind.WORKING, MemoryKind.COPY) for _, change in self.changes)
         return has_changed or bool(self.wrong) or any(each.what == "parameters" for each in self.differences)
 
     @property
@@ -71,7 +71,7 @@ class Soundness(NamedTuple):
         """Maps blocks that have changed on several workers at once to these: no memory does that."""
         workers: dict[int, set[int]] = {}
         for worker, change in self.changes:
-            if change.memory in (Memory.WORKING, Memory.COPY):
+            if change.memory in (MemoryKind.WORKING, MemoryKind.COPY):
                 workers.setdefault(change.place, set()).add(worker)
         return {block: tuple(sorted(those)) for block, those in sorted(workers.items()) if len(those) > 1}
 
@@ -82,7 +82,7 @@ class Soundness(NamedTuple):
         Args:
             holders: by layer, the workers that run it, ascending.
         """
-        lacking = sorted({(each.place, worker) for worker, each in self.changes if each.memory is Memory.CONSTANT})
+        lacking = sorted({(each.place, worker) for worker, each in self.changes if each.memory is MemoryKind.CONSTANT})
         return [
             (layer, worker, next((other for other in holders[layer] if (layer, other) not in lacking), None))
             for layer, worker in lacking
@@ -91,18 +91,18 @@ class Soundness(NamedTuple):
 
 def words_of(changes: Sequence[Change]) -> list[int]:
     """Encodes what one worker tells of its changes as whole numbers, always as many."""
-    words = [word for change in changes[:MAX_TOLD] for word in change]
-    return words + [0] * (_NUM_WORDS * MAX_TOLD - len(words))
+    words = [word for change in changes[:MAX_REPORTED] for word in change]
+    return words + [0] * (_NUM_WORDS * MAX_REPORTED - len(words))
 
 
 def changes_in(words: Sequence[int]) -> list[Change]:
     """Decodes what `words_of` has encoded; hashes as they were told."""
     rows = [words[first : first + _NUM_WORDS] for first in range(0, len(words), _NUM_WORDS)]
-    return [Change(Memory(memory), index, was, now) for memory, index, was, now in rows if memory]
+    return [Change(MemoryKind(memory), index, was, now) for memory, index, was, now in rows if memory]
 
 
 def judge_copies(
-    placement: Placement, changes: Iterable[tuple[int, Change]], differences: Sequence[Difference]
+    placement: Placement, changes: Iterable[tuple[int, Change]], differences: Sequence[ReplicaMismatch]
 ) -> Soundness:
     """Finds which copies are wrong.
 
@@ -112,7 +112,7 @@ def judge_copies(
         differences: between copies as they were written: what has changed in memory since may still say what it was.
     """
     changes = tuple(changes)
-    wrong = {(change.place, worker) for worker, change in changes if change.memory is Memory.COPY}
+    wrong = {(change.place, worker) for worker, change in changes if change.memory is MemoryKind.COPY}
     for each in differences:
         if each.what == "state":
             holders = placement.holders(each.block)
@@ -132,10 +132,10 @@ def _outvoted(voters: Mapping[int, int]) -> Collection[int]:
     return set(voters) - (set(most) if 2 * len(most) > len(voters) else set())
 
 
-def describe(
+def describe_mismatches(
     placement: Placement,
     changes: Sequence[tuple[int, Change]],
-    differences: Sequence[Difference],
+    differences: Sequence[ReplicaMismatch],
     layer_name: Callable[[Change], str],
 ) -> list[str]:
     """Makes clauses for people.
@@ -144,11 +144,11 @@ def describe(
         placement, changes, differences: as of `judge_copies`.
         layer_name: of the layer that a change is of.
     """
-    masters = {(worker, change.place) for worker, change in changes if change.memory is Memory.COPY}
+    masters = {(worker, change.place) for worker, change in changes if change.memory is MemoryKind.COPY}
     told = [
         (worker, change)
         for worker, change in changes
-        if change.memory is not Memory.WORKING or (worker, change.place) not in masters
+        if change.memory is not MemoryKind.WORKING or (worker, change.place) not in masters
     ]
     clauses = [describe_change(worker, change, layer_name(change)) for worker, change in told]
     return clauses + [_describe_difference(placement, each) for each in differences]
@@ -161,18 +161,18 @@ def describe_change(worker: int, change: Change, layer: str) -> str:
         layer: name of the layer that it is of.
     """
     what, have = {
-        Memory.WORKING: (f"the parameters of block {change.place} (layer {layer})", "have"),
-        Memory.COPY: (f"the master of block {change.place} (layer {layer})", "has"),
+        MemoryKind.WORKING: (f"the parameters of block {change.place} (layer {layer})", "have"),
+        MemoryKind.COPY: (f"the master of block {change.place} (layer {layer})", "has"),
     }.get(change.memory, (f"frozen parameters, or buffers that are not persistent, of layer {layer}", "have"))
     they, were = ("it", "was") if have == "has" else ("they", "were")
-    now = "; they are made anew" if change.memory is Memory.MENDED else ""
+    now = "; they are made anew" if change.memory is MemoryKind.MENDED else ""
     return (
         f"on worker {worker} {what} {have} changed in memory since {they} {were} written, from {_hex(change.was)} to "
         f"{_hex(change.now)}{now}"
     )
 
 
-def _describe_difference(placement: Placement, each: Difference) -> str:
+def _describe_difference(placement: Placement, each: ReplicaMismatch) -> str:
     owner, followers = placement.owner[each.block], list(placement.followers[each.block])
     hashes = ", ".join(f"worker {worker}: {_hex(value)}" for worker, value in sorted(each.hashes.items()))
     if each.what == "parameters":
@@ -268,7 +268,7 @@ class CopyChecks(Generic[C]):
 
     def is_sound(self) -> bool:
         """Looks outside of a vote whether nothing has changed in this worker's memory since it was written. If
-        something has, a new epoch must make it good.
+        something has, a new generation must make it good.
 
         Raises:
             StateError: it changes again and again, or is of what only others have now.
@@ -276,7 +276,7 @@ class CopyChecks(Generic[C]):
         copies = self.blocks.copies.values()
         self.changes = self.engine.changes(copies, given_up=False) if self.terms.verify else ()
         self.note_changes()
-        if any(change.memory is Memory.CONSTANT for change in self.changes):
+        if any(change.memory is MemoryKind.CONSTANT for change in self.changes):
             raise StateError(f"{self.describe_changes()}: they cannot be made anew here")
         if self.changes:
             self._count_changes()
@@ -308,11 +308,11 @@ class CopyChecks(Generic[C]):
         yield Pause.SENT
         if not found.needs_copies:
             return ""
-        return "; ".join(describe(placement, (), differences, self.layer_of_change)[:MAX_CHANGES])
+        return "; ".join(describe_mismatches(placement, (), differences, self.layer_of_change)[:MAX_CHANGES])
 
     # ------------------------------------------------------------------------------------------- after a refused vote
 
-    def differing(self, *, at_rest: bool = False) -> Life[list[Difference]]:
+    def differing(self, *, at_rest: bool = False) -> Life[list[ReplicaMismatch]]:
         """Finds which copies differ, with the hashes of all workers, which must all ask at the same time.
 
         Args:
@@ -344,7 +344,7 @@ class CopyChecks(Generic[C]):
                 values = total[row * index + kind * len(workers) :]
                 those = {worker: value for worker, value in zip(workers, values, strict=False) if value}
                 if len(set(those.values())) > 1:
-                    found.append(Difference(block, what, those))
+                    found.append(ReplicaMismatch(block, what, those))
         return found
 
     def changes_of_all(self) -> Life[list[tuple[int, Change]]]:
@@ -425,11 +425,11 @@ class CopyChecks(Generic[C]):
     def describe_changes(self) -> str:
         """Says what has changed in this worker's memory, for people."""
         changes = [(self.worker, change) for change in self.changes]
-        return "; ".join(describe(self.blocks.placement, changes, (), self.layer_of_change)[:MAX_CHANGES])
+        return "; ".join(describe_mismatches(self.blocks.placement, changes, (), self.layer_of_change)[:MAX_CHANGES])
 
     def layer_of_change(self, change: Change) -> str:
         """Names the layer that a change is of."""
-        is_block = change.memory in (Memory.WORKING, Memory.COPY)
+        is_block = change.memory in (MemoryKind.WORKING, MemoryKind.COPY)
         unit = self.terms.blocks[change.place].layer if is_block else change.place
         return self.terms.layer_name(self.execution.layout.layer_of(unit))
 

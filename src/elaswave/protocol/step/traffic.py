@@ -203,7 +203,7 @@ def doubling_partners(workers: tuple[int, ...], worker: int) -> set[int]:
     return {peer for peer in (helper, lender, *partners) if peer is not None}
 
 
-class Part(NamedTuple):
+class LocalHop(NamedTuple):
     """A worker's hop of one micro-batch, with the hops beside it."""
 
     layers: range
@@ -215,7 +215,7 @@ class Part(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def parts_of(worker: int, layout: Layout) -> Mapping[tuple[int, int], Part]:
+def local_hops_of(worker: int, layout: Layout) -> Mapping[tuple[int, int], LocalHop]:
     """Maps (stage, micro-batch) to what a worker has to do with it."""
     parts = {}
     for microbatch, route in enumerate(layout.routes):
@@ -223,7 +223,7 @@ def parts_of(worker: int, layout: Layout) -> Mapping[tuple[int, int], Part]:
             if hop.worker == worker:
                 before = route[place - 1] if place else None
                 after = route[place + 1] if place + 1 < len(route) else None
-                parts[hop.stage, microbatch] = Part(range(hop.start, hop.stop), hop.stage, before, after)
+                parts[hop.stage, microbatch] = LocalHop(range(hop.start, hop.stop), hop.stage, before, after)
     return parts
 
 

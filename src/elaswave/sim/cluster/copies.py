@@ -16,7 +16,7 @@ from elaswave.planning.programs.prediction import stages_of, step_s
 from elaswave.planning.state_moves.transfers import Sources, receiving_s, shared_links
 
 
-class Copies(NamedTuple):
+class BackgroundTransfer(NamedTuple):
     """On their way."""
 
     seconds: float
@@ -29,9 +29,9 @@ class Copies(NamedTuple):
     """That it draws."""
 
 
-def copies_of(
+def background_transfer_of(
     cluster: Cluster, costs: Costs, before: Plan, plan: Plan, event: ClusterEvent, times: RecoveryTimes
-) -> Copies | None:
+) -> BackgroundTransfer | None:
     """What a plan has copied in the background; None: nothing.
 
     Args:
@@ -44,7 +44,7 @@ def copies_of(
     """
     if plan.interim_step_s is not None:
         number = plan.allocation.num_microbatches
-        return Copies(plan.copy_s, plan.interim_step_s, number, plan.power_w)
+        return BackgroundTransfer(plan.copy_s, plan.interim_step_s, number, plan.power_w)
     # Baselines copy for those that come while the others go on; after a loss training stands still for it, and those
     # that begin again read a checkpoint.
     if not plan.transfers or event.kind not in ("joined", "slowed") or plan.predicted_pause_s >= times.restart_s:
@@ -53,7 +53,9 @@ def copies_of(
     link = cluster.between_nodes
     seconds = max(receiving_s(link, plan.transfers), sources.sending_s(link, costs, plan.transfers)) / times.copy_share
     added_s = _slower_by(cluster, costs, before.allocation, times.copy_share)
-    return Copies(seconds, before.predicted_step_s + added_s, before.allocation.num_microbatches, before.power_w)
+    return BackgroundTransfer(
+        seconds, before.predicted_step_s + added_s, before.allocation.num_microbatches, before.power_w
+    )
 
 
 def _slower_by(cluster: Cluster, costs: Costs, allocation: Allocation, share: float) -> float:

@@ -16,7 +16,7 @@ from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policy.replication import WHOLE, Copies, Replication
+from elaswave.planning.policy.replication import WHOLE, ReplicaSet, Replication
 from elaswave.planning.state_moves.placed_blocks import PlacedBlocks, Placing
 
 
@@ -120,7 +120,7 @@ class HeldWhole:
         copies: who holds what, of an allocation and of the workers of it that do not hold theirs yet.
     """
 
-    def __init__(self, link: NetworkLink, copies: Callable[[Allocation, Collection[int]], Copies]) -> None:
+    def __init__(self, link: NetworkLink, copies: Callable[[Allocation, Collection[int]], ReplicaSet]) -> None:
         self._link, self._copies = link, copies
         self._allocation: Allocation | None = None
         self._arriving: dict[int, float] = {}

@@ -33,11 +33,11 @@ from elaswave.planning.costs.memory import MemoryModel
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.plan import Plan, Planner
-from elaswave.planning.policy.declared import declared_of
 from elaswave.planning.policy.full_restart import num_pipelines
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.policy.policy_parts import make_plan, rectangle
 from elaswave.planning.state_moves.placed_blocks import Placing, num_blocks
-from elaswave.sim.cluster.copies import Copies, copies_of
+from elaswave.sim.cluster.copies import BackgroundTransfer, background_transfer_of
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 from elaswave.sim.cluster.held_state import held_state
 from elaswave.sim.cluster.outcome import PolicyOutcome, Sample
@@ -56,7 +56,7 @@ def simulate(
     pauses: RecoveryTimes | None = None,
     placing: Placing | None = None,
     refill_bytes_per_step: float | None = None,
-    healthy_step_s: float | None = None,
+    fault_free_step_s: float | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> PolicyOutcome:
     """Lets a job live through a scenario.
@@ -76,7 +76,7 @@ def simulate(
             are known to it, unless it knows no hosts.
         refill_bytes_per_step: the most that a worker sends in a step to make lost copies again
             (`elastic.refill_bytes_per_step`); None means what its link carries.
-        healthy_step_s: of the fault-free job that goodput is measured by, where it is shorter than of the job at the
+        fault_free_step_s: of the fault-free job that goodput is measured by, where it is shorter than of the job at the
             beginning: then no policy gains by what could have been had without a failure. `undisturbed_step_s` has the
             shortest that any policy is known to make.
         progress: told after every change what share of the scenario is behind.
@@ -86,7 +86,7 @@ def simulate(
     pauses = pauses or RecoveryTimes()
     placing = replace(placing or Placing(), racks=scenario.racks)
     job = _SimulatedJob(
-        scenario, machines, costs, policy, planner, num_stages, num_microbatches, schedule, pauses, healthy_step_s,
+        scenario, machines, costs, policy, planner, num_stages, num_microbatches, schedule, pauses, fault_free_step_s,
         placing, refill_bytes_per_step,
     )  # fmt: skip
     for change in scenario.changes:
@@ -102,15 +102,15 @@ class _SimulatedJob:
 
     def __init__(
         self, scenario: Scenario, machines: Cluster, costs: Costs, policy: str, planner: Planner, num_stages: int,
-        num_microbatches: int, schedule: Schedule, pauses: RecoveryTimes, healthy_step_s: float | None,
+        num_microbatches: int, schedule: Schedule, pauses: RecoveryTimes, fault_free_step_s: float | None,
         placing: Placing, refill_bytes_per_step: float | None,
     ) -> None:  # fmt: skip
         self._scenario, self._costs, self._policy, self._planner, self._pauses = (
             scenario, costs, policy, planner, pauses
         )  # fmt: skip
         self._num_stages, self._num_microbatches, self._schedule = num_stages, num_microbatches, schedule
-        self._declared, self._followers = declared_of(planner), placing.followers
-        replication = self._declared.replication
+        self._metadata, self._followers = policy_metadata_of(planner), placing.followers
+        replication = self._metadata.replication
         link = machines.between_nodes
         shared = msgspec.structs.replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * pauses.copy_share)
         self._held = held_state(replication, costs, shared, placing, refill_bytes_per_step)
@@ -123,18 +123,18 @@ class _SimulatedJob:
         self._idle_w = machines.devices[int(machines.device[0])].idle_power_w
         all_workers = self._cluster(range(most), [0] * most)
         undisturbed = self._started(all_workers)
-        step_s = min(undisturbed.predicted_step_s, healthy_step_s or float("inf"))
+        step_s = min(undisturbed.predicted_step_s, fault_free_step_s or float("inf"))
         self._undisturbed_step_s = step_s
         self._rho = num_microbatches / step_s
         self._most = most
-        rolls_back = self._declared.rolls_back or replication.unit == "nothing"
+        rolls_back = self._metadata.rolls_back or replication.unit == "nothing"
         interval_s = pauses.checkpoint_interval_s if rolls_back else pauses.backup_interval_s
         self._checkpoint_every_s = interval_s + pauses.checkpoint_stall_s
 
         self._now_s = 0.0
         self._paused_until_s = 0.0
         self._cause = ""
-        self._copies: Copies | None = None
+        self._copies: BackgroundTransfer | None = None
         """That were begun last."""
         self._copied_s = 0.0
         """When they and all before them are there."""
@@ -280,11 +280,11 @@ class _SimulatedJob:
         """Begins, or begins again, if the workers suffice; those that are left over join at once."""
         self._copied_s = self._now_s
         try:
-            self._plan = self._started(self._there, self._declared.num_spares)
+            self._plan = self._started(self._there, self._metadata.num_spares)
         except InfeasiblePlan:
             self._plan = None
             return
-        if self._declared.own_steps:
+        if self._metadata.own_steps:
             nothing = ClusterEvent(kind="slowed", workers=(int(self._there.ids[0]),))
             self._plan = self._planner(self._there, self._costs, self._plan.allocation, nothing)
         self._since_checkpoint_s = 0.0
@@ -313,7 +313,7 @@ class _SimulatedJob:
         if state_lost and not plan.from_checkpoint:
             self._load(plan)
             return
-        copies = copies_of(self._there, self._costs, before, plan, event, self._pauses)
+        copies = background_transfer_of(self._there, self._costs, before, plan, event, self._pauses)
         if copies is not None:
             self._copies, self._copied_s = copies, max(self._copied_s, self._now_s) + copies.seconds
         elif plan.from_checkpoint:
@@ -339,7 +339,7 @@ class _SimulatedJob:
         loaded = [memory.sent_bytes(stage.start, stage.stop) for stage in stages]
         self._migrated_bytes += sum(each * stage.width for each, stage in zip(loaded, stages, strict=True))
         seconds = self._pauses.restart_s
-        if self._declared.replication.rolls_back_in_place:
+        if self._metadata.replication.rolls_back_in_place:
             agreed = self._pauses.at(self._there.num_workers, num_blocks(self._costs))
             seconds = agreed.recover_s + self._pauses.load_s(max(loaded))
         self._pause("rollback", seconds)
@@ -397,7 +397,7 @@ class _SimulatedJob:
         return event
 
     @property
-    def _copying(self) -> Copies | None:
+    def _copying(self) -> BackgroundTransfer | None:
         """Those on their way, which the plan's layout waits for."""
         return self._copies if self._now_s < self._copied_s else None
 

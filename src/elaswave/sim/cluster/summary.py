@@ -60,7 +60,7 @@ class OutcomeSummary(msgspec.Struct, frozen=True, kw_only=True):
     num_rollbacks: Interval
 
 
-def summarize(outcomes: Sequence[PolicyOutcome]) -> OutcomeSummary:
+def summarize_outcomes(outcomes: Sequence[PolicyOutcome]) -> OutcomeSummary:
     """Means and confidence intervals of one policy's outcomes.
 
     Raises:

@@ -10,7 +10,7 @@ import pytest
 from elaswave.errors import ForeignError, InterruptedWaitError
 from elaswave.models.foreign import connection
 from elaswave.models.foreign.connection import Connection, close_all, is_failure
-from elaswave.models.foreign.server import FAILED, HEADER_BYTES, WELCOME, Array, Message, encode
+from elaswave.models.foreign.server import FAILED, HEADER_BYTES, WELCOME, Array, PartMessage, encode_message
 
 WAIT_S = 100.0
 """Bound of waits that end by themselves."""
@@ -43,10 +43,10 @@ def made(code: str) -> Connection:
     return Connection([sys.executable, "-I", "-S", "-c", code], "the server")
 
 
-HELLO = Message(1)
+HELLO = PartMessage(1)
 
 
-def asked(one: Connection, message: Message = HELLO, timeout_s: float = WAIT_S) -> Message:
+def asked(one: Connection, message: PartMessage = HELLO, timeout_s: float = WAIT_S) -> PartMessage:
     return one.answer(one.ask(message, 1 << 24), timeout_s, lambda: None, "something")
 
 
@@ -62,7 +62,9 @@ def has_ended(one: Connection) -> bool:
 def test_answers_come_whatever_their_size() -> None:
     one = made(ECHO)
     for num_bytes in (0, 4, 1 << 16, 5 << 20):
-        sent = Message(5, text="text", arrays=[Array("uint8", (num_bytes,), os.urandom(num_bytes))] * 2, hash=bytes(16))
+        sent = PartMessage(
+            5, text="text", arrays=[Array("uint8", (num_bytes,), os.urandom(num_bytes))] * 2, hash=bytes(16)
+        )
         found = asked(one, sent)
         assert (found.kind, found.text, found.number) == (5, "text", one._number)
         assert [bytes(each.data) for each in found.arrays] == [bytes(each.data) for each in sent.arrays]
@@ -74,20 +76,20 @@ def test_answers_come_whatever_their_size() -> None:
 def test_a_wait_that_is_left_leaves_nothing_behind() -> None:
     """Also half a message, in either direction."""
     one = made(ECHO)
-    large = Message(5, arrays=[Array("uint8", (16 << 20,), bytes(16 << 20))])
+    large = PartMessage(5, arrays=[Array("uint8", (16 << 20,), bytes(16 << 20))])
 
     def leave() -> None:
-        raise InterruptedWaitError("a new epoch")
+        raise InterruptedWaitError("a new generation")
 
     for _ in range(3):
         with pytest.raises(InterruptedWaitError):
             one.answer(one.ask(large, 1 << 25), WAIT_S, leave, "something")
-    small = asked(one, Message(6, text="after"), WAIT_S)
+    small = asked(one, PartMessage(6, text="after"), WAIT_S)
     assert (small.kind, small.text) == (6, "after")
     one.close()
 
 
-HEADER = b"".join(encode(Message(WELCOME, 1)))
+HEADER = b"".join(encode_message(PartMessage(WELCOME, 1)))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ HEADER = b"".join(encode(Message(WELCOME, 1)))
             "answered what is no message: .* 18446744073709551615 bytes in all",
         ),
         (
-            answering(b"".join(encode(Message(WELCOME, 9)))),
+            answering(b"".join(encode_message(PartMessage(WELCOME, 9)))),
             "answered what is no message: the answer to request 9 came for that to 1",
         ),
     ],
@@ -127,7 +129,7 @@ def test_a_server_that_closes_a_pipe_and_goes_on_is_named_and_ended(
 ) -> None:
     monkeypatch.setattr("elaswave.models.foreign.connection.STATUS_S_MAX", 0.05)
     one = made(f"import os, time\nos.read(0, 64)\nos.close({closed})\ntime.sleep(600)")
-    large = Message(1, arrays=[Array("uint8", (1 << 22,), bytes(1 << 22))])  # more than a pipe holds
+    large = PartMessage(1, arrays=[Array("uint8", (1 << 22,), bytes(1 << 22))])  # more than a pipe holds
     with pytest.raises(ForeignError, match="^the server has closed a pipe to this worker, and goes on; what it has"):
         asked(one, large)
     assert has_ended(one) and not one.is_open
@@ -142,7 +144,7 @@ def test_an_answer_that_nobody_asked_for_is_none() -> None:
 
 
 def test_a_failure_is_told_apart() -> None:
-    assert is_failure(Message(FAILED)) and not is_failure(Message(WELCOME))
+    assert is_failure(PartMessage(FAILED)) and not is_failure(PartMessage(WELCOME))
 
 
 def test_a_command_that_is_not_there_is_named() -> None:
@@ -185,7 +187,7 @@ def test_a_forked_child_leaves_the_server_to_its_parent() -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert asked(one, Message(4)).kind == 4, "it lives"
+    assert asked(one, PartMessage(4)).kind == 4, "it lives"
     one.close()
 
 

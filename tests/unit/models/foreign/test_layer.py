@@ -144,7 +144,7 @@ def test_a_wait_lets_the_worker_look_and_can_be_left():
     def check():
         looks.append(inside_of[-1])
         if len(looks) == 1:
-            raise InterruptedWaitError("a new epoch")
+            raise InterruptedWaitError("a new generation")
 
     x = inputs().requires_grad_()
     with inside(Call(lambda: None, (1, 2, 3), check, elsewhere)):
@@ -330,7 +330,7 @@ def test_first_values_must_be_those_of_the_part():
 )
 def test_a_result_of_no_array_or_of_two_called_one_is_refused(flags, number, needed, monkeypatch):
     layer = middle()
-    answer = server.Message(server.RESULT, arrays=[server.Array("uint8", (0,), b"")] * number, flags=flags)
+    answer = server.PartMessage(server.RESULT, arrays=[server.Array("uint8", (0,), b"")] * number, flags=flags)
     monkeypatch.setattr(layer._part, "_result", lambda *arguments: answer)
     with pytest.raises(ForeignError, match=f"answered with {number} arrays, needed: {needed}"):
         layer(inputs())

@@ -26,27 +26,27 @@ from elaswave.models.foreign.server import (
     RESULT,
     TEXT_BYTES_MAX,
     Array,
-    Message,
     Numpy,
+    PartMessage,
     ProtocolError,
     Server,
     aligned_room,
-    decode,
-    decode_header,
-    encode,
-    hash_of,
-    load,
+    decode_message,
+    decode_message_header,
+    encode_message,
+    hash_arrays,
+    load_factory,
 )
 
 LIMIT = 1 << 16
 
 
-def taken(data: bytes, limit: int = LIMIT) -> Message:
-    header = decode_header(data[:HEADER_BYTES], limit)
-    return decode(header, memoryview(data)[HEADER_BYTES:])
+def taken(data: bytes, limit: int = LIMIT) -> PartMessage:
+    header = decode_message_header(data[:HEADER_BYTES], limit)
+    return decode_message(header, memoryview(data)[HEADER_BYTES:])
 
 
-def plain(message: Message) -> Message:
+def plain(message: PartMessage) -> PartMessage:
     """With arrays that can be compared."""
     return message._replace(arrays=[Array(kind, tuple(shape), bytes(data)) for kind, shape, data in message.arrays])
 
@@ -57,20 +57,20 @@ ARRAYS = [
     Array("int64", (0, 4), b""),
     Array("bool", (65,), bytes(65)),
 ]
-MESSAGE = Message(
+MESSAGE = PartMessage(
     FORWARD, 7, "grüße", ARRAYS, flags=3, step=1 << 40, microbatch=5, hash=bytes(range(16))
 )  # fmt: skip
 
 
 def test_a_message_comes_back_as_it_was():
-    data = b"".join(encode(MESSAGE))
+    data = b"".join(encode_message(MESSAGE))
     assert plain(taken(data)) == MESSAGE
     assert len(data) % 64 == 0, "a body is padded"
-    assert plain(taken(b"".join(encode(Message(1))))) == Message(1, arrays=[])
+    assert plain(taken(b"".join(encode_message(PartMessage(1))))) == PartMessage(1, arrays=[])
 
 
 def test_arrays_begin_at_multiples_of_64_bytes():
-    header, *payload = encode(MESSAGE)
+    header, *payload = encode_message(MESSAGE)
     assert [len(header) % 64, *(sum(map(len, payload[:at])) % 64 for at in (2, 4))] == [0, 0, 0]
     room = aligned_room(100)
     assert len(room) == 100 and not room.readonly
@@ -97,28 +97,28 @@ def test_arrays_begin_at_multiples_of_64_bytes():
     ],
 )
 def test_what_is_wrong_is_named(place, form, value, error):
-    data = bytearray(b"".join(encode(MESSAGE)))
+    data = bytearray(b"".join(encode_message(MESSAGE)))
     assert data[71] == 1, "the first array is described behind the text"
     struct.pack_into(form, data, place, value)
     with pytest.raises(ProtocolError, match=error.replace("(", r"\(")):
-        header = decode_header(data[:HEADER_BYTES], LIMIT)
-        decode(header, memoryview(data)[HEADER_BYTES : HEADER_BYTES + header.body_bytes])
+        header = decode_message_header(data[:HEADER_BYTES], LIMIT)
+        decode_message(header, memoryview(data)[HEADER_BYTES : HEADER_BYTES + header.body_bytes])
 
 
 def test_what_does_not_travel_is_refused():
     for message, error in (
-        (Message(1, text="x" * (TEXT_BYTES_MAX + 1)), "a text of 1048577 bytes"),
-        (Message(1, arrays=[Array("float64", (1,), bytes(8))]), "an array of type float64, needed: one of float32"),
-        (Message(1, arrays=[Array("bool", (1,) * 17, bytes(1))]), "17 dimensions, at most 16"),
+        (PartMessage(1, text="x" * (TEXT_BYTES_MAX + 1)), "a text of 1048577 bytes"),
+        (PartMessage(1, arrays=[Array("float64", (1,), bytes(8))]), "an array of type float64, needed: one of float32"),
+        (PartMessage(1, arrays=[Array("bool", (1,) * 17, bytes(1))]), "17 dimensions, at most 16"),
     ):
         with pytest.raises(ProtocolError, match=error):
-            encode(message)
+            encode_message(message)
 
 
 def test_a_hash_covers_types_shapes_and_bits():
     one = Array("float32", (2, 1), bytes(8))
     others = [Array("float32", (1, 2), bytes(8)), Array("int32", (2, 1), bytes(8)), Array("float32", (2, 1), b"1" * 8)]
-    found = {hash_of([each]) for each in (one, *others)} | {hash_of([]), hash_of([one, one])}
+    found = {hash_arrays([each]) for each in (one, *others)} | {hash_arrays([]), hash_arrays([one, one])}
     assert len(found) == 6 and all(len(each) == 16 for each in found)
 
 
@@ -142,23 +142,23 @@ def test_a_part_that_is_not_there_is_named(tmp_path):
     path.write_text("class Middle: ...\n")
     before = list(sys.path)
     try:
-        _, text = load(f"{path}:Middle")
+        _, text = load_factory(f"{path}:Middle")
         with pytest.raises(SystemExit, match="has no 'Other'; give FILE.py:NAME"):
-            load(f"{path}:Other")
+            load_factory(f"{path}:Other")
         path.write_text("class Middle: ...  # changed\n")
-        assert load(f"{path}:Middle")[1] != text, "a change of the code shows"
+        assert load_factory(f"{path}:Middle")[1] != text, "a change of the code shows"
         assert text.startswith("parts.py:Middle ")
     finally:
         sys.path[:] = before
         sys.modules.pop("elaswave_foreign_part", None)
-    assert load("json:JSONDecoder")[1].startswith("json:JSONDecoder ")
+    assert load_factory("json:JSONDecoder")[1].startswith("json:JSONDecoder ")
 
 
 def test_a_server_computes_with_no_other_parameters_than_asked_for():
     asked = Server(Numpy(NumpyMiddle, {"width": 2}), "part")
-    values = asked.answer(Message(INITIAL, 1, step=3)).arrays
+    values = asked.answer(PartMessage(INITIAL, 1, step=3)).arrays
     x = Array("float32", (1, 2), bytes(8))
-    held = hash_of(values)
+    held = hash_arrays(values)
 
     def refused(message):
         answer = asked.answer(message)
@@ -166,17 +166,17 @@ def test_a_server_computes_with_no_other_parameters_than_asked_for():
         assert (answer.kind, found["is_ours"]) == (FAILED, True)
         return found["message"]
 
-    forward = Message(FORWARD, 2, arrays=[x], hash=held)
+    forward = PartMessage(FORWARD, 2, arrays=[x], hash=held)
     assert "those that are held are none" in refused(forward)
-    assert f"announced was {bytes(16).hex()}" in refused(Message(PARAMETERS, 3, arrays=values))
-    assert "1 parameters came, and the part has 2" in refused(Message(PARAMETERS, 3, arrays=values[:1]))
-    turned = Message(PARAMETERS, 3, arrays=values[::-1])
+    assert f"announced was {bytes(16).hex()}" in refused(PartMessage(PARAMETERS, 3, arrays=values))
+    assert "1 parameters came, and the part has 2" in refused(PartMessage(PARAMETERS, 3, arrays=values[:1]))
+    turned = PartMessage(PARAMETERS, 3, arrays=values[::-1])
     assert "parameter weight came with shape [2], needed: [2, 2]" in refused(turned)
-    answer = asked.answer(Message(PARAMETERS, 4, arrays=values, hash=held, step=7))
+    answer = asked.answer(PartMessage(PARAMETERS, 4, arrays=values, hash=held, step=7))
     assert (answer.kind, answer.hash, answer.step, answer.number) == (HELD, held, 7, 4)
     result = asked.answer(forward)
     assert result.kind == RESULT and result.flags == ONE
     digest = asked.answer(forward._replace(flags=ONLY_HASH))
-    assert (digest.kind, digest.hash) == (DIGEST, hash_of(result.arrays))
+    assert (digest.kind, digest.hash) == (DIGEST, hash_arrays(result.arrays))
     assert held.hex() in refused(forward._replace(hash=bytes(16)))
-    assert "a request of kind 99 is not known" in refused(Message(99))
+    assert "a request of kind 99 is not known" in refused(PartMessage(99))

@@ -13,11 +13,11 @@ from torch._subclasses import FakeTensor
 import elaswave
 from elaswave.errors import UsageError
 from elaswave.models.calls import Call, inside
-from elaswave.models.splitting.cut import Costs, best_cuts, bounds_of
+from elaswave.models.splitting.cut import CutCosts, balanced_cuts, bounds_of
 from elaswave.models.splitting.split import TracedNetwork
 
 
-def slowest(costs: Costs, cuts: tuple[int, ...]) -> float:
+def slowest(costs: CutCosts, cuts: tuple[int, ...]) -> float:
     return max(costs.part_s(start, stop) for start, stop in bounds_of(cuts, len(costs.compute_s)))
 
 
@@ -29,13 +29,13 @@ def test_no_other_cuts_have_a_faster_slowest_part(num_parts: int) -> None:
         cross = draw.exponential(0.3, num_ops + 1)
         cross[draw.random(num_ops + 1) < 0.2] = np.inf
         cross[0] = cross[-1] = 0.0
-        costs = Costs(draw.exponential(1.0, num_ops), cross)
+        costs = CutCosts(draw.exponential(1.0, num_ops), cross)
         every = [
             cuts
             for cuts in itertools.combinations(range(1, num_ops), num_parts - 1)
             if np.isfinite(slowest(costs, cuts))
         ]
-        found = best_cuts(costs, num_parts)
+        found = balanced_cuts(costs, num_parts)
         if not every:
             assert found is None
         else:

@@ -13,7 +13,7 @@ from elaswave.errors import InvalidProgramError
 from elaswave.observability.step_trace import step_trace, write_step_trace
 from elaswave.observability.trace import ACTION
 from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.machines import Cluster, Device
+from elaswave.planning.costs.machines import Cluster, DeviceSpec
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.schedules import SCHEDULES
 from elaswave.planning.costs.step_time.contended import simulate_step
@@ -23,7 +23,7 @@ from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.programs.programs import compile_programs
 from elaswave.types import Hop, Layout, Stage
 
-DEVICE = Device(name="d", flops_per_s=1.0, memory_bytes=1.0)
+DEVICE = DeviceSpec(name="d", flops_per_s=1.0, memory_bytes=1.0)
 
 
 def costs_of(seconds, boundary_bytes, overhead_s=0.0):

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from elaswave.planning.costs.link_probes import FIRST_BYTES, PROBE_BYTES_MAX, MeasuredLinks, Probe, probing
+from elaswave.planning.costs.link_probes import FIRST_BYTES, PROBE_BYTES_MAX, LinkProbe, MeasuredLinks, probing
 
 
-def measured(seconds: Callable[[Probe], float]) -> tuple[MeasuredLinks, list[Probe]]:
+def measured(seconds: Callable[[LinkProbe], float]) -> tuple[MeasuredLinks, list[LinkProbe]]:
     """What is found on a link on which a probe takes so long, and the probes."""
     steps, asked = probing(), []
     probe = next(steps)
@@ -20,7 +20,7 @@ def measured(seconds: Callable[[Probe], float]) -> tuple[MeasuredLinks, list[Pro
             return end.value, asked
 
 
-def link(trip_s: float, out: float, back: float) -> Callable[[Probe], float]:
+def link(trip_s: float, out: float, back: float) -> Callable[[LinkProbe], float]:
     """Rates in bytes a second."""
     return lambda probe: trip_s + probe.sent_bytes / out + probe.returned_bytes / back
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave.planning.costs.machines import Cluster, Device
+from elaswave.planning.costs.machines import Cluster, DeviceSpec
 from elaswave.planning.costs.network import NetworkLink
 
 LINK = NetworkLink(bandwidth_bytes_per_s=1e9, latency_s=0.0)
-DEVICE = Device(name="device", flops_per_s=1e12, memory_bytes=1e9, source="made up")
+DEVICE = DeviceSpec(name="device", flops_per_s=1e12, memory_bytes=1e9, source="made up")
 
 
 def cluster_of(ids: list[int]) -> Cluster:

@@ -12,7 +12,7 @@ from elaswave.planning.plan import StageShare
 from elaswave.planning.policy.fault_free import fault_free
 from elaswave.planning.programs.prediction import step_s
 from elaswave.planning.search.exhaustive import all_shapes
-from elaswave.planning.search.pipelines import Crew, mixed_pipelines, ranges_of
+from elaswave.planning.search.pipelines import PipelineWorkers, mixed_pipelines, ranges_of
 from elaswave.planning.search.planner import plan
 from elaswave.planning.search.shapes import build, score
 from elaswave.types import Stage
@@ -84,7 +84,7 @@ def test_every_fidelity_and_ranking_adds_the_layouts_own() -> None:
 def test_pipelines_beside_each_other_reduce_with_all_that_hold_the_layer() -> None:
     cluster, costs = make_cluster([1.0] * 7), linked([1.0] * 6)
     start = fault_free(cluster, costs, 3, 2, 8)
-    crew = Crew(
+    crew = PipelineWorkers(
         usual=ranges_of(start.chains[0]),
         members=[share.workers for share in start.chains[0].stages],
         free=np.array([6]),

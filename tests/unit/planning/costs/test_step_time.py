@@ -11,11 +11,11 @@ from tests.property.layouts import layouts
 
 from elaswave.errors import InvalidProgramError
 from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.machines import Cluster, Device, FrequencyLevel
+from elaswave.planning.costs.machines import Cluster, DeviceSpec, FrequencyLevel
 from elaswave.planning.costs.network import NetworkLink
-from elaswave.planning.costs.schedules import SCHEDULES, in_flight_bounds, parts_of
+from elaswave.planning.costs.schedules import SCHEDULES, in_flight_bounds, independent_pipelines
 from elaswave.planning.costs.step_time.exact import time_programs
-from elaswave.planning.costs.step_time.work import Flow, durations_of, run_in_order, transfer_of
+from elaswave.planning.costs.step_time.work import StepGraph, durations_of, run_in_order, transfer_of
 from elaswave.planning.programs import programs as planning_programs
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.programs.programs import compile_programs, compiled_step_s
@@ -90,8 +90,8 @@ def test_orders_that_are_given_up_are_those_that_are_not_the_best(layout, scale,
     def durations(hop, kind):
         return {"F": 1.0, "B": 2.3, "I": 1.2, "W": 1.1}[kind] * (1 + scale * (hop.worker % 3) / 4)
 
-    for part, _ in parts_of(layout):
-        flow = Flow(part, durations, ticks=True)
+    for part, _ in independent_pipelines(layout):
+        flow = StepGraph(part, durations, ticks=True)
         begins = [flow.seconds[0] * position for position in range(len(flow.workers))] if begins_late else []
         bounds = in_flight_bounds(part, "zero-bubble-h2")
         open_, tried = planning_programs._limits(part, flow, "zero-bubble-h2", bounds)
@@ -234,7 +234,7 @@ def test_durations_and_transfers_follow_from_costs_and_cluster():
     levels = (FrequencyLevel(speed=0.5, power_w=1.0), FrequencyLevel(speed=1.0, power_w=2.0))
     cluster = Cluster.uniform(
         3,
-        Device(name="d", flops_per_s=1.0, memory_bytes=1.0, levels=levels),
+        DeviceSpec(name="d", flops_per_s=1.0, memory_bytes=1.0, levels=levels),
         within_node=NetworkLink(bandwidth_bytes_per_s=100.0),
         between_nodes=NetworkLink(bandwidth_bytes_per_s=10.0, latency_s=1.0),
         workers_per_node=2,

@@ -23,7 +23,7 @@ from elaswave.planning.costs.step_time.work import (
     FORWARD,
     WEIGHT,
     Durations,
-    Flow,
+    StepGraph,
     durations_of,
     run_in_order,
     transfer_of,
@@ -113,7 +113,7 @@ def simulate_step(
         KeyError: a worker of the layout that the cluster lacks.
     """
     durations = durations or durations_of(costs.layer_s, cluster.speed_of(levels))
-    alone = Flow(layout, durations, transfer_of(costs, cluster))
+    alone = StepGraph(layout, durations, transfer_of(costs, cluster))
     encoded = alone.encode(programs)
     uncontended_s = run_in_order(alone, encoded).makespan  # also makes sure that the programs come to their end
     run = _ContendedRun(alone, encoded, costs, cluster)
@@ -217,7 +217,7 @@ class _ContendedRun:
         costs, cluster: sizes and links of transfers.
     """
 
-    def __init__(self, flow: Flow, encoded: list[list[int]], costs: Costs, cluster: Cluster) -> None:
+    def __init__(self, flow: StepGraph, encoded: list[list[int]], costs: Costs, cluster: Cluster) -> None:
         self._flow = flow
         self._encoded = encoded
         self._sizes = [layer.boundary_bytes for layer in costs.layers]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from elaswave.planning.costs.step_time.work import Durations, Flow, TransferSeconds, run_in_order
+from elaswave.planning.costs.step_time.work import Durations, StepGraph, TransferSeconds, run_in_order
 from elaswave.types import Layout, Program
 
 
@@ -67,7 +67,7 @@ def time_programs(
         InvalidProgramError: an action of no route, or programs that wait for each other for ever.
         ValueError: a duration that is negative or not finite.
     """
-    flow = Flow(layout, durations, transfer_s)
+    flow = StepGraph(layout, durations, transfer_s)
     times = run_in_order(flow, flow.encode(programs))
     return Timeline(
         layout=layout,

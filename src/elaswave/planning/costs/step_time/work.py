@@ -85,7 +85,7 @@ def transfer_of(costs: Costs, cluster: Cluster) -> TransferSeconds:
     return transfer_s
 
 
-class Flow:
+class StepGraph:
     """The nodes of a layout with their durations.
 
     Args:
@@ -138,7 +138,7 @@ class Flow:
         if ticks and durations is not None:
             self._round()
 
-    def in_ticks(self) -> "Flow":
+    def in_ticks(self) -> "StepGraph":
         """The same with rounded durations: see `ticks`. For flows that were made with durations."""
         rounded = copy(self)
         rounded._round()
@@ -253,7 +253,7 @@ class Times(NamedTuple):
         return max((own[-1] for own in self.ends if own), default=0)
 
 
-def run_in_order(flow: Flow, encoded: Sequence[Sequence[int]], begins: Sequence[float] | None = None) -> Times:
+def run_in_order(flow: StepGraph, encoded: Sequence[Sequence[int]], begins: Sequence[float] | None = None) -> Times:
     """Runs programs as the executor does: every worker in its order, each action as soon as its input is there.
 
     Args:

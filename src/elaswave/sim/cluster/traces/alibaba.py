@@ -14,14 +14,14 @@ time seven times, so lines are sorted by time; those of one second stay in order
 from collections.abc import Iterable
 
 from elaswave.sim.cluster.failures import Scenario
-from elaswave.sim.cluster.traces.history import History, Kind, Layout
+from elaswave.sim.cluster.traces.history import History, Kind, TraceMachines
 
 NEEDED = "seconds,machine,add or softerror or harderror,..."
 GOES: dict[str, Kind] = {"harderror": "lost", "softerror": "drained"}
 MOST_DIGITS = 12
 
 
-def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
+def read_alibaba(lines: Iterable[tuple[int, str]], layout: TraceMachines) -> Scenario:
     """Reads a trace.
 
     Args:

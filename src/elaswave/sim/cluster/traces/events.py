@@ -6,14 +6,14 @@ The form of the spot instances' traces of Bamboo (Thorpe et al., NSDI 2023; ucla
 from collections.abc import Iterable
 
 from elaswave.sim.cluster.failures import Scenario
-from elaswave.sim.cluster.traces.history import History, Layout
+from elaswave.sim.cluster.traces.history import History, TraceMachines
 
 NEEDED = "milliseconds,add or remove,node"
 MOST_DIGITS = 15
 """Of a time: a float holds it exactly."""
 
 
-def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
+def read_event_trace(lines: Iterable[tuple[int, str]], layout: TraceMachines) -> Scenario:
     """Reads a trace.
 
     Args:

@@ -11,7 +11,7 @@ from itertools import chain
 from elaswave.errors import DataError, UsageError
 from elaswave.sim.cluster.failures import Scenario
 from elaswave.sim.cluster.traces import acme, alibaba, events, philly, polls
-from elaswave.sim.cluster.traces.history import Layout
+from elaswave.sim.cluster.traces.history import TraceMachines
 
 Lines = Iterable[tuple[int, str]]
 SAMPLE = 80
@@ -24,18 +24,20 @@ class TraceFormat:
 
     begins: re.Pattern[str]
     """What the first line looks like."""
-    read: Callable[[Lines, Layout], Scenario]
+    read: Callable[[Lines, TraceMachines], Scenario]
     needed: str
     """Of a line, for people."""
 
 
 FORMATS = {
-    "polls": TraceFormat(re.compile(r"\d{4}-\d\d-\d\d\s*,\s*\d\d:\d\d:\d\d\s*,"), polls.read, polls.NEEDED),
+    "polls": TraceFormat(re.compile(r"\d{4}-\d\d-\d\d\s*,\s*\d\d:\d\d:\d\d\s*,"), polls.read_polls, polls.NEEDED),
     "philly": TraceFormat(
-        re.compile(r"time,machine_?[iI]d,|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [A-Z]+,"), philly.read, philly.NEEDED
+        re.compile(r"time,machine_?[iI]d,|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [A-Z]+,"), philly.read_philly, philly.NEEDED
     ),
-    "alibaba-2017": TraceFormat(re.compile(r"\d+,\d+,(add|softerror|harderror)\b"), alibaba.read, alibaba.NEEDED),
-    "events": TraceFormat(re.compile(r"[^,{[]*,\s*[a-z]*\s*,[^,]*$"), events.read, events.NEEDED),
+    "alibaba-2017": TraceFormat(
+        re.compile(r"\d+,\d+,(add|softerror|harderror)\b"), alibaba.read_alibaba, alibaba.NEEDED
+    ),
+    "events": TraceFormat(re.compile(r"[^,{[]*,\s*[a-z]*\s*,[^,]*$"), events.read_event_trace, events.NEEDED),
 }
 """By name, in the order in which they are tried."""
 
@@ -99,7 +101,7 @@ def read_trace(
     """
     if trace_format is not None and trace_format not in FORMATS:
         raise UsageError(f"there is no format {trace_format!r} of traces; choose one of {', '.join(FORMATS)}")
-    layout = Layout(name, workers_per_node=workers_per_node, nodes_per_rack=nodes_per_rack, seed=seed)
+    layout = TraceMachines(name, workers_per_node=workers_per_node, nodes_per_rack=nodes_per_rack, seed=seed)
     numbered = _numbered(lines)
     first = next(numbered, None)
     if first is None:
@@ -115,7 +117,7 @@ def _numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _recognise(number: int, text: str, layout: Layout) -> str:
+def _recognise(number: int, text: str, layout: TraceMachines) -> str:
     for name, known in FORMATS.items():
         if known.begins.match(text):
             return name

@@ -15,7 +15,7 @@ _DATE_AND_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)")
 _DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334, 365)
 
 
-def seconds_of(text: str) -> float | None:
+def timestamp_s(text: str) -> float | None:
     """Seconds since 1970 of a date and time, as 2021-12-11 11:11:30; None if it is none."""
     found = _DATE_AND_TIME.fullmatch(text)
     if found is None:
@@ -32,7 +32,7 @@ def seconds_of(text: str) -> float | None:
     return float(((days + day - 1 - 719_527) * 24 + hour) * 3600 + minute * 60 + second)  # 719,527 days before 1970
 
 
-class Layout:
+class TraceMachines:
     """What a trace does not say of its machines, and the name that messages give it."""
 
     def __init__(self, name: str, *, workers_per_node: int = 1, nodes_per_rack: int = 1, seed: int = 0) -> None:
@@ -71,7 +71,7 @@ class History:
     that comes back gets new worker ids, in the same node.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: TraceMachines) -> None:
         self._layout = layout
         self._there: dict[str, tuple[int, ...]] = {}
         """Machines, with their workers."""

@@ -17,7 +17,7 @@ that pandas has written have it so.
 from collections.abc import Iterable
 
 from elaswave.sim.cluster.failures import Scenario
-from elaswave.sim.cluster.traces.history import History, Layout, seconds_of
+from elaswave.sim.cluster.traces.history import History, TraceMachines, timestamp_s
 
 NEEDED = "time,machine,utilization of the CPU (or memory, or of each GPU), NA while it is offline"
 ZONES_S = {"PST": -8 * 3600, "PDT": -7 * 3600, "UTC": 0}
@@ -26,7 +26,7 @@ STRETCH_S = 600.0
 """Lines of a server that follow each other by at most so much are one stretch of time: none lies in between."""
 
 
-def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
+def read_philly(lines: Iterable[tuple[int, str]], layout: TraceMachines) -> Scenario:
     """Reads a log.
 
     Args:
@@ -45,7 +45,7 @@ def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
 class _Reader:
     """A log as far as it was read: stretches of time in which a server stayed as it was, not what every minute said."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: TraceMachines) -> None:
         self._layout = layout
         self._num_fields: int | None = None
         self._times: dict[str, float] = {}
@@ -100,7 +100,7 @@ class _Reader:
     def _seconds(self, number: int, text: str) -> float:
         if text not in self._times:
             local, _, zone = text.rpartition(" ")
-            local_s = seconds_of(local)
+            local_s = timestamp_s(local)
             if local_s is None or zone not in ZONES_S:
                 raise self._layout.fault(
                     number, f"has the time {text[:40]!r}; needed is one as 2017-10-03 00:08:00 PDT, or PST, or UTC"

@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterable
 
 from elaswave.sim.cluster.failures import Scenario
-from elaswave.sim.cluster.traces.history import History, Layout, seconds_of
+from elaswave.sim.cluster.traces.history import History, TraceMachines, timestamp_s
 
 NEEDED = "date, time, count, as 2021-12-11, 11:11:30, 55"
 OVERLAP_S = 120.0
@@ -23,7 +23,7 @@ OVERLAP_S = 120.0
 MACHINES_MAX = 1_000_000
 
 
-def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
+def read_polls(lines: Iterable[tuple[int, str]], layout: TraceMachines) -> Scenario:
     """Reads a poll log.
 
     Args:
@@ -50,10 +50,10 @@ def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
     return _live(polls, layout)
 
 
-def _poll(number: int, text: str, layout: Layout) -> tuple[float, int]:
+def _poll(number: int, text: str, layout: TraceMachines) -> tuple[float, int]:
     date, _, rest = text.partition(",")
     time, _, count = (part.strip() for part in rest.partition(","))
-    at_s = seconds_of(f"{date.strip()} {time}")
+    at_s = timestamp_s(f"{date.strip()} {time}")
     if at_s is None:
         raise layout.fault(number, f"has no time: {text[:60]!r}; needed are {NEEDED}")
     if not (count.isascii() and count.isdigit() and len(count) <= 7 and int(count) <= MACHINES_MAX):
@@ -63,7 +63,7 @@ def _poll(number: int, text: str, layout: Layout) -> tuple[float, int]:
     return at_s, int(count)
 
 
-def _live(polls: list[tuple[float, int]], layout: Layout) -> Scenario:
+def _live(polls: list[tuple[float, int]], layout: TraceMachines) -> Scenario:
     history, rng, num_named = History(layout), random.Random(f"{layout.seed} polls"), 0
     history.begin(polls[0][0])
     for at_s, count in polls:

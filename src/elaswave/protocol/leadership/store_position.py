@@ -1,0 +1,74 @@
+"""How far a store's history has come, as members of a job have heard it (H9). No IO.
+
+A coordinator tells with its messages where the history stood when it sent them, and members say the newest that they
+have heard to each coordinator that they find. What was told was durable, so each coordinator has it in the history that
+it has read, unless the store has gone back: somebody has put a backup in its place.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+
+class StorePosition(msgspec.Struct, frozen=True, array_like=True):
+    """The newest entry of a history."""
+
+    job_generation: int
+    """Of the job, as its store counts: a job that was founded again has another history, and other members (H1)."""
+    term: int
+    """Of the coordinator that has told it."""
+    length: int
+    """Number of entries."""
+    digest: bytes
+    """Of the last one, which has that of the one before; empty if there is none."""
+    seal: bytes = b""
+    """That a coordinator of the job has told it (H14); empty: nobody has, or the store is private to the job."""
+
+    def __str__(self) -> str:
+        return f"{self.length} entries of term {self.term}, the last one {self.digest.hex()[:8] or 'none'}"
+
+
+class PositionVerdict(Enum):
+    """What a member's head means to a coordinator."""
+
+    FITS = "it is in the own history"
+    OTHER_JOB = "it was told by a coordinator of another founding: one of the two jobs is over"
+    NEWER_TERM = "it was told by a coordinator of a later term: either that one is, or the store has gone back"
+    GONE_BACK = "the store has lost what was durable"
+
+
+def first_position(job_generation: int) -> StorePosition:
+    """What a member of a founding says that has heard nothing of its history yet.
+
+    Args:
+        job_generation: as in `StorePosition`.
+    """
+    return StorePosition(job_generation, 0, 0, b"")
+
+
+def newest_position(one: StorePosition | None, other: StorePosition) -> StorePosition:
+    """Which of two heads a member keeps. It stays of the founding that it is of."""
+    if one is None or (
+        one.job_generation == other.job_generation and (other.term, other.length) > (one.term, one.length)
+    ):
+        return other
+    return one
+
+
+def compare_positions(reported: StorePosition, own: StorePosition, digests: Sequence[bytes]) -> PositionVerdict:
+    """What a member's head means.
+
+    Args:
+        heard: what the member has heard.
+        own: where the coordinator's history stands.
+        digests: of all its entries.
+    """
+    if reported.job_generation != own.job_generation:
+        return PositionVerdict.OTHER_JOB
+    if reported.term > own.term:
+        return PositionVerdict.NEWER_TERM
+    is_there = reported.length == 0 or (
+        reported.length <= len(digests) and digests[reported.length - 1] == reported.digest
+    )
+    return PositionVerdict.FITS if is_there else PositionVerdict.GONE_BACK
