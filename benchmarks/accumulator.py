@@ -22,8 +22,7 @@ from harness import machine, print_header  # first: it sets the number of thread
 import torch  # isort: skip
 from torch import nn
 
-from elaswave.blocks.grids import GRID_RULES, could_overflow, is_too_coarse, next_exponent
-from elaswave.blocks.shapes import LayerShape, TensorSlot
+from elaswave.blocks.shapes import GRID_RULES, LayerShape, TensorSlot, could_overflow, is_too_coarse, next_exponent
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.engine.blueprint import Blueprint

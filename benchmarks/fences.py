@@ -39,9 +39,9 @@ from elaswave.config.load import load_config
 from elaswave.engine import compute
 from elaswave.engine.boundaries.codecs import decode_tensor, encode_tensor
 from elaswave.models.layers import build_layer
-from elaswave.models.registry import build_model
 from elaswave.state.flat import FlatLayer, model_shapes
 from elaswave.state.sums import ExactAccumulator
+from elaswave.training.builtin import build_model
 from elaswave.training.tokens import TokenSamples, open_tokens, sampler_of
 
 CODECS = ("bf16", "int8", "int4", "topk10", "topk10-own", "topk100", "topk100-own")

@@ -25,15 +25,14 @@ import torch
 from harness import SIZES, configuration, machine, print_header, with_steps
 from torch import nn
 
-from elaswave.blocks.grids import next_exponent
-from elaswave.blocks.shapes import LayerShape, TensorSlot
+from elaswave.blocks.shapes import LayerShape, TensorSlot, next_exponent
 from elaswave.hashing import signed64
 from elaswave.launcher.launcher import train
-from elaswave.models import registry
 from elaswave.models.gpt import gpt
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.observability.progress import make_reporter
 from elaswave.state.sums import ExactAccumulator, offset, reduced_gradient
+from elaswave.training import builtin
 
 SCALES = tuple(10.0**-decade for decade in range(3, 14))
 """Size of a row, as a share of the tensor's largest gradient."""
@@ -142,7 +141,7 @@ def errors_by_scale() -> list[dict]:
 def retries_of(kind: str, size: str, num_steps: int) -> dict:
     """Trains with one worker, and counts the steps that were tried again and the rows of gradients."""
     config = configuration(*SIZES[size], "layout.stages=1", "layout.replicas=1")
-    registry.MODELS["gpt"] = gpt if kind == "ordinary" else _family(kind)
+    builtin.MODELS["gpt"] = gpt if kind == "ordinary" else _family(kind)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with open(folder / "progress.log", "w") as log:

@@ -23,7 +23,7 @@ import msgspec
 from harness import machine, print_header
 
 from elaswave.store.file_store import FileStore
-from elaswave.store.journal import JournalRecord, Published
+from elaswave.store.store import JournalRecord, Published
 
 
 def own_s(path: Path, num_appends: int, synced: bool) -> float:

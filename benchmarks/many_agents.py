@@ -31,7 +31,7 @@ from elaswave.channel.messages.agent import FromAgent, ToAgent
 from elaswave.channel.messages.worker import Heartbeat, LinkLost
 from elaswave.channel.wire import ControlFrameKind, Session, agent_id, encode_payload
 from elaswave.coordinator.agents import Agents
-from elaswave.launcher.forkserver.worker_life import HEARTBEAT_S as WORKER_HEARTBEAT_S
+from elaswave.launcher.forkserver.worker_main import HEARTBEAT_S as WORKER_HEARTBEAT_S
 from elaswave.launcher.local_job import HEARTBEAT_S as AGENT_HEARTBEAT_S
 from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors
 from elaswave.protocol.coordinator.driver import CoordinatorDriver

@@ -25,14 +25,14 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from elaswave.blocks.grids import GRID_RULES
 from elaswave.blocks.placement import ReplicaRole
+from elaswave.blocks.shapes import GRID_RULES
 from elaswave.config.schema import Config
 from elaswave.engine.blueprint import Blueprint
 from elaswave.launcher.launcher import train
 from elaswave.models.layers import build_layer
 from elaswave.observability.progress import make_reporter
-from elaswave.state.store import BlockStore
+from elaswave.state.buffers import BlockStore
 
 NUM_STEPS = 3
 SMALL_HIDDEN_SIZE = 64

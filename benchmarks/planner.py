@@ -21,7 +21,7 @@ from harness import machine, print_header
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
-from elaswave.planning.policy.fault_free import fault_free
+from elaswave.planning.policy.fault_free_policies import fault_free
 from elaswave.planning.search.planner import plan
 
 SHAPES = {

@@ -31,7 +31,7 @@ from elaswave.config.presets import device_preset, model_shape
 from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
 from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.recovery_times import RecoveryTimes
-from elaswave.planning.policy.healthy import fault_free_step_s
+from elaswave.planning.policy.fault_free_policies import fault_free_step_s
 from elaswave.planning.policy.policies import make_policies
 from elaswave.planning.policy.policy_parts import rectangle
 from elaswave.planning.state_moves.placed_blocks import Placing

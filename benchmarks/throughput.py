@@ -31,11 +31,10 @@ from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
 from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policy.fault_free import fastest_fault_free
-from elaswave.planning.policy.healthy import FaultFreeStart, own_starts
+from elaswave.planning.policy.fault_free_policies import FaultFreeStart, fastest_fault_free, own_starts
 from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.programs.prediction import time_within_memory
-from elaswave.planning.search.options import AXES, Options
+from elaswave.planning.search.candidates import AXES, Options
 from elaswave.planning.search.planner import plan
 
 POLICIES = policies()

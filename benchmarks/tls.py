@@ -31,10 +31,9 @@ from harness import (
     run_in_turns,
 )
 
-from elaswave.job.key_files import new_key, tls_of
-from elaswave.job.key_making import make_keys
+from elaswave.job.keys import make_keys, new_key, tls_of
 from elaswave.transport.addresses import Endpoint
-from elaswave.transport.frames import Tag
+from elaswave.transport.interface import Tag
 from elaswave.transport.stream import StreamTransport
 
 FRAME_BYTES = 4 << 20

@@ -15,8 +15,7 @@ from typing import Any
 from tests.children import with_parent
 from tests.signals import hear_signals
 
-from elaswave.job.key_files import KeyRole
-from elaswave.job.key_making import write_role_key
+from elaswave.job.keys import KeyRole, write_role_key
 from elaswave.observability.processes import facts_of
 
 OF_TORCH = ("torchinductor_", "torchelastic_")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.job import key_making
-from elaswave.job.key_files import tls_of
+from elaswave.job import keys
+from elaswave.job.keys import tls_of
 from elaswave.transport.tls import Tls
 
 
@@ -26,7 +26,7 @@ def keys_of(authority: str) -> Path:
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl command to make certificates with")
     folder = _folder() / authority
-    key_making.make_keys(folder, [("10.9.8.7",)], 2)
+    keys.make_keys(folder, [("10.9.8.7",)], 2)
     return folder
 
 
@@ -50,7 +50,7 @@ def expired_tls() -> Tls:
     """Of the job's authority, expired."""
     folder = keys_of("job") / "expired"
     folder.mkdir()
-    key_making._make_certificate(keys_of("job"), folder, key_making.LOCAL_NAMES, -1)
+    keys._make_certificate(keys_of("job"), folder, keys.LOCAL_NAMES, -1)
     shutil.copy(keys_of("job") / "authority.pem", folder)
     return tls_of(folder)
 
@@ -60,11 +60,11 @@ def client_only_tls() -> Tls:
     """Of the job's authority, for clients alone."""
     folder = keys_of("job") / "client"
     folder.mkdir()
-    whole, key_making._HOST = key_making._HOST, key_making._HOST.replace("serverAuth, ", "")
+    whole, keys._HOST = keys._HOST, keys._HOST.replace("serverAuth, ", "")
     try:
-        key_making._make_certificate(keys_of("job"), folder, key_making.LOCAL_NAMES, 2)
+        keys._make_certificate(keys_of("job"), folder, keys.LOCAL_NAMES, 2)
     finally:
-        key_making._HOST = whole
+        keys._HOST = whole
     shutil.copy(keys_of("job") / "authority.pem", folder)
     return tls_of(folder)
 
@@ -74,6 +74,6 @@ def second_tls() -> Tls:
     """As good as this host's, and another certificate."""
     folder = keys_of("job") / "second"
     folder.mkdir()
-    key_making._make_certificate(keys_of("job"), folder, key_making.LOCAL_NAMES, 2)
+    keys._make_certificate(keys_of("job"), folder, keys.LOCAL_NAMES, 2)
     shutil.copy(keys_of("job") / "authority.pem", folder)
     return tls_of(folder)

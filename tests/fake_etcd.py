@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from elaswave.store.etcd_gateway import HttpResponse
+from elaswave.store.etcd_client import HttpResponse
 
 KEY = b"the job's key, of tests alone..."
 STRANGERS = b"another key, of a stranger alone"

@@ -13,15 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from elaswave.errors import CommError, FrameError, InterruptedWaitError, PeerLostError, WaitTimeoutError
-from elaswave.transport.frames import HEADER_BYTES, Tag, byte_views, decode_header, encode_header
-from elaswave.transport.inbox import Inbox, make_recv
 from elaswave.transport.interface import (
     DEFAULT_MAX_FRAME_BYTES,
     DEFAULT_MAX_UNEXPECTED_BYTES,
+    HEADER_BYTES,
     Handle,
+    Tag,
+    byte_views,
     complete,
+    decode_header,
+    encode_header,
     fail,
 )
+from elaswave.transport.link import Inbox, make_recv
 from elaswave.transport.waiter import Waiter
 
 

@@ -14,8 +14,7 @@ from timing import Companion, time_issue, time_on_device
 from elaswave.blocks.shapes import LayerShape, TensorSlot, align
 from elaswave.devices import sums_kernel
 from elaswave.devices.sums_kernel import Chunks, FlatRange, Gradients, add_by_kernel, add_by_operators, addresses_of
-from elaswave.state.sums import ExactAccumulator
-from elaswave.state.words import plane_dtypes
+from elaswave.state.sums import ExactAccumulator, plane_dtypes
 
 PROBE = Probe(6, __file__)
 _WIDTHS = (64, 48)

@@ -12,8 +12,8 @@ import torch
 from parts import Bench, Probe, Row, SkipPart
 from timing import launches_of, time_issue, time_on_host
 
+from elaswave.state.hashes import run_hash
 from elaswave.state.sums import square_sum
-from elaswave.state.verify import run_hash
 
 PROBE = Probe(7, __file__)
 _NAMES = ("master", "gradient", "exp_avg", "exp_avg_sq")

@@ -5,8 +5,7 @@ import torch
 from tests.conformance.worlds import PATIENCE_S, World, link, settle, until
 
 from elaswave.errors import PeerLostError
-from elaswave.transport.frames import Tag
-from elaswave.transport.interface import Transport
+from elaswave.transport.interface import Tag, Transport
 
 TAG = Tag(channel=1, step=1, attempt=0)
 

@@ -13,7 +13,7 @@ import pytest
 from elaswave.errors import StoreError
 from elaswave.store import file_store as store_module
 from elaswave.store.file_store import MAGIC, FileStore, pack_entry, scan
-from elaswave.store.interface import Store
+from elaswave.store.store import Store
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):

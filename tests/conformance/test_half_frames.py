@@ -5,8 +5,7 @@ import torch
 from tests.conformance.worlds import PATIENCE_S, finish, settle, until
 
 from elaswave.errors import InterruptedWaitError, PeerLostError
-from elaswave.transport.frames import HEADER_BYTES, Tag
-from elaswave.transport.interface import Handle
+from elaswave.transport.interface import HEADER_BYTES, Handle, Tag
 
 TAG = Tag(channel=1, step=1, attempt=0)
 BIG = 4 << 20

@@ -14,8 +14,8 @@ from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads, link, 
 from elaswave.errors import AuthenticationError, FrameError, PeerLostError, WaitTimeoutError
 from elaswave.transport import acceptor, addresses, unauthenticated
 from elaswave.transport import link as link_module
-from elaswave.transport.frames import HEADER_BYTES, Tag, encode_header
 from elaswave.transport.handshake import MAGIC, VERSION, Dialler, KeyRing, Listener, Secrets
+from elaswave.transport.interface import HEADER_BYTES, Tag, encode_header
 from elaswave.transport.stream import StreamTransport
 
 TAG = Tag(channel=1, step=1, attempt=0)
@@ -348,7 +348,7 @@ def test_a_short_key_is_refused(tmp_path, key):
 
 
 def test_no_memory_for_a_frame_is_a_frame_error():
-    from elaswave.transport.frames import empty_tensor
+    from elaswave.transport.interface import empty_tensor
 
     with pytest.raises(FrameError, match="no memory"):
         empty_tensor(0, (1 << 31, 1 << 31))

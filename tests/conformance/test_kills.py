@@ -19,7 +19,7 @@ import torch
 from tests.conformance.worlds import KEY
 
 from elaswave.errors import PeerLostError
-from elaswave.transport.frames import Tag
+from elaswave.transport.interface import Tag
 from elaswave.transport.stream import StreamTransport
 
 NUM_ELEMENTS = (64 << 20) // 8

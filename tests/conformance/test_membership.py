@@ -9,7 +9,7 @@ import torch
 from tests.conformance.worlds import PATIENCE_S, finish, in_threads, link, settle, until
 
 from elaswave.errors import CommError, InterruptedWaitError, PeerLostError, WaitTimeoutError
-from elaswave.transport.frames import Tag
+from elaswave.transport.interface import Tag
 
 TAG = Tag(channel=1, step=1, attempt=0)
 

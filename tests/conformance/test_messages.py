@@ -6,7 +6,7 @@ from tests.conformance.worlds import PATIENCE_S, World, finish, settle, until
 from tests.memory_transport import MemoryNetwork
 
 from elaswave.errors import FrameError, InterruptedWaitError, PeerLostError, WaitTimeoutError
-from elaswave.transport.frames import HEADER_BYTES, Tag
+from elaswave.transport.interface import HEADER_BYTES, Tag
 
 TAG = Tag(channel=7, step=3, attempt=1, a=2, b=5)
 

@@ -13,12 +13,11 @@ from tests.fake_etcd import KEY, FakeEtcd, FakeGateway
 
 from elaswave.errors import StoreError, SupersededError
 from elaswave.protocol.coordinator.store_writes import spec_value
-from elaswave.store import etcd_keys
-from elaswave.store.etcd_client import EtcdClient
-from elaswave.store.etcd_gateway import HttpGateway
+from elaswave.store import etcd_store
+from elaswave.store.etcd_client import EtcdClient, HttpGateway
 from elaswave.store.etcd_store import EtcdStore
 from elaswave.store.file_store import FileStore
-from elaswave.store.interface import Owner, Store
+from elaswave.store.store import Owner, Store
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
@@ -64,7 +63,7 @@ class EtcdPlace:
     def __init__(self, client: Callable[[], EtcdClient]) -> None:
         self.client = client
         with closing(client()) as founder:
-            etcd_keys.found(founder, spec_value(7), 10.0)
+            etcd_store.found(founder, spec_value(7), 10.0)
 
     def open(self, record_type: object = Record) -> Store:
         return EtcdStore(self.client(), record_type, OWNER, patience_s=10.0)

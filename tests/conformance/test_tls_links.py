@@ -11,7 +11,7 @@ from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads, link, 
 
 from elaswave.errors import AuthenticationError, WaitTimeoutError
 from elaswave.transport.addresses import Endpoint
-from elaswave.transport.frames import Tag
+from elaswave.transport.interface import Tag
 from elaswave.transport.stream import StreamTransport
 from elaswave.transport.tls import TlsError, tls_failure
 

@@ -14,7 +14,7 @@ import torch
 from tests.integration.jobs import Job, run_job
 from tests.unit.shapes import make_shape
 
-from elaswave.blocks.grids import INITIAL_EXPONENT
+from elaswave.blocks.shapes import INITIAL_EXPONENT
 from elaswave.config.schema import OptimizerConfig
 from elaswave.devices.interface import read_tensors, wait_for
 from elaswave.errors import WorkerError
@@ -25,9 +25,8 @@ from elaswave.state.device_sums import (
     pieces_of,
     reduced_gradient_on_device,
 )
-from elaswave.state.device_verify import Found, run_hashes, square_sums
+from elaswave.state.hashes import Found, run_hash, run_hashes, square_sums
 from elaswave.state.sums import ExactAccumulator
-from elaswave.state.verify import run_hash
 from elaswave.training.optimizer import RULES
 
 pytestmark = [

@@ -14,7 +14,7 @@ from tests.etcd_processes import Member, cluster, needs_etcd
 from tests.hosts.world import Host, World, lacking
 from tests.integration.jobs import SMALL, run_job
 
-from elaswave.job.key_making import make_keys
+from elaswave.job.keys import make_keys
 from elaswave.observability.result import read_digests, read_result
 
 REASON = lacking()

@@ -27,7 +27,7 @@ from elaswave.protocol.step.engine import Ports
 from elaswave.protocol.step.execution import Life, T
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.replayed_state import ReplayedState
-from elaswave.state.store import BlockStore, HeldBlock
+from elaswave.state.buffers import BlockStore, HeldBlock
 from elaswave.training.definition import Training as Definition
 from elaswave.types import Layout, Program
 from elaswave.worker.links import TransportLinks

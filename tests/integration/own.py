@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import elaswave
 from elaswave.api.environment import environment_to_compute
 from elaswave.api.session import ScriptSession, active
-from elaswave.launcher.job import JobOptions
+from elaswave.launcher.launcher import JobOptions
 
 CONFIG: dict[str, Any] = {
     "run.steps": 8,

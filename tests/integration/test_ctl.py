@@ -20,8 +20,7 @@ from elaswave.channel.messages.operator import AskStatus, JobStatus, StatusAnswe
 from elaswave.cli.main import main
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError
-from elaswave.job.key_files import KeyRole
-from elaswave.job.key_making import write_role_key
+from elaswave.job.keys import KeyRole, write_role_key
 from elaswave.observability.events import LayoutChosen, read_events
 from elaswave.observability.processes import read_processes, signal_process
 from elaswave.observability.result import read_result

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 
-from elaswave.engine.checks.determinism_check import environment
-from elaswave.engine.checks.update_canary import UPDATE
+from elaswave.engine.checks.determinism_check import UPDATE, environment
 from elaswave.errors import VoteError
 from elaswave.protocol.environment import ENVIRONMENT, Environment
 from elaswave.protocol.step.engine import Measured, Phase

@@ -8,21 +8,21 @@ import pytest
 from tests.integration.jobs import Calm, QuietReporter, run_job
 
 from elaswave.launcher import worker_supervisor
-from elaswave.launcher.forkserver import worker_life
+from elaswave.launcher.forkserver import worker_main
 from elaswave.protocol.detection import detector
 from elaswave.worker.setup import WorkerSetup
 
 
 def strike(monkeypatch: pytest.MonkeyPatch, victims: tuple[int, ...], number: signal.Signals) -> None:
     """Workers get a signal before they have done anything."""
-    run = worker_life.run_worker
+    run = worker_main.run_worker
 
     def be_struck_or_run(setup: WorkerSetup, *arguments: object) -> int:
         if setup.worker in victims:
             os.kill(os.getpid(), number)
         return run(setup, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(worker_life, "run_worker", be_struck_or_run)
+    monkeypatch.setattr(worker_main, "run_worker", be_struck_or_run)
 
 
 @pytest.mark.parametrize("victims", [*(pytest.param((each,), marks=pytest.mark.slow) for each in (0, 3)), (1, 2)])

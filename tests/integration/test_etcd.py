@@ -15,8 +15,7 @@ from tests.integration.jobs import QuietReporter, run_job
 
 from elaswave.errors import ElaswaveError, LaunchError, RetryError
 from elaswave.observability.processes import read_processes
-from elaswave.store.etcd_client import EtcdClient
-from elaswave.store.etcd_gateway import HttpGateway
+from elaswave.store.etcd_client import EtcdClient, HttpGateway
 
 pytestmark = needs_etcd
 

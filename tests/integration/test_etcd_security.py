@@ -9,8 +9,7 @@ from tests.etcd_processes import cluster, needs_etcd
 from tests.fake_etcd import KEY
 
 from elaswave.errors import StoreError
-from elaswave.store.etcd_client import Credentials, EtcdClient, NoAnswerError
-from elaswave.store.etcd_gateway import HttpGateway, security_of
+from elaswave.store.etcd_client import Credentials, EtcdClient, HttpGateway, NoAnswerError, security_of
 
 pytestmark = needs_etcd
 

@@ -17,7 +17,7 @@ import elaswave
 from elaswave.api.session import ScriptSession, active
 from elaswave.cli.main import cli
 from elaswave.errors import RunFolderError, UsageError
-from elaswave.launcher.job import JobOptions
+from elaswave.launcher.launcher import JobOptions
 from elaswave.observability.run_folder import resume_command, saved_config
 
 TEXT = (

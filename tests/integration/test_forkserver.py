@@ -20,7 +20,7 @@ from elaswave.checkpoints.checkpoint import CheckpointSearch, find_newest_checkp
 from elaswave.coordinator.records import checkpoints, job_end
 from elaswave.engine.checks.probe import Phase
 from elaswave.errors import LaunchError, RecoveryError
-from elaswave.launcher import launcher, launcher_waits, template_link
+from elaswave.launcher import launcher, processes
 from elaswave.launcher.forkserver import server
 from elaswave.launcher.forkserver.machine import COMMITTER
 from elaswave.launcher.forkserver.messages import Spawned
@@ -265,13 +265,13 @@ class Hangs:
         raise AssertionError("it was to be killed")
 
 
-def in_half_a_second(monkeypatch: pytest.MonkeyPatch) -> Callable[[launcher_waits.LauncherWaits, float], None]:
+def in_half_a_second(monkeypatch: pytest.MonkeyPatch) -> Callable[[processes.LauncherWaits, float], None]:
     """A `LauncherWaits.for_commit` that shortens the bound from then on: a coordinator that a busy machine keeps from
     starting has the usual one."""
-    for_commit = launcher_waits.LauncherWaits.for_commit
+    for_commit = processes.LauncherWaits.for_commit
 
-    def shortened(waits: launcher_waits.LauncherWaits, now_s: float) -> None:
-        monkeypatch.setattr(launcher_waits, "KILLED_S_MAX", 0.5)
+    def shortened(waits: processes.LauncherWaits, now_s: float) -> None:
+        monkeypatch.setattr(processes, "KILLED_S_MAX", 0.5)
         for_commit(waits, now_s)
 
     return shortened
@@ -317,7 +317,7 @@ def test_a_commit_that_cannot_be_ended_for_the_next_coordinator_ends_the_job(
 
     monkeypatch.setattr(server._Serving, "_say", stop)
     monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", Hangs(tmp_path))
-    monkeypatch.setattr(launcher_waits.LauncherWaits, "for_commit", in_half_a_second(monkeypatch))
+    monkeypatch.setattr(processes.LauncherWaits, "for_commit", in_half_a_second(monkeypatch))
     with pytest.raises(RecoveryError, match="no other one can be started: the process that was committing") as raised:
         run_job(run_dir, SETTINGS)
     assert "it has no checkpoint, so it can only begin again" in str(raised.value)
@@ -343,9 +343,9 @@ def test_a_template_that_was_stopped_is_noticed(
         os.kill(os.getpid(), signal.SIGSTOP)
         return 1
 
-    monkeypatch.setattr(launcher_waits, "STOPPED_S_MAX", 1.0)
+    monkeypatch.setattr(processes, "STOPPED_S_MAX", 1.0)
     if where == "run_forkserver":
-        monkeypatch.setattr(template_link, "run_forkserver", stop_itself)
+        monkeypatch.setattr(processes, "run_forkserver", stop_itself)
     else:
         monkeypatch.setattr(server._Serving, "run", stop_itself)
     with nothing_left(), pytest.raises((LaunchError, RecoveryError), match=told):
@@ -356,7 +356,7 @@ def test_a_template_that_could_not_fork_all_workers_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for the ends of those whom it has forked, not for the end of one that never was."""
-    fork, has_ended, forks, answers = os.fork, template_link._has_ended, [], []
+    fork, has_ended, forks, answers = os.fork, processes._has_ended, [], []
 
     def fork_or_fail() -> int:
         forks.append(1)
@@ -369,7 +369,7 @@ def test_a_template_that_could_not_fork_all_workers_ends_by_itself(
         return answers[-1][1]
 
     monkeypatch.setattr(os, "fork", fork_or_fail)
-    monkeypatch.setattr(template_link, "_has_ended", ended)
+    monkeypatch.setattr(processes, "_has_ended", ended)
     with nothing_left(), pytest.raises(LaunchError, match="the process of worker 1 cannot be started"):
         launcher.train(small_config({"layout.widths": "[1, 1]"}), tmp_path, reporter=QuietReporter())
     assert answers[-1] == (True, True), "it was not killed"

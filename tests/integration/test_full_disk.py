@@ -17,7 +17,7 @@ from elaswave.errors import RecoveryError, RunFolderError
 from elaswave.observability.events import EventsLost, RunFinished, StepCommitted, read_events
 from elaswave.protocol.step.engine import Phase
 from elaswave.store.file_store import FileStore
-from elaswave.store.journal import Entered
+from elaswave.store.store import Entered
 from elaswave.worker import shard_writer
 
 SETTINGS = {"run.steps": 70, "layout.widths": "[1, 1]"}

@@ -13,13 +13,12 @@ from tests.integration.thread_jobs import JOB_TIMEOUT_S, Killed, Machine, Thread
 
 from elaswave.blocks.placement import Placement
 from elaswave.channel.messages.worker import FromWorker, StepReport
-from elaswave.coordinator.records.run_result import check_followers
+from elaswave.coordinator.records.run_state import add_digests, check_followers
 from elaswave.engine import torch_engine
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.messages import Decision, Installed
 from elaswave.protocol.step.engine import Phase
-from elaswave.state.digests import add_digests
-from elaswave.state.store import HeldBlock
+from elaswave.state.buffers import HeldBlock
 from verify.planted_bugs.mutants import MUTANTS
 
 SETTINGS: dict[str, Any] = {"run.steps": 8, "run.eval_every": 3}

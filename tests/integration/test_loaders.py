@@ -100,8 +100,8 @@ class StrikesLoaders:
 def test_loaders_that_die_or_hang_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Job, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr("elaswave.engine.input.loading.HANG_S", 0.3)
-    monkeypatch.setattr("elaswave.engine.input.loading.HANG_FLOOR_S", 0.3)
+    monkeypatch.setattr("elaswave.engine.loading.HANG_S", 0.3)
+    monkeypatch.setattr("elaswave.engine.loading.HANG_FLOOR_S", 0.3)
     with_loaders(monkeypatch, 2)
     job = run_job(tmp_path, SETTINGS, probe=StrikesLoaders(tmp_path, number))
     assert job.computation == plain.computation

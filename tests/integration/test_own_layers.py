@@ -15,7 +15,7 @@ import elaswave
 from elaswave.api.session import ScriptSession, active
 from elaswave.data.sampler import Draw
 from elaswave.errors import NonFiniteError
-from elaswave.launcher.job import JobOptions
+from elaswave.launcher.launcher import JobOptions
 from elaswave.models.calls import Call, LossOutput, inside
 from elaswave.models.layers import build_layer
 from elaswave.protocol.step.engine import Phase

@@ -20,7 +20,7 @@ from elaswave.api.session import ScriptSession, active
 from elaswave.cli.main import main
 from elaswave.data.sampler import Sampler
 from elaswave.errors import CheckpointError, ConfigError, UsageError
-from elaswave.launcher.job import JobOptions
+from elaswave.launcher.launcher import JobOptions
 from elaswave.protocol.step.engine import Phase
 from elaswave.training.builtin import builtin_training
 from elaswave.training.definition import Training

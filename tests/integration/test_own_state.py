@@ -23,7 +23,7 @@ from elaswave.blocks.placement import ReplicaRole, place_blocks
 from elaswave.checkpoints.checkpoint import shard_folder
 from elaswave.checkpoints.commit import commit_checkpoint
 from elaswave.checkpoints.format import CheckpointMeta
-from elaswave.coordinator.records.run_result import check_followers, describe_checkpoint
+from elaswave.coordinator.records.run_state import add_digests, check_followers, describe_checkpoint
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.frozen import changed_frozen, frozen_digests
 from elaswave.engine.materialise import materialise
@@ -32,7 +32,6 @@ from elaswave.hashing import MASK64
 from elaswave.models.layers import Layer
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.step.engine import Phase
-from elaswave.state.digests import add_digests
 from elaswave.training.definition import Training
 from elaswave.types import Layout
 

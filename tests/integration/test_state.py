@@ -8,9 +8,9 @@ import pytest
 from tests.integration.jobs import flip_bit, run_job
 
 from elaswave.blocks.placement import ReplicaRole
+from elaswave.coordinator.records.run_state import add_digests
 from elaswave.errors import RecoveryError, StateError
-from elaswave.state.digests import add_digests
-from elaswave.state.store import BlockStore
+from elaswave.state.buffers import BlockStore
 
 SHORT: dict[str, Any] = {"run.steps": 4}
 

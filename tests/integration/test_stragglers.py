@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import Calm, Job, run_job
 
-from elaswave.coordinator.planning import stragglers
+from elaswave.coordinator.planning import measurements
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
 from elaswave.types import Layout
 from elaswave.worker import outbox
@@ -76,8 +76,8 @@ def test_a_worker_that_stays_too_slow_for_any_work_leaves(
     tmp_path: Path, reference: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After one trial here: the coordinator is forked from this process."""
-    monkeypatch.setattr(stragglers, "TRIAL_ROUNDS", 1)
-    monkeypatch.setattr(stragglers, "TRIALS_MAX", 1)
+    monkeypatch.setattr(measurements, "TRIAL_ROUNDS", 1)
+    monkeypatch.setattr(measurements, "TRIALS_MAX", 1)
     job = run_job(tmp_path / "run", LAYERS, faults=["slow:1@3:0.05"])
     assert job.computation == reference.computation
     assert any("worker 1 leaves: it is too slow for any work" in message for message in job.messages)

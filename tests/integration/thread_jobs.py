@@ -56,7 +56,7 @@ from elaswave.protocol.step.due_work import pending_after
 from elaswave.protocol.step.engine import Phase
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.moves import refilled
-from elaswave.state.store import HeldBlock
+from elaswave.state.buffers import HeldBlock
 from elaswave.training.definition import Training
 from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker import process as worker_module

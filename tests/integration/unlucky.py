@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from elaswave.models import registry
 from elaswave.models.gpt import gpt
 from elaswave.models.layers import Layer, ModelSpec
+from elaswave.training import builtin
 
 UNLUCKY_LAYER = 2
 """``block.1``: the layer that fails."""
@@ -68,4 +68,4 @@ def make_unlucky(
         layers[UNLUCKY_LAYER] = Layer(spec.name, lambda: Unlucky(spec.build(), probability, spoil))
         return ModelSpec(tuple(layers), model.loss)
 
-    monkeypatch.setitem(registry.MODELS, "gpt", family)
+    monkeypatch.setitem(builtin.MODELS, "gpt", family)

@@ -13,7 +13,7 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Chain, StageShare
-from elaswave.planning.policy.fault_free import fault_free
+from elaswave.planning.policy.fault_free_policies import fault_free
 from elaswave.planning.programs.prediction import time_within_memory
 from elaswave.planning.search.apportionment import apportion
 

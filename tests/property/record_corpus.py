@@ -16,7 +16,7 @@ from elaswave.channel.messages.operator import AskCheckpoint, AskStatus, Request
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.engine.checks.probe import NoProbe
 from elaswave.transport import stream
-from elaswave.transport.frames import HEADER_BYTES, decode_header
+from elaswave.transport.interface import HEADER_BYTES, decode_header
 
 CORPUS = Path(__file__).with_name("corpus")
 BYTES_MAX = 4096

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave.hashing import MASK64, mix64
-from elaswave.state.verify import _mix, run_hash, tensor_digest
+from elaswave.state.hashes import _mix, run_hash, tensor_digest
 
 bits32 = st.integers(0, 2**32 - 1)
 """Any bits, so also every kind of nan."""

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave.errors import FrameError
-from elaswave.transport.frames import (
+from elaswave.transport.interface import (
     HEADER_BYTES,
     Tag,
     byte_view,
@@ -15,8 +15,7 @@ from elaswave.transport.frames import (
     empty_tensor,
     encode_header,
 )
-from elaswave.transport.inbox import copy_bytes
-from elaswave.transport.link import _consume, _scatter
+from elaswave.transport.link import _consume, _scatter, copy_bytes
 
 TAGS = st.builds(
     Tag,

@@ -22,11 +22,9 @@ from elaswave.channel.messages.operator import ToOperator
 from elaswave.channel.messages.worker import ToWorker
 from elaswave.channel.wire import COORDINATOR, ControlFrameKind, Session, encode_payload
 from elaswave.errors import AuthenticationError, FrameError
-from elaswave.transport.frames import HEADER_BYTES, Tag, decode_header, empty_tensor, encode_header
 from elaswave.transport.handshake import Listener
-from elaswave.transport.inbox import Inbox, make_recv
-from elaswave.transport.interface import Failures
-from elaswave.transport.link import SCRATCH_BYTES, Link, LinkEndedError
+from elaswave.transport.interface import HEADER_BYTES, Failures, Tag, decode_header, empty_tensor, encode_header
+from elaswave.transport.link import SCRATCH_BYTES, Inbox, Link, LinkEndedError, make_recv
 
 KEY = b"a key of sixteen bytes or more"
 CORPUS = Path(__file__).with_name("corpus")

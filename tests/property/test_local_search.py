@@ -9,9 +9,9 @@ from elaswave.planning.plan import Allocation
 from elaswave.planning.programs import programs
 from elaswave.planning.programs.prediction import time_within_memory
 from elaswave.planning.search import local_search
+from elaswave.planning.search.candidates import Options
 from elaswave.planning.search.local_search import LocalSearch
 from elaswave.planning.search.neighbours import Neighbourhood
-from elaswave.planning.search.options import Options
 from elaswave.planning.search.planner import plan
 
 SEEDS = (394, 554, 614, 636, 674, 1088)

@@ -8,10 +8,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.property.test_sums import SHAPE, elements, exponent, exponents_of_elements, flat_values, microbatches
 
-from elaswave.blocks.grids import GRID_RULES, could_overflow, next_exponent
+from elaswave.blocks.shapes import GRID_RULES, could_overflow, next_exponent
 from elaswave.hashing import MASK64, signed64
-from elaswave.state.sums import ExactAccumulator, checksum, reduced_gradient
-from elaswave.state.words import NarrowTerm, Planes, add_planes, plane_dtypes, unused_bits
+from elaswave.state.sums import (
+    ExactAccumulator,
+    NarrowTerm,
+    Planes,
+    add_planes,
+    checksum,
+    plane_dtypes,
+    reduced_gradient,
+    unused_bits,
+)
 
 WIDTH = 48
 MODULUS = 1 << WIDTH

@@ -15,7 +15,7 @@ from elaswave.planning.costs.step_time.exact import time_programs
 from elaswave.planning.costs.step_time.work import durations_of
 from elaswave.planning.frequency import choose_levels
 from elaswave.planning.plan import levels_of
-from elaswave.planning.policy.fault_free import fault_free
+from elaswave.planning.policy.fault_free_policies import fault_free
 from elaswave.planning.programs.layout import validate_layout
 from elaswave.planning.programs.prediction import estimate
 from elaswave.planning.programs.programs import compile_programs
@@ -23,8 +23,8 @@ from elaswave.planning.programs.routes import allocation_of, make_routes
 from elaswave.planning.programs.shared_layers import cuts_of, held_ranges, share_layers, widen_cuts
 from elaswave.planning.programs.validation import validate_programs
 from elaswave.planning.search.apportionment import apportion
+from elaswave.planning.search.candidates import Options
 from elaswave.planning.search.memory_limits import layout_limits
-from elaswave.planning.search.options import Options
 from elaswave.planning.search.partition import choose_widths, split_layers, split_layers_and_workers
 from elaswave.planning.search.shapes import Shape, build
 

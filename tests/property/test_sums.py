@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.unit.shapes import make_shape
 
-from elaswave.blocks.grids import (
+from elaswave.blocks.shapes import (
     MAX_EXPONENT,
     MIN_EXPONENT,
     NORM_LIMBS,

@@ -7,8 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave.engine.boundaries.codecs import decode_tensor, encode_at, encode_tensor, is_codable, places_of
-from elaswave.engine.boundaries.top_k import indices_of, largest
+from elaswave.engine.boundaries.codecs import (
+    decode_tensor,
+    encode_at,
+    encode_tensor,
+    indices_of,
+    is_codable,
+    largest,
+    places_of,
+)
 from elaswave.engine.checks.determinism_check import elsewhere
 from elaswave.fences import ROW_ELEMENTS, coded_bytes
 

@@ -14,7 +14,7 @@ from elaswave.planning.costs.schedules import SCHEDULES
 from elaswave.planning.programs.prediction import time_within_memory
 from elaswave.planning.programs.routes import make_routes
 from elaswave.planning.programs.shared_layers import share_layers
-from elaswave.planning.search.options import Options
+from elaswave.planning.search.candidates import Options
 from elaswave.planning.search.planner import plan
 from elaswave.planning.search.shapes import Shape, build
 

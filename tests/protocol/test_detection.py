@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elaswave.launcher import job_processes
+from elaswave.launcher import processes
 from elaswave.protocol.detection import active_time, starvation
 from elaswave.protocol.detection import detector as detection
 from elaswave.protocol.detection.detector import Detector, Suspicion, WorkerActivity
@@ -1101,7 +1101,7 @@ def test_the_page_about_failures_gives_the_numbers_of_the_code():
         f"{active_time.ASLEEP_S} s",
         f"at most {starvation.FRESH_LOOK_S} s old; the coordinator waits up to {starvation.LOOK_GRACE_S:.0f} s for one",
         f"lost after its bound and {starvation.EXCUSED_MAX_S:.0f} s",
-        f"looks at the process every {job_processes.TICK_S} s",
+        f"looks at the process every {processes.TICK_S} s",
     ):
         assert number in text, number
 

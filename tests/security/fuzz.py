@@ -35,8 +35,7 @@ from tests.security.readers import Kind, kinds, resealed
 from elaswave.channel.wire import COORDINATOR, Session
 from elaswave.errors import ElaswaveError
 from elaswave.launcher.forkserver.messages import FromForkServer, Spawned, ToForkServer, Unpacker, pack_message
-from elaswave.store.etcd_client import Credentials, EtcdClient, NoAnswerError
-from elaswave.store.etcd_gateway import HttpGateway, HttpResponse
+from elaswave.store.etcd_client import Credentials, EtcdClient, HttpGateway, HttpResponse, NoAnswerError
 from elaswave.transport.handshake import Dialler, Key, Listener, Secrets
 
 CASE_S = 30.0

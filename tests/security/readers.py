@@ -70,7 +70,7 @@ from elaswave.observability.summary import summarize_run
 from elaswave.observability.trace import merge_traces, part_path
 from elaswave.observability.worker_logs import LOGS_DIR, last_lines, worker_log
 from elaswave.store.file_store import MAGIC, FileStore, pack_entry
-from elaswave.store.journal import JournalRecord
+from elaswave.store.store import JournalRecord
 from elaswave.untrusted import read_bytes
 
 STEP = 3

@@ -28,7 +28,7 @@ from elaswave.channel.wire import agent_id, operator_id
 from elaswave.coordinator.agents import Agents
 from elaswave.coordinator.process import CoordinatorProcess
 from elaswave.errors import SupersededError
-from elaswave.job.key_files import JobKey, KeyRole
+from elaswave.job.keys import JobKey, KeyRole
 from elaswave.protocol.membership.agents import HostAgents
 from elaswave.protocol.membership.hosts import Hosts
 from elaswave.store.seal import proof_of_term

@@ -25,10 +25,9 @@ from elaswave.config.load import load_config
 from elaswave.devices.opening import take_place
 from elaswave.errors import RetryError
 from elaswave.job import network as job_network
-from elaswave.job.key_files import JobKey
-from elaswave.launcher import host_network, taking_part
-from elaswave.launcher.host_network import Seed, hold
-from elaswave.launcher.taking_part import AgentOptions
+from elaswave.job.keys import JobKey
+from elaswave.launcher import agent
+from elaswave.launcher.agent import AgentOptions, Seed, hold
 from elaswave.observability.run_folder import LOCK_FILE, open_run_dir
 from elaswave.transport import addresses
 
@@ -57,9 +56,9 @@ def test_every_socket_that_listens_and_every_lock_is_known_here() -> None:
     assert {name: calls for name, calls in found.items() if calls} == {
         "transport/addresses.py": {"bind"},
         "channel/server.py": {"create_server", "create_unix_server"},  # of a socket of those
-        "launcher/host_network.py": {"bind", "lockf"},  # to see whether an address is this host's; nobody listens
+        "launcher/agent.py": {"bind", "lockf"},  # to see whether an address is this host's; nobody listens
         "system/job_folder.py": {"flock"},
-        "job/key_making.py": {"flock"},
+        "job/keys.py": {"flock"},
         "store/file_store.py": {"flock"},
         "devices/opening.py": {"flock"},
         "observability/run_folder.py": {"flock"},
@@ -82,7 +81,7 @@ def test_names_and_ports_of_another_user_are_no_agent_of_this_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who was taken for one was followed, and so the job never founded."""
-    monkeypatch.setattr(host_network, "FREE_S", 0.0)
+    monkeypatch.setattr(agent, "FREE_S", 0.0)
     where = Seed("127.0.0.1", free_port(), "127.0.0.1")
 
     def act() -> None:
@@ -112,12 +111,12 @@ def test_an_impostor_at_the_coordinators_address_is_worth_another_try(words: byt
 
     options = AgentOptions("demo", f"127.0.0.1:{where.port}", "a", Path("/"))
     config = load_config(None, ("net.transport=tcp",))
-    host = taking_part._Host(options, config, False, (where,), None, JobKey(b"k" * 32, None), 1)
+    host = agent._Host(options, config, False, (where,), None, JobKey(b"k" * 32, None), 1)
     with as_another(act):
         with pytest.raises(RetryError, match="is not this job's coordinator"):
-            taking_part._ask(host, 30.0, hopeless_s=0.5)
+            agent._ask(host, 30.0, hopeless_s=0.5)
         with pytest.raises(RetryError, match="no coordinator at .* within 0.5 s .*Error"):
-            taking_part._ask(host, 0.5, hopeless_s=math.inf)
+            agent._ask(host, 0.5, hopeless_s=math.inf)
 
 
 @needs_root

@@ -10,7 +10,7 @@ from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.programs.prediction import EXACT_ACTIONS, fidelity_for, step_s
 from elaswave.planning.search import planner
-from elaswave.planning.search.options import Axis, Options
+from elaswave.planning.search.candidates import Axis, Options
 from elaswave.types import Layout
 
 LINK = NetworkLink(bandwidth_bytes_per_s=1e9, latency_s=1e-5)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave.blocks.grids import (
+from elaswave.blocks.placement import Block, Placement, make_blocks, place_blocks
+from elaswave.blocks.shapes import (
     WIDE_BITS,
     could_overflow,
     count_bits,
@@ -23,7 +24,6 @@ from elaswave.blocks.grids import (
     norm_from_limbs,
     norm_limbs,
 )
-from elaswave.blocks.placement import Block, Placement, make_blocks, place_blocks
 from elaswave.hashing import MASK64
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.programs.programs import compile_programs
@@ -89,7 +89,7 @@ class Job(NamedTuple):
     """Whether survivors keep what they have of a step that a loss has interrupted. With bits that flip it is off: a
     worker that is lost before its vote takes with it what tells that sums of others are wrong."""
     accumulator_bits: int = WIDE_BITS
-    """Width of a sum of gradients, which decides its grids: a key of `elaswave.blocks.grids.GRID_RULES`."""
+    """Width of a sum of gradients, which decides its grids: a key of `elaswave.blocks.shapes.GRID_RULES`."""
 
     @property
     def num_workers(self) -> int:

@@ -11,7 +11,7 @@ import random
 from typing import NamedTuple
 
 from elaswave.blocks.domains import deal_over_hosts
-from elaswave.blocks.grids import GRID_RULES
+from elaswave.blocks.shapes import GRID_RULES
 from verify.simulator.job import Job
 
 AGENT = "a"

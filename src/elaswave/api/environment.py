@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from elaswave.errors import UsageError
-from elaswave.job.key_files import JobKey, key_of_text, read_key
+from elaswave.job.keys import JobKey, key_of_text, read_key
 
 COORDINATOR_VARIABLE = "ELASWAVE_COORDINATOR"
 """Where agents dial their coordinator, if their command does not say."""

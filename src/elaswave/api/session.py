@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elaswave.errors import UsageError
-from elaswave.launcher.job import FinishedJob, JobOptions
+from elaswave.launcher.launcher import FinishedJob, JobOptions
 
 
 class ScriptSession:

@@ -86,7 +86,7 @@ class ControlServer(Generic[_T]):
         operator_limits: the same, and more, for operators.
         handshake_timeout_s: how long an unauthenticated peer may take to prove that it holds the key.
         stall_timeout_s: how long a peer may leave unread what waits for it.
-        when_durable: calls back once all that was handled so far is durable, see `elaswave.store.interface`.
+        when_durable: calls back once all that was handled so far is durable, see `elaswave.store.store`.
         store_position: where the durable history stands: peers are told before the messages that follow from it.
         now_s: clock by which `last_heartbeat_s` counts.
     """

@@ -30,7 +30,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from elaswave.errors import AuthenticationError, FrameError
-from elaswave.job.key_files import KeyRole
+from elaswave.job.keys import KeyRole
 from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.protocol.messages import PROTOCOL_VERSION
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Key, Listener, secrets_of

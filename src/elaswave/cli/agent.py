@@ -11,7 +11,7 @@ import click
 from elaswave.api.environment import COORDINATOR_VARIABLE, given_key, prepare_to_compute, private_folder
 from elaswave.config.load import load_config
 from elaswave.errors import UsageError
-from elaswave.job.key_files import JobKey, own_key
+from elaswave.job.keys import JobKey, own_key
 from elaswave.observability.output import say_error
 from elaswave.system.parent_death import end_with_parent
 
@@ -127,7 +127,7 @@ def agent_command(
     elaswave agent --job demo --config my.toml --hosts 2 \\
       --coordinator 10.77.0.1:7077 --set net.trusted=true
     """
-    from elaswave.launcher.taking_part import AgentOptions, run_agent  # late: only this command needs it
+    from elaswave.launcher.agent import AgentOptions, run_agent  # late: only this command needs it
 
     if hosts is not None:
         overrides = (*overrides, f"control.hosts={hosts}")

@@ -27,7 +27,7 @@ from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
 from elaswave.faults.injection import FAULTS_FILE, Fault, FaultRecord, parse_faults, read_fault_records
 from elaswave.hashing import key64
-from elaswave.launcher.machine import check_machine_memory
+from elaswave.launcher.resources import check_machine_memory
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.output import say_json
 from elaswave.observability.progress import format_loss, make_reporter, writes_unicode

@@ -51,8 +51,7 @@ def export_command(
     elaswave export runs/a --format hf --output my-model
     """
     # Imported here: torch takes a second, which --help and the other commands need not wait for.
-    from elaswave.api.export import export_safetensors, initial_weights, newest_weights, stored_weights
-    from elaswave.api.export_folder import export_folder
+    from elaswave.api.export import export_folder, export_safetensors, initial_weights, newest_weights, stored_weights
     from elaswave.checkpoints.checkpoint import checkpoint_of_step
     from elaswave.engine.blueprint import Blueprint
 

@@ -13,9 +13,12 @@ from elaswave.cli.groups import DefaultCommand
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError, UsageError
 from elaswave.job.control_file import ControlFile, read_control_file
-from elaswave.job.key_files import JOB_KEY_FILE, LESSER, JobKey, KeyRole
-from elaswave.job.key_making import (
+from elaswave.job.keys import (
+    JOB_KEY_FILE,
+    LESSER,
     LOCAL_NAMES,
+    JobKey,
+    KeyRole,
     abandon_change,
     begin_change,
     end_change,

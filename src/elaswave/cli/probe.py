@@ -10,7 +10,7 @@ import click
 from elaswave.api.environment import given_key
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
 from elaswave.errors import UsageError
-from elaswave.job.key_files import KeyRole
+from elaswave.job.keys import KeyRole
 from elaswave.observability.output import say, say_error, say_json
 from elaswave.planning.costs.network import NetworkLink
 

@@ -58,7 +58,7 @@ def run_command(
         raise UsageError(f"there is no script {script}; give the path of a Python file")
     prepare_to_compute()
     from elaswave.api.session import ScriptSession, active
-    from elaswave.launcher.job import JobOptions
+    from elaswave.launcher.launcher import JobOptions
 
     options = JobOptions(run_dir, resume, overwrite, profile, fault_specs, as_json)
     session = ScriptSession(options, workers, with_policy(overrides, policy))

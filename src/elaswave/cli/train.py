@@ -18,7 +18,7 @@ from elaswave.config.load import BUILT_IN_SOURCES, load_config
 from elaswave.config.own import OWN
 from elaswave.config.toml import read_toml
 from elaswave.errors import UsageError
-from elaswave.launcher.job import JobOptions, run_job
+from elaswave.launcher.launcher import JobOptions, run_job
 from elaswave.observability.output import say
 from elaswave.observability.run_folder import is_fine_tuning, resume_command
 

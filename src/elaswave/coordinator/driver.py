@@ -1,5 +1,7 @@
 """A coordinator's machine in a process: its parts, what it asks for, what follows by the clock. Others are connected
 to it by `elaswave.coordinator.process`.
+
+Faults that the coordinator carries out itself, and what is said of those that never struck anything.
 """
 
 import asyncio
@@ -8,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from elaswave.blocks.domains import site_of
 from elaswave.channel.client import next_heartbeat_s
@@ -31,24 +34,28 @@ from elaswave.channel.wire import agent_id
 from elaswave.config.sites import configured_sites, control_delays_s
 from elaswave.coordinator.agents import Agents
 from elaswave.coordinator.background import Background, call_at_end
-from elaswave.coordinator.commands.asked_keys import KeyCommands, obstacle_to
-from elaswave.coordinator.commands.asked_members import MemberCommands
+from elaswave.coordinator.commands.commands import KeyCommands, MemberCommands, Operations, obstacle_to
 from elaswave.coordinator.commands.job_status import JobParts
-from elaswave.coordinator.commands.operations import Operations
 from elaswave.coordinator.commands.operator_sessions import OperatorSessions
 from elaswave.coordinator.job_spec import spec_of
-from elaswave.coordinator.own_faults import CoordinatorFaults
-from elaswave.coordinator.planning.measurements import DataWaits
-from elaswave.coordinator.planning.recovery_planning import LayoutSearches, RecoveryPlanning
-from elaswave.coordinator.planning.run_planner import RunPlanner
-from elaswave.coordinator.planning.stragglers import TRIALS_MAX
+from elaswave.coordinator.planning.measurements import TRIALS_MAX, DataWaits
+from elaswave.coordinator.planning.run_planner import LayoutSearches, RecoveryPlanning, RunPlanner
 from elaswave.coordinator.records.checkpoints import CheckpointFinder
 from elaswave.coordinator.records.job_end import JobEnd
-from elaswave.coordinator.records.publishing import Publishing, RecoveryReports
-from elaswave.coordinator.records.recorder import RunRecorder
+from elaswave.coordinator.records.recorder import Publishing, RecoveryReports, RunRecorder
 from elaswave.coordinator.records.recoveries import RecoveryLog
 from elaswave.coordinator.records.terminal import Terminal
 from elaswave.coordinator.setup import CoordinatorSetup
+from elaswave.faults.injection import (
+    FAULTS_FILE,
+    Fault,
+    Requests,
+    away_until_s,
+    coordinator_fault,
+    never_struck,
+    read_fault_records,
+    strike_coordinator,
+)
 from elaswave.job.identity import Identity, identity_of
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.observability.clock import clock_here
@@ -70,10 +77,45 @@ from elaswave.protocol.membership.joiners import Joiners, MembershipTerms
 from elaswave.protocol.membership.membership import Membership
 from elaswave.protocol.messages import PROTOCOL_VERSION, CoreToWorker, Decision, InForce
 from elaswave.protocol.step.ballot import decode_certificate
-from elaswave.store.interface import Owner
-from elaswave.store.journal import ClockRead, JournalRecord, by_own_clock, core_records, membership_records
 from elaswave.store.opening import open_store
+from elaswave.store.store import ClockRead, JournalRecord, Owner, by_own_clock, core_records, membership_records
 from elaswave.system.kernel import workers_max
+
+
+class CoordinatorFaults:
+    """The injected faults of one run, as a coordinator sees them.
+
+    Args:
+        faults: all that were asked for.
+        run_dir: where those that have struck leave a record, for every later coordinator too.
+        requests: to the coordinator.
+    """
+
+    def __init__(self, faults: Sequence[Fault], run_dir: Path, requests: Requests) -> None:
+        self._faults = faults
+        self._requests = requests
+        self._record = run_dir / FAULTS_FILE
+
+    def strike(self, step: int) -> None:
+        """Carries out the coordinator's own faults that are due when a step begins."""
+        if not self._faults:
+            return
+        struck = {entry.position for entry in read_fault_records(self._record)}
+        while (due := coordinator_fault(self._faults, step, struck)) is not None:
+            struck.add(due.position)
+            strike_coordinator(due, self._requests, step=step, record=self._record)
+
+    def away_until_s(self, worker: int) -> float:
+        """When a worker's site is back that a fault has cut off, or was; 0 if none has."""
+        return away_until_s(self._faults, read_fault_records(self._record), worker) if self._faults else 0.0
+
+    def never_struck(self) -> list[str]:
+        """One line for each that has not struck."""
+        return [
+            f"--fault {fault} never struck: its worker was gone, or had no such action in step {fault.step} of this run"
+            for fault in never_struck(self._faults, read_fault_records(self._record))
+        ]
+
 
 _log = logging.getLogger("elaswave.coordinator")
 

@@ -6,19 +6,62 @@ waits for it there, not here.
 
 Bits: deterministic kernels are asked for, cuBLAS has fixed workspaces, TF32 and reduced-precision sums are off, cuDNN's
 attention is not used.
+
+Readings of a GPU by NVML (``pip install 'elaswave[gpu]'``): it only reads, and needs no context.
+
+What NVML is not there for, or refuses, is left out, and not asked for again: rights and sensors do not come later.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from elaswave.devices.gauges import Gauges
 from elaswave.devices.generators import seed_at
 from elaswave.devices.interface import Batch, DeviceMemory, Mark
-from elaswave.devices.nvml import Nvml
 from elaswave.errors import DeviceError
+
+
+class Nvml:
+    """One GPU, as NVML sees it.
+
+    Args:
+        uuid: of the GPU; processes may see GPUs under other numbers than NVML.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        self._ask: dict[str, Callable[[], Mapping[str, float]]] = {}
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+        except Exception:  # not installed; no driver; a GPU that it does not know
+            return
+        self._ask = {
+            "memory": lambda: _memory(pynvml.nvmlDeviceGetMemoryInfo(handle)),
+            "utilization": lambda: {"utilization": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100},
+            "power": lambda: {"power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000},
+            "energy": lambda: {"energy_j": pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000},
+        }
+
+    def gauges(self) -> dict[str, Any]:
+        """Fields of `elaswave.devices.gauges.Gauges`, as far as they are told."""
+        found: dict[str, Any] = {}
+        for name, ask in list(self._ask.items()):
+            try:
+                found |= ask()
+            except Exception:  # not supported, no right, or the GPU is gone: that is for who computes on it to say
+                del self._ask[name]
+        return found
+
+
+def _memory(info: Any) -> dict[str, float]:
+    return {"memory_used_bytes": info.used, "memory_total_bytes": info.total}
+
 
 CUBLAS_WORKSPACE = ":4096:8"
 """cuBLAS then computes with fixed workspaces, and torch's deterministic algorithms include its products."""

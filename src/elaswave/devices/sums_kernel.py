@@ -114,7 +114,7 @@ def add_by_kernel(
         gradients: one per tensor of the chunks.
         chunks: where they are added.
         exponents: int64 [tensors], of their grids.
-        planes: one, int64, or two, int32 and int16, as `elaswave.state.words` describes them; [elements].
+        planes: one, int64, or two, int32 and int16, as `elaswave.state.sums` describes them; [elements].
         maxima: int32 [tensors], zeros before: takes the bits of the largest absolute gradients (`NOT_FINITE`).
         checksum: int64 [1], to which the sum of all added words is added, modulo 2**64; None: it is not kept.
         is_first: the sums have no terms yet, whatever is in their memory. Padding is never written.

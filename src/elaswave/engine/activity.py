@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from elaswave.observability.processes import family_cpu_s
-from elaswave.observability.processor_waits import ProcessorWaits
+from elaswave.observability.processes import ProcessorWaits, family_cpu_s
 from elaswave.protocol.step.activity import DATA, RECOVER, START, action_kind
 from elaswave.transport.interface import Handle
 

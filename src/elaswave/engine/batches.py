@@ -1,9 +1,12 @@
 """The micro-batches of a run by (step, micro-batch): made here, whoever asks, and given to the engine of a worker.
 
-Without loaders a worker makes them itself (`BatchMaker`), else its loaders do (`elaswave.engine.input.loading`): the
+Without loaders a worker makes them itself (`BatchMaker`), else its loaders do (`elaswave.engine.loading`): the
 same ones, since nothing in them depends on who makes them.
+
+Micro-batches that are in use on this worker: fetched once, and kept for their backward if a layer asks for them.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -11,13 +14,16 @@ from typing import Any, NamedTuple, Protocol
 from elaswave.config.schema import Config
 from elaswave.data.sampler import Sampler
 from elaswave.data.sources import Split
+from elaswave.devices.host import HOST
+from elaswave.devices.interface import Device
 from elaswave.engine.activity import Activity
-from elaswave.errors import DataError
+from elaswave.engine.checks.values import flatten, unflatten
+from elaswave.errors import DataError, UsageError
 from elaswave.protocol.step.activity import DATA
 from elaswave.training.dataset import UserDataError
-from elaswave.training.definition import Samples
-from elaswave.training.evaluation import evaluation_draws
+from elaswave.training.definition import Samples, evaluation_draws
 from elaswave.training.raised import readable, said, traceback_of
+from elaswave.training.random_state import generators_kept
 from elaswave.types import Layout
 
 
@@ -150,3 +156,70 @@ def failure_of(name: BatchName, error: Exception) -> BatchError:
     cause = error.__cause__ if isinstance(error, UserDataError) and error.__cause__ is not None else error
     summary = readable(str(error)) if isinstance(error, UserDataError) else said(error)
     return BatchError(name, type(cause).__name__, summary, traceback_of(cause))
+
+
+Fetch = Callable[[int, int], tuple[Any, Any]]
+"""(step, micro-batch) -> inputs and targets."""
+
+
+class Microbatches:
+    """What `elaswave.batch` answers with, and what the first layer and the loss are given.
+
+    Args:
+        training, evaluation: where micro-batches come from.
+        device: where they are to be.
+    """
+
+    def __init__(self, training: Fetch, evaluation: Fetch, device: Device = HOST) -> None:
+        self._device = device
+        self._fetch = {True: training, False: evaluation}
+        self._here: dict[tuple[int, int, bool], tuple[Any, Any]] = {}
+        self._versions: dict[tuple[int, int, bool], list[int]] = {}
+        """Of those that a layer has asked for: the versions of the inputs when they came."""
+
+    def get(self, step: int, microbatch: int, *, train: bool) -> tuple[Any, Any]:
+        """Inputs and targets; the same ones again until `release` or `clear`."""
+        key = (step, microbatch, train)
+        if key not in self._here:
+            inputs, targets = self._fetch[train](step, microbatch)
+            self._here[key] = (self._brought(inputs), self._brought(targets))
+        return self._here[key]
+
+    def _brought(self, value: Any) -> Any:
+        if self._device.is_host:
+            return value
+        structure, leaves = flatten(value)
+        return unflatten(structure, list(map(self._device.bring, leaves)))
+
+    def inputs(self, step: int, microbatch: int, *, train: bool) -> Any:
+        """The inputs, for a layer that asks for them. It may draw afterwards: a dataset that has to be asked draws
+        from the same generators, which must not show.
+
+        Raises:
+            UsageError: a layer has written to them.
+        """
+        key = (step, microbatch, train)
+        with contextlib.nullcontext() if key in self._here else generators_kept():
+            inputs, _ = self.get(step, microbatch, train=train)
+        versions = [leaf._version for leaf in flatten(inputs)[1]]
+        if self._versions.setdefault(key, versions) != versions:
+            raise UsageError(
+                "a layer has written to what batch() returned, which others are given too: write to a copy"
+            )
+        return inputs
+
+    def release(self, step: int, microbatch: int, *, train: bool, is_over: bool) -> None:
+        """An action of a micro-batch has ended.
+
+        Args:
+            is_over: nothing more of it will run here; else it stays if a layer has asked for it.
+        """
+        key = (step, microbatch, train)
+        if is_over or key not in self._versions:
+            self._here.pop(key, None)
+            self._versions.pop(key, None)
+
+    def clear(self) -> None:
+        """A new attempt begins."""
+        self._here.clear()
+        self._versions.clear()

@@ -7,6 +7,9 @@ values between workers.
 
 A layer never shares the memory that it is given with another one that could still read it: a layer that writes its
 input gets copies of it (`elaswave.engine.checks.unwritten`).
+
+Layers through ``torch.compile``, for fixed shapes. Whether a compilation gives the bits of every other process, the
+canary finds out, and again after each further compilation.
 """
 
 import math
@@ -19,10 +22,9 @@ import torch
 from torch import nn
 
 from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device
-from elaswave.devices.readings import Reading, Readings
-from elaswave.engine.admission import check_dense, leaves_of_others, refuse_leaf
+from elaswave.devices.interface import Device, Reading, Readings
 from elaswave.engine.batches import BatchError
+from elaswave.engine.blueprint import check_dense, leaves_of_others, refuse_leaf
 from elaswave.engine.boundaries.fences import NO_MASKS, Fences
 from elaswave.engine.checks.determinism_check import (
     check_again,
@@ -45,14 +47,14 @@ from elaswave.engine.checks.unwritten import (
     refuse_written_parameter,
 )
 from elaswave.engine.checks.values import TENSOR, Signatures, at_boundary, flatten, is_differentiable, unflatten
-from elaswave.engine.compiled import CompiledLayers
-from elaswave.engine.flights import InFlight, ResumePoint
 from elaswave.engine.layer_runs import (
     Again,
     Done,
+    InFlight,
     LayerInputs,
     LayerRun,
     Reached,
+    ResumePoint,
     Saved,
     received,
     to_send,
@@ -74,6 +76,38 @@ from elaswave.protocol.step.salvage import Keep, encode_rows, mask_of
 from elaswave.state.flat import FlatLayer
 from elaswave.training.raised import said
 from elaswave.training.random_state import seed_everything
+
+
+class CompiledLayers:
+    """The compiled modules of one worker."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[int, tuple[nn.Module, Callable[[Any], Any]]] = {}
+        """By layer, the module and what it has become."""
+        self._num_graphs = 0
+
+    def __call__(self, index: int, module: nn.Module) -> Callable[[Any], Any]:
+        """What runs a layer; compiled at its first call.
+
+        Args:
+            index: of the layer.
+            module: that the worker holds for it now.
+        """
+        known = self._compiled.get(index)
+        if known is None or known[0] is not module:
+            from torch._inductor import config  # takes a second, and only jobs that compile need it
+
+            config.compile_threads = 1  # a pool of processes would outlive a killed worker
+            known = self._compiled[index] = (module, torch.compile(module, dynamic=False))
+        return known[1]
+
+    def has_grown(self) -> bool:
+        """Whether something has been compiled since this was last asked."""
+        from torch._dynamo.utils import counters
+
+        before, self._num_graphs = self._num_graphs, counters["stats"]["unique_graphs"]
+        return self._num_graphs != before
+
 
 _BATCH_WRITTEN = "what elaswave.batch() returns, which other layers read too: work on a copy"
 

@@ -16,7 +16,7 @@ from elaswave.checkpoints.format import MASTER, CheckpointMeta, WantedPiece, sto
 from elaswave.checkpoints.shards import Piece, PieceReader
 from elaswave.engine.blueprint import Blueprint
 from elaswave.state.flat import FlatLayer
-from elaswave.state.verify import tensor_digest
+from elaswave.state.hashes import tensor_digest
 from elaswave.types import Layout
 
 _PIECE_ELEMENTS = 1 << 22

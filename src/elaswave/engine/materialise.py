@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from elaswave.blocks.grids import INITIAL_EXPONENT
 from elaswave.blocks.placement import Placement, ReplicaRole, roles_of
-from elaswave.blocks.shapes import LayerShape, segments
+from elaswave.blocks.shapes import INITIAL_EXPONENT, LayerShape, segments
 from elaswave.checkpoints.format import EMA, MASTER, UPDATER, CheckpointMeta, WantedPiece, stored_name
 from elaswave.checkpoints.shards import DTYPES, Piece, PieceReader
 from elaswave.devices.host import HOST
@@ -23,9 +22,8 @@ from elaswave.models.layers import Layer
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.step.ballot import GridState
 from elaswave.protocol.step.engine import TrainingProgress
-from elaswave.state.buffers import buffer_from_float32, buffer_to_float32
+from elaswave.state.buffers import BlockStore, HeldBlock, Scalars, buffer_from_float32, buffer_to_float32
 from elaswave.state.flat import FlatLayer, FlatUnit, initial_runs, slot_values
-from elaswave.state.store import BlockStore, HeldBlock, Scalars
 from elaswave.training.optimizer import Optimizer, Updater
 from elaswave.types import Layout
 

@@ -11,18 +11,16 @@ from typing import NamedTuple
 
 import torch
 
-from elaswave.blocks.grids import WIDE_BITS
 from elaswave.blocks.placement import Block
-from elaswave.blocks.shapes import LayerShape
+from elaswave.blocks.shapes import WIDE_BITS, LayerShape
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Batch, Device, batches_of, read_tensors
 from elaswave.hashing import MASK64, signed64
 from elaswave.protocol.step.engine import Imbalance
 from elaswave.state import device_sums, sums
+from elaswave.state.buffers import HeldBlock
 from elaswave.state.device_sums import DeviceAccumulator, Pieces, pieces_of
-from elaswave.state.store import HeldBlock
-from elaswave.state.sums import ExactAccumulator, FloatAccumulator, Scratch
-from elaswave.state.words import Planes, add_planes, cut, plane_dtypes
+from elaswave.state.sums import ExactAccumulator, FloatAccumulator, Planes, Scratch, add_planes, cut, plane_dtypes
 
 Accumulator = ExactAccumulator | DeviceAccumulator | FloatAccumulator
 """The partial sum of one unit, where its device is, as exact as the job asks for."""

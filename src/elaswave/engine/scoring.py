@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elaswave.config.checks import plain
-from elaswave.devices.readings import Reading, Readings
+from elaswave.devices.interface import Reading, Readings
 from elaswave.engine.checks.unwritten import Watching
 from elaswave.errors import UsageError
 from elaswave.models.calls import describe

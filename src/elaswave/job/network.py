@@ -14,7 +14,7 @@ from typing import NamedTuple
 from elaswave.config.rules import LOOPBACK, exposed_problem, is_exposed, ports_of
 from elaswave.config.schema import NetConfig
 from elaswave.errors import ConfigError, LaunchError
-from elaswave.job.key_files import tls_of
+from elaswave.job.keys import tls_of
 from elaswave.transport.addresses import Endpoint, reserve, tcp_address
 from elaswave.transport.tls import Tls
 

@@ -2,13 +2,21 @@
 
 What runs it is `elaswave.launcher.local_job`. This process holds no torch, unless it is a script's: the template
 process, which is started first, loads it while the data and the checkpoints are looked at here.
+
+A job from its options to its result: the folder, the faults, the display, the launcher.
+
+Every entry point calls it: ``elaswave train`` for what a configuration describes, `elaswave.Trainer` for what a script
+brings.
 """
 
+import contextlib
 import os
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +24,7 @@ from elaswave.channel.messages.agent import Ended
 from elaswave.checkpoints.checkpoint import find_newest_checkpoint, newest_committed_step, put_aside, remove_stale
 from elaswave.checkpoints.format import CheckpointMeta, stored_name
 from elaswave.config.schema import Config
+from elaswave.config.sites import labels_of, sites_that_may_part
 from elaswave.data.fingerprint import (
     DatasetFingerprint,
     check_same_data,
@@ -27,7 +36,7 @@ from elaswave.data.fingerprint import (
     script_in_force,
 )
 from elaswave.data.sampler import Sampler
-from elaswave.devices.availability import check_device
+from elaswave.devices.opening import check_device
 from elaswave.engine.checks.probe import Probe
 from elaswave.errors import (
     CheckpointError,
@@ -36,15 +45,16 @@ from elaswave.errors import (
     RunFolderError,
     StateError,
     StoppedBySignalError,
+    UsageError,
     WorkerError,
 )
-from elaswave.faults.injection import FAULTS_FILE, Fault
-from elaswave.job.key_files import JobKey, new_key
+from elaswave.faults.injection import FAULTS_FILE, KILL_HOST, Fault, parse_faults
+from elaswave.job.keys import JobKey, KeyRole, new_key, own_key
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.role import AgentRole
 from elaswave.job.script import Script
 from elaswave.launcher.local_job import LocalJob
-from elaswave.launcher.machine import memory_bytes
+from elaswave.launcher.resources import check_machine_memory, memory_bytes
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import (
@@ -55,8 +65,18 @@ from elaswave.observability.result import (
     from_json_float,
     read_result,
 )
-from elaswave.observability.run_folder import check_same_computation, resume_command, write_data_facts
+from elaswave.observability.run_folder import (
+    TERMINAL_LOG,
+    check_same_computation,
+    default_run_dir,
+    keep_huggingface,
+    open_run_dir,
+    resume_command,
+    saved_config,
+    write_data_facts,
+)
 from elaswave.observability.trace import PART_PATTERN, merge_traces
+from elaswave.observability.worker_logs import LOGS_DIR
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.system.job_folder import sweep_dead
 from elaswave.system.kernel import provide_descriptors
@@ -367,3 +387,120 @@ def _close_log(run_dir: Path, started_s: float, reporter: Reporter) -> None:
                 reason=str(error),
             )
         )
+
+
+class JobOptions(NamedTuple):
+    """How a job is run, beside its configuration."""
+
+    run_dir: Path | None = None
+    """Folder for everything that the run writes; None: a new one below ``runs``."""
+    resume: bool = False
+    """Go on from the newest valid checkpoint of the folder."""
+    overwrite: bool = False
+    """Replace the run that the folder holds."""
+    profile: bool = False
+    """Write a trace."""
+    fault_specs: tuple[str, ...] = ()
+    """Faults to inject, as ``--fault`` takes them."""
+    as_json: bool = False
+    """Standard output belongs to a JSON document: progress goes to standard error."""
+
+    def saved_config(self) -> Config | None:
+        """The configuration of the run that is resumed, if one is.
+
+        Raises:
+            UsageError: options that contradict each other.
+            RunFolderError: there is no run to resume.
+        """
+        if self.resume and self.overwrite:
+            raise UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
+        if self.resume and self.run_dir is None:
+            raise UsageError("--resume needs --run-dir, the folder of the run to go on with (a Trainer its run_dir)")
+        return saved_config(self.run_dir) if self.resume and self.run_dir is not None else None
+
+
+class FinishedJob(NamedTuple):
+    """A job that has ended well."""
+
+    run_dir: Path
+    result: RunResult
+
+
+def run_job(
+    config: Config,
+    options: JobOptions,
+    *,
+    script: Script | None = None,
+    layer_parameters: tuple[int, ...] = (),
+    prepare: Callable[[], None] = lambda: None,
+    key: JobKey | None = None,
+    agent_role: AgentRole | None = None,
+) -> FinishedJob:
+    """Trains to the end.
+
+    Args:
+        config: with its layout resolved.
+        options: how.
+        script: what a script trains; None: what the configuration describes.
+        layer_parameters: number of parameters of each layer of a script's model.
+        prepare: called once all is checked that can be without loading anything that computes.
+        key: the job's; None: that of ``net.keys``, or a new one.
+        agent_role: of this host's agent; None: the job has no other hosts.
+    Raises:
+        ElaswaveError: see `elaswave.launcher.launcher.train`, `own_key`, `check_memory`, `find_policy`,
+            `parse_faults` and `open_run_dir`.
+        UsageError: a job of several hosts, without an agent.
+        Exception: what a script's callback has raised.
+    """
+    key = key or own_key(config.net)
+    key.held(KeyRole.JOB)
+    if agent_role is None and config.control.hosts > 1:
+        raise UsageError(
+            f"control.hosts: {config.control.hosts} hosts, but this command starts all workers here: start `elaswave "
+            "agent` on each host, or set control.hosts = 1"
+        )
+    check_machine_memory(config, layer_parameters)
+    if config.elastic.policy_is_code:
+        from elaswave.config.policy_code import find_policy  # late: few jobs need the planners this early
+
+        find_policy(config.elastic.policy)
+    workers = range(sum(config.widths))
+    faults = parse_faults(
+        options.fault_specs,
+        seed=config.run.seed,
+        workers=workers,
+        num_steps=config.run.steps,
+        respawns=config.elastic.respawns,
+        hosts=labels_of(config),
+        sites=sites_that_may_part(config),
+        has_agents=agent_role is not None and bool(agent_role.job),
+    )
+    if agent_role is not None and agent_role.job and any(fault.kind == KILL_HOST for fault in faults):
+        raise UsageError(
+            "--fault kill-host strikes hosts that one machine stands for, and this job has agents: kill the agent of a "
+            "host instead, or use `elaswave train` with elastic.hosts"
+        )
+
+    now = datetime.now(UTC)
+    folder = options.run_dir or default_run_dir(now, secrets.token_hex(3))
+    with open_run_dir(folder, config, now=now, resume=options.resume, overwrite=options.overwrite) as run:
+        prepare()
+        if script is not None and script.files:
+            keep_huggingface(run, script.files)
+        # late: bad input is answered before what computes is loaded
+        from elaswave.observability.progress import make_reporter
+
+        lost_output = run / LOGS_DIR / TERMINAL_LOG
+        with contextlib.closing(make_reporter(json_mode=options.as_json, lost_output=lost_output)) as reporter:
+            result = train(
+                config,
+                run,
+                resume=options.resume,
+                profile=options.profile,
+                reporter=reporter,
+                faults=faults,
+                script=script,
+                key=key,
+                agent_role=agent_role,
+            )
+    return FinishedJob(run, result)

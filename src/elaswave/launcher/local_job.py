@@ -2,7 +2,7 @@
 
 It is told at once when a process ends: a worker's end it reports to the coordinator, a coordinator's end it answers
 with a new coordinator, the template's end is the job's. It passes signals on, shows what the coordinator has to say,
-and has checkpoints committed. This is the loop, and who is told what. The parts are `elaswave.launcher.job_processes`,
+and has checkpoints committed. This is the loop, and who is told what. The parts are `elaswave.launcher.processes`,
 `worker_supervisor`, `coordinator_supervisor`, `alone`, `shown`, and `job_place`: folder, network and store.
 """
 
@@ -56,13 +56,17 @@ from elaswave.engine.checks.probe import Probe
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.job.control_file import remove_control_file
-from elaswave.job.key_files import JobKey, KeyRole
+from elaswave.job.keys import JobKey, KeyRole
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.role import AgentRole, own_role
 from elaswave.job.script import Script
-from elaswave.launcher.alone import WithoutCoordinator
-from elaswave.launcher.asked_stop import StopRequest
-from elaswave.launcher.candidacy import CANDIDATE, Standby
+from elaswave.launcher.coordinators import (
+    CANDIDATE,
+    CoordinatorStarts,
+    CoordinatorSupervisor,
+    Standby,
+    WithoutCoordinator,
+)
 from elaswave.launcher.forkserver.forking import how_it_ended
 from elaswave.launcher.forkserver.machine import COORDINATOR
 from elaswave.launcher.forkserver.messages import (
@@ -77,22 +81,20 @@ from elaswave.launcher.forkserver.messages import (
     Spawned,
     SpawnRefused,
 )
-from elaswave.launcher.forkserver.server import ForkServerSetup
-from elaswave.launcher.job_place import JobPlace
-from elaswave.launcher.job_processes import (
+from elaswave.launcher.forkserver.worker_main import ForkServerSetup
+from elaswave.launcher.processes import (
     COORDINATOR_EXIT,
     FORKSERVER,
     FORKSERVER_EXIT,
     TICK_S,
     JobProcesses,
+    LauncherWaits,
     await_prepared,
+    forkserver_log,
 )
-from elaswave.launcher.launcher_waits import LauncherWaits
-from elaswave.launcher.own_coordinators import CoordinatorStarts, CoordinatorSupervisor
-from elaswave.launcher.own_keys import AgentKeys
-from elaswave.launcher.own_workers import LogSending, WorkerLooks, WorkerSupervisor
-from elaswave.launcher.shown import StepCalls, TerminalView
-from elaswave.launcher.template_link import forkserver_log
+from elaswave.launcher.resources import JobPlace
+from elaswave.launcher.terminal import StepCalls, StopRequest, TerminalView
+from elaswave.launcher.workers import AgentKeys, LogSending, WorkerLooks, WorkerSupervisor
 from elaswave.observability.mapped_files import MappedFiles
 from elaswave.observability.progress import Reporter
 from elaswave.observability.run_folder import prepare_spare

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from elaswave.blocks.grids import INITIAL_EXPONENT, WIDE_BITS
-from elaswave.blocks.shapes import LayerShape, segments
+from elaswave.blocks.shapes import INITIAL_EXPONENT, WIDE_BITS, LayerShape, segments
 from elaswave.devices.sums_kernel import (
     NOT_FINITE,
     Chunks,
@@ -26,8 +25,7 @@ from elaswave.devices.sums_kernel import (
     has_kernel,
 )
 from elaswave.hashing import MASK64, signed64
-from elaswave.state.sums import offset
-from elaswave.state.words import Planes, plane_dtypes, unused_bits
+from elaswave.state.sums import Planes, offset, plane_dtypes, unused_bits
 
 _LOW_BITS = 32
 _LOW_MASK = (1 << _LOW_BITS) - 1

@@ -19,10 +19,17 @@ from elaswave.checkpoints.format import MASTER
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device, read_tensors
 from elaswave.hashing import MASK64
-from elaswave.state.device_verify import Found, prepare_hashes, queued_tensor_hash, run_hashes
+from elaswave.state.buffers import HeldBlock
 from elaswave.state.flat import FlatLayer, FlatUnit
-from elaswave.state.store import HeldBlock
-from elaswave.state.verify import row_hashes, run_hash, tensor_hash
+from elaswave.state.hashes import (
+    Found,
+    prepare_hashes,
+    queued_tensor_hash,
+    row_hashes,
+    run_hash,
+    run_hashes,
+    tensor_hash,
+)
 
 _Place = int | HeldBlock
 """A block whose working copy is meant, or a copy whose master is."""

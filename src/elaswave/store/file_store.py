@@ -29,7 +29,7 @@ import msgspec
 
 from elaswave.errors import StoreError
 from elaswave.protocol.leadership.store_position import StorePosition
-from elaswave.store.interface import WriterLease
+from elaswave.store.store import WriterLease
 from elaswave.untrusted import open_regular
 
 _log = logging.getLogger("elaswave.store")

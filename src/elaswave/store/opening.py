@@ -17,13 +17,10 @@ from elaswave.protocol.coordinator.store_writes import OUTCOME, Holder, Transact
 from elaswave.protocol.leadership.election import Watch
 from elaswave.protocol.leadership.job_creation import Left
 from elaswave.store.claim import CandidateProgress, CandidateStage, LeaseHeartbeats, stand_by
-from elaswave.store.etcd_client import Credentials, EtcdClient, NoAnswerError
-from elaswave.store.etcd_gateway import HttpGateway, endpoints_of, security_of
-from elaswave.store.etcd_keys import StoredJob, found, remove, remove_left, standing_of
-from elaswave.store.etcd_store import EtcdStore, new_nonce, pause
+from elaswave.store.etcd_client import Credentials, EtcdClient, HttpGateway, NoAnswerError, endpoints_of, security_of
+from elaswave.store.etcd_store import EtcdStore, StoredJob, found, new_nonce, pause, remove, remove_left, standing_of
 from elaswave.store.file_store import FileStore
-from elaswave.store.interface import Owner, Store
-from elaswave.store.journal import JournalRecord
+from elaswave.store.store import JournalRecord, Owner, Store
 from elaswave.untrusted import read_text, reason
 
 _CREDENTIALS_BYTES_MAX = 1 << 16

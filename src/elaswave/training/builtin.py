@@ -1,15 +1,65 @@
-"""The training that a configuration alone describes: a GPT or Llama on tokens, with AdamW or SGD."""
+"""The training that a configuration alone describes: a GPT or Llama on tokens, with AdamW or SGD.
+
+The model families by name. A family is a function of keyword-only sizes that returns a list of layers and a loss.
+"""
+
+from collections.abc import Callable
 
 import torch
 
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
-from elaswave.errors import UsageError
+from elaswave.errors import ConfigError, UsageError
+from elaswave.models.gpt import gpt
 from elaswave.models.layers import ModelSpec
-from elaswave.models.registry import build_model
+from elaswave.models.llama import llama
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer
 from elaswave.training.tokens import TokenSamples, open_tokens
+
+MODELS: dict[str, Callable[..., ModelSpec]] = {"gpt": gpt, "llama": llama}
+"""Every family takes vocab_size, num_layers, hidden_size, num_heads, context_length and dropout."""
+
+FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {"gpt": (), "llama": ("num_kv_heads", "intermediate_size", "rope_theta")}
+"""What a family takes beyond that."""
+
+
+def build_model(
+    family: str,
+    *,
+    vocab_size: int,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    context_length: int,
+    dropout: float,
+    **options: int | float | None,
+) -> ModelSpec:
+    """The layers and the loss of a model.
+
+    Args:
+        family: a key of `MODELS`.
+        options: of `FAMILY_OPTIONS`; those of another family are ignored, those of none are refused, so that a
+            caller can pass all that a configuration holds.
+    Raises:
+        ConfigError: an unknown family, or impossible sizes, all of them listed.
+        TypeError: an option that no family has.
+    """
+    if family not in MODELS:
+        raise ConfigError([f"model.family: {family!r} is not known, choose one of {', '.join(sorted(MODELS))}"])
+    unknown = set(options) - {name for names in FAMILY_OPTIONS.values() for name in names}
+    if unknown:
+        raise TypeError(f"no model family has the option {', '.join(sorted(unknown))}")
+    return MODELS[family](
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        context_length=context_length,
+        dropout=dropout,
+        **{name: value for name, value in options.items() if name in FAMILY_OPTIONS[family]},
+    )
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

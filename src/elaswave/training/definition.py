@@ -3,6 +3,8 @@
 A run's configuration says how training is carried out; a `Training` holds what cannot be written into a file: the
 layers, the loss, the samples, the optimizer. The template process has it before it forks, so that none of it is ever
 sent; a process that cannot inherit it gets it pickled.
+
+Which samples an evaluation looks at. No torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,3 +66,15 @@ class Training:
     make_optimizer: Callable[[tuple[LayerShape, ...]], Optimizer]
     open_samples: Callable[[Path], Samples]
     loaders: int = 0
+
+
+def evaluation_draws(microbatch: int, size: int, num_samples: int) -> list[Draw]:
+    """The samples of a micro-batch of an evaluation: always the same, in their order, from the first one.
+
+    Args:
+        microbatch: number in the evaluation.
+        size: samples of a micro-batch.
+        num_samples: of the split; after the last one the first one comes again.
+    """
+    numbers = range(microbatch * size, (microbatch + 1) * size)
+    return [Draw(number % num_samples, 0, number % num_samples) for number in numbers]

@@ -29,7 +29,7 @@ from elaswave.checkpoints.shards import DTYPES
 from elaswave.config.checks import plain
 from elaswave.errors import SIGNALS, CheckpointError, OptimizerError
 from elaswave.hashing import key64
-from elaswave.state.store import HeldBlock
+from elaswave.state.buffers import HeldBlock
 from elaswave.training.given import options_given
 from elaswave.training.lent_steps import (
     State,

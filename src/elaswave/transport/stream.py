@@ -28,19 +28,20 @@ from elaswave.errors import (
 )
 from elaswave.transport.acceptor import Acceptor
 from elaswave.transport.addresses import Endpoint
-from elaswave.transport.emulated import EmulatedLinks
-from elaswave.transport.frames import Tag, byte_views, decode_header, encode_header
+from elaswave.transport.emulated import EmulatedLinks, PacedLinks
 from elaswave.transport.handshake import Key
-from elaswave.transport.inbox import Inbox, interrupted_by_generation, make_recv
 from elaswave.transport.interface import (
     DEFAULT_MAX_FRAME_BYTES,
     DEFAULT_MAX_UNEXPECTED_BYTES,
     Handle,
+    Tag,
+    byte_views,
     complete,
+    decode_header,
+    encode_header,
     fail,
 )
-from elaswave.transport.link import SCRATCH_BYTES, Link, LinkEndedError
-from elaswave.transport.paced import PacedLinks
+from elaswave.transport.link import SCRATCH_BYTES, Inbox, Link, LinkEndedError, interrupted_by_generation, make_recv
 from elaswave.transport.tls import TlsSocket
 from elaswave.transport.waiter import READ, WRITE, Waiter
 

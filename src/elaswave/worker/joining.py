@@ -17,7 +17,7 @@ from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.engine.batches import BatchMaker, BatchName
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.checks.update_canary import environment_of
+from elaswave.engine.checks.determinism_check import environment_of
 from elaswave.engine.checks.values import flatten, unflatten
 from elaswave.engine.compute import Compute
 from elaswave.job.identity import identity_of

@@ -28,7 +28,7 @@ from elaswave.protocol.messages import Installed
 from elaswave.protocol.step.ballot import Request
 from elaswave.protocol.step.engine import Committed
 from elaswave.protocol.step.machine import KEPT_REPORTS, WorkerMachine
-from elaswave.state.store import BlockStore, HeldBlock, Scalars
+from elaswave.state.buffers import BlockStore, HeldBlock, Scalars
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.watch import StepWatch

@@ -16,7 +16,7 @@ from elaswave.engine.frozen import frozen_pieces
 from elaswave.engine.materialise import owned_pieces
 from elaswave.engine.torch_engine import TorchEngine
 from elaswave.errors import CheckpointError, WaitTimeoutError
-from elaswave.state.store import BlockStore, Scalars
+from elaswave.state.buffers import BlockStore, Scalars
 from elaswave.worker.outbox import ControlOutbox
 
 WRITE_TIMEOUT_S = 1800.0

@@ -13,7 +13,7 @@ from elaswave.protocol.messages import Decision
 from elaswave.protocol.step.activity import DATA, RECOVER
 from elaswave.protocol.step.engine import Phase, StepObserver
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.state.store import HeldBlock
+from elaswave.state.buffers import HeldBlock
 from elaswave.types import Action
 from elaswave.worker.mailbox import Mailbox
 

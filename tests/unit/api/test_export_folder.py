@@ -14,8 +14,7 @@ from tests.unit.api.test_export import GPT_CONFIG, LLAMA_CONFIG, LLAMA_SIZES, SI
 from tests.unit.api.test_export import save as save_checkpoint
 
 import elaswave
-from elaswave.api.export import ExportSummary, Weights, initial_weights
-from elaswave.api.export_folder import export_folder
+from elaswave.api.export import ExportSummary, Weights, export_folder, initial_weights
 from elaswave.cli.export import export_command
 from elaswave.errors import UsageError
 from elaswave.models.gpt import gpt

@@ -17,8 +17,7 @@ from elaswave.channel.messages.operator import (
     StageStatus,
     WorkerStatus,
 )
-from elaswave.cli.ctl import ctl_group
-from elaswave.cli.ctl_status import StatusDisplay, render_status
+from elaswave.cli.ctl import StatusDisplay, ctl_group, render_status
 from elaswave.devices.gauges import Gauges
 
 RUN = Path("runs/a")

@@ -8,7 +8,7 @@ from tests.agents import free_port
 
 from elaswave.cli.main import main
 from elaswave.config.network import read_network, read_parts
-from elaswave.job.key_files import JobKey, KeyRole
+from elaswave.job.keys import JobKey, KeyRole
 from elaswave.transport import probing
 from elaswave.transport.addresses import reserve
 

@@ -8,7 +8,7 @@ from elaswave.cli.main import main
 from elaswave.config.load import load_config
 from elaswave.config.memory import least_memory, memory_problem
 from elaswave.engine.blueprint import Blueprint
-from elaswave.launcher.machine import memory_bytes
+from elaswave.launcher.resources import memory_bytes
 
 
 @pytest.mark.parametrize("settings", [["model.family=gpt"], ["model.family=llama"], ["model.dtype=bfloat16"]])

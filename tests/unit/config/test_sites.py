@@ -17,7 +17,7 @@ from elaswave.config.sites import PACED_SHARE, configured_sites, control_delays_
 from elaswave.errors import ConfigError
 from elaswave.fences import coded_bytes
 from elaswave.planning.programs.layout import make_layout
-from elaswave.worker.site_links import site_links
+from elaswave.worker.setup import site_links
 
 FILE = "examples/far_apart/four_regions_small.toml"
 EXAMPLE = Path("examples/far_apart/gpt2.toml")

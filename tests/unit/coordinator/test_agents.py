@@ -10,9 +10,9 @@ from elaswave.channel.messages.agent import AgentRefused, AskJob, JobSpec
 from elaswave.channel.wire import agent_id
 from elaswave.coordinator.agents import Agents
 from elaswave.errors import NeedlessError, RetryError, UsageError
-from elaswave.job.key_files import JobKey
+from elaswave.job.keys import JobKey
 from elaswave.job.role import AgentRole
-from elaswave.launcher.job import JobOptions, run_job
+from elaswave.launcher.launcher import JobOptions, run_job
 from elaswave.launcher.local_job import error_of_refusal
 from elaswave.protocol.events import Suspected
 from elaswave.protocol.membership.agents import HostAgents

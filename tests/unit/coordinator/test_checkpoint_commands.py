@@ -7,7 +7,7 @@ import pytest
 from tests.unit.reports import decision_of, report_of
 
 from elaswave.channel.messages.worker import TakeCheckpoint
-from elaswave.coordinator.commands.asked_checkpoints import CheckpointCommands
+from elaswave.coordinator.commands.commands import CheckpointCommands
 from elaswave.coordinator.commands.job_status import JobParts
 
 

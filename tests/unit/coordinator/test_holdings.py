@@ -7,7 +7,7 @@ import msgspec
 
 from elaswave.blocks.placement import make_blocks, place_blocks
 from elaswave.blocks.replica_peers import EVERYBODY
-from elaswave.coordinator.records.holdings import holdings_of
+from elaswave.coordinator.records.recorder import holdings_of
 from elaswave.planning.programs.layout import make_layout
 
 LAYOUT = make_layout(widths=(2, 1), layers_per_stage=[1, 1], num_microbatches=4, shared=((0, 1),))

@@ -16,7 +16,7 @@ from elaswave.coordinator.job_spec import (
     write_marks,
 )
 from elaswave.errors import ConfigError, DataError, RunFolderError, UsageError
-from elaswave.launcher.job import JobOptions, run_job
+from elaswave.launcher.launcher import JobOptions, run_job
 
 DATA = {"num_bytes": 100, "sample": "ab", "content": ""}
 

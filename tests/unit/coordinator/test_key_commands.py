@@ -7,11 +7,10 @@ import pytest
 
 from elaswave.channel.messages.worker import KeysNow
 from elaswave.channel.wire import FIRST_AGENT, operator_id
-from elaswave.coordinator.commands.asked_keys import SHOWN_MAX, KeyCommands, obstacle_to
-from elaswave.coordinator.commands.reply import Reply
+from elaswave.coordinator.commands.commands import SHOWN_MAX, KeyCommands, Reply, obstacle_to
 from elaswave.coordinator.process import CoordinatorProcess
-from elaswave.job.key_files import JobKey, KeyRole, next_file
-from elaswave.launcher.own_keys import AgentKeys
+from elaswave.job.keys import JobKey, KeyRole, next_file
+from elaswave.launcher.workers import AgentKeys
 from elaswave.transport.handshake import Secrets
 
 OLD, NEW, OTHER = b"the old key of this job", b"the new key of this job", b"another key of this job"

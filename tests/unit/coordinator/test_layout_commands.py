@@ -7,9 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from elaswave.coordinator.commands.asked_layouts import LayoutCommands
+from elaswave.coordinator.commands.commands import LayoutCommands, Reply
 from elaswave.coordinator.commands.job_status import JobParts
-from elaswave.coordinator.commands.reply import Reply
 from elaswave.coordinator.planning.run_planner import AskedLayout
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.protocol.coordinator.transitions import CoordinatorState

@@ -5,9 +5,8 @@ from typing import cast
 
 import pytest
 
-from elaswave.coordinator.commands.asked_members import MemberCommands
+from elaswave.coordinator.commands.commands import MemberCommands, Reply
 from elaswave.coordinator.commands.job_status import JobParts
-from elaswave.coordinator.commands.reply import Reply
 from elaswave.protocol.membership.driver import MembersDriver
 
 

@@ -20,12 +20,11 @@ from elaswave.channel.messages.operator import (
 from elaswave.channel.messages.worker import Settled
 from elaswave.channel.wire import is_reader, operator_id, role_of
 from elaswave.coordinator.commands import operator_sessions
+from elaswave.coordinator.commands.commands import Operations, Reply
 from elaswave.coordinator.commands.job_status import JobParts
-from elaswave.coordinator.commands.operations import Operations
 from elaswave.coordinator.commands.operator_sessions import OPERATORS_MAX, REQUESTS_MAX, OperatorSessions
-from elaswave.coordinator.commands.reply import Reply
 from elaswave.errors import StoreError
-from elaswave.job.key_files import KeyRole
+from elaswave.job.keys import KeyRole
 
 PETER, MARY = operator_id(1), operator_id(2)
 

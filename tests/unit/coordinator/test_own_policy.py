@@ -11,9 +11,9 @@ from elaswave.config.devices import emulated_costs
 from elaswave.config.load import build_config
 from elaswave.config.schema import Config
 from elaswave.coordinator.planning import replanning
+from elaswave.coordinator.planning.measurements import Shift
 from elaswave.coordinator.planning.replanning import Replanner
 from elaswave.coordinator.planning.run_planner import RunPlanner
-from elaswave.coordinator.planning.stragglers import Shift
 from elaswave.engine.blueprint import Blueprint
 from elaswave.job.plan import RunPlan
 from elaswave.planning.programs.layout import validate_layout

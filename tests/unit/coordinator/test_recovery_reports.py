@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import msgspec
 
 from elaswave.blocks.placement import Placement
-from elaswave.coordinator.records.publishing import RecoveryReports
+from elaswave.coordinator.records.recorder import RecoveryReports
 from elaswave.coordinator.records.run_state import RunState
 from elaswave.observability.events import Recovered
 from elaswave.observability.result import Recovery
@@ -13,7 +13,7 @@ from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.search.recovery import survivor_layout
 from elaswave.protocol.events import NewGeneration, Suspected
 from elaswave.protocol.messages import Decision
-from elaswave.store.journal import Entered
+from elaswave.store.store import Entered
 
 LAYOUT = make_layout(widths=(2, 1), layers_per_stage=[1, 1], num_microbatches=4)
 LOST = Recovery(

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from elaswave.config.load import build_config
+from elaswave.coordinator.planning.measurements import Shift
 from elaswave.coordinator.planning.replanning import Replanned
 from elaswave.coordinator.planning.run_planner import RunPlanner
-from elaswave.coordinator.planning.stragglers import Shift
 from elaswave.engine.blueprint import Blueprint
 from elaswave.job.plan import RunPlan
 from elaswave.planning.search.recovery import set_idle

@@ -21,7 +21,7 @@ from elaswave.observability.result import Recovery
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.search.recovery import survivor_layout
 from elaswave.protocol.messages import Decision
-from elaswave.store.journal import CheckpointGivenUp, Entered, Published
+from elaswave.store.store import CheckpointGivenUp, Entered, Published
 
 LAYOUT = make_layout(widths=(2, 1), layers_per_stage=[1, 1], num_microbatches=4)
 AFTER = survivor_layout(LAYOUT, [1])

@@ -11,8 +11,8 @@ from tests.protocol.machines import FIVE, report, started, suspicion
 
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.coordinator.background import Background, in_thread
-from elaswave.coordinator.planning import recovery_planning
-from elaswave.coordinator.planning.recovery_planning import RecoveryPlanning
+from elaswave.coordinator.planning import run_planner
+from elaswave.coordinator.planning.run_planner import RecoveryPlanning
 from elaswave.coordinator.process import CoordinatorProcess
 from elaswave.protocol.coordinator.decisions import plan_survivors
 from elaswave.protocol.coordinator.machine import Coordinator
@@ -105,7 +105,7 @@ def test_a_slow_plan_lets_other_events_through_and_holds_no_standstill_against_a
 
 
 def test_a_planner_that_exceeds_its_bound_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recovery_planning, "PLAN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(run_planner, "PLAN_TIMEOUT_S", 0.01)
     go_on = threading.Event()
 
     def plan(question: PlanRecovery) -> RecoveryPlan:

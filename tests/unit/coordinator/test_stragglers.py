@@ -5,7 +5,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from elaswave.coordinator.planning.stragglers import HYSTERESIS, TRIAL_ROUNDS, TRIALS_MAX, Hysteresis, Shift, Stragglers
+from elaswave.coordinator.planning.measurements import (
+    HYSTERESIS,
+    TRIAL_ROUNDS,
+    TRIALS_MAX,
+    Hysteresis,
+    Shift,
+    Stragglers,
+)
 
 MEMBERS = (0, 1, 2, 3)
 THREE = Hysteresis(0.1, 3)

@@ -9,11 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from elaswave.devices.cuda import Cuda
+from elaswave.devices.cuda import Cuda, Nvml
 from elaswave.devices.gauges import Gauges
 from elaswave.devices.host import HOST
 from elaswave.devices.loopback import Loopback
-from elaswave.devices.nvml import Nvml
 
 
 class NVMLError(Exception):

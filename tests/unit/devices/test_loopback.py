@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from elaswave.devices.host import HOST
-from elaswave.devices.interface import read_tensors, wait_for
+from elaswave.devices.interface import Readings, read_tensors, wait_for
 from elaswave.devices.loopback import LOOKS, Loopback
-from elaswave.devices.readings import Readings
 
 
 class Turned(Exception):

@@ -8,13 +8,11 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
-from elaswave.blocks.grids import MAX_EXPONENT, MIN_EXPONENT
-from elaswave.blocks.shapes import LayerShape
+from elaswave.blocks.shapes import MAX_EXPONENT, MIN_EXPONENT, LayerShape
 from elaswave.devices import sums_kernel
 from elaswave.devices.sums_kernel import NOT_FINITE, Chunks, FlatRange, Gradients, add_by_kernel, add_by_operators
 from elaswave.hashing import MASK64
-from elaswave.state.sums import ExactAccumulator
-from elaswave.state.words import plane_dtypes, unused_bits
+from elaswave.state.sums import ExactAccumulator, plane_dtypes, unused_bits
 
 CPU = torch.device("cpu")
 SHAPE = make_shape([(3, 11), (1,), (64,), (5, 40), (129,)])

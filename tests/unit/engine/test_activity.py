@@ -12,7 +12,7 @@ from tests.starving import busy_core, feed, starve
 
 from elaswave.engine.activity import STIR_S, Activity, work_cpu_s
 from elaswave.protocol.step.engine import FrameKind, Key
-from elaswave.transport.frames import Tag
+from elaswave.transport.interface import Tag
 from elaswave.worker.links import TransportLinks
 
 

@@ -18,7 +18,7 @@ from tests.unit.engine.test_layer_calls import (
 from tests.unit.engine.test_spot_checks import checked
 from torch import nn
 
-from elaswave.engine import compiled
+from elaswave.engine import compute as compiled
 from elaswave.engine.checks.spot_checks import CheckKind
 from elaswave.engine.compute import LayerError
 from elaswave.errors import UsageError

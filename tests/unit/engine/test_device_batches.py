@@ -20,7 +20,7 @@ from elaswave.engine.materialise import materialise
 from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.torch_engine import RUN_AHEAD_ACTIONS, EngineContext, TorchEngine
 from elaswave.errors import InterruptedWaitError
-from elaswave.state.store import HeldBlock
+from elaswave.state.buffers import HeldBlock
 from elaswave.types import Action
 
 ALONE = {"layout.stages": 1, "layout.replicas": 1, "elastic.num_followers": 0}

@@ -11,12 +11,12 @@ from torch import nn
 from elaswave.engine.boundaries import fences as fences_module
 from elaswave.engine.boundaries.codecs import decode_tensor, encode_tensor, places_of
 from elaswave.engine.boundaries.fences import CodedValue, Fences
-from elaswave.engine.boundaries.payloads import pack_value, unpack_value
 from elaswave.engine.compute import Compute
 from elaswave.errors import FrameError
 from elaswave.fences import FenceRatio
 from elaswave.models.layers import build_layer
-from elaswave.models.registry import build_model
+from elaswave.training.builtin import build_model
+from elaswave.worker.links import pack_value, unpack_value
 
 FENCED = replace(GPT, fences={0: "int4", 2: "int8"})
 EVERY = replace(GPT, fences={0: "bf16", 1: "int8", 2: "int4"})

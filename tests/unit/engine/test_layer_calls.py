@@ -14,7 +14,6 @@ from tests.unit.held import make_held
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elaswave.engine.boundaries.payloads import pack_value, unpack_value
 from elaswave.engine.checks.values import flatten, unflatten
 from elaswave.engine.compute import Compute, LayerError
 from elaswave.errors import UsageError
@@ -22,6 +21,7 @@ from elaswave.models.calls import Call, LossOutput, aux_loss, batch, inside
 from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.protocol.step.ballot import expected_coverage
 from elaswave.state.sums import ExactAccumulator, reduced_gradient
+from elaswave.worker.links import pack_value, unpack_value
 
 SEED, STEP, SIZE = 5, 3, 8
 

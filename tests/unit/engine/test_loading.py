@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from elaswave.engine import loading
 from elaswave.engine.activity import Activity
 from elaswave.engine.batches import BatchError, Batches, BatchName
-from elaswave.engine.input import loading
-from elaswave.engine.input.loader import serve_batches
-from elaswave.engine.input.loading import AHEAD, LoaderSupply
+from elaswave.engine.loading import AHEAD, LoaderSupply, serve_batches
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
-from elaswave.launcher.forkserver.loader_lines import LoaderSockets
+from elaswave.launcher.forkserver.loaders import LoaderSockets
 from elaswave.launcher.forkserver.machine import Loader
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.step.activity import DATA

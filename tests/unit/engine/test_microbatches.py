@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elaswave.engine.microbatches import Microbatches
+from elaswave.engine.batches import Microbatches
 from elaswave.errors import UsageError
 
 

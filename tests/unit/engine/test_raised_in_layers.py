@@ -26,11 +26,11 @@ from torch import nn
 
 from elaswave.channel.messages.worker import Failed
 from elaswave.data.sampler import Draw
+from elaswave.engine import loading
 from elaswave.engine.batches import BatchError, BatchMaker, BatchName
 from elaswave.engine.checks.rehearsal import interruptible
 from elaswave.engine.compute import Compute, ErrorPlace, LayerError
-from elaswave.engine.input import loader
-from elaswave.engine.input.loader import NotMade
+from elaswave.engine.loading import NotMade
 from elaswave.errors import EndedBySignal, InterruptedWaitError, StoppedBySignalError
 from elaswave.models.calls import batch
 from elaswave.models.instances import CopyOf
@@ -185,8 +185,8 @@ def test_a_loader_answers_with_what_a_sample_raises() -> None:
     maker = BatchMaker(config, DatasetSamples(Data()), sampler)  # type: ignore[arg-type]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        loader._answer(maker, theirs, BatchName("train", 1, 0))
-        answer = msgspec.msgpack.decode(ours.recv(loader.MESSAGE_BYTES_MAX), type=NotMade)
+        loading._answer(maker, theirs, BatchName("train", 1, 0))
+        answer = msgspec.msgpack.decode(ours.recv(loading.MESSAGE_BYTES_MAX), type=NotMade)
     assert answer.kind == "SystemExit" and "in dataset[3]" in answer.summary and "sys.exit(7)" in answer.traceback_text
 
 

@@ -14,7 +14,7 @@ from elaswave.devices.loopback import Loopback
 from elaswave.engine.reduction import Reduction
 from elaswave.hashing import key64
 from elaswave.state import sums
-from elaswave.state.store import HeldBlock
+from elaswave.state.buffers import HeldBlock
 
 SHAPE = make_shape([(40,), (3, 5)])
 BLOCKS = make_blocks([SHAPE.size], 32)

@@ -10,10 +10,10 @@ from elaswave.engine.boundaries.codecs import (
     encode_at,
     encode_tensor,
     is_codable,
+    largest,
     needs_places,
     places_of,
 )
-from elaswave.engine.boundaries.top_k import largest
 from elaswave.errors import FrameError
 from elaswave.fences import ROW_ELEMENTS, coded_bytes, head_bytes, kept_places_bytes, places_bytes, values_bytes
 

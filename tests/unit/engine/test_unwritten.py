@@ -21,7 +21,7 @@ from tests.unit.engine.test_layer_calls import model_of as plain_model_of
 from torch import nn
 
 from elaswave.devices.host import HOST
-from elaswave.devices.readings import Readings
+from elaswave.devices.interface import Readings
 from elaswave.engine.checks.determinism_check import elsewhere
 from elaswave.engine.checks.unwritten import Guarded, Lending, WatchedTensors, Watching, aligned_clone, sums_of
 from elaswave.engine.compute import LayerError

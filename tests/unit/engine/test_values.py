@@ -5,9 +5,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from elaswave.engine.boundaries.payloads import pack_value, unpack_value
 from elaswave.engine.checks.values import Signatures, at_boundary, flatten, num_leaves, unflatten
 from elaswave.errors import FrameError, UsageError
+from elaswave.worker.links import pack_value, unpack_value
 
 
 class Pair(NamedTuple):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elaswave.coordinator.own_faults import CoordinatorFaults
+from elaswave.coordinator.driver import CoordinatorFaults
 from elaswave.errors import ConfigError, UsageError
 from elaswave.faults import injection as module
 from elaswave.faults.injection import (

@@ -14,8 +14,8 @@ from elaswave.api.environment import KEY_FILE_VARIABLE, KEY_VARIABLE, given_key
 from elaswave.cli.main import main
 from elaswave.config.schema import NetConfig
 from elaswave.errors import ConfigError, UsageError
-from elaswave.job import key_making
-from elaswave.job.key_files import (
+from elaswave.job import keys
+from elaswave.job.keys import (
     LESSER,
     JobKey,
     KeyRole,
@@ -124,7 +124,7 @@ def test_a_host_that_the_certificate_does_not_name_is_refused_at_once(folder: st
 
 
 def test_a_good_certificate_is_good_for_all_its_names() -> None:
-    for host in key_making.LOCAL_NAMES:
+    for host in keys.LOCAL_NAMES:
         tls_of(keys_of("job")).check(host)
 
 
@@ -176,7 +176,7 @@ def test_without_openssl_the_command_says_what_to_do(tmp_path: Path, capsys, mon
     (tmp_path / "openssl").chmod(0o755)
     assert main(["keys", str(tmp_path / "other")]) == 2
     assert "openssl genpkey failed: too old; version 1.1.1" in capsys.readouterr().err
-    monkeypatch.setattr(key_making, "_COMMAND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(keys, "_COMMAND_TIMEOUT_S", 0.05)
     (tmp_path / "openssl").write_text("#!/bin/sh\nread line\nexec /bin/sleep 60\n")
     assert main(["keys", str(tmp_path / "slow")]) == 2
     assert "has not ended within 0.05 s" in capsys.readouterr().err
@@ -268,48 +268,48 @@ def test_a_job_is_not_started_with_a_lesser_key(tmp_path: Path, capsys, monkeypa
 
 
 def test_a_change_that_was_begun_is_gone_on_with(key_file: Path) -> None:
-    first, is_new = key_making.begin_change(key_file)
+    first, is_new = keys.begin_change(key_file)
     assert is_new and first.file == next_file(key_file) and first.secret != KEY.encode()
     assert stat.S_IMODE(next_file(key_file).stat().st_mode) == 0o600
-    assert key_making.begin_change(key_file) == (first, False)
+    assert keys.begin_change(key_file) == (first, False)
     assert read_key(key_file).secret == KEY.encode(), "until the change is ended"
-    key_making.end_change(key_file, first)
-    key_making.end_change(key_file, first)
+    keys.end_change(key_file, first)
+    keys.end_change(key_file, first)
     assert read_key(key_file).secret == first.secret
     assert sorted(path.name for path in key_file.parent.iterdir()) == ["job.key"]
 
 
 def test_a_new_key_that_cannot_be_written_is_an_error(key_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no new key can be written beside .*none/job.key: No such file"):
-        key_making.begin_change(tmp_path / "none" / "job.key")
+        keys.begin_change(tmp_path / "none" / "job.key")
     next_file(key_file).write_bytes(role_key(JOB, KeyRole.STEERING).text)
     next_file(key_file).chmod(0o600)
     with pytest.raises(UsageError, match="job.key.next is a steering key of the job"):
-        key_making.begin_change(key_file)
+        keys.begin_change(key_file)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x").touch()
-    second, _ = key_making.begin_change(tmp_path / "folder")
+    second, _ = keys.begin_change(tmp_path / "folder")
     with pytest.raises(UsageError, match="the job goes by the key in .*folder.next, but .* cannot be replaced"):
-        key_making.end_change(tmp_path / "folder", second)
+        keys.end_change(tmp_path / "folder", second)
 
 
 def test_of_two_commands_at_a_time_neither_touches_the_key_of_a_third(key_file: Path) -> None:
-    first, _ = key_making.begin_change(key_file)
-    assert key_making.begin_change(key_file) == (first, False), "the second one goes on with it"
-    key_making.end_change(key_file, first)
-    third, is_new = key_making.begin_change(key_file)
+    first, _ = keys.begin_change(key_file)
+    assert keys.begin_change(key_file) == (first, False), "the second one goes on with it"
+    keys.end_change(key_file, first)
+    third, is_new = keys.begin_change(key_file)
     assert is_new
-    key_making.end_change(key_file, first)  # the second one hears late that it is over
-    key_making.abandon_change(key_file, first)
+    keys.end_change(key_file, first)  # the second one hears late that it is over
+    keys.abandon_change(key_file, first)
     assert read_key(key_file).secret == first.secret and read_key(next_file(key_file)) == third
     with open(next_file(key_file)) as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # another command is just about to rename it
-        key_making.end_change(key_file, third)
-        key_making.abandon_change(key_file, third)
+        keys.end_change(key_file, third)
+        keys.abandon_change(key_file, third)
         assert read_key(key_file).secret == first.secret and read_key(next_file(key_file)) == third
-    key_making.abandon_change(key_file, third)
+    keys.abandon_change(key_file, third)
     assert not next_file(key_file).exists()
-    key_making.abandon_change(key_file, third)
+    keys.abandon_change(key_file, third)
 
 
 @pytest.mark.parametrize("target", ["other.key", "nothing"])
@@ -319,15 +319,15 @@ def test_no_link_takes_the_place_of_the_jobs_key(key_file: Path, target: str) ->
     other.chmod(0o600)
     next_file(key_file).symlink_to(target)
     with pytest.raises(UsageError, match="job.key.next is a link, and the job's new key is to stand there: remove it"):
-        key_making.begin_change(key_file)
+        keys.begin_change(key_file)
 
 
 def test_a_copy_replaces_nothing(key_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "copy.key"
-    key_making.write_copy(JOB, path)
-    key_making.write_copy(JOB, path)
+    keys.write_copy(JOB, path)
+    keys.write_copy(JOB, path)
     assert read_key(path).secret == JOB.secret
     with pytest.raises(UsageError, match="copy.key is there already: name a new file"):
-        key_making.write_copy(JobKey(b"another key of a job", None), path)
+        keys.write_copy(JobKey(b"another key of a job", None), path)
     with pytest.raises(UsageError, match="cannot be written: No such file"):
-        key_making.write_copy(JOB, tmp_path / "none" / "copy.key")
+        keys.write_copy(JOB, tmp_path / "none" / "copy.key")

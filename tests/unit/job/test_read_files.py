@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from elaswave.errors import UsageError
-from elaswave.job import read_files as module
-from elaswave.job.read_files import ReadFile, apart, at_present, open_anew, open_descriptors, read_files
+from elaswave.job import script as module
+from elaswave.job.script import ReadFile, apart, at_present, open_anew, open_descriptors, read_files
 from elaswave.launcher.forkserver.forking import fork
 
 TEXT = "".join(f"line {number}\n" for number in range(5000))

@@ -17,15 +17,13 @@ from elaswave.channel.messages.agent import AskJob
 from elaswave.channel.server import ControlServer
 from elaswave.config.load import load_config
 from elaswave.errors import RetryError, UsageError
-from elaswave.job.key_files import JobKey, KeyRole, role_key
-from elaswave.launcher import taking_part
-from elaswave.launcher.host_network import Seed
-from elaswave.launcher.taking_part import AgentOptions
+from elaswave.job.keys import JobKey, KeyRole, role_key
+from elaswave.launcher import agent
+from elaswave.launcher.agent import AgentOptions, Seed
 from elaswave.protocol.leadership.job_creation import RUNS_S, STARTS_S
 from elaswave.store import opening
-from elaswave.store.interface import Owner
-from elaswave.store.journal import ClockRead
 from elaswave.store.opening import JobStore
+from elaswave.store.store import ClockRead, Owner
 
 OWNER = Owner(post=lambda call: call(), turn=lambda: None, say=print, broken=print)
 SEEDS = (Seed("10.0.0.1", 7077, "10.0.0.1"), Seed("10.0.0.2", 7077, "10.0.0.2"))
@@ -38,10 +36,10 @@ def etcd(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
     return etcd
 
 
-def host_of(wait_s: float = 600.0, seeds: tuple[Seed, ...] = SEEDS) -> taking_part._Host:
+def host_of(wait_s: float = 600.0, seeds: tuple[Seed, ...] = SEEDS) -> agent._Host:
     options = AgentOptions("demo", "10.0.0.1:7077,10.0.0.2:7077", "a", Path("/"), wait_s=wait_s)
     config = load_config(None, ("net.transport=tcp", "control.store=etcd://a:1", "net.trusted=true"))
-    return taking_part._Host(options, config, True, seeds, 0, JobKey(KEY, None), 1)
+    return agent._Host(options, config, True, seeds, 0, JobKey(KEY, None), 1)
 
 
 def test_a_job_is_founded_again_only_once_none_of_its_coordinators_writes(
@@ -53,28 +51,28 @@ def test_a_job_is_founded_again_only_once_none_of_its_coordinators_writes(
     store = opening.open_store(host.config.control, tmp_path, tmp_path, OWNER, KEY, job="demo")
     waits: list[float] = []
 
-    def nobody_answers(asked: taking_part._Host, wait_s: float, *, hopeless_s: float) -> None:
+    def nobody_answers(asked: agent._Host, wait_s: float, *, hopeless_s: float) -> None:
         assert hopeless_s == math.inf, "who turns it away is nobody either"
         waits.append(wait_s)
         if len(waits) < 3:  # the coordinator that is not reached from here
             store.append(ClockRead(clock="c", at_s=1.0 * len(waits)))
         raise RetryError("nobody")
 
-    monkeypatch.setattr(taking_part, "_ask", nobody_answers)
+    monkeypatch.setattr(agent, "_ask", nobody_answers)
     with pytest.raises(RetryError, match="job demo runs, for its coordinator writes to etcd://a:1, but there is none"):
-        taking_part._ask_whether_it_runs(host_of(wait_s=0.0))
+        agent._ask_whether_it_runs(host_of(wait_s=0.0))
     assert etcd.keys
-    assert taking_part._ask_whether_it_runs(host) is None
+    assert agent._ask_whether_it_runs(host) is None
     store.close()
     assert waits == [STARTS_S] * 3 and not etcd.keys
-    assert taking_part._ask_whether_it_runs(host) is None
+    assert agent._ask_whether_it_runs(host) is None
     assert waits[3:] == [RUNS_S], "nothing is left of it"
 
 
 def test_the_only_candidate_removes_what_its_earlier_agent_has_left(tmp_path: Path, etcd: FakeEtcd) -> None:
     host = host_of(seeds=SEEDS[:1])
     JobStore(host.config.control, tmp_path, tmp_path, KEY, job="demo")
-    assert taking_part._ask_whether_it_runs(host) is None and not etcd.keys
+    assert agent._ask_whether_it_runs(host) is None and not etcd.keys
 
 
 @contextlib.contextmanager
@@ -109,13 +107,13 @@ def test_who_has_another_key_is_worth_another_try_though_other_candidates_refuse
         seeds = (seed, nobody) if is_first else (nobody, seed)
         host = host_of(seeds=seeds)._replace(own=None)
         with pytest.raises(RetryError, match="is not this job's coordinator .*AuthenticationError.* give all agents"):
-            taking_part._ask(host, 30.0, hopeless_s=1.0)
+            agent._ask(host, 30.0, hopeless_s=1.0)
 
 
 def test_a_coordinator_that_nobody_has_is_waited_for() -> None:
     seeds = tuple(Seed("127.0.0.1", free_port(), "127.0.0.1") for _ in range(2))
     with pytest.raises(RetryError, match="no coordinator at .* within 0.1 s"):
-        taking_part._ask(host_of(seeds=seeds)._replace(own=None), 0.1)
+        agent._ask(host_of(seeds=seeds)._replace(own=None), 0.1)
 
 
 def test_a_stranger_who_has_founded_a_job_of_this_name_is_named_and_removed_by_nobody(
@@ -123,15 +121,15 @@ def test_a_stranger_who_has_founded_a_job_of_this_name_is_named_and_removed_by_n
 ) -> None:
     host, waits = host_of(), list[float]()
 
-    def nobody_answers(asked: taking_part._Host, wait_s: float, *, hopeless_s: float) -> None:
+    def nobody_answers(asked: agent._Host, wait_s: float, *, hopeless_s: float) -> None:
         waits.append(wait_s)
         raise RetryError("nobody")
 
-    monkeypatch.setattr(taking_part, "_ask", nobody_answers)
+    monkeypatch.setattr(agent, "_ask", nobody_answers)
     JobStore(host.config.control, tmp_path, tmp_path, STRANGERS, job="demo")
     before = dict(etcd.keys)
     with pytest.raises(UsageError, match="/elaswave/demo/ holds what was not written with this job's key"):
-        taking_part._ask_whether_it_runs(host)
+        agent._ask_whether_it_runs(host)
     assert etcd.keys == before and waits == [STARTS_S], "a coordinator of this job could have answered"
 
 
@@ -139,14 +137,14 @@ def test_a_forged_outcome_ends_no_founder(tmp_path: Path, etcd: FakeEtcd, monkey
     host, waits = host_of(), list[float]()
     JobStore(host.config.control, tmp_path, tmp_path, KEY, job="demo")
 
-    def ends_meanwhile(asked: taking_part._Host, wait_s: float, *, hopeless_s: float) -> None:
+    def ends_meanwhile(asked: agent._Host, wait_s: float, *, hopeless_s: float) -> None:
         waits.append(wait_s)
         etcd.keys.clear()
         etcd.keys[b"/elaswave/demo/outcome"] = Written(b'{"outcome": "finished"}', 99, 1)
         raise RetryError("nobody")
 
-    monkeypatch.setattr(taking_part, "_ask", ends_meanwhile)
-    assert taking_part._ask_whether_it_runs(host) is None
+    monkeypatch.setattr(agent, "_ask", ends_meanwhile)
+    assert agent._ask_whether_it_runs(host) is None
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,7 @@ def test_an_agent_has_a_key_for_what_it_does(tmp_path: Path, role: KeyRole, coor
         run_dir=tmp_path / "run",
     )
     with pytest.raises(UsageError, match=seen):
-        taking_part.run_agent(options, role_key(JobKey(KEY, None), role), lambda: None)
+        agent.run_agent(options, role_key(JobKey(KEY, None), role), lambda: None)
     with socket.create_server(("127.0.0.1", port)):
         pass  # nothing is left that has it
     assert not (tmp_path / "run").exists()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from elaswave.launcher.forkserver.by_value import dumps
+from elaswave.launcher.forkserver.fresh import dumps
 
 
 def test_a_traceback_shows_the_line_in_the_file_of_the_function() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from elaswave.data.fingerprint import FIRST_LOSS, Finding
 from elaswave.errors import LaunchError
-from elaswave.launcher.forkserver import data_survey
-from elaswave.launcher.forkserver.data_survey import probe_dataset
+from elaswave.launcher.forkserver import loaders
+from elaswave.launcher.forkserver.loaders import probe_dataset
 from elaswave.observability.processes import children_of
 
 LOSS = Finding(what=FIRST_LOSS, value="0x1.0p+1")
@@ -50,7 +50,7 @@ HARM = [lambda: time.sleep(60), lambda: os._exit(3), lambda: 1 / 0]
 
 @pytest.mark.parametrize("then", HARM)
 def test_what_has_been_said_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
-    monkeypatch.setattr(data_survey, "PROBE_S_MAX", 0.5)
+    monkeypatch.setattr(loaders, "PROBE_S_MAX", 0.5)
     before = children_of(os.getpid())
     found = probe_dataset(lambda: Says(after_data=then), tmp_path / "log")
     assert [each.sample for each in found] == [0, 9]
@@ -61,7 +61,7 @@ def test_what_has_been_said_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_loss_that_does_not_come_leaves_the_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]
 ) -> None:
-    monkeypatch.setattr(data_survey, "LOSS_S_MAX", 0.5)
+    monkeypatch.setattr(loaders, "LOSS_S_MAX", 0.5)
     found = probe_dataset(lambda: Says(before_loss=then), tmp_path / "log")
     assert [each.sample for each in found[:2]] == [0, 9]
     if then is HARM[0]:
@@ -73,7 +73,7 @@ def test_a_process_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def refuse(*_: object, **__: object) -> None:
         raise LaunchError("no more processes")
 
-    monkeypatch.setattr(data_survey, "fork", refuse)
+    monkeypatch.setattr(loaders, "fork", refuse)
     descriptors = os.listdir("/proc/self/fd")
     assert probe_dataset(Says, tmp_path / "log") == []
     assert os.listdir("/proc/self/fd") == descriptors

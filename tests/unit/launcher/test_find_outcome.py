@@ -9,9 +9,9 @@ from tests.fake_etcd import KEY, STRANGERS, FakeEtcd, FakeGateway, Written, lost
 
 from elaswave.channel.messages.agent import Ended
 from elaswave.config.schema import ControlConfig
-from elaswave.job.key_files import JobKey, KeyRole
-from elaswave.launcher.alone import find_outcome
-from elaswave.launcher.forkserver.commit_count import CommitCount
+from elaswave.job.keys import JobKey, KeyRole
+from elaswave.launcher.coordinators import find_outcome
+from elaswave.launcher.forkserver.worker_main import CommitCount
 from elaswave.observability.events import EventLog, RunFinished
 from elaswave.observability.result import EVENTS_FILE, RESULT_FILE
 from elaswave.store import opening

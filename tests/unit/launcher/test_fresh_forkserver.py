@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from elaswave.launcher.forkserver.fresh_forkserver import apply_settings, current_settings, flushes_denormals
+from elaswave.launcher.forkserver.fresh import apply_settings, current_settings, flushes_denormals
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from tests.agents import free_port
 
 from elaswave.config.schema import NetConfig
 from elaswave.errors import ConfigError, RetryError, UsageError
-from elaswave.launcher import host_network
-from elaswave.launcher.host_network import Seed, agent_network, hold, own_address, seed_of, seeds_of, where_to_listen
+from elaswave.launcher import agent
+from elaswave.launcher.agent import Seed, agent_network, hold, own_address, seed_of, seeds_of, where_to_listen
 
 
 def seed(host: str = "127.0.0.1") -> Seed:
@@ -106,7 +106,7 @@ def test_an_agents_children_keep_no_later_one_from_being_the_first(tmp_path: Pat
     try:
         with in_another_process(act) as is_held:
             assert is_held
-        lock = host_network._Lock(tmp_path, f"127.0.0.1/{where.port}")
+        lock = agent._Lock(tmp_path, f"127.0.0.1/{where.port}")
         assert lock.is_held
         lock.close()
     finally:
@@ -118,17 +118,17 @@ def test_hosts_and_networks_that_share_a_folder_have_locks_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_free(what: str = "what") -> bool:
-        lock = host_network._Lock(tmp_path, what)
+        lock = agent._Lock(tmp_path, what)
         lock.close()
         return lock.is_held
 
     other = tmp_path / "other"
     other.write_text("another boot")
-    with in_another_process(lambda: host_network._Lock(tmp_path, "what").is_held) as is_held:
+    with in_another_process(lambda: agent._Lock(tmp_path, "what").is_held) as is_held:
         assert is_held and is_free("another") and not is_free()
         for place in ("_BOOT", "_NETWORK"):
             with monkeypatch.context() as patched:
-                patched.setattr(host_network, place, other)
+                patched.setattr(agent, place, other)
                 assert is_free()
         assert not is_free()
 
@@ -143,7 +143,7 @@ def test_without_locks_the_port_says_who_was_first(tmp_path: Path, monkeypatch: 
         def no_locks(*_: object) -> None:
             raise OSError(errno.ENOLCK, "no locks")
 
-        monkeypatch.setattr(host_network.fcntl, "lockf", no_locks)
+        monkeypatch.setattr(agent.fcntl, "lockf", no_locks)
 
 
 def test_the_port_of_another_host_is_not_held(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_the_port_of_another_host_is_not_held(tmp_path: Path) -> None:
 
 
 def test_a_port_that_another_program_has_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_network, "FREE_S", 0.0)
+    monkeypatch.setattr(agent, "FREE_S", 0.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -173,7 +173,7 @@ def test_a_port_that_the_system_refuses_is_said(number: int, tmp_path: Path, mon
     def refuse(bind: str, ports: list[int]) -> socket.socket:
         raise OSError(number, "refused")
 
-    monkeypatch.setattr(host_network, "reserve", refuse)
+    monkeypatch.setattr(agent, "reserve", refuse)
     is_right = number == errno.EACCES
     expected = pytest.raises(UsageError, match="a port from 1024 up") if is_right else pytest.raises(OSError)
     with expected:
@@ -222,7 +222,7 @@ def test_names_of_candidates_are_looked_up_at_every_dial(own: int | None) -> Non
 
 
 def test_what_others_reach_needs_tls_or_trust(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_network, "own_address", lambda seed: "192.0.2.7")
+    monkeypatch.setattr(agent, "own_address", lambda seed: "192.0.2.7")
     with pytest.raises(ConfigError, match=r"other machines reach 192\.0\.2\.7, and could read"):
         agent_network(tcp(), [seed()], None)
     assert agent_network(tcp(trusted=True), [seed()], None).links.listen == "tcp:192.0.2.7:0"

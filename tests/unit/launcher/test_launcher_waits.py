@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from elaswave.launcher.forkserver.machine import COORDINATOR
-from elaswave.launcher.launcher_waits import KILLED_S_MAX, STILL_S_MAX, STOPPED_S_MAX, LauncherWaits
+from elaswave.launcher.processes import KILLED_S_MAX, STILL_S_MAX, STOPPED_S_MAX, LauncherWaits
 from elaswave.observability.processes import ProcessFacts
 
 BEGIN_S = 100.0

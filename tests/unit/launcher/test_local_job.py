@@ -26,11 +26,10 @@ from elaswave.channel.messages.worker import KeysNow
 from elaswave.config.schema import ControlConfig
 from elaswave.coordinator.process import DISPLACED, PORT_TAKEN, STORE_GONE, CoordinatorProcess
 from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError
-from elaswave.job.key_files import JobKey, KeyRole, next_file
+from elaswave.job.keys import JobKey, KeyRole, next_file
 from elaswave.job.role import AgentRole, own_role
 from elaswave.launcher import local_job
-from elaswave.launcher.asked_stop import STOP_GRACE_S, StopRequest
-from elaswave.launcher.candidacy import STAND_BY_AGAIN_S, Standby
+from elaswave.launcher.coordinators import STAND_BY_AGAIN_S, CoordinatorStarts, CoordinatorSupervisor, Standby
 from elaswave.launcher.forkserver import messages as template_messages
 from elaswave.launcher.forkserver.forking import how_it_ended
 from elaswave.launcher.forkserver.messages import (
@@ -41,11 +40,10 @@ from elaswave.launcher.forkserver.messages import (
     SpawnCoordinator,
     TakeKeys,
 )
-from elaswave.launcher.launcher_waits import LauncherWaits
 from elaswave.launcher.local_job import LocalJob, with_ends
-from elaswave.launcher.own_coordinators import CoordinatorStarts, CoordinatorSupervisor
-from elaswave.launcher.own_keys import AgentKeys
-from elaswave.launcher.own_workers import LogSending, WorkerSupervisor
+from elaswave.launcher.processes import LauncherWaits
+from elaswave.launcher.terminal import STOP_GRACE_S, StopRequest
+from elaswave.launcher.workers import AgentKeys, LogSending, WorkerSupervisor
 from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.membership.agent import Agent
 from elaswave.store.opening import JobStore

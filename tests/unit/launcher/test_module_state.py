@@ -21,8 +21,7 @@ import pytest
 import torch
 
 from elaswave.launcher.forkserver import module_state
-from elaswave.launcher.forkserver.module_state import states_of_modules, value_digest
-from elaswave.launcher.forkserver.taking_over import TakenOver
+from elaswave.launcher.forkserver.module_state import TakenOver, states_of_modules, value_digest
 
 Modules = Callable[..., Any]
 SETTINGS = """

@@ -1,6 +1,6 @@
 """Bounds on waiting for another process: neither a slow one nor a stopped waiter makes it look stopped."""
 
-from elaswave.launcher.launcher_waits import Standstill
+from elaswave.launcher.processes import Standstill
 from elaswave.protocol.detection.active_time import ActiveTime
 
 

@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 from elaswave.devices.opening import PLACE_TIMEOUT_S
-from elaswave.launcher.forkserver.worker_life import FENCED_OFF_S
+from elaswave.launcher.forkserver.worker_main import FENCED_OFF_S
 from elaswave.worker.process import FLUSH_TIMEOUT_S
 
 STUCK = """
 import sys, threading, time
-from elaswave.launcher.forkserver.worker_life import end_later
+from elaswave.launcher.forkserver.worker_main import end_later
 end_later(3, "it has been computing 1F0 for 9 s", float(sys.argv[1]))
 if sys.argv[2] == "stuck":
     threading.Event().wait()

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 from tests.starving import busy_core, starve
 
-from elaswave.observability.processes import facts_of
-from elaswave.observability.processor_waits import ProcessorWaits
+from elaswave.observability.processes import ProcessorWaits, facts_of
 
 LOOPS = "print(flush=True)\nwhile True: pass"
 SLEEPS = "import time\nprint(flush=True)\ntime.sleep(600)"

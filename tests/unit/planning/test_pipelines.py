@@ -15,13 +15,13 @@ from elaswave.planning.costs.machines import ClusterEvent
 from elaswave.planning.costs.step_time.exact import time_programs
 from elaswave.planning.costs.step_time.work import durations_of
 from elaswave.planning.plan import Allocation, Chain, StageShare, levels_of
-from elaswave.planning.policy.fault_free import fault_free
+from elaswave.planning.policy.fault_free_policies import fault_free
 from elaswave.planning.programs.layout import validate_layout
 from elaswave.planning.programs.prediction import time_within_memory
 from elaswave.planning.programs.programs import compile_programs
 from elaswave.planning.programs.routes import allocation_of, make_routes
 from elaswave.planning.search.apportionment import apportion_pipelines
-from elaswave.planning.search.options import Options
+from elaswave.planning.search.candidates import Options
 from elaswave.planning.search.pipelines import PipelineWorkers, mixed_pipelines, ranges_of
 from elaswave.planning.search.templates import orders_of, template_beside, template_of_few
 

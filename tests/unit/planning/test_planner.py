@@ -21,15 +21,15 @@ from elaswave.planning.costs.step_time.exact import time_programs
 from elaswave.planning.costs.step_time.work import durations_of
 from elaswave.planning.frequency import check_power, choose_levels, common_levels
 from elaswave.planning.plan import Plan, StageShare, StateTransfer, levels_of, num_actions
-from elaswave.planning.policy.fault_free import fastest_fault_free, fault_free
+from elaswave.planning.policy.fault_free_policies import fastest_fault_free, fault_free
 from elaswave.planning.programs.prediction import estimate, stages_of, time_as_it_is, time_within_memory
 from elaswave.planning.programs.programs import compile_programs
 from elaswave.planning.programs.routes import allocation_of, make_routes
 from elaswave.planning.programs.shared_layers import cuts_of, share_layers, widen_cuts
 from elaswave.planning.search.apportionment import apportion
+from elaswave.planning.search.candidates import AXES, Options
 from elaswave.planning.search.exhaustive import all_shapes
 from elaswave.planning.search.memory_limits import MemoryBudget, check_worker_memory, layout_limits
-from elaswave.planning.search.options import AXES, Options
 from elaswave.planning.search.partition import choose_widths, split_layers
 from elaswave.planning.search.shapes import Shape, balanced_widths, build, move_workers, score, whole_layers
 from elaswave.planning.state_moves.transfers import Sources, needed_transfers, receiving_s

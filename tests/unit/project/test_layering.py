@@ -150,7 +150,7 @@ def test_pure_modules_load_nothing_impure():
 SLIM = (
     "launcher.launcher",
     "launcher.local_job",
-    "launcher.job_processes",
+    "launcher.processes",
     "launcher.forkserver.server",
     "coordinator.process",
     "coordinator.records.recorder",

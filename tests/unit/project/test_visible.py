@@ -13,16 +13,16 @@ STREAMS = ("stream", "stdout", "stderr", "errors", "out")
 LOG = "writes to the log of a worker, of its own words"
 
 EXCEPTED = {
-    "cli.ctl_status:StatusDisplay.__enter__": "makes the display",
-    "cli.ctl_status:StatusDisplay.__init__": "makes the display; what it shows is made visible where it is updated",
-    "cli.ctl_status:StatusDisplay._print": "writes what `shown` has made visible",
-    "cli.ctl_status:StatusDisplay.show": "shows lines that are made visible there",
+    "cli.ctl:StatusDisplay.__enter__": "makes the display",
+    "cli.ctl:StatusDisplay.__init__": "makes the display; what it shows is made visible where it is updated",
+    "cli.ctl:StatusDisplay._print": "writes what `shown` has made visible",
+    "cli.ctl:StatusDisplay.show": "shows lines that are made visible there",
     "cli.demo:_Shown.__init__": "makes the console; `say` makes visible what it prints",
     "cli.demo:_Shown.say": "makes its parts visible",
     "cli.tables:render_table": "makes its cells visible",
     "cli.whatif.waiting:Waiting._write": "writes the codes of the line, and a text that has been made visible",
     "config.reference:": "prints the page of the configuration",
-    "launcher.forkserver.worker_life:end_later.end": LOG,
+    "launcher.forkserver.worker_main:end_later.end": LOG,
     "models.foreign.server:_main": "a file that stands alone; it prints its own words",
     "observability.progress:_LastingReporter._tell": "prints the system's reason",
     "observability.progress:_LineReporter._print": "writes what `shown` has made visible",

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from elaswave.blocks.grids import MAX_EXPONENT, MIN_EXPONENT, next_exponent
 from elaswave.blocks.placement import Placement, ReplicaRole
+from elaswave.blocks.shapes import MAX_EXPONENT, MIN_EXPONENT, next_exponent
 from elaswave.hashing import key64
 from elaswave.protocol.step.ballot import (
     NOTHING_COUNTED,

@@ -22,7 +22,7 @@ from elaswave.protocol.membership.joiners import BACKOFF_S_MIN, AdmissionResult,
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
 from elaswave.protocol.step.ballot import Ballot, Request, VoteShape, encode_certificate
 from elaswave.protocol.step.scores import Scores
-from elaswave.store.journal import JournalRecord, Published, core_records, membership_records
+from elaswave.store.store import JournalRecord, Published, core_records, membership_records
 
 NAMES = ("embedding", "block.0", "block.1", "store_position")
 SHAPES = StateShapes(NAMES, tuple(make_shape([(4,)], layer=layer, first_id=layer) for layer in range(4)), ("master",))

@@ -10,7 +10,7 @@ from tests.unit.sim.test_failures import walk
 from elaswave.errors import DataError, UsageError
 from elaswave.sim.cluster.failures import Scenario
 from elaswave.sim.cluster.traces import FORMATS, read_trace
-from elaswave.sim.cluster.traces.acme import read_rates
+from elaswave.sim.cluster.traces.formats import read_rates
 from elaswave.sim.cluster.traces.history import timestamp_s
 
 

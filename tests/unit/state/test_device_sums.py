@@ -7,11 +7,10 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
-from elaswave.blocks.grids import MAX_EXPONENT, MIN_EXPONENT
+from elaswave.blocks.shapes import MAX_EXPONENT, MIN_EXPONENT
 from elaswave.state import device_sums
 from elaswave.state.device_sums import DeviceAccumulator, pieces_of
-from elaswave.state.sums import ExactAccumulator, checksum, reduced_gradient
-from elaswave.state.words import add_planes
+from elaswave.state.sums import ExactAccumulator, add_planes, checksum, reduced_gradient
 
 SHAPE = make_shape([(7, 9), (40,), (), (3, 33), (0,)], first_id=4)
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
-from elaswave.blocks.grids import (
+from elaswave.blocks.shapes import (
     FEWEST_BITS,
     GRID_RULES,
     INITIAL_EXPONENT,

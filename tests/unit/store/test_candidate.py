@@ -20,7 +20,7 @@ from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, POLL_S, STI
 from elaswave.store import claim
 from elaswave.store.claim import CandidateProgress, CandidateStage, LeaseHeartbeats, Won, progress_of, stand_by
 from elaswave.store.etcd_client import REQUEST_TIMEOUT_S, EtcdClient
-from elaswave.store.etcd_keys import found
+from elaswave.store.etcd_store import found
 
 
 class World:

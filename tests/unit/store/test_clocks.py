@@ -2,7 +2,7 @@
 
 from elaswave.observability.clock import clock_here
 from elaswave.protocol.events import NewGenerationRecord, TermRecord
-from elaswave.store.journal import ClockRead, JournalRecord, PlaceTaken, Published, by_own_clock
+from elaswave.store.store import ClockRead, JournalRecord, PlaceTaken, Published, by_own_clock
 
 
 def done(step: int, at_s: float) -> Published:

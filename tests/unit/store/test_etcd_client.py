@@ -17,9 +17,12 @@ from elaswave.store.etcd_client import (
     REQUEST_TIMEOUT_S_MAX,
     Credentials,
     EtcdClient,
+    HttpGateway,
+    HttpResponse,
     NoAnswerError,
+    endpoints_of,
+    security_of,
 )
-from elaswave.store.etcd_gateway import HttpGateway, HttpResponse, endpoints_of, security_of
 
 
 def client_of(gateway: FakeGateway, credentials: Credentials | None = None) -> EtcdClient:

@@ -37,9 +37,8 @@ from elaswave.protocol.messages import Decision
 from elaswave.store import etcd_store
 from elaswave.store.etcd_client import EtcdClient
 from elaswave.store.etcd_entries import CHUNK_BYTES, entry_key, pack_records
-from elaswave.store.etcd_keys import found, remove
-from elaswave.store.etcd_store import EtcdStore
-from elaswave.store.interface import Owner
+from elaswave.store.etcd_store import EtcdStore, found, remove
+from elaswave.store.store import Owner
 
 PREFIX = "/elaswave/job/"
 SPEC_7 = KeyValue(SPEC, spec_value(7), 1)

@@ -10,9 +10,8 @@ from elaswave.errors import ConfigError, LaunchError, RecoveryError
 from elaswave.store import opening as module
 from elaswave.store.etcd_entries import entry_key
 from elaswave.store.file_store import FileStore
-from elaswave.store.interface import Owner
-from elaswave.store.journal import ClockRead
 from elaswave.store.opening import JobStore, open_store
+from elaswave.store.store import ClockRead, Owner
 
 OWNER = Owner(post=lambda call: call(), turn=lambda: None, say=print, broken=print)
 ETCD = ControlConfig(store="etcd://a:1,b:2", store_patience_s=5.0)

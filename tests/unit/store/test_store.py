@@ -6,11 +6,11 @@ from tests.unit.shapes import make_shape
 
 from elaswave.blocks.placement import ReplicaRole, make_blocks, place_blocks, roles_of
 from elaswave.blocks.replica_peers import EVERYBODY
+from elaswave.coordinator.records.run_state import add_digests
 from elaswave.hashing import MASK64
 from elaswave.planning.programs.layout import make_layout
-from elaswave.state.digests import add_digests
-from elaswave.state.store import BlockStore, HeldBlock
-from elaswave.state.verify import tensor_digest
+from elaswave.state.buffers import BlockStore, HeldBlock
+from elaswave.state.hashes import tensor_digest
 
 SHAPES = [make_shape([(10, 7), (9,), (3, 5)]), make_shape([(40,)], layer=1, first_id=3)]
 BLOCKS = make_blocks([shape.size for shape in SHAPES], 64)

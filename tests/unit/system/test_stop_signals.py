@@ -10,7 +10,7 @@ import pytest
 from tests.signals import hearing_signals
 
 from elaswave.errors import StoppedBySignalError
-from elaswave.launcher.asked_stop import StopRequest
+from elaswave.launcher.terminal import StopRequest
 from elaswave.system.stop_signals import STOP_SIGNALS, USER_SIGNALS, ending_early, is_ours, stop_signals, undisturbed
 
 

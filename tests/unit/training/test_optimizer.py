@@ -8,8 +8,7 @@ import torch
 
 from elaswave.config.schema import OptimizerConfig
 from elaswave.errors import CheckpointError
-from elaswave.training.optimizer import RULES, ConfiguredOptimizer, average, clip_factor
-from elaswave.training.schedules import learning_rate
+from elaswave.training.optimizer import RULES, ConfiguredOptimizer, average, clip_factor, learning_rate
 
 NUM_ELEMENTS = 1024
 DECAYED = [(0, 320), (640, 896)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from elaswave.config.schema import OptimizerConfig
-from elaswave.training.schedules import SCHEDULES, decay_steps, learning_rate
+from elaswave.training.optimizer import SCHEDULES, decay_steps, learning_rate
 
 
 def config_of(**values):

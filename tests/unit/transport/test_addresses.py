@@ -10,7 +10,7 @@ from tests.conformance.worlds import KEY, PATIENCE_S, finish, link
 
 from elaswave.errors import PeerLostError
 from elaswave.transport import addresses
-from elaswave.transport.frames import Tag
+from elaswave.transport.interface import Tag
 from elaswave.transport.stream import StreamTransport
 
 TAG = Tag(1, 1, 0)

@@ -11,8 +11,7 @@ from tests.conformance.worlds import PATIENCE_S, World, link
 
 from elaswave.errors import InterruptedWaitError, PeerLostError
 from elaswave.transport.emulated import EmulatedLinks, EmulatedPath
-from elaswave.transport.frames import Tag
-from elaswave.transport.interface import Failures, Handle
+from elaswave.transport.interface import Failures, Handle, Tag
 
 PATHS = {1: EmulatedPath(0, 0.5, 100.0), 2: EmulatedPath(0, 0.5, 100.0), 3: EmulatedPath(1, 0.1, 1000.0)}
 

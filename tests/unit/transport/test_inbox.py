@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from elaswave.errors import FrameError
-from elaswave.transport.frames import BYTES_CODE, FrameHeader, Tag
-from elaswave.transport.inbox import Inbox
-from elaswave.transport.interface import Failures, Handle
+from elaswave.transport.interface import BYTES_CODE, Failures, FrameHeader, Handle, Tag
+from elaswave.transport.link import Inbox
 
 TAG = Tag(channel=1, step=1, attempt=0)
 LIMIT = 1000

@@ -17,7 +17,7 @@ from elaswave.channel.client import ControlClient
 from elaswave.errors import WaitTimeoutError
 from elaswave.transport import addresses
 from elaswave.transport.addresses import Endpoint, NameLookup
-from elaswave.transport.frames import Tag
+from elaswave.transport.interface import Tag
 from elaswave.transport.stream import StreamTransport
 
 TAG = Tag(1, 1, 0)

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from tests.conformance.worlds import World, finish, link
 
-from elaswave.transport.emulated import EmulatedPath
-from elaswave.transport.frames import Tag
-from elaswave.transport.paced import PacedLinks
+from elaswave.transport.emulated import EmulatedPath, PacedLinks
+from elaswave.transport.interface import Tag
 
 _SO_MAX_PACING_RATE = 47
 PATHS = {1: EmulatedPath(0, 0.1, 1e6), 2: EmulatedPath(0, 0.1, 1e6), 3: EmulatedPath(1, 0.1, 2e5)}

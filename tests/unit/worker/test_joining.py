@@ -12,9 +12,8 @@ from torch import nn
 
 from elaswave.channel.messages.worker import Exit
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.checks.determinism_check import environment
+from elaswave.engine.checks.determinism_check import UPDATE, environment, environment_of, update_hash
 from elaswave.engine.checks.probe import NoProbe
-from elaswave.engine.checks.update_canary import UPDATE, environment_of, update_hash
 from elaswave.job.identity import identity_of
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.environment import ENVIRONMENT

@@ -2,18 +2,19 @@
 
 Without any of it they speak of the paper's cluster: 96 Ascend 910B that train Llama-2 13B as 8 stages x 12 replicas
 (ElasWave, arXiv 2510.00606, section 7).
+
+Options that belong together reach a command as one value.
 """
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from elaswave.cli.whatif.option_groups import Command, add_group, given_in
 from elaswave.config.own import TOKENS_PER_S
 from elaswave.config.policy_code import policies
 from elaswave.config.presets import catalog, device_preset, link_preset, model_shape
@@ -25,13 +26,50 @@ from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.schedules import SCHEDULES, Schedule
 from elaswave.planning.plan import Allocation, Planner
-from elaswave.planning.policy.fault_free import fastest_fault_free, fault_free
-from elaswave.planning.policy.healthy import FaultFreeStart, own_starts
+from elaswave.planning.policy.fault_free_policies import FaultFreeStart, fastest_fault_free, fault_free, own_starts
 from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.programs.prediction import time_as_it_is
 from elaswave.planning.state_moves.placed_blocks import Placing
 from elaswave.planning.survival import SurvivalShares, survival_shares_of
 from elaswave.sim.cluster.failures import racks_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def add_group(
+    command: Command,
+    name: str,
+    group: "type[DataclassInstance]",
+    options: Sequence[Callable[[Callable[..., Any]], Callable[..., Any]]],
+) -> Command:
+    """Adds options to a command, which gets their values together.
+
+    Args:
+        command: a function that click is to call.
+        name: of its parameter that takes the group.
+        group: a dataclass with one field for each option, of the option's name.
+        options: what ``click.option`` made, in the order in which the help lists them.
+    """
+    names = [field.name for field in fields(group)]
+
+    def gathering(*args: Any, **values: Any) -> Any:
+        return command(*args, **{name: group(**{each: values.pop(each) for each in names})}, **values)
+
+    gathering.__name__, gathering.__doc__ = command.__name__, command.__doc__
+    gathering.__dict__.update(vars(command))
+    for option in reversed(options):
+        gathering = option(gathering)
+    return gathering  # type: ignore[return-value]
+
+
+def given_in(group: "DataclassInstance") -> list[str]:
+    """Names of a group's options that were given, as they are typed; None says that one was not."""
+    return [f"--{name.replace('_', '-')}" for name, value in vars(group).items() if value is not None]
+
 
 DEFAULT_MODEL = "llama-2-13b"
 DEFAULT_DEVICE = "ascend-910b"

@@ -29,7 +29,7 @@ from elaswave.observability.output import say
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.policy.healthy import FaultFreeStart
+from elaswave.planning.policy.fault_free_policies import FaultFreeStart
 
 DEFAULT_POLICIES = ",".join(known_policies())
 

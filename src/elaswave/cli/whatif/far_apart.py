@@ -12,9 +12,16 @@ from typing import Any
 import click
 
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
-from elaswave.cli.whatif.cluster_options import ClusterOptions, check_some_are_left, choose_lost, with_speeds
+from elaswave.cli.whatif.cluster_options import (
+    ClusterOptions,
+    Command,
+    add_group,
+    check_some_are_left,
+    choose_lost,
+    given_in,
+    with_speeds,
+)
 from elaswave.cli.whatif.layout_table import as_json
-from elaswave.cli.whatif.option_groups import Command, add_group, given_in
 from elaswave.config.own import TOKENS_PER_S
 from elaswave.config.policy_code import registered
 from elaswave.config.presets import model_shape
@@ -24,11 +31,10 @@ from elaswave.observability.output import say
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.costs.analytic import PARAMETER_BYTES, analytic_costs
 from elaswave.planning.costs.schedules import Schedule
-from elaswave.planning.far_apart.copies import survival_of_plan
 from elaswave.planning.far_apart.job import Copies, FarJob, FarPlan, allocation_of_plan, without_devices
 from elaswave.planning.far_apart.objective import FAR_SCHEDULES
 from elaswave.planning.far_apart.op_fence import FarPlanner, op_fence
-from elaswave.planning.far_apart.timing import time_plan
+from elaswave.planning.far_apart.timing import survival_of_plan, time_plan
 
 DEFAULT_FAR_MODEL = "gpt2-small"
 DEFAULT_FAR_MICROBATCHES = 32

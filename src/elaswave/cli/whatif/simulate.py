@@ -21,8 +21,13 @@ from elaswave.cli.whatif.cluster_options import (
 )
 from elaswave.cli.whatif.layout_table import as_json
 from elaswave.cli.whatif.outcome_table import Results, document_of, render_policies, render_policy
-from elaswave.cli.whatif.redundancy_options import RedundancyOptions, redundancy_options
-from elaswave.cli.whatif.scenario_options import ScenarioOptions, read_scenarios, scenario_options
+from elaswave.cli.whatif.scenario_options import (
+    RedundancyOptions,
+    ScenarioOptions,
+    read_scenarios,
+    redundancy_options,
+    scenario_options,
+)
 from elaswave.cli.whatif.waiting import Waiting
 from elaswave.config.policy_code import find_policy, is_code, other_policies
 from elaswave.config.policy_code import policies as known_policies
@@ -34,8 +39,7 @@ from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.plan import Planner
-from elaswave.planning.policy.fault_free import fastest_fault_free
-from elaswave.planning.policy.healthy import fault_free_step_s
+from elaswave.planning.policy.fault_free_policies import fastest_fault_free, fault_free_step_s
 from elaswave.planning.policy.policies import make_policies
 from elaswave.planning.policy.policy_parts import rectangle
 from elaswave.sim.cluster.failures import DAY_S, Scenario

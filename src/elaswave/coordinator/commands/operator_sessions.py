@@ -27,11 +27,10 @@ from elaswave.channel.messages.operator import (
 )
 from elaswave.channel.messages.worker import Heartbeat
 from elaswave.channel.wire import is_reader, role_of
+from elaswave.coordinator.commands.commands import Action, Operations, Reply, refusal
 from elaswave.coordinator.commands.job_status import JobParts, LastHeartbeat, job_status
-from elaswave.coordinator.commands.operations import Action, Operations
-from elaswave.coordinator.commands.reply import Reply, refusal
 from elaswave.errors import StateError, StoreError
-from elaswave.job.key_files import KeyRole
+from elaswave.job.keys import KeyRole
 
 OPERATORS_MAX = 16
 REQUESTS_MAX = 8

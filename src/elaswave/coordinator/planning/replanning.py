@@ -39,7 +39,7 @@ from elaswave.planning.programs.routes import allocation_of
 from elaswave.planning.programs.shared_layers import cuts_of
 from elaswave.planning.programs.to_layout import JobModel, RunningLayout, to_layout, without_idle
 from elaswave.planning.programs.validation import validate_programs
-from elaswave.planning.search.options import AXES, Options
+from elaswave.planning.search.candidates import AXES, Options
 from elaswave.planning.search.planner import plan as elaswave_plan
 from elaswave.planning.search.recovery import put_to_work, set_idle, survivor_layout
 from elaswave.planning.search.shapes import Shape, build

@@ -4,31 +4,46 @@ The recorder publishes; it takes no part in steps. Every message may come twice 
 and acknowledging it), so everything here is idempotent. Whatever a new coordinator needs is made durable first, then
 folded into the run's state (`coordinator/records/run_state.py`), then logged and shown; the event log is for people,
 and may be incomplete. A repeated step must have the same loss.
+
+What each worker holds under a layout and a placement, for the log. Pure.
+
+What workers report becomes records of the run, recoveries too, with a line on the terminal; and what becomes of
+checkpoints is told to them.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from elaswave._version import __version__
 from elaswave.blocks.placement import Placement
 from elaswave.blocks.survival import survival_of
-from elaswave.channel.messages.agent import ShowEvaluation, ShowStep
-from elaswave.channel.messages.worker import EvaluationReport, Finished, Ready, StepReport, TrainingStanding
+from elaswave.channel.messages.agent import CheckpointCommitted, ShowEvaluation, ShowStep
+from elaswave.channel.messages.worker import (
+    EvaluationReport,
+    Finished,
+    Ready,
+    Settled,
+    ShardFailed,
+    ShardWritten,
+    StepReport,
+    TrainingStanding,
+)
+from elaswave.channel.server import ControlServer
 from elaswave.checkpoints.checkpoint import newest_committed_step
 from elaswave.checkpoints.format import CheckpointMeta
 from elaswave.config.devices import planned_speeds
 from elaswave.config.own import OWN
 from elaswave.coordinator.records.checkpoints import Checkpoints
-from elaswave.coordinator.records.holdings import holdings_of
-from elaswave.coordinator.records.run_result import describe_checkpoint, make_result
-from elaswave.coordinator.records.run_state import RunState, by_step
+from elaswave.coordinator.records.recoveries import RecoveryLog
+from elaswave.coordinator.records.run_state import RunState, by_step, describe_checkpoint, make_result
 from elaswave.coordinator.records.terminal import Terminal
 from elaswave.data.sampler import Sampler
 from elaswave.devices.gauges import Gauges
-from elaswave.errors import CheckpointError, StoreError, SupersededError
+from elaswave.errors import CheckpointError, StateError, StoreError, SupersededError
 from elaswave.job.plan import RunPlan
 from elaswave.observability.events import (
     AnyEvent,
@@ -36,6 +51,7 @@ from elaswave.observability.events import (
     ErrorRaised,
     Evaluated,
     EventLog,
+    Holdings,
     LayoutChosen,
     Recovered,
     RunFinished,
@@ -48,12 +64,47 @@ from elaswave.observability.events import (
 from elaswave.observability.result import CheckpointRecord, Recovery, RunResult
 from elaswave.observability.run_folder import data_facts, is_fine_tuning
 from elaswave.planning.costs.profiled import ActionTiming
-from elaswave.protocol.events import PendingWork
+from elaswave.protocol.coordinator.machine import Coordinator
+from elaswave.protocol.events import NewGeneration, PendingWork, Suspected
 from elaswave.protocol.messages import Decision, LayoutChange
 from elaswave.protocol.step.due_work import pending_after
-from elaswave.store.interface import Store
-from elaswave.store.journal import CheckpointGivenUp, Entered, JournalRecord, Published, RecorderRecord
+from elaswave.store.store import CheckpointGivenUp, Entered, JournalRecord, Published, RecorderRecord, Store
 from elaswave.types import ExecutionParameters, Layout
+
+
+def holdings_of(plan: RunPlan, layout: Layout, placement: Placement) -> dict[int, Holdings]:
+    """By worker id; idle workers too.
+
+    Args:
+        plan: of the run.
+        layout, placement: in force.
+    """
+    owners, followers = placement.owner, placement.followers
+    alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for block in plan.blocks:  # there are many, but few kinds of holders
+        alike.setdefault((owners[block.id], followers[block.id]), []).append(block.num_elements)
+    owned, owned_elements = Counter[int](), Counter[int]()
+    followed, followed_elements = Counter[int](), Counter[int]()
+    for (owner, others), elements in alike.items():
+        num_elements = sum(elements)
+        owned[owner] += len(elements)
+        owned_elements[owner] += num_elements
+        for follower in others:
+            followed[follower] += len(elements)
+            followed_elements[follower] += num_elements
+    sizes = [sum(slot.numel for slot in shape.tensors if not slot.is_buffer) for shape in plan.state.layers]
+    found = {}
+    for worker in layout.workers:
+        layers = layout.layers_of(worker)
+        found[worker] = Holdings(
+            num_parameters=sum(sizes[unit] for unit in (*layers, *layout.shared_units(layers))),
+            num_owned_blocks=owned[worker],
+            num_owned_parameters=owned_elements[worker],
+            num_followed_blocks=followed[worker],
+            num_followed_parameters=followed_elements[worker],
+        )
+    return found
+
 
 TIMINGS_EVERY_S = 1.0
 """`TimingsMeasured` are written no more often than this."""
@@ -503,3 +554,181 @@ class RunRecorder:
     def error(self, message: str, worker: int | None, traceback_text: str) -> None:
         """Logs what ends the job."""
         self._write(ErrorRaised(message=message, worker=worker, traceback=traceback_text))
+
+
+class RecoveryReports:
+    """What is said of the recoveries of one run.
+
+    Args:
+        log: collects what a report needs.
+        recorder: of the run.
+        terminal: what is shown.
+        num_steps: of the run.
+        coordinator_ends_s: monotonic times at which coordinators have ended of which no one has told yet.
+    """
+
+    def __init__(
+        self,
+        log: RecoveryLog,
+        recorder: RunRecorder,
+        terminal: Terminal,
+        *,
+        num_steps: int,
+        coordinator_ends_s: Sequence[float],
+    ) -> None:
+        self.log = log
+        self._recorder = recorder
+        self._state = recorder.state
+        self._terminal = terminal
+        self._num_steps = num_steps
+        self._coordinator_ends_s = tuple(coordinator_ends_s)
+
+    def restore(self, decisions: Sequence[Decision], undecided: NewGeneration | None, now_s: float) -> None:
+        """Takes over recoveries that earlier coordinators have begun.
+
+        Args:
+            decisions: all that there were; of some it was not seen, or not entered, that training went on.
+            undecided: the generation that still waits for one.
+            now_s: monotonic time.
+        """
+        for decision in decisions:
+            unreported, joined, left = self._state.unreported(decision)
+            if unreported or joined or left:
+                suspicions = tuple(Suspected(worker, "exit", decision.reason) for worker in unreported)
+                layout = self._state.layout_before(decision.generation)
+                self.log.new_generation(NewGeneration(decision.generation, suspicions, joined, left), layout, now_s)
+                self.log.decided(decision, now_s, 0.0)
+                self.log.resumed(now_s)
+        if undecided is not None:
+            self.new_generation(undecided, now_s)
+
+    def new_generation(self, effect: NewGeneration, now_s: float) -> None:
+        """Workers were lost under the present layout, or members have joined or left."""
+        self.log.new_generation(effect, self._state.layout, now_s)
+
+    def resumed(self, now_s: float) -> None:
+        """Every member computes again."""
+        self._publish(self.log.resumed(now_s))
+
+    def committed(self, report: StepReport, finished_s: float) -> None:
+        """A step is done; to be called before it is published, as its line shows the new layout."""
+        self._publish(self.log.committed(report, finished_s))
+
+    def flush(self) -> None:
+        """The job ends."""
+        self._publish(self.log.flush())
+
+    def _publish(self, recoveries: Sequence[Recovery]) -> None:
+        for recovery in recoveries:
+            # The line first: a coordinator that dies in between leaves a successor that says it again.
+            self._terminal.say(self.log.describe(recovery))
+            self._recorder.recovered(recovery)
+
+    def coordinator_found(self, now_s: float, generation: int) -> None:
+        """All members have found this coordinator: says, once, that it follows others."""
+        ends_s, self._coordinator_ends_s = self._coordinator_ends_s, ()
+        for ended_s in ends_s:
+            step = min(self._state.last_step + 1, self._num_steps)
+            recovery = self.log.restarted(ended_s, now_s, step, generation)
+            self._recorder.recovered(recovery)
+            self._terminal.say(
+                f"the coordinator was lost in step {recovery.step}: a new one took over after "
+                f"{recovery.total_s * 1e3:.0f} ms, training went on meanwhile"
+            )
+
+
+class Publishing:
+    """Passes reports to the records of one run.
+
+    Args:
+        core: the machine.
+        recorder: of the run.
+        recoveries: are published with the steps that complete them.
+        server: has the connections.
+        stepped: called with the report of each step that is published.
+        recorded: called whenever more is known that may end the job.
+        failed: called with what the records cannot agree with.
+    """
+
+    def __init__(
+        self,
+        core: Coordinator,
+        recorder: RunRecorder,
+        recoveries: RecoveryReports,
+        server: ControlServer[Any],
+        *,
+        stepped: Callable[[StepReport], None],
+        recorded: Callable[[], None],
+        failed: Callable[[StateError], None],
+    ) -> None:
+        self.environment = ""
+        """What a member computes with, for people."""
+        self._core = core
+        self._recorder = recorder
+        self._recoveries = recoveries
+        self._server = server
+        self._stepped = stepped
+        self._recorded = recorded
+        self._failed = failed
+
+    def publish(
+        self,
+        message: Ready | StepReport | EvaluationReport | ShardWritten | ShardFailed | Finished,
+        now_s: float,
+    ) -> None:
+        """A worker has reported.
+
+        Args:
+            message: what arrives in this turn.
+            now_s: monotonic time.
+        """
+        try:
+            if isinstance(message, Ready):
+                self.environment = message.environment
+                self._recorder.ready(message)
+            elif isinstance(message, StepReport):
+                # By its own clock: a worker tells only how long ago it was.
+                finished_s = now_s - self._server.age_s - message.ago_s
+                self._recoveries.committed(message, finished_s)
+                if self._recorder.step(message, finished_s):
+                    self._stepped(message)
+            elif isinstance(message, EvaluationReport):
+                self._recorder.evaluation(message)
+            elif isinstance(message, ShardWritten | ShardFailed):
+                self._recorder.checkpoints.part(message)
+                step = message.standing.step if isinstance(message, ShardWritten) else message.step
+                if self._recorder.is_settled(step):
+                    self._server.send(message.worker, Settled(step=step))
+            else:
+                self._recorder.finish(message)
+            self.tell_settled()
+            self._recorded()
+        except StateError as error:
+            self._failed(error)
+
+    def committed(self, message: CheckpointCommitted) -> None:
+        """The committer has answered."""
+        try:
+            self._recorder.checkpoints.committed(message.number, message.error, again=message.again)
+            self.tell_settled()
+            self._recorded()
+        except StateError as error:
+            self._failed(error)
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed: a checkpoint may be given up by now."""
+        has_given_up = self._recorder.checkpoints.tick(now_s)
+        self.tell_settled()
+        if has_given_up:
+            self._recorded()
+
+    def give_up_missing_parts(self) -> None:
+        """With a word to the workers."""
+        self._recorder.checkpoints.end()
+        self.tell_settled()
+
+    def tell_settled(self) -> None:
+        """Checkpoints are durable or given up: no worker need say again what became of its parts."""
+        steps, self._recorder.settled[:] = tuple(self._recorder.settled), []
+        for step in steps:
+            self._server.send_all(self._core.members, Settled(step=step))

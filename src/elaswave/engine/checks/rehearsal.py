@@ -21,12 +21,11 @@ from typing import Any
 import torch
 
 from elaswave.data.fingerprint import FIRST_LOSS, Finding
-from elaswave.engine.batches import BatchMaker, BatchName
+from elaswave.engine.batches import BatchMaker, BatchName, Microbatches
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.values import flatten
 from elaswave.engine.compute import Compute, LayerError
 from elaswave.engine.materialise import all_layers
-from elaswave.engine.microbatches import Microbatches
 from elaswave.errors import SIGNALS, DataError, StoppedBySignalError, UsageError
 from elaswave.models.foreign.connection import close_all
 from elaswave.training.dataset import UserDataError, hash_batch

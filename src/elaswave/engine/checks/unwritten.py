@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from elaswave.devices.readings import Reading, Readings
+from elaswave.devices.interface import Reading, Readings
 from elaswave.engine.checks.values import tensors_of
 from elaswave.errors import UsageError
 

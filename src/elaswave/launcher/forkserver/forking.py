@@ -96,7 +96,7 @@ def _be_child(parent: int, log: Path, body: Callable[[], int], let_go: Callable[
 def leave_signals_to_launcher() -> None:
     """From now on this process ignores signals that end a job: the launcher decides what they mean to all of them. A
     script's own handler of what a scheduler sends stays. Workers take one of them up again, see
-    `elaswave.launcher.forkserver.notices`."""
+    `elaswave.launcher.forkserver.worker_main`."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -82,7 +82,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     given: dict[str, str] = {}
     """What else a script gives; see `elaswave.training.given`."""
     findings: list[Finding] = []
-    """Of a script's data and loss; see `elaswave.launcher.forkserver.data_survey`."""
+    """Of a script's data and loss; see `elaswave.launcher.forkserver.loaders`."""
     not_taken: list[str] = []
     """What the script has set in modules, and a fresh interpreter cannot take over."""
 

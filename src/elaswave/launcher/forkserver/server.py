@@ -24,20 +24,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from elaswave.checkpoints.format import CommitRequest
-from elaswave.config.schema import Config
 from elaswave.coordinator.process import run_coordinator
 from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.data.fingerprint import Finding
-from elaswave.engine.checks.probe import Probe
 from elaswave.errors import CheckpointError, LaunchError, UsageError
-from elaswave.faults.injection import Fault
-from elaswave.job.network import JobNetwork
 from elaswave.job.plan import RunPlan, StartingPoint
-from elaswave.job.read_files import ReadFile, apart, open_anew, open_descriptors, read_files
-from elaswave.launcher.forkserver.commit_count import CommitCount
-from elaswave.launcher.forkserver.data_survey import probe_dataset
+from elaswave.job.script import ReadFile, apart, open_anew, open_descriptors, read_files
 from elaswave.launcher.forkserver.forking import Child, fork
-from elaswave.launcher.forkserver.loader_lines import LoaderSockets
+from elaswave.launcher.forkserver.loaders import LoaderSockets, probe_dataset
 from elaswave.launcher.forkserver.machine import (
     COMMITTER,
     COORDINATOR,
@@ -85,11 +79,9 @@ from elaswave.launcher.forkserver.messages import (
     Unprepared,
     pack_message,
 )
-from elaswave.launcher.forkserver.notices import holding_notices
-from elaswave.launcher.machine import memory_bytes
+from elaswave.launcher.forkserver.worker_main import ForkServerSetup, holding_notices
+from elaswave.launcher.resources import memory_bytes
 from elaswave.observability.worker_logs import worker_log
-from elaswave.protocol.events import CoordinatorEffect
-from elaswave.system.death_watch import DeathWatch
 from elaswave.system.parent_death import end_children, end_group, parent_of_orphans
 from elaswave.training.raised import readable, said
 from elaswave.training.tokens import sampler_of
@@ -97,44 +89,6 @@ from elaswave.transport.handshake import Secrets
 
 _ANSWER_BYTES_MAX = 1 << 15
 """Of what a committer may say; a pipe holds more, so it never waits for a reader."""
-
-
-class ForkServerSetup(NamedTuple):
-    """What the template and the workers are started with."""
-
-    config: Config
-    run_dir: Path
-    control_dir: Path
-    """Private folder of the job."""
-    network: JobNetwork
-    """Where coordinator and workers listen and are dialled."""
-    keys: Secrets
-    """Of those who take part, see `elaswave.job.key_files.Role`."""
-    job_keys: Secrets
-    """The job's; none where no coordinator is started."""
-    deaths: DeathWatch | None
-    """None only on the way to a fresh interpreter."""
-    commits: CommitCount | None
-    """None where the agent that shares it never waits for another host's coordinator."""
-    faults: tuple[Fault, ...]
-    """Those of workers are carried out in them."""
-    probe: Probe | None
-    profile: bool
-    training: Any = None
-    """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
-    read_files: tuple[ReadFile, ...] = ()
-    """Of a person's code: what it has open for reading, of which each process needs a place of its own."""
-    before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
-    """Called in the coordinator before each effect of the protocol's core."""
-    job_generation: int = 0
-    """Of the job, see `elaswave.protocol.leadership.store_position.Head`."""
-    suffix: str = ""
-    """Of the names of files of which every host has its own in the run's folder."""
-    not_taken: Sequence[str] = ()
-    """What a fresh interpreter has not taken over of the script's modules; grows while modules are imported."""
-    frozen: Any = None
-    """Frozen parameters that the checkpoint has otherwise than they are built, by full name; the template reads them
-    before it forks workers."""
 
 
 def run_forkserver(setup: ForkServerSetup, link: socket.socket, inherited: Sequence[ReadFile] = ()) -> int:
@@ -162,7 +116,7 @@ def _run(setup: ForkServerSetup, link: socket.socket, inherited: Sequence[ReadFi
         import torch  # late, as what follows: the launcher imports this module
 
         from elaswave.engine.blueprint import Blueprint
-        from elaswave.launcher.forkserver import worker_life
+        from elaswave.launcher.forkserver import worker_main
 
         torch.set_num_threads(1)  # a process with idle threads of a library must not fork
         open_anew(inherited)
@@ -181,12 +135,12 @@ def _run(setup: ForkServerSetup, link: socket.socket, inherited: Sequence[ReadFi
     given = {} if setup.training is None else _given(plan)
     not_taken = list(setup.not_taken)
     link.sendall(pack_message(Prepared(state=plan.state, findings=findings, given=given, not_taken=not_taken)))
-    serving = _Serving(setup, plan, link, worker_life.worker_main, worker_life.loader_main)
+    serving = _Serving(setup, plan, link, worker_main.worker_main, worker_main.loader_main)
     return serving.run()
 
 
 def _probe_dataset(setup: ForkServerSetup, plan: RunPlan) -> list[Finding]:
-    """See `elaswave.launcher.forkserver.data_survey`."""
+    """See `elaswave.launcher.forkserver.loaders`."""
     from elaswave.engine.checks.rehearsal import Rehearsal  # loads torch, as `run_forkserver` has
 
     log = setup.run_dir / "logs" / "loader-survey.log"
@@ -392,7 +346,7 @@ class _Serving:
             line.close()
 
     def _fork_loader(self, loader: Loader) -> None:
-        from elaswave.engine.input.loader import loader_log  # loaded by the template
+        from elaswave.engine.loading import loader_log  # loaded by the template
 
         with self._loader_sockets.hand_over(loader) as line:
             what = f"loader {loader.number} of worker {loader.worker}"

@@ -16,8 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 from elaswave.errors import UsageError
 from elaswave.models.calls import LossOutput
-from elaswave.models.huggingface.families import FAMILIES, HEAD, Family, family_of, unknown_architecture
-from elaswave.models.huggingface.parts import outside, type_and_shape
+from elaswave.models.huggingface.parts import (
+    FAMILIES,
+    HEAD,
+    Family,
+    family_of,
+    outside,
+    type_and_shape,
+    unknown_architecture,
+)
 from elaswave.models.huggingface.stored import DTYPES as STORED_DTYPES
 from elaswave.models.huggingface.stored import StoredTensor, stored_tensors
 from elaswave.models.layers import Layer

@@ -3,7 +3,7 @@
 The name and the idea (cluster devices by bandwidth, cut the graph of operators along slow links) are of FusionLLM's
 abstract (arXiv 2410.12707), of which no more could be read; how it is done here is ours:
 
-1. Ways to cluster the devices, and orders of the clusters (`elaswave.planning.far_apart.clusters`).
+1. Ways to cluster the devices, and orders of the clusters (`elaswave.planning.far_apart.cuts`).
 2. For several depths each cluster is given stages by its speed, its devices dealt over them, like beside like.
 3. For each such chain of stages the cuts are found by dynamic programmes (`elaswave.planning.far_apart.cuts`).
 4. The best chains are improved step by step: a device goes to another stage of its cluster, a stage is parted, two are
@@ -22,8 +22,7 @@ import numpy as np
 
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.costs.schedules import Schedule
-from elaswave.planning.far_apart.clusters import Cluster, clusterings, orders
-from elaswave.planning.far_apart.cuts import best_cuts
+from elaswave.planning.far_apart.cuts import Cluster, best_cuts, clusterings, orders
 from elaswave.planning.far_apart.job import FarJob, FarPlan, StepParts
 from elaswave.planning.far_apart.objective import FAR_SCHEDULES, Model
 

@@ -22,7 +22,7 @@ from elaswave.planning.policy.policy_metadata import PolicyMetadata, declares, p
 from elaswave.planning.policy.replication import Replication
 from elaswave.planning.programs.prediction import EXACT_WORKERS
 from elaswave.planning.search import planner
-from elaswave.planning.search.options import Options
+from elaswave.planning.search.candidates import Options
 from elaswave.planning.state_moves.placed_blocks import num_blocks
 
 __all__ = ["CANDIDATES_UP_TO", "ELASWAVE", "TimedPlanner", "make_policies"]

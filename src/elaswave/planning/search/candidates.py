@@ -2,23 +2,116 @@
 
 A candidate is worth what it gets done until the next event is to be expected, the time to move its state included.
 Candidates that cannot do as much as the best one so far are not timed to the end: their steps count as infinitely long.
+
+What ElasWave's planner may do, and what it is for. Pure values.
+
+What a plan says of itself: what each axis brought, and one line of why. Pure.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.costs.layers import Costs
-from elaswave.planning.costs.machines import Cluster
-from elaswave.planning.costs.schedules import Schedule
-from elaswave.planning.frequency import check_power
+from elaswave.planning.costs.machines import Cluster, EventKind
+from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
+from elaswave.planning.costs.recovery_times import RecoveryTimes
+from elaswave.planning.costs.schedules import SCHEDULES, Schedule
+from elaswave.planning.frequency import GOALS, Goal, check_power
 from elaswave.planning.plan import Allocation, StateTransfer
-from elaswave.planning.programs.prediction import Estimate, time_within_memory
-from elaswave.planning.search.options import Options
+from elaswave.planning.programs.prediction import EXACT_ACTIONS, Estimate, time_within_memory
 from elaswave.planning.search.shapes import Shape, build
 from elaswave.planning.search.survivors import Survivors
 from elaswave.planning.state_moves.transfers import Sources, needed_transfers
+
+Axis = Literal["dataflow", "graph", "frequency", "randomness"]
+AXES: frozenset[Axis] = frozenset({"dataflow", "graph", "frequency", "randomness"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a plan may do and what it is for."""
+
+    axes: frozenset[Axis] = AXES
+    horizon_s: float | None = None
+    """Expected time until the next event; None means as public failure rates say for so many workers."""
+    goal: Goal = "fastest"
+    move_workers: bool = True
+    """Whether workers may change stage."""
+    share_layers: bool = True
+    """Whether neighbouring stages may share layers."""
+    mix_depths: bool = True
+    """Whether pipelines of different depth may run side by side, if workers may change stage."""
+    leave_out: bool = True
+    """Whether workers may be left without work, as spares that hold copies: slow ones, or those that make a layout
+    uneven."""
+    local_search: bool = True
+    """Whether plans of small jobs are made better step by step with exact times, which takes some 0.4 s. A running job,
+    whose layout would change again and again (docs/planning.md), and a simulation, which plans for thousands of events,
+    do without."""
+    schedules: tuple[Schedule, ...] | None = None
+    """To choose from; None means the job's own and ``zero-bubble-h2``."""
+    followers: int = DEFAULT_FOLLOWERS
+    """Live copies of every block."""
+    exact_actions: int = EXACT_ACTIONS
+    """Candidates of at most so many actions are timed exactly, in jobs of at most `EXACT_WORKERS` workers."""
+    pause_s: float = RecoveryTimes().recover_s
+    """Predicted pause after a loss, where no state has to be fetched."""
+    join_pause_s: float = RecoveryTimes().join_s
+    """The same where workers join or leave, for their new generation."""
+    move_pause_s: float = RecoveryTimes().move_s
+    """And for a change of layout whose blocks have been copied in the background."""
+    copy_share: float = RecoveryTimes().copy_share
+    """Of the links' bandwidth that such copies take."""
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            ValueError: with every field that cannot be.
+        """
+        problems = [
+            f"{name} is {sorted(set(given) - set(known))}, needed: of {', '.join(sorted(known))}"
+            for name, given, known in (
+                ("axes", self.axes, AXES),
+                ("goal", [self.goal], GOALS),
+                ("schedules", self.schedules or (), SCHEDULES),
+            )
+            if not set(given) <= set(known)
+        ]
+        if self.schedules == ():
+            problems.append("schedules are none, needed: at least one, or None for the job's own and zero-bubble-h2")
+        if self.horizon_s is not None and not 0 < self.horizon_s < float("inf"):
+            problems.append(f"horizon_s is {self.horizon_s}, needed: above 0 and finite")
+        if not 0 < self.copy_share < 1:
+            problems.append(f"copy_share is {self.copy_share}, needed: above 0 and below 1")
+        problems += [
+            f"{name} is {value}, needed: finite and at least 0"
+            for name in ("followers", "exact_actions", "pause_s", "join_pause_s", "move_pause_s")
+            if not 0 <= (value := getattr(self, name)) < float("inf")
+        ]
+        if problems:
+            raise ValueError("options of a plan are impossible: " + "; ".join(problems))
+
+    def pause_of(self, kind: EventKind, *, moves: bool) -> float:
+        """Predicted pause where no state has to be fetched.
+
+        Args:
+            kind: of the event.
+            moves: whether blocks go to other workers, so that a change of layout follows.
+        """
+        pause_s = moves * self.move_pause_s
+        if kind == "slowed":
+            return pause_s
+        return pause_s + (self.pause_s if kind == "lost" else self.join_pause_s)
+
+    def horizon(self, num_workers: int) -> float:
+        """Expected seconds until the next event of so many workers."""
+        return RecoveryTimes(horizon_s=self.horizon_s).horizon(num_workers)
+
 
 SLACK = 1e-6
 """Relative: steps that are longer than the best one by less are timed exactly."""
@@ -164,3 +257,67 @@ class Judge:
         )
         # Remembered steps are told though they are longer: what is chosen must not depend on what was asked before.
         return timed.step_s if timed.step_s < within_s else float("inf"), timed.found
+
+
+NOTHING_MOVED = (
+    "draws keyed by (run seed, step, micro-batch, layer, purpose), samples by (data seed, step, micro-batch): "
+    "nothing to move"
+)
+"""Of the randomness axis, for which no plan moves anything. Other systems must carry generator states along when a
+micro-batch or a layer changes its worker, or lose them with it. Here a draw is keyed by what it is for
+(`elaswave.hashing`, `elaswave.training.random_state`), and the samples of a micro-batch by its number
+(`elaswave.data.sampler`), so every plan leaves the draws as they are, for nothing."""
+
+
+def contributions_of(
+    axes: Collection[str], tuned: Candidate, best: Candidate, staying: Candidate | None, even_s: float | None
+) -> Mapping[str, str]:
+    """Axis -> what it brought, or "off".
+
+    Args:
+        axes: that a plan may use.
+        tuned: the candidate that was chosen, at the levels that were chosen.
+        best: the same at the levels of before.
+        staying: all workers where they are; None if that is impossible.
+        even_s: seconds of a step of `staying` in closed form if micro-batches were not dealt by speed; None without it.
+    """
+    brought: dict[str, str] = dict.fromkeys(sorted(AXES), "off")
+    if "randomness" in axes:
+        brought["randomness"] = NOTHING_MOVED
+    if staying is None or even_s is None:
+        forced = "rerouting alone does not fit into memory"
+        brought["dataflow"] = forced if "dataflow" in axes else "off"
+        brought["graph"] = f"{best.origin}: {forced}" if "graph" in axes else "off"
+    else:
+        if "dataflow" in axes:
+            brought["dataflow"] = f"micro-batches by speed: {_change(even_s, staying.found.step_s)}"
+        if "graph" in axes:
+            brought["graph"] = f"{best.origin}: {_change(staying.step_s, best.step_s)}"
+    if "frequency" in axes:
+        power = f", {tuned.found.power_w:.0f} W instead of {best.found.power_w:.0f} W"
+        same = tuned is best or not best.found.power_w
+        brought["frequency"] = f"{_change(best.step_s, tuned.step_s)}{'' if same else power}"
+    return brought
+
+
+def reason_of(tuned: Candidate, staying: Candidate | None) -> str:
+    """One line; arguments as of `contributions_of`."""
+    found = tuned.found
+    share = found.pace_s / tuned.step_s if tuned.step_s else 1.0
+    compared = "rerouting alone does not fit" if staying is None else (
+        f"rerouting alone: {_shown(staying.step_s)}"
+    )  # fmt: skip
+    return (
+        f"{tuned.origin}, {tuned.allocation.schedule}: {_shown(tuned.step_s)} per step ({compared}); worker "
+        f"{found.bottleneck_worker} of stage {found.bottleneck_stage} computes for {100 * share:.0f} % of it"
+    )
+
+
+def _change(before_s: float, after_s: float) -> str:
+    if abs(before_s - after_s) <= 1e-9 * before_s:
+        return "nothing to gain"
+    return f"{_shown(before_s)} to {_shown(after_s)} per step ({100 * (after_s / before_s - 1):+.1f} %)"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"

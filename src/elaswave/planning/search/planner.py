@@ -2,10 +2,10 @@
 
 Candidates are shapes of the job, from leaving everything as it is (the lost workers' micro-batches go to the others of
 their stage) over moving layers and workers to sharing layers between neighbours, each under each schedule that may be
-chosen, of all workers or of all but some (`elaswave.planning.search.teams`); the same in some stages fewer or more than
-before; in small jobs every layout of whole layers (`elaswave.planning.search.exhaustive`); pipelines of several depths
-and speeds (`elaswave.planning.search.pipelines`); and the baselines' plans. All are scored in closed form, the best are
-built and timed exactly where that is quick, a local search makes those of small jobs better
+chosen, of all workers or of all but some (`elaswave.planning.search.pipelines`); the same in some stages fewer or more
+than before; in small jobs every layout of whole layers (`elaswave.planning.search.exhaustive`); pipelines of several
+depths and speeds (`elaswave.planning.search.pipelines`); and the baselines' plans. All are scored in closed form, the
+best are built and timed exactly where that is quick, a local search makes those of small jobs better
 (`elaswave.planning.search.local_search`), and the one is taken that gets most done until the next event is to be
 expected, the time to move state included. Since leaving everything as it is and the baselines are among those timed, a
 plan is never slower than they are.
@@ -30,15 +30,21 @@ from elaswave.planning.plan import Allocation, Plan, Planner, at_levels
 from elaswave.planning.programs.prediction import EXACT_WORKERS, estimate, time_within_memory
 from elaswave.planning.programs.shared_layers import Cut
 from elaswave.planning.search.apportionment import apportion
-from elaswave.planning.search.candidates import SLACK, Candidate, Judge
+from elaswave.planning.search.candidates import SLACK, Candidate, Judge, Options, contributions_of, reason_of
 from elaswave.planning.search.exhaustive import WORKERS_MAX, all_shapes
-from elaswave.planning.search.explanation import contributions_of, reason_of
 from elaswave.planning.search.local_search import LocalSearch
 from elaswave.planning.search.memory_limits import MemoryBudget
 from elaswave.planning.search.neighbours import Neighbourhood
-from elaswave.planning.search.options import Options
 from elaswave.planning.search.partition import choose_widths
-from elaswave.planning.search.pipelines import LONGER, SHORTER, PipelineWorkers, mixed_pipelines, ranges_of
+from elaswave.planning.search.pipelines import (
+    LONGER,
+    SHORTER,
+    PipelineWorkers,
+    WorkerSubset,
+    mixed_pipelines,
+    ranges_of,
+    smaller_subsets,
+)
 from elaswave.planning.search.shapes import (
     Shape,
     balanced_widths,
@@ -49,7 +55,6 @@ from elaswave.planning.search.shapes import (
     whole_layers,
 )
 from elaswave.planning.search.survivors import start_levels, survivors_of
-from elaswave.planning.search.teams import WorkerSubset, smaller_subsets
 from elaswave.planning.state_moves.transfers import shared_links
 
 FINALISTS = 8

@@ -3,7 +3,7 @@
 On a machine with far more work than cores a healthy worker may wait for a processor longer than the bound on its
 silence. The kernel of its host knows. So the coordinator asks the agent there while a worker has been silent for a
 quarter of its bound, and the agent answers with durations: how much of the time since its look before the process could
-have run, and did not (`elaswave.observability.processor_waits`). That much of the silence does not count, nor is
+have run, and did not (`elaswave.observability.processes`). That much of the silence does not count, nor is
 anything learned from it. A process that is stopped, sleeps or waits for a disk does not wait for a processor, so that a
 hang is noticed as soon as ever.
 

@@ -41,7 +41,8 @@ from enum import Enum
 from itertools import repeat
 from typing import NamedTuple
 
-from elaswave.blocks.grids import (
+from elaswave.blocks.placement import Placement, ReplicaRole
+from elaswave.blocks.shapes import (
     FEWEST_BITS,
     NORM_LIMBS,
     WIDE_BITS,
@@ -51,7 +52,6 @@ from elaswave.blocks.grids import (
     norm_from_limbs,
     norm_limbs,
 )
-from elaswave.blocks.placement import Placement, ReplicaRole
 from elaswave.hashing import MASK64, key64, mix64
 from elaswave.protocol import environment
 from elaswave.protocol.environment import ENVIRONMENT, VotedHashes

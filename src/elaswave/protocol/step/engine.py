@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from elaswave.blocks.grids import WIDE_BITS
 from elaswave.blocks.placement import Block, Placement, ReplicaRole
+from elaswave.blocks.shapes import WIDE_BITS
 from elaswave.protocol.environment import Environment
 from elaswave.protocol.messages import Decision, Evidence
 from elaswave.protocol.step.ballot import BufferTensor, GridState, NonFinite, Request

@@ -14,7 +14,7 @@ its last durable checkpoint.
 Approximated: steps are not told apart. A failure that interrupts one loses half of it, for every policy: the engine
 tries such a step again as a whole. A step's time is as the policies' plans predict it, timed exactly for small jobs,
 the closed form for large ones. A change during a pause can only prolong it. State that moves in the background takes a
-share of the links from training, and until it is there the layout of before counts (`elaswave.sim.cluster.copies`).
+share of the links from training, and until it is there the layout of before counts (`elaswave.sim.cluster.held_state`).
 Machines are all of one kind.
 """
 
@@ -37,9 +37,8 @@ from elaswave.planning.policy.full_restart import num_pipelines
 from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.policy.policy_parts import make_plan, rectangle
 from elaswave.planning.state_moves.placed_blocks import Placing, num_blocks
-from elaswave.sim.cluster.copies import BackgroundTransfer, background_transfer_of
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
-from elaswave.sim.cluster.held_state import held_state
+from elaswave.sim.cluster.held_state import BackgroundTransfer, background_transfer_of, held_state
 from elaswave.sim.cluster.outcome import PolicyOutcome, Sample
 
 

@@ -9,7 +9,7 @@ from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.plan import StageShare
-from elaswave.planning.policy.fault_free import fault_free
+from elaswave.planning.policy.fault_free_policies import fault_free
 from elaswave.planning.programs.prediction import step_s
 from elaswave.planning.search.exhaustive import all_shapes
 from elaswave.planning.search.pipelines import PipelineWorkers, mixed_pipelines, ranges_of

@@ -13,7 +13,7 @@ from elaswave.config.presets import model_shape
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.costs.analytic import analytic_costs
 from elaswave.planning.costs.network import NetworkLink
-from elaswave.planning.far_apart.clusters import clusterings, orders
+from elaswave.planning.far_apart.cuts import clusterings, orders
 from elaswave.planning.far_apart.job import FarJob, allocation_of_plan
 from elaswave.planning.far_apart.objective import Model
 from elaswave.planning.far_apart.op_fence import op_fence

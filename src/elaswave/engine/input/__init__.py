@@ -1,1 +1,0 @@
-"""Input: the loader process, its samples, and what a batch takes in memory."""

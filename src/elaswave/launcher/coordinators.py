@@ -1,0 +1,422 @@
+"""An agent's coordinators, one after the other: each end is answered with the next one, and one that does not answer is
+ended. A checkpoint that is being committed for one of them comes to its end before the next one looks.
+
+A coordinator is a fork of the agent, which may be a candidate that waits, or, where a script's process must not fork,
+of the template.
+
+How an agent stands to its job's coordinator: whether it has it, and when its next candidate's process is to wait.
+
+A candidate's process says by a pipe how far it is. One that has ended without ever having the job, or that another
+host's has replaced, is followed by the next one after a while, which doubles: no log fills with what it is refused for.
+
+What an agent does while it has no coordinator (rules H12 and H13): it looks how the job has ended, and gives up once
+its workers commit nothing either.
+"""
+
+import contextlib
+import logging
+import os
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from elaswave.channel.messages.agent import BreakOffCommit, CheckpointCommitted, CommitCheckpoint, Ended
+from elaswave.config.schema import ControlConfig
+from elaswave.coordinator.process import DISPLACED, PORT_TAKEN, STORE_GONE, SUPERSEDED, run_candidate, run_coordinator
+from elaswave.coordinator.setup import CoordinatorSetup
+from elaswave.errors import ConfigError, RecoveryError, RetryError, StoreError
+from elaswave.job.keys import JobKey, KeyRole
+from elaswave.job.plan import StartingPoint
+from elaswave.job.role import AgentRole
+from elaswave.launcher.forkserver.machine import COORDINATOR
+from elaswave.launcher.forkserver.messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
+from elaswave.launcher.forkserver.worker_main import CommitCount
+from elaswave.launcher.processes import JobProcesses, LauncherWaits
+from elaswave.observability.result import RESULT_FILE
+from elaswave.protocol.leadership.coordinator_timeout import ORPHAN_S, CoordinatorTimeout, TimeoutAction
+from elaswave.protocol.membership.agent import Agent, CoordinatorEnded, ReportEnd, StartCoordinator, StartJoiner
+from elaswave.store.claim import CandidateProgress, progress_of
+from elaswave.store.opening import FILE, JobStore, read_outcome
+from elaswave.transport.handshake import Secrets
+
+CANDIDATE = "candidate"
+"""In the selector: what a candidate's process reports."""
+STAND_BY_AGAIN_S = 1.0
+STAND_BY_AGAIN_S_MAX = 60.0
+"""After the end of a candidate that never had the job, or of a coordinator that another host's has replaced, the next
+one is started so much later."""
+
+
+class Standby:
+    """Of one agent.
+
+    Args:
+        leads: whether the coordinator is this agent's from the start.
+        is_candidate: whether other agents may have it.
+        selector: of the agent's loop.
+    """
+
+    def __init__(self, *, leads: bool, is_candidate: bool, selector: selectors.BaseSelector) -> None:
+        self.leads = leads
+        """Whether the coordinator is this agent's."""
+        self.had_it = leads
+        """Whether it ever was."""
+        self.stand_by_at_s: float | None = None
+        """When the next process is to be started."""
+        self.missed_since_s: float | None = None
+        """Since when the last coordinator is missed."""
+        self._is_candidate = is_candidate
+        self._selector = selector
+        self._reports: int | None = None
+        """Where a candidate's process says how far it is."""
+        self._wait_s = STAND_BY_AGAIN_S
+
+    def open(self) -> int:
+        """For the next process; returns where it writes what it reports."""
+        self.close()
+        self._reports, writes = os.pipe()
+        os.set_blocking(self._reports, False)
+        self._selector.register(self._reports, selectors.EVENT_READ, CANDIDATE)
+        return writes
+
+    def close(self) -> None:
+        """Hears nothing more of the present process."""
+        if self._reports is not None:
+            self._selector.unregister(self._reports)
+            os.close(self._reports)
+            self._reports = None
+
+    def hear(self) -> Sequence[CandidateProgress]:
+        """What the process has said, or nothing if its end of the pipe is closed."""
+        if self._reports is None:
+            return ()
+        try:
+            said = progress_of(os.read(self._reports, 4096))
+        except BlockingIOError:
+            return ()  # what was to be read was of the candidate before
+        if not said:
+            self.close()
+        return said
+
+    def has_it(self) -> None:
+        """The process has the job."""
+        self.leads = self.had_it = True
+        self._wait_s = STAND_BY_AGAIN_S
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether to start the next process now; says so once."""
+        is_due = self.stand_by_at_s is not None and now_s >= self.stand_by_at_s
+        if is_due:
+            self.stand_by_at_s = None
+        return is_due
+
+    def ended(self, at_s: float, *, was_replaced: bool, was_displaced: bool = False) -> bool:
+        """The process has ended.
+
+        Args:
+            at_s: when, monotonic.
+            was_replaced: another host's coordinator has the job.
+            was_displaced: its claim was taken away, by nobody who has followed it.
+        Returns:
+            Whether the next one is started after a while, and stands by if others may have the job; else the
+            coordinator is to be followed at once.
+        """
+        had_it, self.leads = self.leads, self.leads and not self._is_candidate
+        if not was_displaced and (not self._is_candidate or (had_it and not was_replaced)):
+            return False
+        self.missed_since_s = at_s if was_displaced else None
+        self.stand_by_at_s = at_s + self._wait_s
+        if self._is_candidate:  # nobody else would have the job meanwhile
+            self._wait_s = min(2 * self._wait_s, STAND_BY_AGAIN_S_MAX)
+        return True
+
+
+COORDINATOR_HUNG_S = 6.0
+"""One that has not accepted its agent for this long is killed, and followed by another as if it had died."""
+
+
+class CoordinatorStarts:
+    """Of one agent.
+
+    Args:
+        setup: what its first coordinator is started with.
+        checkpoint: where workers begin; None: at the seed.
+        agent_role: how the agent takes part.
+        processes, candidacy, waits: of the agent.
+        by_forkserver: whether the template forks coordinators.
+    """
+
+    def __init__(
+        self,
+        setup: CoordinatorSetup,
+        checkpoint: StartingPoint | None,
+        agent_role: AgentRole,
+        processes: JobProcesses,
+        standby: Standby,
+        waits: LauncherWaits,
+        *,
+        by_forkserver: bool,
+    ) -> None:
+        self._setup, self._checkpoint, self._agent_role = setup, checkpoint, agent_role
+        self.keys = setup.keys
+        """The job's, of those that are started from now on; the template has its own."""
+        self._processes, self._standby, self._waits = processes, standby, waits
+        self._by_forkserver = by_forkserver
+
+    def start(self, ends_s: tuple[float, ...]) -> None:
+        """Starts the next one.
+
+        Args:
+            ends_s: monotonic times at which earlier ones have ended.
+        Raises:
+            LaunchError: the system refuses its process.
+        """
+        number, setup = 1 + len(ends_s), self._setup
+        if self._by_forkserver:
+            message = SpawnCoordinator(
+                num_samples=setup.sampler.num_samples,
+                checkpoint=self._checkpoint,
+                started_s=setup.started_s,
+                coordinator_ends_s=ends_s,
+                home=setup.home,
+            )
+            self._processes.ask_for_coordinator(number, message)
+            self._waits.for_forks((COORDINATOR,), time.monotonic())
+            return
+        setup = setup._replace(keys=self.keys, coordinator_ends_s=ends_s, lost_s=self._standby.missed_since_s)
+        if not self._agent_role.is_candidate:
+            self._processes.start_coordinator(number, lambda: run_coordinator(setup))
+            return
+        writes = self._standby.open()
+
+        def stand_by() -> int:
+            name, creates_job = self._agent_role.name, self._agent_role.creates_job
+            return run_candidate(setup, name, creates_job, lambda progress: _tell(writes, progress))
+
+        try:
+            self._processes.start_coordinator(number, stand_by, waits=True)
+        finally:
+            os.close(writes)
+
+
+class CoordinatorSupervisor:
+    """Of one agent.
+
+    Args:
+        starts: starts one.
+        store: of the job; None: this agent starts none.
+        agent: the machine that knows whether a coordinator is to be followed.
+        processes, candidacy, waits: of the agent.
+        log: what they print.
+        way_on: says how the run can go on after its end.
+    """
+
+    def __init__(
+        self,
+        starts: CoordinatorStarts,
+        store: JobStore | None,
+        agent: Agent,
+        processes: JobProcesses,
+        standby: Standby,
+        waits: LauncherWaits,
+        log: Path,
+        way_on: Callable[[], str],
+    ) -> None:
+        self._starts, self._store, self._agent = starts, store, agent
+        self._processes, self._standby, self._waits = processes, standby, waits
+        self._log, self._way_on = log, way_on
+        self._since_s = 0.0
+        self._patience_s = COORDINATOR_HUNG_S
+        """With one that does not accept the agent."""
+        self._committing: int | None = None
+        """Number of the commit that the template has been asked for and has not answered."""
+
+    def start(self) -> None:
+        """Starts the next one.
+
+        Raises:
+            RecoveryError: the journal of the one before is gone, and with it what the job has decided.
+            LaunchError: the system refuses its process.
+        """
+        assert self._store is not None
+        try:
+            self._store.check()
+        except RecoveryError as error:
+            raise RecoveryError(f"{error}; {self._way_on()}") from None
+        self._since_s = time.monotonic()
+        self._starts.start(tuple(self._agent.coordinator_ends_s))
+
+    def take_keys(self, keys: Secrets) -> None:
+        """The job's key is changed: those that are started from now on go by others."""
+        self._starts.keys = keys
+
+    def turn(self, disconnected_s: float) -> None:
+        """Starts the next candidate when it is due, and has a coordinator killed that does not accept this agent.
+
+        Args:
+            disconnected_s: how long the agent has had no connection.
+        """
+        if self._standby.is_due(time.monotonic()):
+            self.start()
+        if not self._standby.leads:
+            return
+        assert self._store is not None
+        age_s = time.monotonic() - self._since_s
+        if min(age_s, disconnected_s) > self._patience_s + self._store.patience_s:
+            self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
+            self._processes.kill_coordinator()
+            self._waits.for_killed_coordinator(time.monotonic())
+
+    def has_job(self) -> None:
+        """The candidate's process has the job now."""
+        self._standby.has_it()
+        self._since_s = time.monotonic()
+        self._processes.has_taken_over()
+
+    def exited(self, text: str, at_s: float) -> None:
+        """One has ended; its last words were heard.
+
+        Args:
+            text: how.
+            at_s: when, monotonic.
+        Raises:
+            RetryError, RecoveryError: there can be no other one, here or at all.
+            LaunchError: the system refuses the next one's process.
+        """
+        self._waits.coordinator_ended()
+        # One that cannot be dialled leaves the job to other candidates, as one that was replaced.
+        was_replaced, was_displaced = _has(text, SUPERSEDED, PORT_TAKEN), _has(text, DISPLACED)
+        if self._standby.ended(at_s, was_replaced=was_replaced, was_displaced=was_displaced):
+            return
+        if _has(text, PORT_TAKEN):
+            raise RetryError(f"another program has the coordinator's port on this host; see {self._log}")
+        if _has(text, STORE_GONE):
+            raise RetryError(f"the coordinator was lost, and the store does not answer the next one; see {self._log}")
+        self._standby.missed_since_s = at_s
+        for effect in self._agent.handle(CoordinatorEnded(text, _gave_up(text), at_s)):
+            if not isinstance(effect, StartCoordinator):
+                assert not isinstance(effect, ReportEnd | StartJoiner)
+                raise RecoveryError(f"{effect.reason}; see {self._log}")
+            if self._committing is None:
+                self.start()
+            else:
+                # The next one may go back behind that checkpoint: it must not appear when it has looked.
+                self._waits.for_commit(at_s)
+                self._processes.ask_forkserver(AbandonCommits())
+
+    def commit(self, message: CommitCheckpoint | BreakOffCommit) -> None:
+        """The coordinator wants a checkpoint committed, or that broken off."""
+        if isinstance(message, CommitCheckpoint):
+            self._committing = message.number
+            self._processes.ask_forkserver(CommitShards(number=message.number, request=message.request))
+        elif message.number == self._committing:
+            self._processes.ask_forkserver(AbandonCommits())
+
+    def committed(self, message: CommitDone) -> CheckpointCommitted | None:
+        """A commit has ended; returns what the coordinator is to be told, if there is one."""
+        if message.number == self._committing:
+            self._committing = None
+        if not self._waits.is_for_commit:
+            return CheckpointCommitted(number=message.number, error=message.error, again=message.again)
+        if self._committing is None:
+            self._waits.commit_ended()
+            self.start()
+        return None
+
+
+def _gave_up(text: str) -> bool:
+    """Whether a coordinator has ended by an error that another one would meet too."""
+    return _has(text, 1, SUPERSEDED)
+
+
+def _has(text: str, *statuses: int) -> bool:
+    """Whether a process has ended with one of these."""
+    return text.endswith(tuple(f"with status {status}" for status in statuses))
+
+
+def _tell(writes: int, progress: CandidateProgress) -> None:
+    """In a candidate's process: a report to its agent, which may have ended, and with it this process."""
+    with contextlib.suppress(OSError):
+        os.write(writes, progress.line())
+
+
+_log = logging.getLogger("elaswave.launcher")
+
+
+class WithoutCoordinator:
+    """Of one agent.
+
+    Args:
+        config: which store.
+        job: the name of a job of several hosts; empty of a job of one.
+        run_dir: the run's folder on this host.
+        key: the job's.
+        job_generation: which founding of the job it takes part in.
+    """
+
+    def __init__(self, config: ControlConfig, job: str, run_dir: Path, key: JobKey, job_generation: int) -> None:
+        self._config, self._job, self._run_dir, self._key, self._job_generation = (
+            config,
+            job,
+            run_dir,
+            key,
+            job_generation,
+        )
+        self._coordinator_timeout = CoordinatorTimeout(
+            ORPHAN_S if config.store == FILE else max(ORPHAN_S, config.store_patience_s)
+        )
+        self.commits = CommitCount() if job else None
+        """Counts the steps that this host's workers commit."""
+        self.gives_up = False
+        """Whether it has been alone for too long."""
+
+    @property
+    def for_s(self) -> float:
+        """How long it has been so."""
+        return self._coordinator_timeout.without_s
+
+    def look(self, *, has_coordinator: bool) -> Ended | None:
+        """To be called often; may take a second or a little more.
+
+        Returns:
+            How the job has ended, if that was found out.
+        """
+        num_commits = 0 if self.commits is None else self.commits.value
+        due = self._coordinator_timeout.look(time.monotonic(), has_coordinator=has_coordinator, num_commits=num_commits)
+        self.gives_up = due is TimeoutAction.END
+        if due is not TimeoutAction.SEEK:
+            return None
+        return find_outcome(self._config, self._job, self._run_dir, self._key, self._job_generation)
+
+
+def find_outcome(config: ControlConfig, job: str, run_dir: Path, key: JobKey, job_generation: int) -> Ended | None:
+    """How the job has ended, for an agent that was cut off when its coordinator told the others (rule H13).
+
+    It looks once, for a second or a little more: for the result in the run's folder, if hosts share it, and for any
+    outcome in the job's store, if that is etcd.
+
+    The run's log does not tell: what it ends with may be the end of one host's part.
+
+    Args:
+        config: which store.
+        job: the name of a job of several hosts.
+        run_dir: the run's folder on this host.
+        key: of this agent. Without the job's it cannot tell whether an outcome in the store is genuine.
+        job_generation: which founding of the job this agent takes part in.
+    Returns:
+        None: the job goes on, or nothing can be learned from here.
+    """
+    try:
+        if (run_dir / RESULT_FILE).exists():
+            return Ended(outcome="finished")
+    except OSError as error:
+        _log.info("this agent cannot look for the result: %s", error)
+    try:
+        found = None if key.role is not KeyRole.JOB else read_outcome(config, job, key.secret, job_generation)
+        return None if found is None else msgspec.json.decode(found, type=Ended)
+    except (StoreError, ConfigError, msgspec.MsgspecError) as error:
+        _log.info("the store does not tell this agent how the job has ended: %s", error)
+        return None

@@ -1,0 +1,319 @@
+"""The life of a worker's process, from the fork to its end: its connection to the coordinator, its faults, its steps.
+Beside it, that of its loaders.
+
+Loads torch; only the template process and its children import this.
+
+SIGTERM to a worker: a notice that its machine will be taken away, as providers of spot machines send it.
+
+All other processes of a job ignore the signals that end one (`elaswave.launcher.forkserver.forking`), since the
+launcher decides what these mean; so did workers before there were drains. A worker passes the notice on and goes on
+training.
+
+How many steps the workers of this host have committed, in memory that they share with their agent.
+
+An agent hears of steps from its coordinator. While it has none, this number tells whether its workers get on (rule
+H12). The memory is an anonymous mapping inherited through fork, as that of `elaswave.system.death_watch`.
+"""
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from elaswave.channel.client import ControlClient
+from elaswave.channel.messages.worker import KeysNow, KeysTaken, ToWorker
+from elaswave.channel.slow_dial import slow_control_of
+from elaswave.config.schema import Config
+from elaswave.engine.batches import BatchMaker
+from elaswave.engine.checks.probe import NoProbe, Probe, Probes
+from elaswave.engine.loading import say_who, serve_batches
+from elaswave.faults.injection import FAULTS_FILE, AwayWatch, Fault, FaultProbe
+from elaswave.job.network import JobNetwork
+from elaswave.job.plan import StartingPoint
+from elaswave.job.script import ReadFile
+from elaswave.protocol.events import CoordinatorEffect
+from elaswave.protocol.messages import FencedOff
+from elaswave.system.death_watch import DeathWatch
+from elaswave.system.kernel import offer_to_kernel
+from elaswave.training.tokens import sampler_of
+from elaswave.transport import addresses
+from elaswave.transport.handshake import KeyRing, Secrets
+from elaswave.worker.mailbox import Mailbox
+from elaswave.worker.process import run_worker
+from elaswave.worker.setup import WorkerSetup, site_links
+
+NOTICE = signal.SIGTERM
+
+
+class CommitCount:
+    """One number that every worker adds to. Made before any worker is forked.
+
+    Two workers that add at once may count as one: what matters is that the number changes.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._count = ctypes.c_int64.from_buffer(self._memory)
+
+    def add(self) -> None:
+        """A worker has committed a step."""
+        self._count.value += 1
+
+    @property
+    def value(self) -> int:
+        """Changes whenever a worker commits a step."""
+        return self._count.value
+
+
+class ForkServerSetup(NamedTuple):
+    """What the template and the workers are started with."""
+
+    config: Config
+    run_dir: Path
+    control_dir: Path
+    """Private folder of the job."""
+    network: JobNetwork
+    """Where coordinator and workers listen and are dialled."""
+    keys: Secrets
+    """Of those who take part, see `elaswave.job.keys.Role`."""
+    job_keys: Secrets
+    """The job's; none where no coordinator is started."""
+    deaths: DeathWatch | None
+    """None only on the way to a fresh interpreter."""
+    commits: CommitCount | None
+    """None where the agent that shares it never waits for another host's coordinator."""
+    faults: tuple[Fault, ...]
+    """Those of workers are carried out in them."""
+    probe: Probe | None
+    profile: bool
+    training: Any = None
+    """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
+    read_files: tuple[ReadFile, ...] = ()
+    """Of a person's code: what it has open for reading, of which each process needs a place of its own."""
+    before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
+    """Called in the coordinator before each effect of the protocol's core."""
+    job_generation: int = 0
+    """Of the job, see `elaswave.protocol.leadership.store_position.Head`."""
+    suffix: str = ""
+    """Of the names of files of which every host has its own in the run's folder."""
+    not_taken: Sequence[str] = ()
+    """What a fresh interpreter has not taken over of the script's modules; grows while modules are imported."""
+    frozen: Any = None
+    """Frozen parameters that the checkpoint has otherwise than they are built, by full name; the template reads them
+    before it forks workers."""
+
+
+@contextlib.contextmanager
+def holding_notices() -> Iterator[None]:
+    """A process that is forked in this context holds notices from its first instant."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def hold_notices() -> None:
+    """From now on a notice waits until it is heard. To be called in a worker before it has threads."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
+    signal.signal(NOTICE, signal.SIG_DFL)  # as long as it is blocked it does nothing; an ignored one might get lost
+
+
+def hear_notices(on_notice: Callable[[], None]) -> None:
+    """Waits in a thread of its own for the first notice; further ones say nothing new.
+
+    Not with a handler: that would run in the main thread, wherever it stands, perhaps with the locks that telling the
+    coordinator takes.
+
+    Args:
+        on_notice: called once, in that thread.
+    """
+
+    def wait() -> None:
+        signal.sigwait({NOTICE})
+        on_notice()
+
+    threading.Thread(target=wait, name="notices", daemon=True).start()
+
+
+HEARTBEAT_S = 0.25
+COMPUTE_NICENESS = 5
+"""Computing yields to the threads and processes that keep the job together, which need little and need it at once."""
+SWITCH_INTERVAL_S = 0.001
+"""How long a worker's main thread may hold the interpreter while its control thread wants it."""
+
+FENCED_OFF_S = 10.0
+"""A worker that is no member any more ends itself; if its main thread has not done so after so long, it is stuck in its
+device, or in a person's code, and the process ends without it: another process may wait for its place. Longer than its
+last messages may take (`elaswave.worker.process.FLUSH_TIMEOUT_S`), shorter than a place is waited for."""
+
+
+def worker_main(
+    setup: ForkServerSetup,
+    worker: int,
+    checkpoint: StartingPoint | None,
+    loaders: socket.socket | None = None,
+    joins: bool = False,
+) -> int:
+    """Runs one worker in this process.
+
+    Args:
+        setup: of the job.
+        worker: its id.
+        checkpoint: where it begins; None: at the seed.
+        loaders: where the template hands over its loaders; None: it has none.
+        joins: whether it joins a job that runs, without any state.
+    Returns:
+        Exit status.
+    """
+    clients: list[ControlClient[ToWorker]] = []
+    slow_control = slow_control_of(setup.config, worker)
+    sites = site_links(setup.config, worker)
+    parted: set[tuple[str, float]] = set()
+    lock = threading.Lock()
+
+    def silence(machine: Any, *, close_links: bool) -> None:
+        """The `cut` faults: from now on nothing goes in or out of this worker."""
+        clients[0].silence(True)
+        if close_links:
+            machine.links.transport.close()
+        threading.Event().wait()
+
+    def slow(machine: Any, factor: float, *, links: bool) -> None:
+        """The faults `slow` and `slow-link`: this worker computes at a share of its speed, or its links do."""
+        context = machine.engine.context
+        (context.slow_links if links else context.slow_down)(factor)
+        if links and slow_control is not None:
+            slow_control.slow_down(factor)
+
+    def part(site: str, until_s: float) -> None:
+        """The fault `away`: frames to and from a site stand still, and who is there is cut off from the coordinator."""
+        assert sites is not None
+        with lock:  # the one that strikes is told by the record too
+            if (site, until_s) in parted or until_s <= time.monotonic():
+                return
+            parted.add((site, until_s))
+        if not sites.part(site, until_s):
+            return
+        clients[0].silence(True)
+        if until_s < math.inf:
+            back = threading.Timer(max(0.0, until_s - time.monotonic()), clients[0].silence, [False])
+            back.daemon = True
+            back.start()
+
+    ring = KeyRing(setup.keys)
+    probe: Probe = setup.probe or NoProbe()
+    record = setup.run_dir / FAULTS_FILE
+    if setup.faults:
+        seed = setup.config.run.seed
+        faults = FaultProbe(setup.faults, seed=seed, record=record, silence=silence, slow=slow, part=part)
+        probe = Probes(probe, faults)
+    worker_setup = WorkerSetup(
+        config=setup.config,
+        worker=worker,
+        run_dir=setup.run_dir,
+        key=ring,
+        listen=setup.network.links,
+        checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
+        probe=probe,
+        profile=setup.profile,
+        training=setup.training,
+        loaders=loaders,
+        frozen=setup.frozen,
+        joins=joins,
+        sites=sites,
+    )
+
+    def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:
+        assert setup.deaths is not None
+        setup.deaths.live(worker)
+        if setup.commits is not None:
+            mailbox.on_commit = setup.commits.add
+
+        def receive(message: ToWorker) -> None:
+            if isinstance(message, KeysNow):
+                ring.now = Secrets(message.keys)
+                clients[0].send(KeysTaken(worker=worker, ring=ring.now.name))
+                return
+            mailbox.receive(message)
+            if isinstance(message, FencedOff):
+                end_later(worker, message.reason)
+
+        client: ControlClient[ToWorker] = ControlClient(
+            setup.network.dial,
+            ring,
+            worker,
+            ToWorker,
+            receive,
+            mailbox.hello,
+            replayed_state=mailbox.standing,
+            heartbeat=mailbox.heartbeat,
+            interval_s=HEARTBEAT_S,
+            tls=setup.network.tls,
+            others=setup.network.others,
+            dial=addresses.dial if slow_control is None else slow_control.dial,
+            job_generation=setup.job_generation,
+        )
+        clients.append(client)
+        client.start()
+        AwayWatch(setup.faults, record, part)
+
+        def tell() -> None:
+            client.send(mailbox.leaving_within(setup.config.elastic.drain_deadline_s))
+
+        hear_notices(tell)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        return client
+
+    os.setpgid(0, 0)  # so that the launcher finds what is left when this process is killed: servers, compilers
+    offer_to_kernel()
+    hold_notices()
+    return run_worker(worker_setup, make_client)
+
+
+def end_later(worker: int, reason: str, after_s: float = FENCED_OFF_S) -> None:
+    """Ends this process after a while, should it still be there then.
+
+    Args:
+        worker: its id.
+        reason: why it is no member any more.
+        after_s: seconds.
+    """
+
+    def end() -> None:
+        print(f"worker {worker} is no member any more, and has been stuck for {after_s:g} s: {reason}", flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(after_s, end)
+    timer.daemon = True
+    timer.start()
+
+
+def loader_main(setup: ForkServerSetup, line: socket.socket) -> int:
+    """Runs one loader in this process.
+
+    Args:
+        setup: of the job.
+        line: to its worker.
+    Returns:
+        Exit status.
+    """
+    torch.set_num_threads(1)
+    os.setpriority(os.PRIO_PROCESS, 0, COMPUTE_NICENESS)
+    offer_to_kernel()
+    say_who(line)
+    samples = setup.training.open_samples(setup.run_dir / "data")
+    sampler = sampler_of(setup.config, samples.num_samples("train"), samples.sources)
+    return serve_batches(BatchMaker(setup.config, samples, sampler), line)
