@@ -33,7 +33,7 @@ from elaswave.job.plan import StartingPoint
 from elaswave.job.role import AgentRole
 from elaswave.launcher.forkserver.machine import COORDINATOR
 from elaswave.launcher.forkserver.messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
-from elaswave.launcher.forkserver.worker_main import CommitCount
+from elaswave.launcher.forkserver.setup import CommitCount
 from elaswave.launcher.processes import JobProcesses, LauncherWaits
 from elaswave.observability.result import RESULT_FILE
 from elaswave.protocol.leadership.coordinator_timeout import ORPHAN_S, CoordinatorTimeout, TimeoutAction

@@ -36,7 +36,6 @@ from elaswave.data.fingerprint import (
     script_in_force,
 )
 from elaswave.data.sampler import Sampler
-from elaswave.devices.opening import check_device
 from elaswave.engine.checks.probe import Probe
 from elaswave.errors import (
     CheckpointError,
@@ -54,7 +53,7 @@ from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.role import AgentRole
 from elaswave.job.script import Script
 from elaswave.launcher.local_job import LocalJob
-from elaswave.launcher.resources import check_machine_memory, memory_bytes
+from elaswave.launcher.resources import check_device, check_machine_memory, memory_bytes
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import (

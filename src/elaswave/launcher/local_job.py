@@ -81,7 +81,7 @@ from elaswave.launcher.forkserver.messages import (
     Spawned,
     SpawnRefused,
 )
-from elaswave.launcher.forkserver.worker_main import ForkServerSetup
+from elaswave.launcher.forkserver.setup import ForkServerSetup
 from elaswave.launcher.processes import (
     COORDINATOR_EXIT,
     FORKSERVER,

@@ -43,7 +43,7 @@ from elaswave.launcher.forkserver.messages import (
     pack_message,
 )
 from elaswave.launcher.forkserver.server import run_forkserver
-from elaswave.launcher.forkserver.worker_main import ForkServerSetup
+from elaswave.launcher.forkserver.setup import ForkServerSetup
 from elaswave.observability.processes import (
     ProcessFacts,
     Role,

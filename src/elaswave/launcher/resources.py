@@ -1,17 +1,22 @@
 """What an agent's job has outside its processes: its private folder, the addresses of its network, its store.
 
 What this machine has, read from the kernel's files, and whether a run fits into it.
+
+Whether a device of a kind can be here: asked before any process is started. No torch, and no context on a device.
 """
 
 import contextlib
+import ctypes
+import importlib.util
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from elaswave.config.memory import least_memory, memory_problem
 from elaswave.config.schema import Config
-from elaswave.errors import UsageError
+from elaswave.errors import ConfigError, UsageError
 from elaswave.job.control_file import write_control_file
 from elaswave.job.keys import JOB_KEY_FILE, JobKey
 from elaswave.job.network import JobNetwork, open_network
@@ -145,3 +150,42 @@ def check_machine_memory(config: Config, layer_parameters: Sequence[int] = ()) -
     problem = None if available is None else memory_problem(least_memory(config, layer_parameters), *available)
     if problem is not None:
         raise UsageError(problem)
+
+
+def check_device(kind: str) -> None:
+    """Refuses, before any process is started, a device that cannot be here.
+
+    Args:
+        kind: ``device.kind``.
+    Raises:
+        ConfigError: says what was seen and what is needed.
+    """
+    if kind == "cuda" and (seen := _without_cuda()):
+        raise ConfigError(
+            [
+                f"device.kind: cuda needs an NVIDIA GPU, its driver and torch built with CUDA; {seen}. Use a machine "
+                "that has them, or device.kind=cpu"
+            ]
+        )
+
+
+def _without_cuda() -> str:
+    """What shows that no GPU can be used here; empty: nothing does."""
+    version = cuda_of_torch()
+    if version is None:
+        return "the torch that is installed is built without CUDA"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"torch is built with CUDA {version}, and there is no driver ({error})"
+    return ""
+
+
+def cuda_of_torch() -> str | None:
+    """The version of CUDA that torch is built with, from its files; None: without."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    text = (Path(found.origin).parent / "version.py").read_text()
+    match = re.search(r"^cuda\b.*= ['\"](.+)['\"]", text, re.MULTILINE)
+    return None if match is None else match[1]

@@ -13,8 +13,9 @@ from elaswave.devices import opening
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import DeviceMemory
 from elaswave.devices.loopback import Loopback
-from elaswave.devices.opening import PLACE_TIMEOUT_S, check_device, cuda_of_torch, open_device, take_place, with_room
+from elaswave.devices.opening import PLACE_TIMEOUT_S, open_device, take_place, with_room
 from elaswave.errors import ConfigError, DeviceError
+from elaswave.launcher.resources import check_device, cuda_of_torch
 from elaswave.protocol.membership.membership import JOINER_STILL_S
 
 

@@ -39,7 +39,7 @@ from elaswave.launcher.forkserver.forking import Child, leave_signals_to_launche
 from elaswave.launcher.forkserver.messages import Unprepared, framed, pack_message, read_framed
 from elaswave.launcher.forkserver.module_state import ModuleState, TakenOver, states_of_modules
 from elaswave.launcher.forkserver.server import run_forkserver
-from elaswave.launcher.forkserver.worker_main import ForkServerSetup
+from elaswave.launcher.forkserver.setup import ForkServerSetup
 from elaswave.system.death_watch import DeathWatch
 from elaswave.system.job_folder import refused
 from elaswave.system.parent_death import end_with_parent

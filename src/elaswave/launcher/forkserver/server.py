@@ -30,7 +30,7 @@ from elaswave.data.fingerprint import Finding
 from elaswave.errors import CheckpointError, LaunchError, UsageError
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.script import ReadFile, apart, open_anew, open_descriptors, read_files
-from elaswave.launcher.forkserver.forking import Child, fork
+from elaswave.launcher.forkserver.forking import Child, fork, holding_notices
 from elaswave.launcher.forkserver.loaders import LoaderSockets, probe_dataset
 from elaswave.launcher.forkserver.machine import (
     COMMITTER,
@@ -79,7 +79,7 @@ from elaswave.launcher.forkserver.messages import (
     Unprepared,
     pack_message,
 )
-from elaswave.launcher.forkserver.worker_main import ForkServerSetup, holding_notices
+from elaswave.launcher.forkserver.setup import ForkServerSetup
 from elaswave.launcher.resources import memory_bytes
 from elaswave.observability.worker_logs import worker_log
 from elaswave.system.parent_death import end_children, end_group, parent_of_orphans

@@ -1,50 +1,31 @@
 """The life of a worker's process, from the fork to its end: its connection to the coordinator, its faults, its steps.
 Beside it, that of its loaders.
 
-Loads torch; only the template process and its children import this.
-
-SIGTERM to a worker: a notice that its machine will be taken away, as providers of spot machines send it.
-
-All other processes of a job ignore the signals that end one (`elaswave.launcher.forkserver.forking`), since the
-launcher decides what these mean; so did workers before there were drains. A worker passes the notice on and goes on
-training.
-
-How many steps the workers of this host have committed, in memory that they share with their agent.
-
-An agent hears of steps from its coordinator. While it has none, this number tells whether its workers get on (rule
-H12). The memory is an anonymous mapping inherited through fork, as that of `elaswave.system.death_watch`.
+Loads torch; only the forkserver and its children import this.
 """
 
-import contextlib
-import ctypes
 import math
-import mmap
 import os
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from elaswave.channel.client import ControlClient
 from elaswave.channel.messages.worker import KeysNow, KeysTaken, ToWorker
 from elaswave.channel.slow_dial import slow_control_of
-from elaswave.config.schema import Config
 from elaswave.engine.batches import BatchMaker
 from elaswave.engine.checks.probe import NoProbe, Probe, Probes
 from elaswave.engine.loading import say_who, serve_batches
-from elaswave.faults.injection import FAULTS_FILE, AwayWatch, Fault, FaultProbe
-from elaswave.job.network import JobNetwork
+from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
 from elaswave.job.plan import StartingPoint
-from elaswave.job.script import ReadFile
-from elaswave.protocol.events import CoordinatorEffect
+from elaswave.launcher.forkserver.forking import hear_notices, hold_notices
+from elaswave.launcher.forkserver.setup import ForkServerSetup
 from elaswave.protocol.messages import FencedOff
-from elaswave.system.death_watch import DeathWatch
 from elaswave.system.kernel import offer_to_kernel
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
@@ -52,100 +33,6 @@ from elaswave.transport.handshake import KeyRing, Secrets
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.process import run_worker
 from elaswave.worker.setup import WorkerSetup, site_links
-
-NOTICE = signal.SIGTERM
-
-
-class CommitCount:
-    """One number that every worker adds to. Made before any worker is forked.
-
-    Two workers that add at once may count as one: what matters is that the number changes.
-    """
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
-        self._count = ctypes.c_int64.from_buffer(self._memory)
-
-    def add(self) -> None:
-        """A worker has committed a step."""
-        self._count.value += 1
-
-    @property
-    def value(self) -> int:
-        """Changes whenever a worker commits a step."""
-        return self._count.value
-
-
-class ForkServerSetup(NamedTuple):
-    """What the template and the workers are started with."""
-
-    config: Config
-    run_dir: Path
-    control_dir: Path
-    """Private folder of the job."""
-    network: JobNetwork
-    """Where coordinator and workers listen and are dialled."""
-    keys: Secrets
-    """Of those who take part, see `elaswave.job.keys.Role`."""
-    job_keys: Secrets
-    """The job's; none where no coordinator is started."""
-    deaths: DeathWatch | None
-    """None only on the way to a fresh interpreter."""
-    commits: CommitCount | None
-    """None where the agent that shares it never waits for another host's coordinator."""
-    faults: tuple[Fault, ...]
-    """Those of workers are carried out in them."""
-    probe: Probe | None
-    profile: bool
-    training: Any = None
-    """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
-    read_files: tuple[ReadFile, ...] = ()
-    """Of a person's code: what it has open for reading, of which each process needs a place of its own."""
-    before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
-    """Called in the coordinator before each effect of the protocol's core."""
-    job_generation: int = 0
-    """Of the job, see `elaswave.protocol.leadership.store_position.Head`."""
-    suffix: str = ""
-    """Of the names of files of which every host has its own in the run's folder."""
-    not_taken: Sequence[str] = ()
-    """What a fresh interpreter has not taken over of the script's modules; grows while modules are imported."""
-    frozen: Any = None
-    """Frozen parameters that the checkpoint has otherwise than they are built, by full name; the template reads them
-    before it forks workers."""
-
-
-@contextlib.contextmanager
-def holding_notices() -> Iterator[None]:
-    """A process that is forked in this context holds notices from its first instant."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def hold_notices() -> None:
-    """From now on a notice waits until it is heard. To be called in a worker before it has threads."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
-    signal.signal(NOTICE, signal.SIG_DFL)  # as long as it is blocked it does nothing; an ignored one might get lost
-
-
-def hear_notices(on_notice: Callable[[], None]) -> None:
-    """Waits in a thread of its own for the first notice; further ones say nothing new.
-
-    Not with a handler: that would run in the main thread, wherever it stands, perhaps with the locks that telling the
-    coordinator takes.
-
-    Args:
-        on_notice: called once, in that thread.
-    """
-
-    def wait() -> None:
-        signal.sigwait({NOTICE})
-        on_notice()
-
-    threading.Thread(target=wait, name="notices", daemon=True).start()
-
 
 HEARTBEAT_S = 0.25
 COMPUTE_NICENESS = 5

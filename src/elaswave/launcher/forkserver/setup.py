@@ -1,0 +1,78 @@
+"""What the forkserver and the processes that it forks are started with. Loads no torch.
+
+An agent hears of steps from its coordinator. While it has none, `CommitCount` tells whether its workers get on (rule
+H12). The memory is an anonymous mapping inherited through fork, as that of `elaswave.system.death_watch`.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elaswave.config.schema import Config
+from elaswave.engine.checks.probe import Probe
+from elaswave.faults.injection import Fault
+from elaswave.job.network import JobNetwork
+from elaswave.job.script import ReadFile
+from elaswave.protocol.events import CoordinatorEffect
+from elaswave.system.death_watch import DeathWatch
+from elaswave.transport.handshake import Secrets
+
+
+class CommitCount:
+    """One number that every worker adds to. Made before any worker is forked.
+
+    Two workers that add at once may count as one: what matters is that the number changes.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._count = ctypes.c_int64.from_buffer(self._memory)
+
+    def add(self) -> None:
+        """A worker has committed a step."""
+        self._count.value += 1
+
+    @property
+    def value(self) -> int:
+        """Changes whenever a worker commits a step."""
+        return self._count.value
+
+
+class ForkServerSetup(NamedTuple):
+    """What the template and the workers are started with."""
+
+    config: Config
+    run_dir: Path
+    control_dir: Path
+    """Private folder of the job."""
+    network: JobNetwork
+    """Where coordinator and workers listen and are dialled."""
+    keys: Secrets
+    """Of those who take part, see `elaswave.job.keys.Role`."""
+    job_keys: Secrets
+    """The job's; none where no coordinator is started."""
+    deaths: DeathWatch | None
+    """None only on the way to a fresh interpreter."""
+    commits: CommitCount | None
+    """None where the agent that shares it never waits for another host's coordinator."""
+    faults: tuple[Fault, ...]
+    """Those of workers are carried out in them."""
+    probe: Probe | None
+    profile: bool
+    training: Any = None
+    """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
+    read_files: tuple[ReadFile, ...] = ()
+    """Of a person's code: what it has open for reading, of which each process needs a place of its own."""
+    before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
+    """Called in the coordinator before each effect of the protocol's core."""
+    job_generation: int = 0
+    """Of the job, see `elaswave.protocol.leadership.store_position.Head`."""
+    suffix: str = ""
+    """Of the names of files of which every host has its own in the run's folder."""
+    not_taken: Sequence[str] = ()
+    """What a fresh interpreter has not taken over of the script's modules; grows while modules are imported."""
+    frozen: Any = None
+    """Frozen parameters that the checkpoint has otherwise than they are built, by full name; the template reads them
+    before it forks workers."""
