@@ -8,7 +8,7 @@ from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 
 from elaswave.engine.checks.determinism_check import UPDATE, environment
 from elaswave.errors import VoteError
-from elaswave.protocol.environment import ENVIRONMENT, Environment
+from elaswave.protocol.step.ballot import ENVIRONMENT, Environment
 from elaswave.protocol.step.engine import Measured, Phase
 
 SETTINGS: dict[str, Any] = {"run.steps": 3, "layout.widths": [1, 2]}

@@ -13,8 +13,8 @@ from tests.integration.waits import WaitsFor, log_of
 from elaswave.channel.client import ControlClient
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
 from elaswave.models.gpt import GPTMLP
-from elaswave.protocol.environment import ENVIRONMENT
 from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
+from elaswave.protocol.step.ballot import ENVIRONMENT
 from elaswave.worker import process
 from elaswave.worker.setup import WorkerSetup
 

@@ -92,7 +92,7 @@ class Device(Protocol):
         ...
 
     def seed(self, key: int) -> None:
-        """Seeds the device's own generator; the host's are `elaswave.training.random_state`'s.
+        """Seeds the device's own generator; the host's are `elaswave.devices.generators`'s.
 
         Args:
             key: in [0, 2**64).

@@ -94,7 +94,7 @@ class Activity:
     def compute(self, label: str) -> None:
         """The worker computes: it cannot be waiting for another worker."""
         now_s = time.monotonic()
-        is_first = action_kind(label) in FIRST_KINDS and _without_microbatch(label) not in self._ran
+        is_first = _without_microbatch(label) not in self._ran and action_kind(label) in FIRST_KINDS
         self.doing = Doing(label, True, (), now_s, is_first=is_first, began_s=now_s)
 
     def has_run(self) -> None:

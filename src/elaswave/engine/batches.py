@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from elaswave.config.schema import Config
 from elaswave.data.sampler import Sampler
 from elaswave.data.sources import Split
+from elaswave.devices.generators import generators_kept
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.engine.activity import Activity
@@ -23,7 +24,6 @@ from elaswave.protocol.step.activity import DATA
 from elaswave.training.dataset import UserDataError
 from elaswave.training.definition import Samples, evaluation_draws
 from elaswave.training.raised import readable, said, traceback_of
-from elaswave.training.random_state import generators_kept
 from elaswave.types import Layout
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from elaswave.devices.generators import seed_everything
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device, Reading, Readings
 from elaswave.engine.batches import BatchError
@@ -75,7 +76,6 @@ from elaswave.protocol.step.engine import Unfinished
 from elaswave.protocol.step.salvage import Keep, encode_rows, mask_of
 from elaswave.state.flat import FlatLayer
 from elaswave.training.raised import said
-from elaswave.training.random_state import seed_everything
 
 
 class CompiledLayers:

@@ -26,7 +26,7 @@ from elaswave.engine.materialise import materialise, updater_after
 from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.reduction import Reduction
 from elaswave.hashing import MASK64
-from elaswave.protocol.environment import ENVIRONMENT, Environment
+from elaswave.protocol.step.ballot import ENVIRONMENT, Environment
 from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, MemoryKind, Unfinished
 from elaswave.protocol.step.salvage import Keep
 from elaswave.protocol.step.scores import Scores

@@ -306,7 +306,7 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True, tag="joining"):
     foreign: tuple[str, ...] = ()
     """``LAYER: KIND`` of each foreign part, as its server is there (`Config.model.foreign`)."""
     determinism_hashes: dict[int, int]
-    """By place, see `elaswave.protocol.environment`: of the environment, and of the first layer of each kind. None
+    """By place, see `elaswave.protocol.step.ballot`: of the environment, and of the first layer of each kind. None
     where foreign parts are of other kinds."""
 
 

@@ -17,11 +17,11 @@ from elaswave.config.checks import plain
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Draw, Source
 from elaswave.data.sources import Split
+from elaswave.devices.generators import seed_everything
 from elaswave.errors import SIGNALS, DataError
 from elaswave.hashing import key64
 from elaswave.models.admission import why_not_computed
 from elaswave.training.raised import said
-from elaswave.training.random_state import seed_everything
 
 Collate = Callable[[list[Any]], Any]
 

@@ -22,8 +22,8 @@ from elaswave.engine.checks.values import flatten, unflatten
 from elaswave.engine.compute import Compute
 from elaswave.job.identity import identity_of
 from elaswave.models.foreign.layer import kinds_here
-from elaswave.protocol.environment import ENVIRONMENT
 from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
+from elaswave.protocol.step.ballot import ENVIRONMENT
 from elaswave.state.flat import FlatLayer, FlatUnit
 from elaswave.training.tokens import open_tokens
 from elaswave.worker.setup import WorkerSetup

@@ -51,8 +51,6 @@ REASONS = {
     "training/elementwise.py: .tolist()": "a trial of the optimizer in the script's process",
     "training/elementwise.py: torch.get_rng_state": "a trial of the optimizer in the script's process",
     "training/elementwise.py: torch.set_rng_state": "a trial of the optimizer in the script's process",
-    "training/random_state.py: torch.get_rng_state": "the host's generator is kept around what is drawn there",
-    "training/random_state.py: torch.set_rng_state": "the host's generator is kept around what is drawn there",
     "training/torch_optimizer.py: .item()": "a scalar of the optimizer's, which is in host memory",
     "training/torch_optimizer.py: device.type": "whether a scalar is filled in or shared",
     "engine/checks/determinism_check.py: .cpu()": "hashes of a layer's trial, once a layer",

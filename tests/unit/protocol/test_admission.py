@@ -3,10 +3,9 @@
 import msgspec
 import pytest
 
-from elaswave.protocol.environment import pairs_of
 from elaswave.protocol.membership.admissions import Founders, admission_problem, determinism_hashes_in, libraries
 from elaswave.protocol.messages import Joining
-from elaswave.protocol.step.ballot import Ballot, BufferTensor, Request, VoteShape
+from elaswave.protocol.step.ballot import Ballot, BufferTensor, Request, VoteShape, pairs_of
 from elaswave.protocol.step.scores import Scores
 
 NAMES = ("embedding", "block.0", "block.1", "head")

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from elaswave.protocol.environment import (
+from elaswave.protocol.step.ballot import (
     ENVIRONMENT,
     NO_HASH,
     Environment,

@@ -13,14 +13,13 @@ from elaswave.blocks.shapes import StateShapes
 from elaswave.coordinator.driver import founders_of
 from elaswave.job.identity import identity_of
 from elaswave.job.plan import RunPlan
-from elaswave.protocol.environment import pairs_of
 from elaswave.protocol.events import LeavingRecord, NewGenerationRecord
 from elaswave.protocol.membership.admissions import Founders
 from elaswave.protocol.membership.effects import PlaceTaken
 from elaswave.protocol.membership.hosts import Came, Hosts
 from elaswave.protocol.membership.joiners import BACKOFF_S_MIN, AdmissionResult, Joiners, MembershipTerms
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
-from elaswave.protocol.step.ballot import Ballot, Request, VoteShape, encode_certificate
+from elaswave.protocol.step.ballot import Ballot, Request, VoteShape, encode_certificate, pairs_of
 from elaswave.protocol.step.scores import Scores
 from elaswave.store.store import JournalRecord, Published, core_records, membership_records
 

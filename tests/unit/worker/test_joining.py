@@ -16,8 +16,8 @@ from elaswave.engine.checks.determinism_check import UPDATE, environment, enviro
 from elaswave.engine.checks.probe import NoProbe
 from elaswave.job.identity import identity_of
 from elaswave.planning.programs.layout import make_layout
-from elaswave.protocol.environment import ENVIRONMENT
 from elaswave.protocol.messages import PROTOCOL_VERSION, FencedOff, Joining
+from elaswave.protocol.step.ballot import ENVIRONMENT
 from elaswave.transport.stream import StreamTransport
 from elaswave.worker import joining
 from elaswave.worker.joining import first_words, layer_determinism_hashes

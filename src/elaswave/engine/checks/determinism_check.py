@@ -46,7 +46,7 @@ from elaswave.engine.layer_runs import Again, Done, LayerInputs, LayerRun, Reach
 from elaswave.errors import ForeignError, ForeignPartError, InterruptedWaitError, UsageError
 from elaswave.hashing import key64
 from elaswave.models.kernels import linear
-from elaswave.protocol.environment import Environment
+from elaswave.protocol.step.ballot import Environment
 from elaswave.state.buffers import HeldBlock
 
 _HASH_BITS = 62

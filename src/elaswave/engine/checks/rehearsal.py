@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from elaswave.data.fingerprint import FIRST_LOSS, Finding
+from elaswave.devices.generators import generators_kept
 from elaswave.engine.batches import BatchMaker, BatchName, Microbatches
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.values import flatten
@@ -31,7 +32,6 @@ from elaswave.models.foreign.connection import close_all
 from elaswave.training.dataset import UserDataError, hash_batch
 from elaswave.training.definition import Samples
 from elaswave.training.raised import said
-from elaswave.training.random_state import generators_kept
 
 NUM_HASHES = 32
 """Samples that are hashed."""

@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from enum import Enum
 from math import ceil
 
+from elaswave.devices.generators import generators_kept
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.errors import SpotCheckError, UsageError
 from elaswave.hashing import key64
-from elaswave.training.random_state import generators_kept
 
 DENSE_STEPS = 50
 _DENSE_WINDOW = 2

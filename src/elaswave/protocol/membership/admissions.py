@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from elaswave.blocks.placement import Placement
-from elaswave.protocol.environment import ENVIRONMENT, read_votes
 from elaswave.protocol.messages import Dial, Joining
+from elaswave.protocol.step.ballot import ENVIRONMENT, read_votes
 from elaswave.types import Layout
 
 

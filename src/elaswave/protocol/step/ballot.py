@@ -21,8 +21,8 @@ The parts:
   partial sum has changed in an accumulator, on the way, or in being added up;
 - layout and grids: max(h) and max(-h) of the hash h of layout, placement, grids and number of updates; all workers
   agree exactly if they add to 0;
-- canaries: the same of what processes compute with, and of what each layer makes of made-up numbers; of those that a
-  worker knows and of its own ones;
+- determinism hashes: the same of what processes compute with, and of what each layer makes of made-up numbers; of
+  those that a worker knows and of its own ones;
 - change: the same of the planned change of layout that each worker holds; it is adopted if all hold the same one;
 - duration: how long the slowest worker has taken for the attempt, by which all of them know what copies may travel;
 - the gradient norm in exact limbs, the scores (one slot per micro-batch for the losses, their counts, exact sums of
@@ -30,7 +30,11 @@ The parts:
   everywhere;
 - buffers: whether any micro-batch has written one, and whether all have left the same in one of whole numbers.
 
-No IO here.
+What workers must have in common so that they compute the same bits is one *determinism hash* of 62 bits in each place
+of every ballot: place 0 for what a process computes with (processor, library, kernels), place 1 + l for what layer l
+makes of made-up numbers (`elaswave.engine.checks.determinism_check`). A worker tells its own and those that it knows
+from earlier votes. So a worker that is new, or a layer on a worker that has not held it before, is compared with all
+that have ever voted. No IO here.
 """
 
 import functools
@@ -53,9 +57,87 @@ from elaswave.blocks.shapes import (
     norm_limbs,
 )
 from elaswave.hashing import MASK64, key64, mix64
-from elaswave.protocol import environment
-from elaswave.protocol.environment import ENVIRONMENT, VotedHashes
 from elaswave.protocol.step.scores import Means, Scores, bits_float, float_bits, means_of, num_score_words, score_words
+
+ENVIRONMENT = 0
+"""Place of what a process computes with; layers follow."""
+
+NO_HASH = -(1 << 63)
+"""Less than any hash of 62 bits, and than its negative."""
+TEXT_WORDS = 16
+"""Whole numbers in which a worker describes itself when environments differ."""
+_WORD_BYTES = 7
+"""Of text in each of them: every value is below 2**63."""
+
+
+class Environment(NamedTuple):
+    """What a process computes with."""
+
+    text: str
+    """For people."""
+    operators: Mapping[str, int]
+    """62-bit hash of the results of each operator of a fixed list, the same list in every process of a release."""
+
+    @property
+    def determinism_hash(self) -> int:
+        """Of all operators."""
+        return key64(*(part for item in sorted(self.operators.items()) for part in item)) >> 2
+
+
+Pair = tuple[int, int]
+"""max(h) and max(-h)."""
+
+
+def pairs_of(known: Mapping[int, int], own: Mapping[int, int]) -> dict[int, Pair]:
+    """What a worker tells.
+
+    Args:
+        known: determinism hashes of earlier votes, by place.
+        own: its own ones.
+    """
+    pairs = {place: (value, -value) for place, value in known.items()}
+    for place, value in own.items():
+        top, bottom = pairs.get(place, (value, -value))
+        pairs[place] = (max(top, value), max(bottom, -value))
+    return pairs
+
+
+def flat(pairs: Mapping[int, Pair], num_places: int) -> list[int]:
+    """Pairs of all places as they stand among the maxima of a vote."""
+    return [value for place in range(num_places) for value in pairs.get(place, (NO_HASH, NO_HASH))]
+
+
+class VotedHashes(NamedTuple):
+    """What a vote says of them."""
+
+    known: Mapping[int, int]
+    """By place, of those that all agree on."""
+    differing: tuple[int, ...]
+    """Places at which workers differ."""
+
+
+def read_votes(maxima: Iterable[int]) -> VotedHashes:
+    """The inverse of `flat`, after a vote."""
+    values = list(maxima)
+    pairs = [(place, top, bottom) for place, (top, bottom) in enumerate(zip(values[::2], values[1::2], strict=True))]
+    told = [(place, top, bottom) for place, top, bottom in pairs if top != NO_HASH]
+    return VotedHashes(
+        {place: top for place, top, bottom in told if top == -bottom},
+        tuple(place for place, top, bottom in told if top != -bottom),
+    )
+
+
+def text_words(text: str) -> list[int]:
+    """The beginning of a text as whole numbers below 2**63."""
+    data = text.encode()[: TEXT_WORDS * _WORD_BYTES].ljust(TEXT_WORDS * _WORD_BYTES, b"\0")
+    return [int.from_bytes(data[start : start + _WORD_BYTES], "little") for start in range(0, len(data), _WORD_BYTES)]
+
+
+def words_text(words: Iterable[int]) -> str:
+    """The inverse of `text_words`."""
+    data = b"".join(word.to_bytes(_WORD_BYTES, "little") for word in words)
+    return data.rstrip(b"\0").decode(errors="replace")
+
 
 _ROW_BITS = 20
 _NUM_CHECKS = 7
@@ -151,7 +233,7 @@ class Ballot(NamedTuple):
     """Of the copies that this worker has under the placement that a change leads to."""
     duration_us: int = 0
     """That the attempt has taken here so far."""
-    determinism_hashes: Mapping[int, environment.Pair] = {}
+    determinism_hashes: Mapping[int, Pair] = {}
     """By place."""
     num_changed: int = 0
     """Places in this worker's memory that are not as they were written."""
@@ -281,7 +363,7 @@ class VoteShape:
             ballot.change,
             -ballot.change,
             ballot.duration_us,
-            *environment.flat(ballot.determinism_hashes, self.num_determinism_hashes),
+            *flat(ballot.determinism_hashes, self.num_determinism_hashes),
         )
         maxima = ballot.maxima
         vector += [float_bits(maxima[index]) if index in maxima else 0 for index in range(self.num_tensors)]
@@ -348,7 +430,7 @@ def read_verdict(
     means = shape.means(vector, expected.num_microbatches)
     flags = vector[shape.num_sums : shape.num_sums + _NUM_FLAGS]
     layout_max, layout_min, nonfinite_code, request, change_max, change_min, duration_us = flags
-    determinism_hashes = environment.read_votes(vector[shape.num_sums + _NUM_FLAGS : shape.first_tensor])
+    determinism_hashes = read_votes(vector[shape.num_sums + _NUM_FLAGS : shape.first_tensor])
     maxima = [bits_float(value) for value in vector[shape.first_tensor : shape.first_write]]
     written, unequal = _read_writes(shape, vector[shape.first_write :])
     checks = {

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from elaswave.blocks.placement import ReplicaRole
 from elaswave.hashing import signed64
-from elaswave.protocol.environment import ENVIRONMENT, TEXT_WORDS, text_words, words_text
-from elaswave.protocol.step.ballot import LOSS, add_words
+from elaswave.protocol.step.ballot import ENVIRONMENT, LOSS, TEXT_WORDS, add_words, text_words, words_text
 from elaswave.protocol.step.blocks import WorkerBlocks
 from elaswave.protocol.step.engine import FrameKind
 from elaswave.protocol.step.execution import Execution, Life

@@ -20,9 +20,8 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from elaswave.blocks.placement import Block, Placement, ReplicaRole
 from elaswave.blocks.shapes import WIDE_BITS
-from elaswave.protocol.environment import Environment
 from elaswave.protocol.messages import Decision, Evidence
-from elaswave.protocol.step.ballot import BufferTensor, GridState, NonFinite, Request
+from elaswave.protocol.step.ballot import BufferTensor, Environment, GridState, NonFinite, Request
 from elaswave.protocol.step.salvage import AccumulatedUnits, InFlightMicrobatch, Keep
 from elaswave.protocol.step.scores import Scores
 from elaswave.types import Action, ExecutionParameters, Layout, Program
@@ -107,7 +106,7 @@ class Measured(NamedTuple):
     nonfinite: NonFinite | None
     determinism_hashes: Mapping[int, int] = {}
     """What this worker computes with, and what its layers make of made-up numbers, as far as it is known: 62-bit hashes
-    by place (`elaswave.protocol.environment`)."""
+    by place (`elaswave.protocol.step.ballot`)."""
     writes: Mapping[int, tuple[int, int]] = {}
     """What micro-batches have left in buffers, by tensor index; see `elaswave.protocol.step.ballot.BufferTensor`."""
     duration_us: int = 0

@@ -94,7 +94,6 @@ import msgspec
 from elaswave.blocks.placement import ReplicaRole
 from elaswave.errors import NonFiniteError, UnequalBufferError, VoteError
 from elaswave.hashing import MASK64, key64
-from elaswave.protocol.environment import pairs_of
 from elaswave.protocol.messages import InForce, LayoutChange
 from elaswave.protocol.step.ballot import (
     NOTHING_COUNTED,
@@ -111,6 +110,7 @@ from elaswave.protocol.step.ballot import (
     encode_certificate,
     expected_coverage,
     expected_residency,
+    pairs_of,
     read_verdict,
     residency_of,
 )
