@@ -132,24 +132,6 @@ def refuse_leaf(who: str, leaf: torch.Tensor, others: Mapping[int, str]) -> NoRe
     )
 
 
-def check_dense(who: str, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Refuses sparse gradients.
-
-    Args:
-        who: layer, for errors.
-        names: of its parameters.
-        gradients: of them, in their order; more may follow.
-    Raises:
-        UsageError: names the first one.
-    """
-    for index, gradient in enumerate(gradients):
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise UsageError(
-                f"{who} makes a sparse gradient of {names[index]}: look vectors up with sparse=False, sums of "
-                "gradients are dense"
-            )
-
-
 def _nodes(roots: Iterable[Node | None]) -> Iterator[Node]:
     """All nodes of a graph, once each."""
     seen: set[Node] = set()

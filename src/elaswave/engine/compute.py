@@ -25,7 +25,7 @@ from elaswave.devices.generators import seed_everything
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device, Reading, Readings
 from elaswave.engine.batches import BatchError
-from elaswave.engine.blueprint import check_dense, leaves_of_others, refuse_leaf
+from elaswave.engine.blueprint import leaves_of_others, refuse_leaf
 from elaswave.engine.boundaries.fences import NO_MASKS, Fences
 from elaswave.engine.checks.determinism_check import (
     check_again,
@@ -47,7 +47,15 @@ from elaswave.engine.checks.unwritten import (
     refuse_written_gradient,
     refuse_written_parameter,
 )
-from elaswave.engine.checks.values import TENSOR, Signatures, at_boundary, flatten, is_differentiable, unflatten
+from elaswave.engine.checks.values import (
+    TENSOR,
+    Signatures,
+    at_boundary,
+    check_dense,
+    flatten,
+    is_differentiable,
+    unflatten,
+)
 from elaswave.engine.layer_runs import (
     Again,
     Done,

@@ -104,6 +104,7 @@ class TorchEngine:
         self.context = context
         blueprint, elastic = context.blueprint, context.blueprint.config.elastic
         self.blocks = blueprint.blocks
+        self._shapes, self._dtype = blueprint.shapes, blueprint.dtype
         self.layers: dict[int, FlatLayer | FlatUnit] = dict(here)
         """The units that are here: layers, and what they share; changed only by `use_layout` and `load`."""
         self._prepared: dict[int, FlatLayer] = {}
@@ -114,7 +115,7 @@ class TorchEngine:
         self.reduction = Reduction(
             context.worker,
             self.blocks,
-            blueprint.shapes,
+            self._shapes,
             exact=elastic.consistency == "bitwise",
             checked=elastic.verify,
             width=elastic.accumulator_bits,
@@ -217,7 +218,7 @@ class TorchEngine:
         units = {index: unit for index, unit in self.layers.items() if isinstance(unit, FlatUnit)}
         for index in wanted:  # shared units first: layers lie in them
             if index in new and index >= blueprint.state.num_layers:
-                units[index] = self.layers[index] = FlatUnit(blueprint.shapes[index], blueprint.dtype, self._place)
+                units[index] = self.layers[index] = FlatUnit(self._shapes[index], self._dtype, self._place)
             elif index in new:
                 prepared = self._prepared.pop(index, None)
                 layer = blueprint.flat_layer(index, units, place=self._place) if prepared is None else prepared
@@ -241,7 +242,7 @@ class TorchEngine:
         self._began_ns = time.monotonic_ns()
         self.context.on_begin(step)
         self._untimed.clear()
-        by_layer = [[exponents[slot.id] for slot in shape.tensors] for shape in self.context.blueprint.shapes]
+        by_layer = [[exponents[slot.id] for slot in shape.tensors] for shape in self._shapes]
         self._microbatches.clear()
         if keep is None and self.seals is not None:
             self.seals.begin()
@@ -465,7 +466,7 @@ class TorchEngine:
 
     def _served_hashes(self, copies: Sequence[HeldBlock]) -> list[int]:
         assert self.seals is not None
-        masters, dtype = self.seals.masters, self.context.blueprint.dtype
+        masters, dtype = self.seals.masters, self._dtype
         rounded = [copy for copy in copies if dtype != torch.float32 and not copy.is_buffers]
         of_rounded = self._hashes([copy.slots[MASTER].to(dtype) for copy in rounded])
         found = dict(zip((copy.block.id for copy in rounded), of_rounded, strict=True))
@@ -581,7 +582,7 @@ class TorchEngine:
     def parameters_of(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
         """The parameters of copies in the dtype that layers compute in."""
         masters = [copy.slots[MASTER] for copy in copies]
-        dtype = torch.float32 if copies[0].is_buffers else self.context.blueprint.dtype  # all are of one unit
+        dtype = torch.float32 if copies[0].is_buffers else self._dtype  # all are of one unit
         if self.device.is_host or dtype == torch.float32:
             return [master.to(dtype) for master in masters]
         sizes = [copy.num_elements for copy in copies]
@@ -670,10 +671,9 @@ class TorchEngine:
 
     def parameter_bytes(self, blocks: Iterable[int]) -> int:
         """Bytes of the parameters of blocks, as they travel."""
-        blueprint = self.context.blueprint
         return sum(
             self.blocks[block].num_elements
-            * (4 if blueprint.shapes[self.blocks[block].layer].is_buffers else blueprint.dtype.itemsize)
+            * (4 if self._shapes[self.blocks[block].layer].is_buffers else self._dtype.itemsize)
             for block in blocks
         )
 

@@ -83,25 +83,24 @@ class LimitedLines:
     """Which lines about strangers are written, and how many were not."""
 
     def __init__(self) -> None:
+        self.ends_s: float | None = None
+        """When `unsaid` has something to tell at the earliest, by the caller's clock; None: there is nothing."""
         self._num_lines = 0
-        self._ends_s = 0.0
-        """Of the period, by the caller's clock."""
-
-    @property
-    def ends_s(self) -> float | None:
-        """When `unsaid` has something to tell at the earliest; None: there is nothing."""
-        return self._ends_s if self._num_lines > MAX_LINES_PER_PERIOD else None
+        self._period_ends_s = 0.0
 
     def admit(self, now_s: float) -> bool:
-        """Whether one more line is to be written now."""
+        """Says whether one more line is to be written now."""
         if not self._num_lines:
-            self._ends_s = now_s + PERIOD_S
+            self._period_ends_s = now_s + PERIOD_S
         self._num_lines += 1
-        return self._num_lines <= MAX_LINES_PER_PERIOD
+        if self._num_lines <= MAX_LINES_PER_PERIOD:
+            return True
+        self.ends_s = self._period_ends_s
+        return False
 
     def unsaid(self, now_s: float) -> str:
         """A line about those that were not written in a period that is over; empty: there are none, or it is not."""
-        if not self._num_lines or now_s < self._ends_s:
+        if not self._num_lines or now_s < self._period_ends_s:
             return ""
-        left, self._num_lines = self._num_lines - MAX_LINES_PER_PERIOD, 0
+        left, self._num_lines, self.ends_s = self._num_lines - MAX_LINES_PER_PERIOD, 0, None
         return f"{left} more connections were turned away within {PERIOD_S:g} s" if left > 0 else ""

@@ -225,3 +225,21 @@ def tensors_of(*values: Any) -> list[torch.Tensor]:
 def is_differentiable(leaf: torch.Tensor) -> bool:
     """Whether a gradient of it travels back."""
     return leaf.is_floating_point()
+
+
+def check_dense(who: str, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Refuses sparse gradients.
+
+    Args:
+        who: layer, for errors.
+        names: of its parameters.
+        gradients: of them, in their order; more may follow.
+    Raises:
+        UsageError: names the first one.
+    """
+    for index, gradient in enumerate(gradients):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise UsageError(
+                f"{who} makes a sparse gradient of {names[index]}: look vectors up with sparse=False, sums of "
+                "gradients are dense"
+            )
