@@ -303,6 +303,8 @@ def test_instants_at_one_time_differ_only_for_who_acted():
         ("widths=2,2 steps=9 agents=2 kill:a1@60", {"workers held for lost by: host": 1, "decisions": 1}),
         ("widths=2,2 steps=9 agents=2 detects=1 kill:a1@60", {"workers held for lost by: host": 1, "decisions": 1}),
         ("widths=2,1 steps=9 detects=1 hang:1@60+150", {"workers held for lost by: heartbeat": 1, "decisions": 1}),
+        ("widths=2,2 steps=8 num_hosts=2 detects=1 isolate:1-3@99+150", {"workers held for lost by: host": 2}),
+        ("widths=2,2 steps=8 num_hosts=2 detects=1 hang:1-3@99+150", {"workers held for lost by: heartbeat": 2}),
         ("widths=1,1 num_microbatches=1 steps=11 leave_step=2", {"jobs stopped because too few would stay": 0}),
         ("widths=1,1 num_microbatches=1 leave_step=2 leavers=2", {"jobs stopped because too few would stay": 1}),
         ("widths=2,1 steps=14 leave_step=1 drain_delay=20", {"workers held for lost by: drain": 1}),

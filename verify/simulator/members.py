@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.detection.active_time import ActiveTime
 from elaswave.protocol.detection.detector import Detector
+from elaswave.protocol.detection.host_silence import Counters
 from elaswave.protocol.detection.unreachable import Unreachable
 from elaswave.protocol.events import StartRecord, Suspected
 from elaswave.protocol.membership.admissions import Founders
@@ -141,6 +142,8 @@ class SimMembers(MembersDriver):
         self.dead = False
         self.unreachable = Unreachable()
         self.failures: dict[int, object] = {}
+        self._acknowledged: dict[int, int] = {}
+        """Worker -> what the kernel of its host has acknowledged, in looks."""
         self.links: dict[int, ControlLink] = {}
         self._suspicions: list[Suspected] = []
         """Those of the present moment, which are taken together."""
@@ -237,6 +240,15 @@ class SimMembers(MembersDriver):
         for worker in self.detector.workers:
             if self.last_heartbeat_s(worker) is not None:
                 self.detector.heartbeat(worker, self.links[worker].worker.position(), now_s)
+        for host, workers in self.detector.quiet_hosts.items():
+            links = [self.links[worker] for worker in workers if worker in self.links and self.links[worker].open]
+            self.detector.looked_at_host(host, map(self._counters, links), now_s)
+
+    def _counters(self, link: "ControlLink") -> Counters:
+        """A kernel acknowledges what comes, also where processes are stopped; one that is cut off does not."""
+        is_cut_off, number = self.world.is_cut_off(link.worker), link.worker.id
+        acknowledged = self._acknowledged[number] = self._acknowledged.get(number, 0) + (not is_cut_off)
+        return Counters(number, 0, acknowledged, is_cut_off)
 
     def _saw(self, worker: int) -> None:
         """An agent tells of a process that uses its processor."""

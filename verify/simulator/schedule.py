@@ -20,9 +20,9 @@ COORDINATOR, HOST, STORE = "c", "h", "s"
 """Targets that are no workers: the coordinator's process, its host with the candidate there, and the store."""
 KINDS = {
     "kill": "the target ends at once; several workers, those of a host say, at one instant",
-    "suspect": "the coordinator is sent that a worker is lost, which is not true",
-    "hang": "a worker stops for a while, and is suspected if that lasts long enough",
-    "isolate": "nothing reaches a worker, or comes from it, for a while",
+    "suspect": "the coordinator is told that a worker is lost, which is not true",
+    "hang": "a worker, or all of a host, stops for a while, and is suspected if that lasts long enough",
+    "isolate": "nothing reaches a worker, or all of a host, or comes from there, for a while",
     "spoil": "a worker hands on wrong numbers, until a spot check finds it after so many actions, or before its vote",
     "cut": "the link between two workers closes; both say so",
     "delay": "what two workers send each other is held back for a while",
@@ -271,7 +271,8 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     has_agents = not has_candidates and not job.num_hosts and num_workers > 1 and agents.random() < 0.25
     if has_agents:
         conditions = conditions._replace(agents=agents.choice((2, 3) if num_workers > 2 else (2,)))
-    conditions = conditions._replace(detects=_drawn_for(f"detector of {seed}").random() < 0.15)
+    detector = _drawn_for(f"detector of {seed}")
+    conditions = conditions._replace(detects=detector.random() < (0.4 if job.num_hosts else 0.15))
     places = _drawn_for(f"places of {seed}")
     if places.random() < 0.2:
         job = job._replace(steps=job.steps + places.choice((3, 5, 8))) if is_drawn else job
@@ -289,6 +290,9 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         faults.append(_random_fault(rng, num_workers + (job.join_step > 0), at))
         if host and index == 0:
             faults[0] = ScheduledFault("kill", host, at)
+            if conditions.detects and detector.random() < 0.5:
+                silence = detector.choice(("isolate", "isolate", "hang"))
+                faults[0] = ScheduledFault(silence, host, at, detector.choice((40, 60, 150, 400)))
     if has_candidates:
         faults += [_random_store_fault(candidates, span) for _ in range(candidates.choice((0, 1, 1, 2)))]
     notices = _drawn_for(f"notices of {seed}")

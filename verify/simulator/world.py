@@ -599,8 +599,11 @@ class World:
 
     def is_heard(self, worker: WorkerActor) -> bool:
         """Whether heartbeats of a worker come."""
-        cut_off = self._isolated_until.get(worker.id, 0) > self.now
-        return not worker.dead and not cut_off and worker not in self._hung_until
+        return not worker.dead and not self.is_cut_off(worker) and worker not in self._hung_until
+
+    def is_cut_off(self, worker: WorkerActor) -> bool:
+        """Whether nothing comes from a worker's host at present, its kernel included."""
+        return self._isolated_until.get(worker.id, 0) > self.now
 
     def leave(self, worker: WorkerActor, reason: str) -> None:
         """A worker ends itself."""
@@ -699,10 +702,12 @@ class World:
         if coordinator is not None:
             self.after(1, coordinator, coordinator.hold_for_lost, worker.id, "progress")
 
-    def _hang(self, worker: WorkerActor, duration: int) -> None:
-        if worker not in self._hung_until:
-            self._hang_actor(worker, duration)
-            self._at(self.conditions.heartbeat_bound, self._miss_heartbeats, worker)
+    def _hang(self, *struck: Any) -> None:
+        *workers, duration = struck
+        for worker in workers:
+            if worker not in self._hung_until:
+                self._hang_actor(worker, duration)
+                self._at(self.conditions.heartbeat_bound, self._miss_heartbeats, worker)
 
     def _hang_actor(self, actor: Any, duration: int) -> None:
         self._hung_until[actor] = self.now + duration
@@ -722,9 +727,11 @@ class World:
     def _spoil(self, worker: WorkerActor, duration: int) -> None:
         worker.spoil(duration)
 
-    def _isolate(self, worker: WorkerActor, duration: int) -> None:
-        self._isolated_until[worker.id] = max(self._isolated_until.get(worker.id, 0), self.now + duration)
-        self._at(self.conditions.heartbeat_bound, self._miss_heartbeats, worker)
+    def _isolate(self, *struck: Any) -> None:
+        *workers, duration = struck
+        for worker in workers:
+            self._isolated_until[worker.id] = max(self._isolated_until.get(worker.id, 0), self.now + duration)
+            self._at(self.conditions.heartbeat_bound, self._miss_heartbeats, worker)
 
     def _cut(self, a: WorkerActor, b: WorkerActor, duration: int) -> None:
         self._closed_data[a.id, b.id] = max(a.generation, b.generation)
