@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from elaswave.protocol.coordinator.driver import CoordinatorDriver
 from elaswave.protocol.detection.detector import Detector
 from elaswave.protocol.detection.unreachable import Unreachable
-from elaswave.protocol.events import NewGeneration, Resumed, Suspected, WorkerFailed
+from elaswave.protocol.events import NewGeneration, Persist, Resumed, Send, Suspected, WorkerFailed
 from elaswave.protocol.membership import effects as asked
 from elaswave.protocol.membership.membership import Membership
 from elaswave.protocol.messages import FencedOff, Joining, Registered
@@ -31,6 +31,8 @@ class MembersDriver(CoordinatorDriver):
     def carry_out_one(self, effect: asked.Effect) -> None:
         """Carries out one effect."""
         match effect:
+            case Persist() | Send():  # of these there are as many as workers
+                super().carry_out_one(effect)
             case asked.WriteDown(record):
                 self.persist(record)
             case asked.TellCore(event):
