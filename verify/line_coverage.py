@@ -5,6 +5,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.abc import InspectLoader
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, NamedTuple
@@ -34,8 +35,10 @@ def lines_of_functions() -> Lines:
     found = {}
     for module in walk_packages(elaswave.protocol.__path__, "elaswave.protocol."):
         if not module.ispkg:
-            path = str(import_module(module.name).__file__)
-            code = compile(Path(path).read_text(), path, "exec")
+            path, loader = str(import_module(module.name).__file__), import_module(module.name).__loader__
+            assert isinstance(loader, InspectLoader)
+            code = loader.get_code(module.name)
+            assert code is not None
             lines = {line for function in _functions(code, within=False) for line in _lines(function)}
             found[str(Path(path).relative_to(ROOT))] = frozenset(lines)
     return found
