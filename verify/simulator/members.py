@@ -275,9 +275,6 @@ class SimMembers(MembersDriver):
 
     def persist(self, record: AnyRecord) -> None:
         """Into the store, which refuses replaced coordinators."""
-        if isinstance(record, PlaceTaken):
-            host = self.membership.agents.hosts.numbered(record.host)
-            self.world.see.given(record.worker, host.incarnation)
         if self.write_lease is not None:
             self.write_lease.persist(cast("SimCoordinator", self), record)
             return
@@ -287,6 +284,9 @@ class SimMembers(MembersDriver):
             self.world.decided(record)
         elif isinstance(record, MembershipRecord):
             self.world.see.wrote_down(record)
+        if isinstance(record, PlaceTaken):
+            host = self.membership.agents.hosts.numbered(record.host)
+            self.world.see.given(record.worker, host.incarnation)
 
     def tell_agent(self, effect: AgentEffect) -> None:
         """The world does what the only agent would."""
