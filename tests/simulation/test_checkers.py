@@ -157,7 +157,7 @@ def test_one_coordinator():
     checker.persisted(2, 1, TermRecord(term=2))
     with pytest.raises(Violation, match="a record of term 1 is written after term 2 has begun"):
         checker.persisted(1, 3, raised)
-    checker.fenced(1)
+    checker.lease_lost(1)
     with pytest.raises(Violation, match="a coordinator that was replaced, and knows it, sends Prepare"):
         checker.spoke(1, prepare, [raised])
 

@@ -49,7 +49,7 @@ EXCEPTED = {
     "data.sources:_map_file": CHECKED,
     "data.sources:write_python_docs": MAKES,
     "data.token_files:TokenWriter.__init__": MAKES,
-    "devices.opening:cuda_of_torch": PACKAGED,
+    "launcher.resources:cuda_of_torch": PACKAGED,
     "models.foreign.part:ForeignPart._about": OWN,
     "models.foreign.part:ForeignPart._checked": OWN,
     "models.foreign.server:Server._answer": OWN,
