@@ -85,7 +85,6 @@ EXCEPTED = {
     "system.job_folder:_removes": "looks with lstat first, and opens without waiting or following",
     "system.kernel:offer_to_kernel": KERNEL,
     "transport.addresses:_unix_name": FOLDER,
-    "verify.line_coverage:lines_of_functions": "reads the source of the modules that it counts",
     "verify.chaos.growth:held_by": KERNEL,
     "verify.chaos.trial:_be_job": MAKES,
     "verify.chaos.trial:run_command.start": MAKES,
