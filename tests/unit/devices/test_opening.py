@@ -15,6 +15,7 @@ from elaswave.devices.interface import DeviceMemory
 from elaswave.devices.loopback import Loopback
 from elaswave.devices.opening import PLACE_TIMEOUT_S, open_device, take_place, with_room
 from elaswave.errors import ConfigError, DeviceError
+from elaswave.launcher import resources
 from elaswave.launcher.resources import check_device, cuda_of_torch
 from elaswave.protocol.membership.membership import JOINER_STILL_S
 
@@ -51,18 +52,18 @@ def test_without_torch_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_cuda_is_refused_with_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "cuda_of_torch", lambda: None)
+    monkeypatch.setattr(resources, "cuda_of_torch", lambda: None)
     with pytest.raises(ConfigError, match=r"device\.kind: cuda needs .*; the torch that is installed is built without"):
         check_device("cuda")
 
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(opening, "cuda_of_torch", lambda: "13.0")
-    monkeypatch.setattr(opening.ctypes, "CDLL", missing)
+    monkeypatch.setattr(resources, "cuda_of_torch", lambda: "13.0")
+    monkeypatch.setattr(resources.ctypes, "CDLL", missing)
     with pytest.raises(ConfigError, match=r"built with CUDA 13\.0, and there is no driver \(libcuda\.so\.1"):
         check_device("cuda")
-    monkeypatch.setattr(opening.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(resources.ctypes, "CDLL", lambda name: None)
     check_device("cuda")
 
 

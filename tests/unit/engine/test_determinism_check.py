@@ -20,7 +20,7 @@ from tests.unit.engine.test_layer_calls import (
 from tests.unit.engine.test_layer_calls import model_of as plain_model_of
 from torch import nn
 
-from elaswave.engine.checks import determinism_hash
+from elaswave.engine.checks import determinism_check
 from elaswave.engine.compute import LayerError
 from elaswave.errors import UsageError
 from elaswave.models.calls import LossOutput, batch
@@ -194,37 +194,37 @@ def test_a_layer_that_takes_no_made_up_numbers_is_known_by_its_shapes():
 
 def test_what_is_moved_lies_elsewhere():
     tensor = torch.randn(3, 5)
-    moved = determinism_hash.elsewhere(tensor)
+    moved = determinism_check.elsewhere(tensor)
     assert moved.equal(tensor) and moved.data_ptr() % 64 == 0
     assert moved.data_ptr() % 4096 != tensor.data_ptr() % 4096
-    assert determinism_hash.elsewhere(torch.zeros(0, 2)).shape == (0, 2)
+    assert determinism_check.elsewhere(torch.zeros(0, 2)).shape == (0, 2)
 
 
 def test_the_environment_is_computed_alike_and_leaves_no_trace():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    one = determinism_hash.environment()
-    determinism_hash.environment.cache_clear()
-    assert determinism_hash.environment() == one and determinism_hash.environment() is determinism_hash.environment()
+    one = determinism_check.environment()
+    determinism_check.environment.cache_clear()
+    assert determinism_check.environment() == one and determinism_check.environment() is determinism_check.environment()
     assert torch.get_rng_state().equal(before)
     assert torch.__version__ in one.text
     assert 0 <= one.determinism_hash < 2**62
 
 
 def test_another_kernel_shows_in_the_environment(monkeypatch):
-    one = determinism_hash.environment()
-    monkeypatch.setattr(determinism_hash.F, "gelu", lambda x: torch.nn.functional.silu(x))
-    determinism_hash.environment.cache_clear()
-    other = determinism_hash.environment()
-    determinism_hash.environment.cache_clear()
+    one = determinism_check.environment()
+    monkeypatch.setattr(determinism_check.F, "gelu", lambda x: torch.nn.functional.silu(x))
+    determinism_check.environment.cache_clear()
+    other = determinism_check.environment()
+    determinism_check.environment.cache_clear()
     assert one.determinism_hash != other.determinism_hash
     assert [name for name in one.operators if one.operators[name] != other.operators[name]] == ["gelu"]
 
 
 @pytest.mark.parametrize("different", [torch.zeros(3), torch.zeros(2).double(), torch.tensor([0.0, -0.0]), None])
 def test_hashes_tell_types_shapes_and_bits_apart(different):
-    assert determinism_hash.hash_tensors([torch.zeros(2)]) != determinism_hash.hash_tensors([different])
-    assert determinism_hash.hash_tensors([torch.zeros(2)]) == determinism_hash.hash_tensors([torch.zeros(4)[::2]])
+    assert determinism_check.hash_tensors([torch.zeros(2)]) != determinism_check.hash_tensors([different])
+    assert determinism_check.hash_tensors([torch.zeros(2)]) == determinism_check.hash_tensors([torch.zeros(4)[::2]])
 
 
 class Writes(Block):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
-from elaswave.engine.checks import determinism_hash
+from elaswave.engine.checks import determinism_check
 from elaswave.state.sums import ExactAccumulator
 from elaswave.training.own_optimizer import OwnOptimizer
 from elaswave.training.parameters import float32_by_default
@@ -45,12 +45,12 @@ def test_an_optimizer_is_tried_and_moves_on_as_with_float32(default_dtype: torch
 
 
 def test_the_environments_canary_is_that_of_float32(default_dtype: torch.dtype) -> None:
-    here = determinism_hash.environment.__wrapped__()
+    here = determinism_check.environment.__wrapped__()
     with float32_by_default():
-        assert here == determinism_hash.environment.__wrapped__()
-    drawn = determinism_hash.made_up(torch.ones(3, dtype=torch.float32), 5)
+        assert here == determinism_check.environment.__wrapped__()
+    drawn = determinism_check.made_up(torch.ones(3, dtype=torch.float32), 5)
     with float32_by_default():
-        assert torch.equal(drawn, determinism_hash.made_up(torch.ones(3), 5))
+        assert torch.equal(drawn, determinism_check.made_up(torch.ones(3), 5))
 
 
 def test_a_gradient_that_is_missing_counts_as_float32_zeros(default_dtype: torch.dtype) -> None:

@@ -212,7 +212,7 @@ def test_cuts_do_not_depend_on_time(kind: Any, inputs: Any, monkeypatch: pytest.
     def no_clock(*arguments: Any) -> None:
         raise AssertionError("a cut follows a clock")
 
-    monkeypatch.setattr(splitting, "seconds_of", no_clock)
+    monkeypatch.setattr(splitting, "operator_seconds", no_clock)
     first, again = (traced(seeded(kind), inputs()) for _ in range(2))
     assert np.array_equal(first.costs.compute_s, again.costs.compute_s)
     assert np.array_equal(first.costs.cross_s, again.costs.cross_s)
