@@ -166,7 +166,7 @@ threading.Thread(target=loop, daemon=True).start()
 for line in sys.stdin:
     if line == "next\\n":
         activity.compute("1F0")
-    print(activity.told().starved_s, flush=True)
+    print(activity.snapshot().starved_s, flush=True)
 """
 
 
