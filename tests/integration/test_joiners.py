@@ -144,7 +144,7 @@ def test_a_joiner_with_another_key_gets_no_connection_and_says_why(
 
     monkeypatch.setattr(ControlClient, "__init__", with_another_key)
     # As outside of pytest, which has handlers of its own.
-    monkeypatch.setattr(logging.getLogger("elaswave.coordinator"), "handlers", [logging.lastResort])
+    monkeypatch.setattr(logging.getLogger("elaswave.channel"), "handlers", [logging.lastResort])
     log, problem = tmp_path / "logs" / "worker-2.log", "does not hold this job's key: check the address"
     job = run_job(tmp_path, SETTINGS, faults=["join@3"], probe=WaitsFor(log, problem))
     assert job.computation == undisturbed.computation
