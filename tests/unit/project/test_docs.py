@@ -5,8 +5,10 @@ import contextlib
 import io
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import click
@@ -179,11 +181,28 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert set(PAGES) - reached == set()
 
 
-def test_every_folder_of_the_package_is_in_the_architecture() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
+def test_every_folder_of_the_package_is_described() -> None:
+    text = (ROOT / "docs" / "folders.md").read_text()
     folders = {path.parent.relative_to(SOURCE) for path in SOURCE.rglob("*.py")} - {Path(".")}
     folders |= {path.parent.relative_to(ROOT) for path in (ROOT / "verify").rglob("*.py")} | {Path("elaswave_rivals")}
     assert [str(folder) for folder in sorted(folders) if f"| `{folder}/` |" not in text] == []
+
+
+def rooms_of(text: str) -> list[set[str]]:
+    """The layers in a picture of rooms: names stand where a line begins, a rule is between two layers."""
+    (picture,) = re.findall(r"^## Rooms$.*?^```text\n(.*?)^```$", text, re.M | re.S)
+    lines = [layer.splitlines() for layer in re.split(r"^─+\n", picture, flags=re.M)]
+    return [{name for line in layer for name in re.findall(r"\w+", re.split("  ", line)[0])} for layer in lines]
+
+
+def test_the_architecture_fits_on_three_screens_and_its_rooms_are_the_layers_of_imports() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 120
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["id"] == "layers"]
+    assert rooms_of(text) == [set(layer.split(" | ")) for layer in layers]
+    assert rooms_of("## Rooms\n```text\na, b\n     of c\n──\nd   e\n```") == [{"a", "b"}, {"d"}]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
@@ -210,7 +229,7 @@ def test_the_glossary_has_each_term_once_in_order() -> None:
     assert terms == sorted(set(terms))
 
 
-def has_function(path: Path, name: str) -> bool:
+def has_function(path: Path, name: str, kinds: type | UnionType = ast.FunctionDef) -> bool:
     """Whether a file defines a function, or a method by its qualified name; read, not imported."""
     if not path.is_file():
         return False
@@ -218,7 +237,7 @@ def has_function(path: Path, name: str) -> bool:
     *classes, function = name.split(".")
     for wanted in classes:
         body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == wanted), [])
-    return any(isinstance(node, ast.FunctionDef) and node.name == function for node in body)
+    return any(isinstance(node, kinds) and node.name == function for node in body)
 
 
 def test_the_twenty_questions_name_functions_that_exist() -> None:
@@ -228,3 +247,19 @@ def test_the_twenty_questions_name_functions_that_exist() -> None:
     assert has_function(SOURCE / "state" / "sums.py", "ExactAccumulator.add")
     for path, name in (("sums.py", "ExactAccumulator.no"), ("sums.py", "No.add"), ("sums.py", "add"), ("no.py", "add")):
         assert not has_function(SOURCE / "state" / path, name)
+
+
+def missing_functions(text: str) -> list[tuple[str, str]]:
+    """Of what a walk names: a file with its function, or a function or class with its file in brackets."""
+    named = re.findall(r"`([\w/]+\.py)`\s+`([\w.]+)`", text)
+    named += [(path, name) for name, path in re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`\)", text)]
+    kinds = ast.FunctionDef | ast.ClassDef
+    return [(path, name) for path, name in named if not has_function(SOURCE / path, name, kinds)]
+
+
+@pytest.mark.parametrize(("page", "num_named"), [("ARCHITECTURE.md", 35), ("docs/internals.md", 15)])
+def test_walks_name_functions_that_exist(page: str, num_named: int) -> None:
+    text = (ROOT / page).read_text()
+    assert missing_functions(text) == []
+    broken = re.sub(r"\.py`(\)?)", r"_no.py`\1", text)
+    assert len(missing_functions(broken)) >= num_named, "each of them is looked at"
