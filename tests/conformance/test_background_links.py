@@ -6,6 +6,7 @@ from tests.conformance.worlds import PATIENCE_S, World, link, settle, until
 
 from elaswave.errors import PeerLostError
 from elaswave.transport.interface import Tag, Transport
+from elaswave.transport.stream import StreamTransport
 
 TAG = Tag(channel=1, step=1, attempt=0)
 
@@ -77,8 +78,12 @@ def test_wanting_never_blocks_and_what_is_seen_of_a_peer_that_is_not_there_is_to
     exchange(a, b, 21)
 
 
-def test_a_peer_that_listens_and_never_answers_is_tried_again(stream_world: World) -> None:
-    a = stream_world.make(0, handshake_timeout_s=0.05)
+def test_a_peer_that_listens_and_never_answers_is_tried_again(
+    stream_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamTransport, "handshake_timeout_s", 0.05)
+        a = stream_world.make(0)
     silent = stream_world.make(1)
     a.want({1: silent.address})
     until(lambda: a.trouble(1), a)

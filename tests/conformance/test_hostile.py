@@ -179,8 +179,10 @@ def test_somebody_who_listens_but_never_answers_does_not_block_the_others(stream
     still_works(a, b)
 
 
-def test_slow_handshakes_expire_and_do_not_block_others(stream_world):
-    b = stream_world.make(1, handshake_timeout_s=0.2)
+def test_slow_handshakes_expire_and_do_not_block_others(stream_world, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamTransport, "handshake_timeout_s", 0.2)
+        b = stream_world.make(1)
     a = stream_world.make(0)
     slow = [connected(b.address) for _ in range(5)]
     try:
@@ -196,8 +198,10 @@ def test_slow_handshakes_expire_and_do_not_block_others(stream_world):
     still_works(a, b)
 
 
-def test_a_blocked_wait_ends_slow_handshakes_too(stream_world):
-    a, b = stream_world.make(0), stream_world.make(1, handshake_timeout_s=0.05)
+def test_a_blocked_wait_ends_slow_handshakes_too(stream_world, monkeypatch):
+    a = stream_world.make(0)
+    monkeypatch.setattr(StreamTransport, "handshake_timeout_s", 0.05)
+    b = stream_world.make(1)
     link([a, b])
     with connected(b.address) as sock:
         with pytest.raises(WaitTimeoutError):

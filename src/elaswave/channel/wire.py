@@ -121,6 +121,14 @@ def peer_name(peer: int) -> str:
     return f"worker {peer}" if peer < FIRST_AGENT else f"agent {peer - FIRST_AGENT}"
 
 
+class _Dialler(Dialler):
+    _name = staticmethod(peer_name)
+
+
+class _Listener(Listener):
+    _name = staticmethod(peer_name)
+
+
 class ControlFrameKind(IntEnum):
     """What a frame is."""
 
@@ -249,7 +257,7 @@ class Session(Generic[_T]):
         """
 
         def make_side(bind: Callable[[bytes], bytes]) -> Dialler:
-            return Dialler(lambda: secrets_of(key).each(bind), own, peer, os.urandom(NONCE_BYTES), peer_name)
+            return _Dialler(lambda: secrets_of(key).each(bind), own, peer, os.urandom(NONCE_BYTES))
 
         return cls(make_side, key, receives, security, host, max_message_bytes)
 
@@ -277,7 +285,7 @@ class Session(Generic[_T]):
 
         def make_side(bind: Callable[[bytes], bytes]) -> Listener:
             held = None if key_of is None else lambda peer: secrets_of(key_of(peer)).each(bind)
-            return Listener(lambda: secrets_of(key).each(bind), own, os.urandom(NONCE_BYTES), refusal, peer_name, held)
+            return _Listener(lambda: secrets_of(key).each(bind), own, os.urandom(NONCE_BYTES), refusal, held)
 
         return cls(make_side, key, receives, security, None, max_message_bytes)
 

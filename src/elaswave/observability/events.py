@@ -284,8 +284,6 @@ class EventLog:
 
     Args:
         path: the file; created if missing, continued if not.
-        clock: monotonic seconds.
-        now: the time of day, with its time zone.
         on_trouble: called with one line when the log cannot be written any more, and again when it can; events of the
             time between are counted and left out. None: `write` raises.
     Raises:
@@ -296,13 +294,9 @@ class EventLog:
         self,
         path: Path,
         *,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
         on_trouble: Callable[[str], None] | None = None,
     ) -> None:
         self.path = path
-        self._clock = clock
-        self._now = now
         self._on_trouble = on_trouble
         self._lost: EventsLost | None = None
         """What is missing since the newest line."""
@@ -314,7 +308,7 @@ class EventLog:
                 raise RunFolderError(
                     f"cannot write {path}: {error.strerror or error}; choose another --run-dir"
                 ) from error
-        self._start = clock()
+        self._start = time.monotonic()
         self._encoder = msgspec.json.Encoder()
 
     def _open(self) -> None:
@@ -337,8 +331,8 @@ class EventLog:
         Raises:
             RunFolderError: the line cannot be written (disk full, log closed), and there is no `on_trouble`.
         """
-        stamp = self._now().astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        stamps = {"time": stamp, "elapsed_s": round(self._clock() - self._start, 6)}
+        stamp = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        stamps = {"time": stamp, "elapsed_s": round(time.monotonic() - self._start, 6)}
         lines = [event] if self._lost is None else [self._lost, event]
         try:
             self._append(

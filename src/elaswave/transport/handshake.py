@@ -122,25 +122,24 @@ def derived(key: bytes, purpose: str) -> bytes:
     return hmac.digest(key, b"elaswave " + purpose.encode(), "sha256")
 
 
-def worker_name(worker: int) -> str:
+def worker_name(peer: int) -> str:
     """What a worker is called in messages."""
-    return f"worker {worker}"
+    return f"worker {peer}"
 
 
 class Dialler:
-    """The side that connects (the lower worker id).
+    """The side that connects (the lower worker id). Where ids are not workers', a subclass names them.
 
     Args:
         key: the job's key, or several.
         worker: own id.
         peer: id of the worker that is dialled.
         nonce: 32 fresh random bytes, of which 24 are sent.
-        name: what an id is called in messages.
     """
 
-    def __init__(
-        self, key: Key, worker: int, peer: int, nonce: bytes, name: Callable[[int], str] = worker_name
-    ) -> None:
+    _name = staticmethod(worker_name)
+
+    def __init__(self, key: Key, worker: int, peer: int, nonce: bytes) -> None:
         self.peer = peer
         self.done = False
         self.bytes_needed = _PROOF.size
@@ -151,7 +150,6 @@ class Dialler:
         """Of when the HELLO is sent."""
         self._key = b""
         """The one that the listener has proved."""
-        self._name = name
         unsigned = _HELLO.pack(MAGIC, VERSION, worker, peer, nonce)[:-_SIGN_BYTES]
         self._hello = unsigned + _sign(self._secrets.accepted[0], b"hello", unsigned)
         self._transcript = b""
@@ -204,16 +202,17 @@ class Dialler:
 
 
 class Listener:
-    """The side that accepts (the higher worker id).
+    """The side that accepts (the higher worker id). Where ids are not workers', a subclass names them.
 
     Args:
         key: the job's key, or several.
         worker: own id.
         nonce: 32 fresh random bytes.
         refusal: returns why a worker may not link with us, or None if it may.
-        name: what an id is called in messages.
         key_of: gives the keys of which the dialler of an id must hold one; None: ``key``, whoever it is.
     """
+
+    _name = staticmethod(worker_name)
 
     def __init__(
         self,
@@ -221,7 +220,6 @@ class Listener:
         worker: int,
         nonce: bytes,
         refusal: Callable[[int], str | None],
-        name: Callable[[int], str] = worker_name,
         key_of: Callable[[int], Key] | None = None,
     ) -> None:
         self.peer = -1
@@ -240,7 +238,6 @@ class Listener:
         self._worker = worker
         self._nonce = nonce
         self._refusal = refusal
-        self._name = name
         self._transcript = b""
 
     def opening(self) -> bytes:

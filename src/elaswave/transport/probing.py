@@ -58,7 +58,7 @@ def measure_link(host: str, port: int, key: bytes) -> MeasuredLinks:
     link = _Link(sock, f"the host at {host}:{port}")
     with sock:
         # It may be answering another host before.
-        _shake_hands(link, Dialler(key, PROBER, PROBER, os.urandom(NONCE_BYTES), _name), PROBE_S_MAX)
+        _shake_hands(link, _Dialler(key, PROBER, PROBER, os.urandom(NONCE_BYTES)), PROBE_S_MAX)
         steps = probing()
         probe = next(steps)
         while True:
@@ -139,7 +139,7 @@ class _ProbeListener:
     def _serve(self, sock: socket.socket, host: str) -> None:
         link, is_known = _Link(sock, f"the host at {host}"), False
         try:
-            listening = Listener(self._key, PROBER, os.urandom(NONCE_BYTES), _refusal, _name)
+            listening = _Listener(self._key, PROBER, os.urandom(NONCE_BYTES), _refusal)
             welcome = _shake_hands(link, listening, HANDSHAKE_S_MAX)
             with self._lock:
                 self._unauthenticated.remove(sock)
@@ -289,3 +289,11 @@ def _refusal(peer: int) -> str | None:
 
 def _name(peer: int) -> str:
     return "the host at the other end" if peer == PROBER else f"process {peer} of a job"
+
+
+class _Dialler(Dialler):
+    _name = staticmethod(_name)
+
+
+class _Listener(Listener):
+    _name = staticmethod(_name)

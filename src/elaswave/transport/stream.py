@@ -76,7 +76,6 @@ class StreamTransport:
         generation: generation to start with.
         max_frame_bytes: largest payload sent, or accepted from a peer.
         max_unexpected_bytes: most bytes kept for each peer of frames that are not asked for yet.
-        handshake_timeout_s: time that an unauthenticated peer has to prove itself.
         emulated: links that are slower than they are.
         paced: rates of real ones.
     Raises:
@@ -84,6 +83,9 @@ class StreamTransport:
         ValueError: the key is too short or the address is unusable.
         ConfigError: certificate files that cannot be used.
     """
+
+    handshake_timeout_s = 5.0
+    """Time that an unauthenticated peer has to prove itself."""
 
     def __init__(
         self,
@@ -94,7 +96,6 @@ class StreamTransport:
         generation: int = 0,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         max_unexpected_bytes: int = DEFAULT_MAX_UNEXPECTED_BYTES,
-        handshake_timeout_s: float = 5.0,
         emulated: EmulatedLinks | None = None,
         paced: PacedLinks | None = None,
     ) -> None:
@@ -122,7 +123,7 @@ class StreamTransport:
         place = Endpoint(listen) if isinstance(listen, str) else listen
         try:
             self._acceptor = Acceptor(
-                worker, key, place, self._waiter, self._add_link, self._refusal, handshake_timeout_s
+                worker, key, place, self._waiter, self._add_link, self._refusal, self.handshake_timeout_s
             )
         except BaseException:
             self._waiter.close()

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -12,6 +13,7 @@ from tests.unit.observability.samples import LOSSES, RECOVERY, make_result, writ
 from elaswave.cli.inspect import inspect_group, render_summary
 from elaswave.cli.main import main
 from elaswave.errors import RunFolderError
+from elaswave.observability import events as events_module
 from elaswave.observability.events import ErrorRaised, Evaluated, EventLog, Recovered, RunFinished, StepSkipped
 from elaswave.observability.result import write_digests, write_result
 from elaswave.observability.summary import summarize_run
@@ -152,8 +154,9 @@ def test_a_run_that_is_still_going_on(tmp_path: Path) -> None:
     assert "backward" in result.output and "state digest" not in result.output
 
 
-def test_a_run_that_has_failed_without_a_single_step(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "events.jsonl", clock=lambda: 0.0) as log:
+def test_a_run_that_has_failed_without_a_single_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    with EventLog(tmp_path / "events.jsonl") as log:
         log.write(RunFinished(outcome="failed", steps=0, duration_s=0.5))
     assert inspect(tmp_path, columns=400).output == f"run {tmp_path}: failed, 0 steps\n\nwhole run 0.0 ms\n"
 

@@ -2,8 +2,9 @@
 
 import json
 import os
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.observability.samples import LAYOUT, write_events
 
 from elaswave.errors import RunFolderError
+from elaswave.observability import events as events_module
 from elaswave.observability.events import (
     KINDS,
     CheckpointWritten,
@@ -33,13 +35,12 @@ def step(number: int, loss: float = 4.0) -> StepCommitted:
     )
 
 
-def test_every_line_carries_kind_time_and_elapsed_seconds(tmp_path: Path) -> None:
+def test_every_line_carries_kind_time_and_elapsed_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([100.0, 101.5])
-    log = EventLog(
-        tmp_path / "events.jsonl",
-        clock=lambda: next(ticks),
-        now=lambda: datetime(2026, 11, 20, 13, 57, 1, 250000, tzinfo=timezone(timedelta(hours=1))),
-    )
+    times = SimpleNamespace(now=lambda zone: datetime(2026, 11, 20, 12, 57, 1, 250000, tzinfo=zone))
+    monkeypatch.setattr(events_module, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(events_module, "datetime", times)
+    log = EventLog(tmp_path / "events.jsonl")
     log.write(step(1))
     assert json.loads((tmp_path / "events.jsonl").read_text()) == {
         "kind": "step",
@@ -186,7 +187,7 @@ def test_a_log_that_cannot_be_opened_names_the_path(tmp_path: Path) -> None:
 
 
 def test_a_closed_log_refuses_events_and_closing_twice_is_fine(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", now=lambda: datetime(2026, 1, 1, tzinfo=UTC))
+    log = EventLog(tmp_path / "events.jsonl")
     log.close()
     log.close()
     with pytest.raises(RunFolderError, match="cannot append"):

@@ -194,9 +194,10 @@ def _compile(
         if splits_backwards(schedule) and not forward_only:
             known = _zero_bubble(flow, open_, tried, begins, within)
         else:
+            kinds = (FORWARD,) if forward_only else _WHOLE
             waits = schedule == "gpipe"
             known = _Compiler(
-                flow, tried[0], waits_for_forwards=waits, forward_only=forward_only, begins=begins, limit=within
+                flow, tried[0], kinds=kinds, waits_for_forwards=waits, begins=begins, limit=within
             ).run()  # fmt: skip
         if known is not None:
             _PROGRAMS.put(key, known)
@@ -236,7 +237,7 @@ def _zero_bubble(
             if shortest <= least:
                 return best
             compiler = _Compiler(
-                flow, held, open_=limits, split=True, prefers_backward=prefers_backward, begins=begins, limit=shortest
+                flow, held, open_=limits, kinds=_SPLIT, prefers_backward=prefers_backward, begins=begins, limit=shortest
             )  # fmt: skip
             found = compiler.run()
             if found is not None:
@@ -318,6 +319,10 @@ _SLACK = 1e-6
 """Relative; more than the rounding of durations to ticks makes."""
 
 
+_WHOLE, _SPLIT = (FORWARD, BACKWARD), (FORWARD, INPUT, WEIGHT)
+"""Kinds of actions with whole backwards, and with I and W instead of B."""
+
+
 class _Compiler:
     """List scheduling: repeatedly moves to the next time at which an action ends and starts what is free to start.
 
@@ -325,10 +330,9 @@ class _Compiler:
         flow: the work.
         held: the most micro-batches that each worker may hold, from forward to the end of the backward.
         open_: with split backwards, the most from forward to I; None means as many as `held`.
-        split: I and W instead of B.
+        kinds: of actions: forwards alone, with whole backwards, or with split ones.
         prefers_backward: a backward, or an I, comes before a forward if both could start.
         waits_for_forwards: a worker begins no backward before all its forwards.
-        forward_only: no backwards at all.
         begins: when each worker begins, in the flow's unit; empty means at 0.
         limit: a worker that takes as long from its beginning makes the order useless; None means that none is.
     """
@@ -339,20 +343,20 @@ class _Compiler:
         held: Sequence[int],
         *,
         open_: Sequence[int] | None = None,
-        split: bool = False,
+        kinds: tuple[int, ...] = _WHOLE,
         prefers_backward: bool = False,
         waits_for_forwards: bool = False,
-        forward_only: bool = False,
         begins: Sequence[int] = (),
         limit: float | None = None,
     ) -> None:
         self._flow = flow
         self._held_bounds = held
         self._open_bounds = held if open_ is None else open_
-        self._split = split
+        self._kinds = kinds
+        self._split = INPUT in kinds
         self._prefers_backward = prefers_backward
         self._waits_for_forwards = waits_for_forwards
-        self._forward_only = forward_only
+        self._forward_only = kinds == (FORWARD,)
         self.now: float = 0
         """Virtual time; after `run` that of the whole step."""
         num_workers = len(flow.workers)
@@ -383,9 +387,8 @@ class _Compiler:
     def _latest_starts(self, limit: float, begins: Sequence[int]) -> list[float]:
         flow = self._flow
         latest = [limit + begin for begin in begins] or [limit] * len(flow.workers)
-        kinds = (FORWARD,) if self._forward_only else (FORWARD, INPUT, WEIGHT) if self._split else (FORWARD, BACKWARD)
         for node, worker in enumerate(flow.worker):
-            latest[worker] -= sum(flow.seconds[4 * node + kind] for kind in kinds)
+            latest[worker] -= sum(flow.seconds[4 * node + kind] for kind in self._kinds)
         return latest
 
     def run(self) -> list[list[int]] | None:

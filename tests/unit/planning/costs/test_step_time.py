@@ -99,7 +99,12 @@ def test_orders_that_are_given_up_are_those_that_are_not_the_best(layout, scale,
         for held in tried:
             for limits, prefers_backward in ((open_, False), (held, True)):
                 compiler = planning_programs._Compiler(
-                    flow, held, open_=limits, split=True, prefers_backward=prefers_backward, begins=begins
+                    flow,
+                    held,
+                    open_=limits,
+                    kinds=planning_programs._SPLIT,
+                    prefers_backward=prefers_backward,
+                    begins=begins,
                 )
                 compiler.run()
                 ends.append(planning_programs._longest_since(compiler.ends, begins))
