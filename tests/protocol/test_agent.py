@@ -7,12 +7,11 @@ from elaswave.protocol.membership.agent import (
     CoordinatorEnded,
     GiveUp,
     JobEnded,
-    JoinerWanted,
     ReportEnd,
     StartCoordinator,
-    StartJoiner,
     WorkerEnded,
 )
+from elaswave.protocol.membership.effects import SpawnJoiner
 
 
 def test_a_workers_end_is_reported_and_kept_for_the_next_coordinator() -> None:
@@ -45,16 +44,16 @@ def test_coordinators_that_cannot_live_are_not_started_for_ever() -> None:
 
 def test_a_joiner_is_started_once_however_many_coordinators_ask() -> None:
     agent = Agent()
-    assert agent.handle(JoinerWanted(4)) == [StartJoiner(4)]
-    assert agent.handle(JoinerWanted(4)) == []
+    assert agent.handle(SpawnJoiner(worker=4)) == [SpawnJoiner(worker=4)]
+    assert agent.handle(SpawnJoiner(worker=4)) == []
     agent.handle(WorkerEnded(4, "was killed by SIGKILL", 1.0))
-    assert agent.handle(JoinerWanted(4)) == [], "also after its end, of which every coordinator is told"
-    assert agent.handle(JoinerWanted(5)) == [StartJoiner(5)]
+    assert agent.handle(SpawnJoiner(worker=4)) == [], "also after its end, of which every coordinator is told"
+    assert agent.handle(SpawnJoiner(worker=5)) == [SpawnJoiner(worker=5)]
 
 
 def test_after_the_end_nothing_is_started_or_reported() -> None:
     agent = Agent()
     assert agent.handle(JobEnded()) == []
-    assert agent.handle(JoinerWanted(4)) == []
+    assert agent.handle(SpawnJoiner(worker=4)) == []
     assert agent.handle(CoordinatorEnded("ended with status 0", False, 3.0)) == []
     assert agent.handle(WorkerEnded(0, "ended with status 0", 3.0)) == []

@@ -12,7 +12,7 @@ import msgspec
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, JoinerCame, PlanRecovery, RecoveryPlan
 from elaswave.protocol.leadership.coordinator_timeout import TimeoutAction
-from elaswave.protocol.membership.effects import AgentEffect, AnyRecord, PlaceTaken, StartWorker
+from elaswave.protocol.membership.effects import AgentEffect, AnyRecord, PlaceTaken, SpawnJoiner, TellAgent
 from elaswave.protocol.step.loop import StepLoop
 from verify.planted_bugs.mutant import Mutant, with_part
 from verify.simulator.agents import SimAgent
@@ -55,9 +55,9 @@ class DecidesWithoutLabels(SimCoordinator):
 class ForksAgain(SimAgent):
     """An agent that is asked again for a joiner starts it again."""
 
-    def wanted(self, worker: int) -> None:
-        self.machine.joiners.discard(worker)
-        super().wanted(worker)
+    def wanted(self, message: SpawnJoiner) -> None:
+        self.machine.joiners.discard(message.worker)
+        super().wanted(message)
 
 
 class OverlooksCommits(SimAgent):
@@ -81,11 +81,11 @@ class AsksAnotherIncarnation(SimCoordinator):
 
     def tell_agent(self, effect: AgentEffect) -> None:
         agents = self.world.agents
-        if isinstance(effect, StartWorker) and agents is not None:
-            host = self.membership.agents.hosts.of(effect.worker)
+        if isinstance(effect, TellAgent) and isinstance(effect.message, SpawnJoiner) and agents is not None:
+            host = self.membership.agents.hosts.of(effect.message.worker)
             assert host is not None
             newest = next(agent for agent in agents.on_nodes if f"n{agent.node}" == host.node)
-            effect = StartWorker(effect.worker, newest.incarnation)
+            effect = effect._replace(incarnation=newest.incarnation)
         super().tell_agent(effect)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elaswave.protocol.leadership.coordinator_timeout import CoordinatorTimeout, TimeoutAction
-from elaswave.protocol.membership.agent import Agent, JoinerWanted, StartJoiner, WorkerEnded
+from elaswave.protocol.membership.agent import Agent, WorkerEnded
+from elaswave.protocol.membership.effects import SpawnJoiner
 from verify.simulator.members import UNIT_S
 from verify.simulator.schedule import ScheduledFault
 
@@ -56,13 +57,13 @@ class SimAgent:
             self.workers.add(worker)
             self._agents.world.begin_worker(worker)
 
-    def wanted(self, worker: int) -> None:
+    def wanted(self, message: SpawnJoiner) -> None:
         """The coordinator wants a joiner started."""
-        for effect in self.machine.handle(JoinerWanted(worker)):
-            assert isinstance(effect, StartJoiner)
-            self.workers.add(worker)
-            self._agents.world.see.forked(worker, self.incarnation)
-            self._agents.world.spawn(worker)
+        for effect in self.machine.handle(message):
+            assert isinstance(effect, SpawnJoiner)
+            self.workers.add(effect.worker)
+            self._agents.world.see.forked(effect.worker, self.incarnation)
+            self._agents.world.spawn(effect.worker)
 
     def ended(self, worker: int) -> None:
         """A process of its has ended."""

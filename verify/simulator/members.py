@@ -22,15 +22,16 @@ from elaswave.protocol.membership.driver import MembersDriver
 from elaswave.protocol.membership.effects import (
     AgentEffect,
     AnyRecord,
-    EndWorker,
+    EndJoiner,
     HangUp,
     HostCame,
     LeaveAsked,
     MembershipRecord,
     PlaceTaken,
+    SpawnJoiner,
     StartFirst,
-    StartWorker,
     StepPublished,
+    TellAgent,
     TurnAway,
 )
 from elaswave.protocol.membership.hosts import Hosts
@@ -295,12 +296,14 @@ class SimMembers(MembersDriver):
             for agent in agents.on_nodes:
                 if agent.incarnation == effect.incarnation and agent.coordinator is self:
                     self._tell(agent, effect)
-        elif isinstance(effect, StartWorker):
-            if effect.worker not in self.world.workers:
-                self.world.see.forked(effect.worker, effect.incarnation)
-            self.world.spawn(effect.worker)
-        elif isinstance(effect, EndWorker):
-            self.world.kill_process(effect.worker)
+            return
+        match effect:
+            case TellAgent(incarnation, SpawnJoiner(worker=worker)):
+                if worker not in self.world.workers:
+                    self.world.see.forked(worker, incarnation)
+                self.world.spawn(worker)
+            case TellAgent(_, EndJoiner(worker=worker)):
+                self.world.kill_process(worker)
 
     def _tell(self, agent: "SimAgent", effect: AgentEffect) -> None:
         agents = self.world.agents
@@ -311,9 +314,9 @@ class SimMembers(MembersDriver):
                 agents.end(agent)
             case HangUp():
                 agents.hang_up(agent)
-            case StartWorker(worker, _):
-                agents.down(agent, agent.wanted, worker)
-            case EndWorker(worker, _):
+            case TellAgent(_, SpawnJoiner() as message):
+                agents.down(agent, agent.wanted, message)
+            case TellAgent(_, EndJoiner(worker=worker)):
                 agents.down(agent, self.world.kill_process, worker)
             case StartFirst(_, workers):
                 agents.down(agent, agent.begin, workers)

@@ -12,7 +12,7 @@ from elaswave.channel.messages import agent as messages
 from elaswave.channel.wire import FIRST_AGENT, agent_id
 from elaswave.job.plan import StartingPoint
 from elaswave.protocol.membership.agents import HostAgents
-from elaswave.protocol.membership.effects import AgentEffect, EndWorker, HangUp, StartFirst, StartWorker, TurnAway
+from elaswave.protocol.membership.effects import AgentEffect, HangUp, StartFirst, TellAgent, TurnAway
 from elaswave.protocol.membership.hosts import Turned
 
 _log = logging.getLogger("elaswave.coordinator")
@@ -123,10 +123,8 @@ class Agents:
         """Tells an agent what is to be done."""
         peer = agent_id(effect.incarnation)
         match effect:
-            case StartWorker(worker, _):
-                self._send(peer, messages.SpawnJoiner(worker=worker))
-            case EndWorker(worker, _):
-                self._send(peer, messages.EndJoiner(worker=worker))
+            case TellAgent(_, message):
+                self._send(peer, message)
             case StartFirst(_, workers):
                 self._send(peer, messages.SpawnFirst(workers=workers, checkpoint=self._checkpoint))
             case TurnAway(incarnation, reason, verdict):

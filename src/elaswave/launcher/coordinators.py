@@ -37,7 +37,8 @@ from elaswave.launcher.forkserver.setup import CommitCount
 from elaswave.launcher.processes import JobProcesses, LauncherWaits
 from elaswave.observability.result import RESULT_FILE
 from elaswave.protocol.leadership.coordinator_timeout import ORPHAN_S, CoordinatorTimeout, TimeoutAction
-from elaswave.protocol.membership.agent import Agent, CoordinatorEnded, ReportEnd, StartCoordinator, StartJoiner
+from elaswave.protocol.membership.agent import Agent, CoordinatorEnded, ReportEnd, StartCoordinator
+from elaswave.protocol.membership.effects import SpawnJoiner
 from elaswave.store.claim import CandidateProgress, progress_of
 from elaswave.store.opening import FILE, JobStore, read_outcome
 from elaswave.transport.handshake import Secrets
@@ -298,7 +299,7 @@ class CoordinatorSupervisor:
         self._standby.missed_since_s = at_s
         for effect in self._agent.handle(CoordinatorEnded(text, _gave_up(text), at_s)):
             if not isinstance(effect, StartCoordinator):
-                assert not isinstance(effect, ReportEnd | StartJoiner)
+                assert not isinstance(effect, ReportEnd | SpawnJoiner)
                 raise RecoveryError(f"{effect.reason}; see {self._log}")
             if self._committing is None:
                 self.start()

@@ -29,7 +29,6 @@ from elaswave.channel.messages.agent import (
     CheckpointCommitted,
     CommitCheckpoint,
     Ended,
-    EndJoiner,
     Exited,
     FilesCut,
     LogPart,
@@ -38,7 +37,6 @@ from elaswave.channel.messages.agent import (
     ShowStep,
     ShowText,
     SpawnFirst,
-    SpawnJoiner,
     StepLosses,
     StopAsked,
     StopJob,
@@ -100,6 +98,7 @@ from elaswave.observability.progress import Reporter
 from elaswave.observability.run_folder import prepare_spare
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.protocol.membership.agent import Agent, JobEnded, WorkerEnded
+from elaswave.protocol.membership.effects import EndJoiner, SpawnJoiner
 from elaswave.store.claim import CandidateStage
 from elaswave.store.seal import proof_of_term
 from elaswave.system.death_watch import DeathWatch

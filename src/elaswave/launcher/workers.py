@@ -13,17 +13,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from elaswave.channel.messages.agent import Awaited, CpuTimes, EndJoiner, Exited, LogPart, SpawnFirst, SpawnJoiner
+from elaswave.channel.messages.agent import Awaited, CpuTimes, Exited, LogPart, SpawnFirst
 from elaswave.errors import LaunchError, UsageError
 from elaswave.job.keys import JobKey, KeyRole, next_file, read_key
 from elaswave.job.plan import StartingPoint
-from elaswave.launcher.forkserver import messages
 from elaswave.launcher.forkserver.messages import KillWorkers, SpawnRefused, SpawnWorkers, TakeKeys
 from elaswave.launcher.processes import TICK_S, JobProcesses, LauncherWaits
 from elaswave.observability.processes import ProcessorWaits
 from elaswave.observability.worker_logs import LogTail
 from elaswave.protocol.coordinator.key_change import RETIRED_MAX
-from elaswave.protocol.membership.agent import Agent, JoinerWanted, ReportEnd, StartJoiner, WorkerEnded
+from elaswave.protocol.membership.agent import Agent, ReportEnd, WorkerEnded
+from elaswave.protocol.membership.effects import EndJoiner, SpawnJoiner
 from elaswave.transport.handshake import KeyRing, Secrets
 
 SEND_LOGS_EVERY_S = 0.5
@@ -110,10 +110,10 @@ class WorkerSupervisor:
                 self._processes.ask_forkserver(SpawnWorkers(workers=first, checkpoint=checkpoint))
                 self._waits.for_forks(first, time.monotonic())
         elif isinstance(message, SpawnJoiner):
-            for effect in self._agent.handle(JoinerWanted(message.worker)):
-                assert isinstance(effect, StartJoiner)
+            for effect in self._agent.handle(message):
+                assert isinstance(effect, SpawnJoiner)
                 self._logs.started(effect.worker)
-                self._processes.ask_forkserver(messages.ForkJoiner(worker=effect.worker))
+                self._processes.ask_forkserver(effect)
         elif message.worker in self._agent.joiners:
             self._processes.ask_forkserver(KillWorkers(workers=(message.worker,)))
 

@@ -19,7 +19,6 @@ from elaswave.channel.messages.agent import (
     CommitCheckpoint,
     Ended,
     Exited,
-    SpawnJoiner,
     StopAsked,
 )
 from elaswave.channel.messages.worker import KeysNow
@@ -46,6 +45,7 @@ from elaswave.launcher.terminal import STOP_GRACE_S, StopRequest
 from elaswave.launcher.workers import AgentKeys, LogSending, WorkerSupervisor
 from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.membership.agent import Agent
+from elaswave.protocol.membership.effects import SpawnJoiner
 from elaswave.store.opening import JobStore
 from elaswave.transport.handshake import Secrets
 
@@ -296,7 +296,7 @@ def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
 def test_the_template_is_asked_for_a_joiner_once(launcher: Launcher) -> None:
     for worker in (4, 4, 5):
         launcher._on_message(SpawnJoiner(worker=worker))
-    assert launcher.asked == [template_messages.ForkJoiner(worker=4), template_messages.ForkJoiner(worker=5)]
+    assert launcher.asked == [SpawnJoiner(worker=4), SpawnJoiner(worker=5)]
 
 
 def test_a_joiner_that_the_system_refuses_is_reported_like_one_that_has_died(launcher: Launcher) -> None:

@@ -20,15 +20,16 @@ from elaswave.protocol.events import (
 )
 from elaswave.protocol.membership.agents import HostAgents
 from elaswave.protocol.membership.effects import (
-    EndWorker,
+    EndJoiner,
     LeaveAsked,
     MembershipEffect,
     PlaceTaken,
     Refuse,
     Say,
-    StartWorker,
+    SpawnJoiner,
     StopTraining,
     Suspect,
+    TellAgent,
     TellCore,
 )
 from elaswave.protocol.membership.hosts import Hosts
@@ -123,7 +124,7 @@ class World:
             match effect:
                 case TellCore(event):
                     self.fed.append(event)
-                case EndWorker(worker, _):
+                case TellAgent(_, EndJoiner(worker=worker)):
                     self.ended.append(worker)
                 case Refuse(worker, problem):
                     self.refused.append((worker, problem))
@@ -137,7 +138,7 @@ class World:
         """Who is started."""
         effects = self.membership.join(count, now_s, request)
         self.do(effects)
-        return [effect.worker for effect in effects if isinstance(effect, StartWorker)]
+        return [effect.message.worker for effect in effects if isinstance(effect, TellAgent)]
 
     def tick(self, now_s: float, step_s: float = 0.1) -> None:
         """What is due by the clock."""
@@ -404,7 +405,7 @@ def test_a_joiner_that_has_spoken_is_not_taken_for_a_silent_one_when_its_agent_c
     world.do(world.membership.received(joining(3), 1.0))
     world.joiners.with_places = [3]
     world.do(world.membership.agent_came("a", 11, 0, 2.0))
-    assert world.membership.silent == () and world.effects[-1] == StartWorker(3, 11)
+    assert world.membership.silent == () and world.effects[-1] == TellAgent(11, SpawnJoiner(worker=3))
     world.do(world.membership.new_generation(NewGeneration(2, (), joined=(3,)), 3.0))
     look(world, 3, 200)
     assert world.ended == [] and world.membership.joining == ()

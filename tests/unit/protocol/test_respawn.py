@@ -1,10 +1,12 @@
 """The policy by which places are taken again: scripts of what happens, and what is answered at what second."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
-from elaswave.protocol.membership.joiners import AdmissionResult, PlaceClosed, Respawn, Spawn
+from elaswave.protocol.membership.effects import PlaceTaken
+from elaswave.protocol.membership.joiners import PlaceClosed, Respawn
 
 
 def play(respawn: Respawn, script: str) -> list[str]:
@@ -18,16 +20,16 @@ def play(respawn: Respawn, script: str) -> list[str]:
     """
     told: list[str] = []
 
-    def note(now_s: float, answers: list[AdmissionResult]) -> None:
+    def note(now_s: float, answers: Sequence[PlaceTaken | PlaceClosed]) -> None:
         for answer in answers:
-            what = f"+{answer.worker}@{answer.place}" if isinstance(answer, Spawn) else f" closed {answer.place}"
+            what = f"+{answer.worker}@{answer.place}" if isinstance(answer, PlaceTaken) else f" closed {answer.place}"
             told.append(f"{now_s:g}{what}")
 
     for line in [*script.split(";"), "1e9 end"]:
         at, what, *arguments = line.split()
         now_s, numbers = float(at), [int(word) for word in arguments]
         while respawn.next_s <= now_s:
-            note(respawn.next_s, list(respawn.tick(respawn.next_s)))
+            note(respawn.next_s, respawn.tick(respawn.next_s))
         if what == "dies":
             note(now_s, respawn.ended(numbers[0], now_s))
         elif what == "commit":
@@ -35,11 +37,11 @@ def play(respawn: Respawn, script: str) -> list[str]:
         elif what == "leaves":
             respawn.left(numbers[0])
         elif what == "join":
-            note(now_s, list(respawn.join(numbers[0], now_s)))
+            note(now_s, respawn.join(numbers[0], now_s))
         elif what == "stop":
             respawn.stop()
         elif what == "journal":
-            respawn.spawned(*numbers, now_s)
+            respawn.spawned(PlaceTaken(worker=numbers[0], place=numbers[1], at_s=now_s))
     return told
 
 
@@ -116,7 +118,7 @@ def test_the_number_aimed_at_follows_from_what_is_asked_for() -> None:
     assert (respawn.num_wanted, respawn.next_s) == (2, math.inf)
     respawn.ended(9, 1.0)
     assert (respawn.num_wanted, respawn.next_s) == (2, 2.0), "a place that waits is still wanted"
-    assert respawn.join(2, 1.5) == [Spawn(10, 2), Spawn(11, 3)]
+    assert [(taken.worker, taken.place) for taken in respawn.join(2, 1.5)] == [(10, 2), (11, 3)]
     assert respawn.num_wanted == 4
     respawn.left(4)
     assert (respawn.num_wanted, respawn.workers) == (3, {4, 9, 10, 11})

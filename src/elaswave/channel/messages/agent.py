@@ -5,6 +5,7 @@ from typing import Any, Literal
 from elaswave.channel.messages.operator import FromOperator
 from elaswave.channel.messages.worker import FromWorker, KeysNow, Message
 from elaswave.job.plan import StartingPoint
+from elaswave.protocol.membership.effects import EndJoiner, SpawnJoiner
 
 Verdict = Literal["misused", "needless", "again"]
 """Why an agent may not take part: a person's mistake; the node has another one; or it is too late for this one, and a
@@ -144,12 +145,6 @@ class AgentKeysTaken(Message, frozen=True, kw_only=True):
     """Why not."""
 
 
-class EndJoiner(Message, frozen=True, kw_only=True):
-    """A joiner that does not get on is to be killed, so that its place is free again."""
-
-    worker: int
-
-
 class Awaited(Message, frozen=True, kw_only=True):
     """Until it is said otherwise, say how the processes of some workers get on."""
 
@@ -185,12 +180,6 @@ class SpawnFirst(Message, frozen=True, kw_only=True):
     workers: tuple[int, ...]
     checkpoint: StartingPoint | None
     """Where they begin; None: at the seed."""
-
-
-class SpawnJoiner(Message, frozen=True, kw_only=True):
-    """Start a worker that joins. Said again by every later coordinator; ids that were started before are ignored."""
-
-    worker: int
 
 
 class StopAsked(Message, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """The template process as a machine: whom it forks, and what it tells the launcher of their ends. No IO.
 
-The launcher asks, the template answers. A worker's id is forked once, and with it the loaders of its data; one of those
-is replaced when the worker asks for it, and they end with the worker. One checkpoint is committed at a time, by a
-process of its own, the committer; a request that is repeated is answered again, since its answer may have been lost.
+The launcher asks, the template answers; the launcher's messages are events of the machine as they come. A worker's id
+is forked once, and with it the loaders of its data; one of those is replaced when the worker asks for it, and they end
+with the worker. One checkpoint is committed at a time, by a process of its own, the committer; a request that is
+repeated is answered again, since its answer may have been lost.
 A coordinator that asks for another commit has given up the one before: its committer is killed, and the next one is
 forked only once that has ended, since until then it can still give its checkpoint the final name.
 Where the launcher must not fork, coordinators are forked here too, one after the other.
@@ -10,6 +11,15 @@ When the launcher is gone, or wants the end, the others are killed at once and a
 """
 
 from typing import NamedTuple
+
+from elaswave.launcher.forkserver.messages import (
+    AbandonCommits,
+    CommitShards,
+    KillWorkers,
+    SpawnCoordinator,
+    SpawnWorkers,
+)
+from elaswave.protocol.membership.effects import SpawnJoiner
 
 COMMITTER = -1
 """Names the process that commits a checkpoint, among the ids of workers."""
@@ -25,41 +35,10 @@ class Loader(NamedTuple):
     """Among the loaders of the worker, from 0."""
 
 
-class SpawnAsked(NamedTuple):
-    """Workers are to be forked."""
-
-    workers: tuple[int, ...]
-    joins: bool = False
-    """Whether they join a job that runs: then they begin without state."""
-
-
-class CoordinatorAsked(NamedTuple):
-    """A coordinator is to be forked."""
-
-
-class KillAsked(NamedTuple):
-    """Workers, or the `COORDINATOR`, are to be killed; those that have ended already are passed over."""
-
-    workers: tuple[int, ...]
-
-
-class CommitAsked(NamedTuple):
-    """A checkpoint is to be committed."""
-
-    number: int
-    """Of the request; a repetition has the same one."""
-    request: bytes
-    """What the committer needs to know."""
-
-
 class LoaderAsked(NamedTuple):
     """A worker wants another loader in the place of one that has ended, or hangs."""
 
     loader: Loader
-
-
-class CommitsAbandoned(NamedTuple):
-    """The coordinator that has asked for a commit is gone: it is to be broken off."""
 
 
 class ForkRefused(NamedTuple):
@@ -85,17 +64,9 @@ class EndAsked(NamedTuple):
     """The launcher is gone, or wants the end."""
 
 
-ForkServerEvent = (
-    SpawnAsked
-    | ForkRefused
-    | CoordinatorAsked
-    | KillAsked
-    | LoaderAsked
-    | CommitAsked
-    | CommitsAbandoned
-    | ChildEnded
-    | EndAsked
-)
+LauncherRequest = SpawnWorkers | SpawnJoiner | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits
+"""What the launcher wants: its messages, as they come."""
+ForkServerEvent = LauncherRequest | LoaderAsked | ForkRefused | ChildEnded | EndAsked
 
 
 class ForkWorker(NamedTuple):
@@ -103,7 +74,7 @@ class ForkWorker(NamedTuple):
 
     worker: int
     joins: bool = False
-    """As of `SpawnAsked`."""
+    """Whether it joins a job that runs: then it begins without state."""
 
 
 class ForkLoader(NamedTuple):
@@ -113,7 +84,9 @@ class ForkLoader(NamedTuple):
 
 
 class ForkCoordinator(NamedTuple):
-    """Fork the coordinator that was asked for."""
+    """Fork a coordinator."""
+
+    request: SpawnCoordinator
 
 
 class ForkCommitter(NamedTuple):
@@ -185,8 +158,8 @@ class ForkServer:
         """Those that live."""
         self._replaced: set[Loader] = set()
         """Those that are to be forked again once they have ended."""
-        self._committing: CommitAsked | None = None
-        self._next: CommitAsked | None = None
+        self._committing: CommitShards | None = None
+        self._next: CommitShards | None = None
         """A commit that is begun when the committer has ended that is at work."""
         self._is_abandoned = False
         """Whether the coordinator that has asked for the next one is gone."""
@@ -210,24 +183,34 @@ class ForkServer:
             return self._exit()
         if self._is_ending:
             return []
-        if isinstance(event, SpawnAsked):
-            new = [worker for worker in event.workers if worker not in self._forked]
-            self._forked.update(new)
-            self._living.update(new)
-            return [
-                effect for worker in new for effect in (ForkWorker(worker, event.joins), *self._fork_loaders(worker))
-            ]
-        if isinstance(event, CoordinatorAsked):
-            self._living.add(COORDINATOR)
-            return [ForkCoordinator()]
-        if isinstance(event, KillAsked):
-            return [KillChild(worker) for worker in event.workers if worker in self._living]
-        if isinstance(event, LoaderAsked):
-            return self._replace(event.loader)
-        if isinstance(event, CommitsAbandoned):
-            self._is_abandoned = True
-            return [KillChild(COMMITTER)] if self._committing is not None else []
-        return self._commit(event)
+        return self._asked(event)
+
+    def _asked(self, event: LauncherRequest | LoaderAsked) -> list[ForkServerEffect]:
+        match event:
+            case SpawnWorkers():
+                return [effect for worker in event.workers for effect in self._fork(ForkWorker(worker))]
+            case SpawnJoiner():
+                return self._fork(ForkWorker(event.worker, joins=True))
+            case SpawnCoordinator():
+                self._living.add(COORDINATOR)
+                return [ForkCoordinator(event)]
+            case KillWorkers():
+                return [KillChild(worker) for worker in event.workers if worker in self._living]
+            case LoaderAsked():
+                return self._replace(event.loader)
+            case AbandonCommits():
+                self._is_abandoned = True
+                return [KillChild(COMMITTER)] if self._committing is not None else []
+            case CommitShards():
+                return self._commit(event)
+
+    def _fork(self, wanted: ForkWorker) -> list[ForkServerEffect]:
+        """An id is forked once, however often it is asked for."""
+        if wanted.worker in self._forked:
+            return []
+        self._forked.add(wanted.worker)
+        self._living.add(wanted.worker)
+        return [wanted, *self._fork_loaders(wanted.worker)]
 
     def _fork_loaders(self, worker: int) -> list[ForkServerEffect]:
         loaders = [Loader(worker, number) for number in range(self._num_loaders)]
@@ -252,7 +235,7 @@ class ForkServer:
                 effects += self._replace(loader)
         return effects + self._exit()
 
-    def _commit(self, asked: CommitAsked) -> list[ForkServerEffect]:
+    def _commit(self, asked: CommitShards) -> list[ForkServerEffect]:
         if self._answer is not None and self._answer.number == asked.number:
             return [self._answer]
         self._is_abandoned = False
@@ -263,7 +246,7 @@ class ForkServer:
             return [KillChild(COMMITTER)]
         return []
 
-    def _begin(self, asked: CommitAsked) -> list[ForkServerEffect]:
+    def _begin(self, asked: CommitShards) -> list[ForkServerEffect]:
         self._committing, self._next, self._answer = asked, None, None
         self._living.add(COMMITTER)
         return [ForkCommitter(asked.request)]

@@ -11,20 +11,15 @@ from elaswave.blocks.shapes import StateShapes
 from elaswave.channel.messages.worker import Message
 from elaswave.data.fingerprint import Finding
 from elaswave.job.plan import StartingPoint
+from elaswave.protocol.membership.effects import SpawnJoiner
 
 
 class SpawnWorkers(Message, frozen=True, kw_only=True):
-    """Fork these workers."""
+    """Fork these workers, with which the job begins."""
 
     workers: tuple[int, ...]
     checkpoint: StartingPoint | None
     """None: they begin from the seed."""
-
-
-class ForkJoiner(Message, frozen=True, kw_only=True):
-    """Fork a worker that joins the job: it begins without state."""
-
-    worker: int
 
 
 class SpawnCoordinator(Message, frozen=True, kw_only=True):
@@ -49,12 +44,13 @@ class CommitShards(Message, frozen=True, kw_only=True):
     """Commit a checkpoint, in a process of its own."""
 
     number: int
+    """Of the request; a repetition has the same one."""
     request: bytes
     """A `CommitRequest`."""
 
 
 class AbandonCommits(Message, frozen=True, kw_only=True):
-    """The coordinator that asked for commits has ended: break them off."""
+    """The coordinator that asked for commits has ended: they are to be broken off."""
 
 
 class TakeKeys(Message, frozen=True, kw_only=True):
@@ -149,7 +145,7 @@ class CommitDone(Message, frozen=True, kw_only=True):
     """Whether it is worth another try."""
 
 
-ToForkServer = SpawnWorkers | ForkJoiner | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits | TakeKeys
+ToForkServer = SpawnWorkers | SpawnJoiner | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits | TakeKeys
 FromForkServer = (
     Prepared | Unprepared | Spawned | LoaderSpawned | LoaderGone | SpawnRefused | ChildGone | CommitDone | KeysHeld
 )

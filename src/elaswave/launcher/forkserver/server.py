@@ -36,9 +36,6 @@ from elaswave.launcher.forkserver.machine import (
     COMMITTER,
     COORDINATOR,
     ChildEnded,
-    CommitAsked,
-    CommitsAbandoned,
-    CoordinatorAsked,
     EndAsked,
     ForkCommitter,
     ForkCoordinator,
@@ -48,24 +45,18 @@ from elaswave.launcher.forkserver.machine import (
     ForkServerEffect,
     ForkServerEvent,
     ForkWorker,
-    KillAsked,
     KillChild,
     Loader,
     LoaderAsked,
-    SpawnAsked,
     TellCommit,
     TellEnd,
     TellLoaderEnd,
 )
 from elaswave.launcher.forkserver.messages import (
-    AbandonCommits,
     ChildGone,
     CommitDone,
-    CommitShards,
-    ForkJoiner,
     FromForkServer,
     KeysHeld,
-    KillWorkers,
     LoaderGone,
     LoaderSpawned,
     Prepared,
@@ -198,8 +189,6 @@ class _Serving:
             self._selector.unregister,
         )
         self._checkpoint: StartingPoint | None = None
-        self._coordinator: SpawnCoordinator | None = None
-        """The newest request for one."""
         self._answer_fd = -1
         """Gives what the committer says."""
         self._loading: threading.Thread | None = None
@@ -228,25 +217,15 @@ class _Serving:
             self._handle(EndAsked())
             return
         for message in self._unpacker.feed(data):
-            if isinstance(message, SpawnWorkers):
+            if isinstance(message, TakeKeys):
+                self._take_keys(message)
+            elif isinstance(message, SpawnWorkers):
                 self._checkpoint = message.checkpoint
                 self._read_frozen()
-                self._handle(SpawnAsked(message.workers))
+                self._handle(message)
                 self._load_for_commits()
-            elif isinstance(message, ForkJoiner):
-                self._handle(SpawnAsked((message.worker,), joins=True))
-            elif isinstance(message, SpawnCoordinator):
-                self._coordinator = message
-                self._handle(CoordinatorAsked())
-            elif isinstance(message, KillWorkers):
-                self._handle(KillAsked(message.workers))
-            elif isinstance(message, TakeKeys):
-                self._take_keys(message)
-            elif isinstance(message, CommitShards):
-                self._handle(CommitAsked(message.number, message.request))
             else:
-                assert isinstance(message, AbandonCommits), message
-                self._handle(CommitsAbandoned())
+                self._handle(message)
 
     def _take_keys(self, message: TakeKeys) -> None:
         keys = Secrets(message.keys)
@@ -288,8 +267,7 @@ class _Serving:
         elif isinstance(effect, ForkLoader):
             self._fork_loader(effect.loader)
         elif isinstance(effect, ForkCoordinator):
-            assert self._coordinator is not None
-            coordinator = self._coordinator_setup(self._coordinator)
+            coordinator = self._coordinator_setup(effect.request)
             self._fork(COORDINATOR, "the coordinator", "coordinator.log", lambda: run_coordinator(coordinator))
         elif isinstance(effect, ForkCommitter):
             self._fork_committer(effect.request)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from elaswave.protocol.coordinator.table import Transition, TransitionTable
+from elaswave.protocol.membership.effects import SpawnJoiner
 
 MAX_COORDINATORS = 100
 """So many coordinators are started; more ends mean that they cannot live."""
@@ -72,18 +73,11 @@ class CoordinatorEnded(NamedTuple):
     at_s: float
 
 
-class JoinerWanted(NamedTuple):
-    """The coordinator wants a worker started that joins. Every later coordinator says so again (J1)."""
-
-    worker: int
-    """An id that no process has had."""
-
-
 class JobEnded(NamedTuple):
     """The coordinator has said that the job is over."""
 
 
-AgentEvent = WorkerEnded | CoordinatorEnded | JoinerWanted | JobEnded
+AgentEvent = WorkerEnded | CoordinatorEnded | SpawnJoiner | JobEnded
 
 
 class ReportEnd(NamedTuple):
@@ -96,19 +90,13 @@ class StartCoordinator(NamedTuple):
     """Start another coordinator on the same store and address."""
 
 
-class StartJoiner(NamedTuple):
-    """Start a worker that joins."""
-
-    worker: int
-
-
 class GiveUp(NamedTuple):
     """End the job: there can be no coordinator."""
 
     reason: str
 
 
-AgentEffect = ReportEnd | StartCoordinator | StartJoiner | GiveUp
+AgentEffect = ReportEnd | StartCoordinator | SpawnJoiner | GiveUp
 
 
 class Agent:
@@ -131,7 +119,7 @@ class Agent:
             return self._go(AgentCause.OVER, event)
         if isinstance(event, WorkerEnded):
             return self._go(AgentCause.WORKER_ENDS, event)
-        if isinstance(event, JoinerWanted):
+        if isinstance(event, SpawnJoiner):
             is_known = event.worker in self.joiners
             self.joiners.add(event.worker)
             return self._go(AgentCause.JOINER_KNOWN if is_known else AgentCause.JOINER_WANTED, event)
@@ -154,6 +142,6 @@ def _effect(response: AgentResponse, event: AgentEvent, reason: str) -> AgentEff
         assert isinstance(event, WorkerEnded)
         return ReportEnd(event)
     if response is AgentResponse.START_JOINER:
-        assert isinstance(event, JoinerWanted)
-        return StartJoiner(event.worker)
+        assert isinstance(event, SpawnJoiner)
+        return event
     return StartCoordinator() if response is AgentResponse.START_COORDINATOR else GiveUp(reason)

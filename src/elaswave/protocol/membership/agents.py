@@ -145,12 +145,12 @@ class HostAgents:
     def start(self, worker: int) -> list[asked.MembershipEffect]:
         """Has a worker started that joins: by the agent to which its id was given, and by no other one."""
         host = self._host_of(worker)
-        return [] if host is None else [asked.StartWorker(worker, host.incarnation)]
+        return [] if host is None else [asked.TellAgent(host.incarnation, asked.SpawnJoiner(worker=worker))]
 
     def end(self, worker: int) -> list[asked.MembershipEffect]:
         """Has a joiner's process killed."""
         host = self._host_of(worker)
-        return [] if host is None else [asked.EndWorker(worker, host.incarnation)]
+        return [] if host is None else [asked.TellAgent(host.incarnation, asked.EndJoiner(worker=worker))]
 
     def _host_of(self, worker: int) -> Host | None:
         """The host of a worker, if the others do not go on without it."""

@@ -39,7 +39,7 @@ class MembersDriver(CoordinatorDriver):
                 self.feed(event)
             case asked.Suspect(suspicions):
                 self.take_suspicions(suspicions)
-            case asked.StartWorker() | asked.EndWorker() | asked.StartFirst() | asked.TurnAway() | asked.HangUp():
+            case asked.TellAgent() | asked.StartFirst() | asked.TurnAway() | asked.HangUp():
                 self.tell_agent(effect)
             case asked.Refuse(worker, problem):
                 self.say(f"worker {worker} is not admitted: {problem}")

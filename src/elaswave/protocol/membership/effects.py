@@ -87,18 +87,28 @@ class Suspect(NamedTuple):
     suspicions: Sequence[Suspected]
 
 
-class StartWorker(NamedTuple):
-    """Have an agent start a worker that joins; one that it has started before it does not start again."""
+class SpawnJoiner(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Start a worker that joins: it begins without state.
+
+    The same message goes all the way, from coordinator to agent and from agent to forkserver. Every later coordinator
+    sends it again (J1), and an agent may send it twice: ids that were started before are ignored.
+    """
 
     worker: int
-    incarnation: int
+    """An id that no process has had."""
 
 
-class EndWorker(NamedTuple):
-    """Have an agent kill the process of a joiner."""
+class EndJoiner(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A joiner that does not get on is to be killed, so that its place is free again."""
 
     worker: int
+
+
+class TellAgent(NamedTuple):
+    """Send an agent a message."""
+
     incarnation: int
+    message: SpawnJoiner | EndJoiner
 
 
 class StartFirst(NamedTuple):
@@ -158,7 +168,7 @@ class Say(NamedTuple):
     text: str
 
 
-AgentEffect = StartWorker | EndWorker | StartFirst | TurnAway | HangUp
+AgentEffect = TellAgent | StartFirst | TurnAway | HangUp
 """Those that are told to an agent."""
 _OwnEffect = WriteDown | TellCore | Suspect | Refuse | AwaitMembers | WorkerGone | StopTraining | GiveUpJob | Say
 MembershipEffect = AgentEffect | _OwnEffect

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+import msgspec
+
 from elaswave.protocol.events import LeavingRecord, NewGenerationRecord
 from elaswave.protocol.membership.admissions import Founders, admission_problem
 from elaswave.protocol.membership.effects import BACKOFF_S_MIN, LeaveAsked, PlaceTaken, StepPublished
@@ -38,14 +40,6 @@ class PlaceState(Enum):
     TAKEN = "a process has it"
     OPEN = "it waits for the next process"
     CLOSED = "it stays empty"
-
-
-class Spawn(NamedTuple):
-    """Start a worker that joins, now."""
-
-    worker: int
-    """Its id, never used before."""
-    place: int
 
 
 class PlaceClosed(NamedTuple):
@@ -122,28 +116,19 @@ class Respawn:
             and self._places[number].state is PlaceState.TAKEN
         )
 
-    def backoff_s(self, place: int) -> float:
-        """From the end of a place's process to the next one, should it not live long."""
-        return self._places[place].backoff_s
-
-    def spawned(self, worker: int, place: int, now_s: float, backoff_s: float = BACKOFF_S_MIN) -> None:
-        """A worker was started for a place by an earlier coordinator, as its records say. The one before it has ended.
+    def spawned(self, record: PlaceTaken) -> None:
+        """A worker was started for a place by an earlier coordinator. The one before it has ended.
 
         A successor says so, who has ended and which steps were committed, in the order of the records.
-
-        Args:
-            worker: its id.
-            place: its place.
-            now_s: when.
-            backoff_s: as of `backoff_s` then.
         """
+        worker, place, now_s = record.worker, record.place, record.at_s
         while place >= len(self._places):
             self._places.append(_Place(worker, now_s))
         found = self._places[place]
         if found.worker != worker and found.state is PlaceState.TAKEN and found.worker in self._uncommitted:
             found.deaths.append(found.worker)
         self._take(worker, place, now_s)
-        found.backoff_s = backoff_s
+        found.backoff_s = record.backoff_s
 
     def _take(self, worker: int, place: int, now_s: float) -> None:
         self._places[place].take(worker, now_s)
@@ -158,7 +143,7 @@ class Respawn:
             if place.worker == worker:
                 place.deaths.clear()
 
-    def ended(self, worker: int, now_s: float) -> list[Spawn | PlaceClosed]:
+    def ended(self, worker: int, now_s: float) -> list[PlaceClosed]:
         """A worker's process has ended, or the others go on without it; may be said again.
 
         Args:
@@ -193,7 +178,7 @@ class Respawn:
         if number is not None and self._places[number].worker == worker:
             self._places[number].state = PlaceState.CLOSED
 
-    def join(self, count: int, now_s: float) -> list[Spawn]:
+    def join(self, count: int, now_s: float) -> list[PlaceTaken]:
         """So many workers more are wanted, beside those that the job aims at.
 
         Args:
@@ -208,7 +193,7 @@ class Respawn:
         """The job is stopping, or has made its steps: nobody is started any more."""
         self._is_over = True
 
-    def tick(self, now_s: float, room: float = math.inf) -> list[Spawn]:
+    def tick(self, now_s: float, room: float = math.inf) -> list[PlaceTaken]:
         """The workers whose time has come, as many as there is room for: the others wait.
 
         Args:
@@ -224,12 +209,12 @@ class Respawn:
         ]
         return [self._spawn(number, now_s) for number in due[: int(min(room, len(due)))]]
 
-    def _spawn(self, number: int, now_s: float) -> Spawn:
+    def _spawn(self, number: int, now_s: float) -> PlaceTaken:
         worker = 1 + max(self._place_of, default=-1)
         if number == len(self._places):
             self._places.append(_Place(worker, now_s))
         self._take(worker, number, now_s)
-        return Spawn(worker, number)
+        return PlaceTaken(worker=worker, place=number, at_s=now_s, backoff_s=self._places[number].backoff_s)
 
 
 def _closed(place: int, deaths: Iterable[int]) -> str:
@@ -338,7 +323,7 @@ class Joiners:
         for record in records:
             match record:
                 case PlaceTaken():
-                    self._respawn.spawned(record.worker, record.place, record.at_s, record.backoff_s)
+                    self._respawn.spawned(record)
                     self._note(record)
                 case LeaveAsked():
                     self._respawn.left(record.worker)
@@ -407,7 +392,7 @@ class Joiners:
 
     def due(self, now_s: float) -> list[PlaceTaken]:
         """Workers that are to be started now."""
-        return self._take(self._respawn.tick(now_s, self._hosts.room), now_s)
+        return self._take(self._respawn.tick(now_s, self._hosts.room))
 
     def request(self, count: int, now_s: float, request: int = 0) -> list[PlaceTaken]:
         """Workers that are to be started because a person wants so many more; none once the job is stopping.
@@ -417,7 +402,7 @@ class Joiners:
             now_s: monotonic time.
             request: its number, see `started_for`. 0: it has none.
         """
-        return self._take(self._respawn.join(count, now_s), now_s, request)
+        return self._take(self._respawn.join(count, now_s), request)
 
     def started_for(self, request: int) -> list[int]:
         """Workers that were started for a request, perhaps by an earlier coordinator: it may come again, and is to
@@ -428,16 +413,14 @@ class Joiners:
         """
         return list(self._asked.get(request, ()))
 
-    def _take(self, spawns: Iterable[Spawn], now_s: float, request: int = 0) -> list[PlaceTaken]:
+    def _take(self, taken: Iterable[PlaceTaken], request: int = 0) -> list[PlaceTaken]:
+        """Gives each a host."""
         records = []
-        for worker, place in spawns:
+        for each in taken:
             host = self._hosts.choose()
             assert host is not None, "no more are taken than there is room for"
-            self._hosts.placed(worker, host.number)
-            backoff_s = self._respawn.backoff_s(place)
-            record = PlaceTaken(
-                worker=worker, place=place, at_s=now_s, request=request, backoff_s=backoff_s, host=host.number
-            )
+            self._hosts.placed(each.worker, host.number)
+            record = msgspec.structs.replace(each, request=request, host=host.number)
             self._note(record)
             records.append(record)
         return records
@@ -451,7 +434,7 @@ class Joiners:
         self._waiting.pop(worker, None)
         self._hosts.ended(worker)
         answers = self._respawn.ended(worker, max(now_s, self._away_until_s(worker)))
-        return [answer.text for answer in answers if isinstance(answer, PlaceClosed)]
+        return [answer.text for answer in answers]
 
     def left(self, worker: int, within_s: float, now_s: float) -> LeaveAsked:
         """A worker leaves because it was asked to; a successor knows it too.
