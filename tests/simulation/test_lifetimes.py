@@ -128,15 +128,15 @@ def at() -> At:
 
 
 def test_a_job_that_was_written_to_is_not_removed(at: At) -> None:
-    at.judge.changed(at.agent, "beat", {SPEC: SPEC_2}, {SPEC: SPEC_2})
+    at.judge.changed(at.agent, "lease_heartbeat", {SPEC: SPEC_2}, {SPEC: SPEC_2})
     at.now += round(STARTS_S / 0.05)
     at.judge.changed(at.agent, "remove", {SPEC: SPEC_2}, {})
-    at.judge.changed(at.agent, "beat", {SPEC: SPEC_2}, {SPEC: SPEC_2})
+    at.judge.changed(at.agent, "lease_heartbeat", {SPEC: SPEC_2}, {SPEC: SPEC_2})
     with pytest.raises(Violation, match="agent 7 removes a job whose coordinator has written 0 ago"):
         at.judge.changed(at.agent, "remove", {SPEC: SPEC_2}, {})
 
 
-@pytest.mark.parametrize("why", ["claim", "beat", "entry", "end"])
+@pytest.mark.parametrize("why", ["claim", "lease_heartbeat", "entry", "end"])
 def test_nobody_changes_another_founding(at: At, why: str) -> None:
     with pytest.raises(Violation, match=f"{why} of agent 7, of founding 2, where founding 5 is"):
         at.judge.changed(at.agent, why, {SPEC: SPEC_5}, {SPEC: SPEC_5})
