@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from elaswave.config.schema import Config
 from elaswave.engine.blueprint import Blueprint
 from elaswave.training.optimizer import learning_rate
-from elaswave.worker.allocator import tune_allocator
+from elaswave.worker.process import tune_allocator
 
 TIMEOUT = timedelta(seconds=600)
 HOST = torch.device("cpu")

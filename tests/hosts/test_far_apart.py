@@ -12,8 +12,7 @@ from tests.hosts.world import World, lacking
 from tests.integration.jobs import SMALL, run_job
 
 from elaswave.config.devices import cluster_of
-from elaswave.config.far_layout import own_costs
-from elaswave.config.load import load_config
+from elaswave.config.load import load_config, own_costs
 from elaswave.engine.blueprint import Blueprint
 from elaswave.observability.result import read_result
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from elaswave.protocol.leadership.term_lease import TermLease
+from elaswave.protocol.leadership.election import TermLease
 
 
 class ActorDead(Exception):

@@ -6,9 +6,8 @@ import pytest
 
 from elaswave.cli.main import main
 from elaswave.config.load import load_config
-from elaswave.config.memory import least_memory, memory_problem
 from elaswave.engine.blueprint import Blueprint
-from elaswave.launcher.resources import memory_bytes
+from elaswave.launcher.resources import least_memory, memory_bytes, memory_problem
 
 
 @pytest.mark.parametrize("settings", [["model.family=gpt"], ["model.family=llama"], ["model.dtype=bfloat16"]])

@@ -6,9 +6,9 @@ import pytest
 
 from elaswave.config.devices import estimated_costs
 from elaswave.config.load import load_config
-from elaswave.config.memory import least_memory
 from elaswave.config.own import OWN, OwnModel
 from elaswave.errors import ConfigError
+from elaswave.launcher.resources import least_memory
 
 MODEL = OwnModel((1000, 0, 500, 500), "bfloat16", has_optimizer=False, grad_clip=0.0)
 WITH_OPTIMIZER = MODEL._replace(has_optimizer=True, grad_clip=0.5)

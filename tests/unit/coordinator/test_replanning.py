@@ -18,10 +18,9 @@ from elaswave.engine.blueprint import Blueprint
 from elaswave.errors import ConfigError, InvalidProgramError
 from elaswave.planning.costs.schedules import bounds_within, in_flight_bounds
 from elaswave.planning.programs.execution import programs_of
-from elaswave.planning.programs.layout import validate_layout
+from elaswave.planning.programs.layout import JobModel, validate_layout, with_idle, without_idle
 from elaswave.planning.programs.prediction import estimate
 from elaswave.planning.programs.routes import allocation_of, make_routes
-from elaswave.planning.programs.to_layout import JobModel, with_idle, without_idle
 from elaswave.planning.programs.validation import validate_programs
 from elaswave.planning.search.recovery import survivor_layout
 from elaswave.protocol.coordinator.machine import Coordinator

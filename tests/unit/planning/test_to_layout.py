@@ -7,10 +7,9 @@ from tests.unit.planning_cases import plan
 
 from elaswave.planning.costs.machines import ClusterEvent
 from elaswave.planning.policy.fault_free_policies import fault_free
-from elaswave.planning.programs.layout import validate_layout
+from elaswave.planning.programs.layout import JobModel, to_layout, validate_layout
 from elaswave.planning.programs.prediction import step_s
 from elaswave.planning.programs.routes import make_routes
-from elaswave.planning.programs.to_layout import JobModel, to_layout
 from elaswave.planning.search.candidates import Options
 from elaswave.planning.search.recovery import survivor_layout
 

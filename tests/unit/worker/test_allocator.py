@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gl
 
 REUSE = """
 import resource
-from elaswave.worker.allocator import tune_allocator
+from elaswave.worker.process import tune_allocator
 
 def num_page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -27,7 +27,7 @@ print(usual, num_page_faults())
 """
 FLAGS = """
 from pathlib import Path
-from elaswave.worker.allocator import tune_allocator
+from elaswave.worker.process import tune_allocator
 
 tune_allocator()
 memory = bytearray(16 << 20)
@@ -37,7 +37,7 @@ print(any("[heap]" in before and " hg" in after.splitlines()[0] for before, afte
 LIMITED = """
 import resource
 from pathlib import Path
-from elaswave.worker.allocator import tune_allocator
+from elaswave.worker.process import tune_allocator
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))

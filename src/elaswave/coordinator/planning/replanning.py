@@ -35,9 +35,9 @@ from elaswave.planning.policy.policies import ELASWAVE as METADATA
 from elaswave.planning.policy.policies import TimedPlanner, make_policies
 from elaswave.planning.policy.policy_metadata import declares, policy_metadata_of
 from elaswave.planning.programs.execution import compiled_by, programs_of
+from elaswave.planning.programs.layout import JobModel, RunningLayout, to_layout, without_idle
 from elaswave.planning.programs.routes import allocation_of
 from elaswave.planning.programs.shared_layers import cuts_of
-from elaswave.planning.programs.to_layout import JobModel, RunningLayout, to_layout, without_idle
 from elaswave.planning.programs.validation import validate_programs
 from elaswave.planning.search.candidates import AXES, Options
 from elaswave.planning.search.planner import plan as elaswave_plan

@@ -31,12 +31,11 @@ from elaswave.models.splitting.cut import (
     places_in_evaluation,
     problem_with_cuts,
 )
-from elaswave.models.splitting.graph import OperatorGraph, graph_of
+from elaswave.models.splitting.graph import OperatorGraph, graph_of, with_own_uses
 from elaswave.models.splitting.inputs import call_of
 from elaswave.models.splitting.measure import OperatorRun, operator_seconds, run_operators
 from elaswave.models.splitting.parts import SplitMode, in_mode, make_layers
 from elaswave.models.splitting.trace import trace
-from elaswave.models.splitting.uses import with_own_uses
 
 LINK_BYTES_PER_S = 1e9
 """What two workers of one machine reach about."""

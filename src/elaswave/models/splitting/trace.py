@@ -117,7 +117,7 @@ class StateTensor(NamedTuple):
     name: str
     """The first that it has in the network."""
     use: int = 0
-    """Of a trained parameter: which of its uses (`elaswave.models.splitting.uses`)."""
+    """Of a trained parameter: which of its uses (`elaswave.models.splitting.graph`)."""
 
 
 class Traced(NamedTuple):

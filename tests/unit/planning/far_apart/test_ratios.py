@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 from tests.unit.benchmarks.test_far_step import DEVICE, FAST
 
-from elaswave.config.far_layout import far_job
-from elaswave.config.load import load_config
+from elaswave.config.load import far_job, load_config
 from elaswave.fences import TopK, coded_bytes
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.network import Network
