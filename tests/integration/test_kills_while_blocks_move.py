@@ -222,7 +222,7 @@ CHANGES = [
 def test_a_kill_during_a_planned_change_changes_no_bit(
     undisturbed: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
-    own = JobDriver._after_step
+    own = JobDriver.after_step
 
     def plans(self: JobDriver, message: StepReport) -> None:
         own(self, message)
@@ -232,6 +232,6 @@ def test_a_kill_during_a_planned_change_changes_no_bit(
             assert change is not None
             self.feed(change)
 
-    monkeypatch.setattr(JobDriver, "_after_step", plans)
+    monkeypatch.setattr(JobDriver, "after_step", plans)
     job, marker = _run(tmp_path, case, "generation 2", [])
     _check(job, case, marker, undisturbed)

@@ -15,6 +15,7 @@ from tests.signals import hearing_signals
 
 from elaswave.channel.client import ControlClient
 from elaswave.checkpoints.checkpoint import CheckpointRef, CheckpointSearch, find_newest_checkpoint
+from elaswave.config.load import load_config
 from elaswave.coordinator.process import CoordinatorProcess
 from elaswave.coordinator.records import checkpoints as checkpoints_module
 from elaswave.coordinator.records.checkpoints import CheckpointFinder, Checkpoints
@@ -160,11 +161,10 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
     finder = CheckpointFinder(
         core,
         checkpoints,
+        load_config(None, []),
         tmp_path,
-        restart_s=0.0,
         begins_at_seed=True,
         is_over=lambda: False,
-        objection=lambda meta: "",
         answer=lambda question, step: found.append((question, step)),
     )
     asyncio.run(finder.find(events.FindCheckpoint(7)))

@@ -16,8 +16,6 @@ from elaswave.blocks.domains import site_of
 from elaswave.channel.client import next_heartbeat_s
 from elaswave.channel.messages.agent import (
     Awaited,
-    BreakOffCommit,
-    CommitCheckpoint,
     Ended,
     StopAsked,
     ToAgent,
@@ -34,7 +32,7 @@ from elaswave.channel.wire import agent_id
 from elaswave.config.sites import configured_sites, control_delays_s
 from elaswave.coordinator.agents import Agents
 from elaswave.coordinator.background import Background, call_at_end
-from elaswave.coordinator.commands.commands import KeyCommands, MemberCommands, Operations, obstacle_to
+from elaswave.coordinator.commands.commands import KeyCommands, Operations, obstacle_to
 from elaswave.coordinator.commands.job_status import JobParts
 from elaswave.coordinator.commands.operator_sessions import OperatorSessions
 from elaswave.coordinator.job_spec import spec_of
@@ -46,6 +44,7 @@ from elaswave.coordinator.records.recorder import Publishing, RecoveryReports, R
 from elaswave.coordinator.records.recoveries import RecoveryLog
 from elaswave.coordinator.records.terminal import Terminal
 from elaswave.coordinator.setup import CoordinatorSetup
+from elaswave.errors import StateError
 from elaswave.faults.injection import (
     FAULTS_FILE,
     Fault,
@@ -61,7 +60,7 @@ from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.observability.clock import clock_here
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE
-from elaswave.observability.run_folder import data_facts, differences_on_resume
+from elaswave.observability.run_folder import data_facts
 from elaswave.protocol import events
 from elaswave.protocol.coordinator.decisions import MemberEnd
 from elaswave.protocol.coordinator.machine import Bounds, Coordinator
@@ -162,18 +161,7 @@ class JobDriver(MembersDriver):
         self._faults = CoordinatorFaults(setup.faults, setup.run_dir, self)
         self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
         self._recorder = RunRecorder(
-            plan,
-            setup.sampler,
-            setup.run_dir,
-            checkpoint=setup.checkpoint,
-            store=self._store,
-            events=self._events,
-            terminal=self._terminal,
-            records=records or None,
-            commit=lambda number, request: self._tell_home(CommitCheckpoint(number=number, request=request)),
-            break_off=lambda number: self._tell_home(BreakOffCommit(number=number)),
-            started_s=setup.started_s,
-            at_home=self._at_home,
+            setup, self._store, self._events, self._terminal, records or None, self._tell_home, self._at_home
         )
         self._state = self._recorder.state
         self._data_waits = DataWaits()
@@ -247,51 +235,33 @@ class JobDriver(MembersDriver):
         self._checkpoint_finder = CheckpointFinder(
             self.core,
             self._recorder.checkpoints,
+            plan.config,
             setup.run_dir,
-            restart_s=elastic.restart_s,
             begins_at_seed=self._state.first_step == 1,
             is_over=lambda: self._end.is_there,
-            objection=lambda meta: "; ".join(differences_on_resume(meta.config, plan.config)),
             answer=self.answer_checkpoint,
         )
         job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)
         self._keys = KeyCommands(
             setup.keys,
             obstacle_to(plan.config.control.store, setup.listen, has_tls=setup.tls is not None),
-            self._server.send_all,
+            self._server,
             self._participants,
             self._key_retired,
         )
-        self._operations = Operations(
-            job,
-            send_all=self._server.send_all,
-            stop=partial(self.stop_job, "elaswave ctl stop"),
-            begin=self._background.begin,
-            change=self.feed,
-            members=MemberCommands(job, self),
-            keys=self._keys,
-        )
+        self._operations = Operations(job, self, self._server, self._background, self._keys)
         self._operator_sessions = OperatorSessions(self._server, job, self._operations)
         self._end = JobEnd(
             self.core,
             self.membership,
             self._recorder,
-            self._events,
             self._terminal,
             self._server,
             first_workers=workers,
             home=self._agents.home,
             tell_operators=self._operator_sessions.ended,
         )
-        self._publishing = Publishing(
-            self.core,
-            self._recorder,
-            self._recoveries,
-            self._server,
-            stepped=self._after_step,
-            recorded=self._finish_if_complete,
-            failed=lambda error: self._end.come(Ended(outcome="failed", reason=str(error), is_state_error=True)),
-        )
+        self._publishing = Publishing(self, self._recorder, self._recoveries, self._server)
         self._stop: Stop | None = None
         self._start: Start | None = None
         self.failures: dict[int, Failed] = {}
@@ -487,9 +457,14 @@ class JobDriver(MembersDriver):
         """Whether the committer has still to answer."""
         return self._recorder.checkpoints.is_committing
 
-    def _finish_if_complete(self) -> None:
+    def finish_if_complete(self) -> None:
+        """Once; see `FollowsRecords`."""
         if not self._end.is_there:
             self.end_if_finished()
+
+    def fail_with(self, error: StateError) -> None:
+        """Ends the job."""
+        self._end.come(Ended(outcome="failed", reason=str(error), is_state_error=True))
 
     def on_finished(self) -> None:
         """Writes the result, and ends the job."""
@@ -498,7 +473,7 @@ class JobDriver(MembersDriver):
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
-    def _after_step(self, message: StepReport) -> None:
+    def after_step(self, message: StepReport) -> None:
         """Looks at what a published step says of layouts, and of what joiners must have in common."""
         self._planner.measurements.add_step(message)
         self.carry_out(self.membership.committed(message.vector, self._publishing.environment, time.monotonic()))

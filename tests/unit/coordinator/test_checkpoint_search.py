@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elaswave.checkpoints.checkpoint import CheckpointRef, CheckpointSearch, SkippedCheckpoint
+from elaswave.config.load import load_config
 from elaswave.coordinator import driver
 from elaswave.coordinator.background import Background
 from elaswave.coordinator.process import CoordinatorProcess
@@ -49,11 +50,10 @@ class Search:
             "_checkpoint_finder": CheckpointFinder(
                 core,
                 checkpoints,
+                load_config(None, []),
                 Path(),
-                restart_s=0.0,
                 begins_at_seed=True,
                 is_over=lambda: False,
-                objection=lambda meta: "",
                 answer=self.process.answer_checkpoint,
             ),
             "detector": self.detector,

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from elaswave.channel.messages.agent import BreakOffCommit, CommitCheckpoint
 from elaswave.channel.messages.worker import ShardFailed, ShardWritten, TrainingStanding
 from elaswave.checkpoints.checkpoint import (
     CHECKPOINTS,
@@ -47,17 +49,24 @@ class Job:
         self.said: list[str] = []
         self.broken_off: list[int] = []
         """Commits whose end has been asked for."""
-        self.checkpoints = Checkpoints(
-            self.blueprint,
-            run_dir,
-            describe=describe or self.meta,
-            commit=lambda number, request: self.asked.append((number, request)),
-            break_off=self.broken_off.append,
-            begun_s=lambda step: None,
-            on_written=self.written.append,
-            on_given_up=lambda step, worker, reason: self.given_up.append((step, reason)),
-            say=self.said.append,
-        )
+        self.describe = describe or self.meta
+        terminal: Any = SimpleNamespace(say=self.said.append)
+        self.checkpoints = Checkpoints(self.blueprint, run_dir, self, terminal, self.tell)
+
+    def tell(self, message: CommitCheckpoint | BreakOffCommit) -> None:
+        if isinstance(message, CommitCheckpoint):
+            self.asked.append((message.number, message.request))
+        else:
+            self.broken_off.append(message.number)
+
+    def committed_s(self, step: int) -> float | None:
+        return None
+
+    def checkpoint_written(self, record: CheckpointRecord) -> None:
+        self.written.append(record)
+
+    def checkpoint_given_up(self, step: int, worker: int | None, reason: str) -> None:
+        self.given_up.append((step, reason))
 
     def meta(self, standing: TrainingStanding) -> CheckpointMeta:
         return CheckpointMeta(

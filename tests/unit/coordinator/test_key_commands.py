@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,8 @@ class World:
         self.present = {0, 1, HOME}
         self.sent: dict[int, tuple[bytes, ...]] = {}
         self.num_retired = 0
-        self.asked = KeyCommands(keys or Secrets((OLD,)), obstacle, self._send_all, lambda: self.present, self._retired)
+        server: Any = SimpleNamespace(send_all=self._send_all)
+        self.asked = KeyCommands(keys or Secrets((OLD,)), obstacle, server, lambda: self.present, self._retired)
 
     def _send_all(self, peers: object, message: KeysNow) -> None:
         self.sent |= dict.fromkeys(peers, message.keys)  # type: ignore[call-overload]

@@ -17,7 +17,7 @@ def test_a_checkpoint_is_settled_when_its_record_is_durable() -> None:
     recorder.state = SimpleNamespace(apply=lambda record: None)
     recorder.checkpoints = SimpleNamespace(is_settled=lambda step: step == 4)
     recorder.settled, recorder._settling = [], set()
-    recorder._on_given_up(4, None, "no room")
+    recorder.checkpoint_given_up(4, None, "no room")
     assert len(given) == 1
     assert (recorder.settled, recorder.is_settled(4)) == ([], False)
     durable[0]()

@@ -42,8 +42,9 @@ from elaswave.channel.messages.operator import (
     Decided,
 )
 from elaswave.channel.messages.worker import KeysNow, StepReport, TakeCheckpoint
+from elaswave.channel.server import ControlServer
 from elaswave.channel.wire import peer_name, role_of
-from elaswave.coordinator.background import in_thread
+from elaswave.coordinator.background import Background, in_thread
 from elaswave.coordinator.commands.job_status import JobParts
 from elaswave.coordinator.planning.run_planner import AskedLayout
 from elaswave.errors import ConfigError, InfeasiblePlan
@@ -108,7 +109,7 @@ class KeyCommands:
     Args:
         keys: the job's, with which it is started.
         obstacle: as of `obstacle_to`.
-        send_all: sends a message to peers, as far as they are connected.
+        server: has the connections.
         present: gives all that take part, also those that are not connected just now.
         retired: called when old keys count no more. Connections that stand were made with them: whoever does not take
             part has to connect anew.
@@ -118,13 +119,13 @@ class KeyCommands:
         self,
         keys: Secrets,
         obstacle: str,
-        send_all: Callable[[Iterable[int], KeysNow], object],
+        server: ControlServer[Any],
         present: Callable[[], Iterable[int]],
         retired: Callable[[], None],
     ) -> None:
         self._change = KeyChange(*keys)
         self._obstacle = obstacle
-        self._send_all, self._present, self._retired = send_all, present, retired
+        self._server, self._present, self._retired = server, present, retired
         self._problems: dict[int, str] = {}
         """Of participants that cannot take the present keys."""
 
@@ -187,7 +188,7 @@ class KeyCommands:
         self._change.connected(peer)
         self._problems.pop(peer, None)
         if self._change.was_begun:
-            self._send_all([peer], KeysNow(keys=self.sent))
+            self._server.send_all([peer], KeysNow(keys=self.sent))
 
     def taken(self, peer: int, ring: bytes, problem: str = "") -> None:
         """A participant says by what it goes.
@@ -206,7 +207,7 @@ class KeyCommands:
 
     def _tell_all(self) -> None:
         self._problems.clear()
-        self._send_all(sorted(set(self._present())), KeysNow(keys=self._of_participants.accepted))
+        self._server.send_all(sorted(set(self._present())), KeysNow(keys=self._of_participants.accepted))
 
     def _waiting(self) -> str:
         names = [peer_name(peer) for peer in self._change.waits_for(self._present())]
@@ -584,34 +585,29 @@ class Operations:
 
     Args:
         job: what is known of it.
-        send_all: sends a message to workers.
-        stop: tells all that the job ends after the step in hand; may be called again.
-        begin: begins something beside the coordinator's turns.
-        change: has all members change to a planned layout.
-        members: lets workers join and leave.
+        driver: does what is asked for.
+        server: has the connections.
+        background: where layouts are planned.
         keys: changes the job's key.
     """
 
     def __init__(
         self,
         job: JobParts,
-        *,
-        send_all: Callable[[Iterable[int], TakeCheckpoint], object],
-        stop: Callable[[], None],
-        begin: Callable[[Coroutine[Any, Any, None]], None],
-        change: Callable[[ChangePlanned], None],
-        members: MemberCommands,
+        driver: MembersDriver,
+        server: ControlServer[Any],
+        background: Background,
         keys: KeyCommands,
     ) -> None:
         self._job = job
-        self._send_all = send_all
-        self._stop = stop
+        self._driver = driver
+        self._server = server
         self._is_stopping = False
         self._moving: list[str] = []
         """How far blocks have come that move for a planned change, in words."""
-        self._members, self._keys = members, keys
-        self._layouts = LayoutCommands(job, begin, change)
-        self._checkpoints = CheckpointCommands(job, lambda message: send_all(job.core.members, message))
+        self._members, self._keys = MemberCommands(job, driver), keys
+        self._layouts = LayoutCommands(job, background.begin, driver.feed)
+        self._checkpoints = CheckpointCommands(job, lambda message: server.send_all(job.core.members, message))
 
     def reply_to(self, request: Action) -> Reply:
         """Decides about a request."""
@@ -636,7 +632,7 @@ class Operations:
     def request_stop(self) -> Reply:
         """Ends the job after the step in hand, with a checkpoint of it."""
         was_stopping, self._is_stopping = self._is_stopping, True
-        self._stop()
+        self._driver.stop_job("elaswave ctl stop")
         newest = self._job.state.last_step
         if was_stopping:
             return Reply("stopping", "the workers have been told already", step=newest)
@@ -727,4 +723,4 @@ class Operations:
     def registered(self, worker: int) -> None:
         """A member has connected: what was told may have been lost with its connection."""
         if self._checkpoints.published is not None:
-            self._send_all([worker], self._checkpoints.published)
+            self._server.send_all([worker], self._checkpoints.published)

@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from elaswave.channel.messages.agent import BreakOffCommit, CommitCheckpoint
 from elaswave.channel.messages.worker import ShardFailed, ShardWritten, TrainingStanding
 from elaswave.channel.wire import MAX_MESSAGE_BYTES
 from elaswave.checkpoints.checkpoint import (
@@ -33,10 +34,13 @@ from elaswave.checkpoints.checkpoint import (
     temporary_folder,
 )
 from elaswave.checkpoints.format import SHARD_SUFFIX, CheckpointMeta, CommitRequest, WrittenItem
+from elaswave.config.schema import Config
 from elaswave.coordinator.background import in_thread
+from elaswave.coordinator.records.terminal import Terminal
 from elaswave.errors import CheckpointError
 from elaswave.job.plan import RunPlan
 from elaswave.observability.result import CheckpointRecord
+from elaswave.observability.run_folder import differences_on_resume
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.shards import Complete, GivenUp, Shards
 from elaswave.protocol.events import FindCheckpoint
@@ -72,34 +76,41 @@ class _Commit(NamedTuple):
     tries: int = 1
 
 
+class RecordsCheckpoints(Protocol):
+    """Of a run's recorder what is needed here."""
+
+    def describe(self, standing: TrainingStanding) -> CheckpointMeta | None:
+        """The run at the step of a standing, for the checkpoint's description; None while the losses up to it are not
+        all known."""
+
+    def committed_s(self, step: int) -> float | None:
+        """Monotonic time at which a step was done, if that is known."""
+
+    def checkpoint_written(self, record: CheckpointRecord) -> None:
+        """A checkpoint is durable."""
+
+    def checkpoint_given_up(self, step: int, worker: int | None, reason: str) -> None:
+        """A step's checkpoint never will be, because of a worker, or of none."""
+
+
 class Checkpoints:
     """The checkpoints of one job.
 
     Args:
         plan: of the run.
         run_dir: its folder.
-        describe: the run at the step of a standing, for the checkpoint's description; None while the losses up to it
-            are not all known.
-        commit: asks for a commit, by number and encoded `CommitRequest`; `committed` takes the answer.
-        break_off: asks for the end of a commit, by number; `committed` takes the answer.
-        begun_s: monotonic time at which a step was done, or None.
-        on_written: called with a checkpoint that is durable.
-        on_given_up: called with step, worker (or None) and reason when one never will be.
-        say: shows a line on the terminal.
+        recorder: of the run.
+        terminal: what is shown.
+        tell_committer: sends a message to the agent that commits; `committed` takes the answer.
     """
 
     def __init__(
         self,
         plan: RunPlan,
         run_dir: Path,
-        *,
-        describe: Callable[[TrainingStanding], CheckpointMeta | None],
-        commit: Callable[[int, bytes], None],
-        break_off: Callable[[int], None],
-        begun_s: Callable[[int], float | None],
-        on_written: Callable[[CheckpointRecord], None],
-        on_given_up: Callable[[int, int | None, str], None],
-        say: Callable[[str], None],
+        recorder: RecordsCheckpoints,
+        terminal: Terminal,
+        tell_committer: Callable[[CommitCheckpoint | BreakOffCommit], None],
     ) -> None:
         self.records: list[CheckpointRecord] = []
         """Those that are durable and have not been pruned, in the order in which they were made."""
@@ -108,9 +119,7 @@ class Checkpoints:
         self._last_step = plan.config.run.steps
         self.given_up: dict[int, str] = {}
         """Why a step's checkpoint was given up."""
-        self._describe, self._begun_s = describe, begun_s
-        self._ask, self._break_off = commit, break_off
-        self._on_written, self._on_given_up, self._say = on_written, on_given_up, say
+        self._recorder, self._terminal, self._tell_committer = recorder, terminal, tell_committer
         self._state = plan.state
         self._sizes: dict[int, int] = {}
         self._shards: Shards[_Key, WrittenItem] = Shards(self._size, _num_elements, plan.layout.workers)
@@ -228,7 +237,7 @@ class Checkpoints:
         if isinstance(found, GivenUp):
             self._give_up(found.step, found.worker, found.reason)
         elif found is not None:
-            meta = self._describe(self._standings[found.step])
+            meta = self._recorder.describe(self._standings[found.step])
             if meta is not None:
                 self._commit(found, meta)
 
@@ -251,14 +260,20 @@ class Checkpoints:
         """Asks for the next commit, if there is one."""
         if self._commits:
             self._asked_s = time.monotonic()
-            self._ask(self._commits[0].number, self._commits[0].request)
+            self._ask_for(self._commits[0])
+
+    def _ask_for(self, commit: _Commit) -> None:
+        self._tell_committer(CommitCheckpoint(number=commit.number, request=commit.request))
+
+    def _break_off(self, commit: _Commit) -> None:
+        self._tell_committer(BreakOffCommit(number=commit.number))
 
     def ask_again(self) -> None:
         """Repeats what has been asked for and not answered: question or answer may have been lost on the way."""
         if self._commits and self._again_s is None:
-            self._ask(self._commits[0].number, self._commits[0].request)
+            self._ask_for(self._commits[0])
             if self._is_breaking_off:
-                self._break_off(self._commits[0].number)
+                self._break_off(self._commits[0])
 
     def tick(self, now_s: float) -> bool:
         """Breaks off a commit whose answer does not come, and gives it up if it cannot be broken off.
@@ -276,7 +291,7 @@ class Checkpoints:
             return False
         if not self._is_breaking_off:
             self._is_breaking_off = True
-            self._break_off(self._commits[0].number)
+            self._break_off(self._commits[0])
         if late_s <= BREAK_OFF_S_MAX:
             return False
         self._abandoned.add(self._commits[0].step)
@@ -313,7 +328,7 @@ class Checkpoints:
     def _say_again(self, step: int, reason: str, patience_s: float) -> None:
         if step not in self._sent_again:
             self._sent_again.add(step)
-            self._say(
+            self._terminal.say(
                 f"the last checkpoint, of step {step}, cannot be written and is tried again for {patience_s:g} s: "
                 f"{reason}; free space, or the trained weights are lost"
             )
@@ -327,14 +342,14 @@ class Checkpoints:
             step=commit.step,
             path=str(folder_there(self._run_dir, commit.step).relative_to(self._run_dir)),
             num_bytes=commit.num_bytes,
-            duration_s=max(0.0, now_s - (self._begun_s(commit.step) or now_s)),
+            duration_s=max(0.0, now_s - (self._recorder.committed_s(commit.step) or now_s)),
         )
         self.records.append(record)
-        self._on_written(record)
+        self._recorder.checkpoint_written(record)
         try:
             pruned = prune(self._run_dir, self._keep)
         except CheckpointError as error:
-            self._say(f"an old checkpoint stays, training goes on: {error}")
+            self._terminal.say(f"an old checkpoint stays, training goes on: {error}")
             return
         removed = {str(folder.relative_to(self._run_dir)) for folder in pruned}
         self.records = [kept for kept in self.records if kept.path not in removed]
@@ -343,7 +358,7 @@ class Checkpoints:
         self._settle(step)
         self._discard(step)
         self.given_up[step] = reason
-        self._on_given_up(step, worker, reason)
+        self._recorder.checkpoint_given_up(step, worker, reason)
 
     def _settle(self, step: int) -> None:
         self._shards.settle(step)
@@ -366,11 +381,10 @@ class CheckpointFinder:
     Args:
         core: the machine.
         checkpoints: of the run.
+        config: of the run, with which a checkpoint must agree.
         run_dir: the run's folder.
-        restart_s: seconds that a restart takes, under a policy of restarting.
         begins_at_seed: whether the job could begin again without a checkpoint.
         is_over: whether the job has ended.
-        objection: as of `find_newest_checkpoint`.
         answer: takes the step of the checkpoint; None if there is none.
     """
 
@@ -378,28 +392,29 @@ class CheckpointFinder:
         self,
         core: Coordinator,
         checkpoints: Checkpoints,
+        config: Config,
         run_dir: Path,
         *,
-        restart_s: float,
         begins_at_seed: bool,
         is_over: Callable[[], bool],
-        objection: Callable[[CheckpointMeta], str],
         answer: Callable[[FindCheckpoint, int | None], None],
     ) -> None:
         self._core = core
         self._checkpoints = checkpoints
         self._run_dir = run_dir
-        self._restart_s = restart_s
+        self._config = config
         self._begins_at_seed = begins_at_seed
         self._is_over = is_over
-        self._objection = objection
         self._answer = answer
+
+    def _objection(self, meta: CheckpointMeta) -> str:
+        return "; ".join(differences_on_resume(meta.config, self._config))
 
     async def find(self, question: FindCheckpoint) -> None:
         """Looks for the newest checkpoint; under a policy of restarting only when a restart would have got there."""
         restarts = self._core.restarts
         if restarts:
-            await asyncio.sleep(self._restart_s)
+            await asyncio.sleep(self._config.elastic.restart_s)
         checkpoints = self._checkpoints
         known: object = None
         while known != checkpoints.records or checkpoints.is_committing:  # a newer one may be completed meanwhile

@@ -14,7 +14,6 @@ from elaswave.channel.wire import is_agent, is_operator
 from elaswave.coordinator.records.recorder import RunRecorder
 from elaswave.coordinator.records.terminal import Terminal
 from elaswave.errors import RunFolderError
-from elaswave.observability.events import EventLog
 from elaswave.observability.result import write_digests, write_result
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.membership.membership import Membership
@@ -27,7 +26,6 @@ class JobEnd:
         core: the machine.
         membership: nobody is started any more after the end.
         recorder: of the run.
-        events: the run's log.
         terminal: what is shown.
         server: has the connections.
         first_workers: of the job.
@@ -40,7 +38,6 @@ class JobEnd:
         core: Coordinator,
         membership: Membership,
         recorder: RunRecorder,
-        events: EventLog,
         terminal: Terminal,
         server: ControlServer[Any],
         *,
@@ -56,7 +53,6 @@ class JobEnd:
         self._home = home
         self._membership = membership
         self._recorder = recorder
-        self._events = events
         self._terminal = terminal
         self._server = server
         self._tell_operators = tell_operators
@@ -116,10 +112,6 @@ class JobEnd:
             else:
                 self._recorder.error(ended.reason, ended.worker, ended.traceback_text)
             self._recorder.close(outcome, ended.reason)
-            if self._events.num_lost:
-                self._terminal.say_trouble(
-                    f"{self._events.path} lacks the last {self._events.num_lost} events of the run"
-                )
         self._tell_operators(ended.outcome, ended.reason)
         for peer in self._server.peers:
             if not is_operator(peer):

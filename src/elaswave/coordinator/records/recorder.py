@@ -15,13 +15,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from elaswave._version import __version__
 from elaswave.blocks.placement import Placement
 from elaswave.blocks.survival import survival_of
-from elaswave.channel.messages.agent import CheckpointCommitted, ShowEvaluation, ShowStep
+from elaswave.channel.messages.agent import (
+    BreakOffCommit,
+    CheckpointCommitted,
+    CommitCheckpoint,
+    ShowEvaluation,
+    ShowStep,
+)
 from elaswave.channel.messages.worker import (
     EvaluationReport,
     Finished,
@@ -41,7 +46,7 @@ from elaswave.coordinator.records.checkpoints import Checkpoints
 from elaswave.coordinator.records.recoveries import RecoveryLog
 from elaswave.coordinator.records.run_state import RunState, by_step, describe_checkpoint, make_result
 from elaswave.coordinator.records.terminal import Terminal
-from elaswave.data.sampler import Sampler
+from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.devices.gauges import Gauges
 from elaswave.errors import CheckpointError, StateError, StoreError, SupersededError
 from elaswave.job.plan import RunPlan
@@ -116,47 +121,39 @@ class RunRecorder:
     """Keeps the journal, the event log and the terminal in step with the state of one run.
 
     Args:
-        plan, sampler: of the run.
-        run_dir: its folder.
-        checkpoint: what it resumes from: folder and description, or None.
+        setup: what the coordinator is started with.
         store: the journal.
         events: the run's log.
         terminal: what is shown.
         records: what earlier coordinators of this job have made durable, in order; None for its first one.
-        commit, break_off: ask for a commit by another process, and for its end, see `Checkpoints`.
-        started_s: monotonic time at which the command began.
+        tell_committer: sends a message to the agent that commits checkpoints.
         at_home: says which workers are lost together with the coordinator; none where that is started again.
     """
 
     def __init__(
         self,
-        plan: RunPlan,
-        sampler: Sampler,
-        run_dir: Path,
-        *,
-        checkpoint: tuple[Path, CheckpointMeta] | None,
+        setup: CoordinatorSetup,
         store: Store[JournalRecord],
         events: EventLog,
         terminal: Terminal,
         records: Sequence[JournalRecord] | None,
-        commit: Callable[[int, bytes], None],
-        break_off: Callable[[int], None],
-        started_s: float,
-        at_home: Callable[[], Collection[int]] = tuple,
+        tell_committer: Callable[[CommitCheckpoint | BreakOffCommit], None],
+        at_home: Callable[[], Collection[int]],
     ) -> None:
+        plan, checkpoint = setup.plan, setup.checkpoint
         self._plan = plan
         self._config = plan.config
-        self._run_dir = run_dir
+        self._run_dir = setup.run_dir
         self._store = store
         self._events = events
         self._terminal = terminal
         self._at_home = at_home
-        self._started_s = started_s
+        self._started_s = setup.started_s
         self._domains_reported = ""
         """What people were told last of the sites and hosts whose loss is survived."""
         self._next_timings_s = 0.0
         """When the next `TimingsMeasured` may be written."""
-        self._sampler = sampler
+        self._sampler = setup.sampler
         meta = None if checkpoint is None else checkpoint[1]
         extra = {} if meta is None else meta.extra
         val_steps = extra.get("val_steps", [])
@@ -175,17 +172,7 @@ class RunRecorder:
         """Steps of checkpoints that are durable or given up, and of which the workers are still to be told."""
         self._settling: set[int] = set()
         """The same, of which the record is not durable yet."""
-        self.checkpoints = Checkpoints(
-            plan,
-            run_dir,
-            describe=self._describe,
-            commit=commit,
-            break_off=break_off,
-            begun_s=self.state.finished_s.get,
-            on_written=self._on_checkpoint,
-            on_given_up=self._on_given_up,
-            say=terminal.say,
-        )
+        self.checkpoints = Checkpoints(plan, setup.run_dir, self, terminal, tell_committer)
         self._tokens_per_sample = plan.tokens_per_sample
         if records is not None:
             self._restore(records)
@@ -196,7 +183,7 @@ class RunRecorder:
                 total_steps=self._config.run.steps,
                 first_step=self.state.first_step,
                 num_workers=len(self.state.members),
-                resumed_from=None if checkpoint is None else str(checkpoint[0].relative_to(run_dir)),
+                resumed_from=None if checkpoint is None else str(checkpoint[0].relative_to(setup.run_dir)),
                 losses=list(self.state.losses),
                 config=self._config.to_dict(),
             )
@@ -504,18 +491,24 @@ class RunRecorder:
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
-    def _on_checkpoint(self, record: CheckpointRecord) -> None:
+    def committed_s(self, step: int) -> float | None:
+        """See `RecordsCheckpoints`, also of the next ones."""
+        return self.state.finished_s.get(step)
+
+    def checkpoint_written(self, record: CheckpointRecord) -> None:
+        """Publishes it."""
         self._enter(CheckpointWritten(checkpoint=record))
         self._settle(record.step)
 
-    def _on_given_up(self, step: int, worker: int | None, reason: str) -> None:
+    def checkpoint_given_up(self, step: int, worker: int | None, reason: str) -> None:
+        """Publishes it."""
         text = f"the checkpoint of step {step} could not be written, training goes on without it: {reason}"
         self._record(CheckpointGivenUp(step=step))
         self._write(ErrorRaised(message=text, worker=worker, step=step))
         self._terminal.say_trouble(text)
         self._settle(step)
 
-    def _describe(self, standing: TrainingStanding) -> CheckpointMeta | None:
+    def describe(self, standing: TrainingStanding) -> CheckpointMeta | None:
         """The run at the step of a standing; None while a loss up to it is not known."""
         if self.state.last_step < standing.step:
             return None
@@ -550,6 +543,8 @@ class RunRecorder:
             self._terminal.say_trouble(f"the journal does not take the end of the job: {error}")
         self.state.apply(Entered(event=event))
         self._write(event)
+        if self._events.num_lost:
+            self._terminal.say_trouble(f"{self._events.path} lacks the last {self._events.num_lost} events of the run")
 
     def error(self, message: str, worker: int | None, traceback_text: str) -> None:
         """Logs what ends the job."""
@@ -637,39 +632,44 @@ class RecoveryReports:
             )
 
 
+class FollowsRecords(Protocol):
+    """Of a job's driver what is needed here."""
+
+    core: Coordinator
+
+    def after_step(self, report: StepReport) -> None:
+        """A step is published."""
+
+    def finish_if_complete(self) -> None:
+        """More is known that may end the job."""
+
+    def fail_with(self, error: StateError) -> None:
+        """The records cannot agree with what was reported."""
+
+
 class Publishing:
     """Passes reports to the records of one run.
 
     Args:
-        core: the machine.
+        driver: of the job.
         recorder: of the run.
         recoveries: are published with the steps that complete them.
         server: has the connections.
-        stepped: called with the report of each step that is published.
-        recorded: called whenever more is known that may end the job.
-        failed: called with what the records cannot agree with.
     """
 
     def __init__(
         self,
-        core: Coordinator,
+        driver: FollowsRecords,
         recorder: RunRecorder,
         recoveries: RecoveryReports,
         server: ControlServer[Any],
-        *,
-        stepped: Callable[[StepReport], None],
-        recorded: Callable[[], None],
-        failed: Callable[[StateError], None],
     ) -> None:
         self.environment = ""
         """What a member computes with, for people."""
-        self._core = core
+        self._driver = driver
         self._recorder = recorder
         self._recoveries = recoveries
         self._server = server
-        self._stepped = stepped
-        self._recorded = recorded
-        self._failed = failed
 
     def publish(
         self,
@@ -691,7 +691,7 @@ class Publishing:
                 finished_s = now_s - self._server.age_s - message.ago_s
                 self._recoveries.committed(message, finished_s)
                 if self._recorder.step(message, finished_s):
-                    self._stepped(message)
+                    self._driver.after_step(message)
             elif isinstance(message, EvaluationReport):
                 self._recorder.evaluation(message)
             elif isinstance(message, ShardWritten | ShardFailed):
@@ -702,25 +702,25 @@ class Publishing:
             else:
                 self._recorder.finish(message)
             self.tell_settled()
-            self._recorded()
+            self._driver.finish_if_complete()
         except StateError as error:
-            self._failed(error)
+            self._driver.fail_with(error)
 
     def committed(self, message: CheckpointCommitted) -> None:
         """The committer has answered."""
         try:
             self._recorder.checkpoints.committed(message.number, message.error, again=message.again)
             self.tell_settled()
-            self._recorded()
+            self._driver.finish_if_complete()
         except StateError as error:
-            self._failed(error)
+            self._driver.fail_with(error)
 
     def tick(self, now_s: float) -> None:
         """Time has passed: a checkpoint may be given up by now."""
         has_given_up = self._recorder.checkpoints.tick(now_s)
         self.tell_settled()
         if has_given_up:
-            self._recorded()
+            self._driver.finish_if_complete()
 
     def give_up_missing_parts(self) -> None:
         """With a word to the workers."""
@@ -731,4 +731,4 @@ class Publishing:
         """Checkpoints are durable or given up: no worker need say again what became of its parts."""
         steps, self._recorder.settled[:] = tuple(self._recorder.settled), []
         for step in steps:
-            self._server.send_all(self._core.members, Settled(step=step))
+            self._server.send_all(self._driver.core.members, Settled(step=step))
