@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from elaswave.blocks.placement import Block, Placement
+from elaswave.channel.messages.worker import Unreached
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device, Mark, wait_for
 from elaswave.engine.activity import Activity
@@ -31,6 +32,7 @@ from elaswave.protocol.step.engine import FrameKind, Key, Pause, Wait
 from elaswave.protocol.step.traffic import doubling_partners
 from elaswave.transport.interface import DTYPES, MAX_NDIM, Handle, Tag, Transport
 from elaswave.types import Layout
+from elaswave.worker.mailbox import WorkerClient, check_coordinator
 
 _ALIGN = 64
 _MAGIC = b"ELWV"
@@ -170,9 +172,8 @@ class TransportLinks:
         transport: moves the bytes.
         activity: told for whom this worker waits.
         check: at a moment: moves bytes, and raises InterruptedWaitError if the generation is over.
-        check_coordinator: called with what is waited for when links do not come; raises if there is no coordinator that
-            could end the wait.
-        say_unreached: told now and then of peers that do not answer at their addresses, see `unreached`.
+        client: told now and then of peers that do not answer at their addresses, see `unreached`; where there is no
+            coordinator that could end a wait for links, that ends. None: nobody.
         device: where frames come from and go to. Of one that is not the host they travel by way of host memory: a
             frame leaves once its copy is there, and `take` brings one that has come to the device.
     """
@@ -184,8 +185,7 @@ class TransportLinks:
         transport: Transport,
         activity: Activity,
         check: Callable[[], None],
-        check_coordinator: Callable[[str], None] = lambda waited_for: None,
-        say_unreached: Callable[[Mapping[int, str]], object] = lambda peers: None,
+        client: WorkerClient | None = None,
         device: Device = HOST,
     ) -> None:
         self.worker = worker
@@ -203,8 +203,7 @@ class TransportLinks:
         self._blocks = blocks
         self._activity = activity
         self.check = check
-        self._check_coordinator = check_coordinator
-        self._say_unreached = say_unreached
+        self._client = client
         self._unreached_at_s = 0.0
         """When it was told of them, or looked whether there were any."""
         self._receives: dict[Key, Handle] = {}
@@ -235,7 +234,8 @@ class TransportLinks:
             except WaitTimeoutError as error:
                 if unreached := self._unreached(missing):
                     self._say_unreached(unreached)
-                self._check_coordinator(str(error))
+                if self._client is not None:
+                    check_coordinator(self._client, str(error))
             missing = peers - self.transport.peers
         self.is_linked = True
         self.connected_s = time.monotonic()
@@ -280,6 +280,10 @@ class TransportLinks:
             self._unreached_at_s = now_s
             if unreached := self._unreached(self._wanted - self.transport.peers):
                 self._say_unreached(unreached)
+
+    def _say_unreached(self, peers: Mapping[int, str]) -> None:
+        if self._client is not None:
+            self._client.send(Unreached(worker=self.worker, peers=dict(peers)))
 
     def _unreached(self, peers: Iterable[int]) -> dict[int, str]:
         """Peers that this worker dials and that do not answer -> where it dials, and what it sees there."""

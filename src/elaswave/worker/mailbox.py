@@ -5,11 +5,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from elaswave.channel.messages.worker import Heartbeat, Leaving, Settled, Stop, TakeCheckpoint, ToWorker
+from elaswave.channel.messages.worker import FromWorker, Heartbeat, Leaving, Settled, Stop, TakeCheckpoint, ToWorker
 from elaswave.engine.activity import Activity
 from elaswave.errors import WaitTimeoutError
 from elaswave.protocol.messages import FIRST_GENERATION, FencedOff, Joining, Prepare, Registered
@@ -84,6 +84,35 @@ class SharedReplayedState(ReplayedState):
         """See `Facts.standing`."""
         with self._lock:
             return super().standing()
+
+
+NO_COORDINATOR_S = 120.0
+"""Bound of waiting without a coordinator: for the start, for links, for a decision, for the end of the job. While there
+is one it watches all that are waited for, and bounds the wait: by what it sees of them, not by a constant."""
+
+
+class WorkerClient(Protocol):
+    """The connection to the coordinator; outlives coordinators."""
+
+    def send(self, message: FromWorker, durable: bool = False) -> object:
+        """Sends a message; thread-safe. A durable one is repeated until a coordinator has handled it."""
+        ...
+
+    @property
+    def disconnected_s(self) -> float:
+        """Seconds without a coordinator that answers; 0 while there is one."""
+        ...
+
+
+def check_coordinator(client: WorkerClient, waited_for: str) -> None:
+    """Ends a wait whose end only a coordinator can see to, if there is none.
+
+    Raises:
+        WaitTimeoutError: there has been none for `NO_COORDINATOR_S`.
+    """
+    gone_s = client.disconnected_s
+    if gone_s > NO_COORDINATOR_S:
+        raise WaitTimeoutError(f"{waited_for}, and no coordinator has answered for {gone_s:.0f} s")
 
 
 class Mailbox:

@@ -5,14 +5,13 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
 from elaswave.channel.messages.worker import (
     EvaluationReport,
     Finished,
-    FromWorker,
     LinkLost,
     Ready,
     StepReport,
@@ -30,7 +29,7 @@ from elaswave.protocol.step.engine import Committed
 from elaswave.protocol.step.machine import KEPT_REPORTS, WorkerMachine
 from elaswave.state.buffers import BlockStore, HeldBlock, Scalars
 from elaswave.worker.links import TransportLinks
-from elaswave.worker.mailbox import Mailbox
+from elaswave.worker.mailbox import Mailbox, WorkerClient
 from elaswave.worker.watch import StepWatch
 
 TIMINGS_EVERY_S_MIN = 1.0
@@ -43,19 +42,6 @@ class _DataTime(NamedTuple):
 
     at_s: float
     data_wait_s: float
-
-
-class WorkerClient(Protocol):
-    """The connection to the coordinator; outlives coordinators."""
-
-    def send(self, message: FromWorker, durable: bool = False) -> object:
-        """Sends a message; thread-safe. A durable one is repeated until a coordinator has handled it."""
-        ...
-
-    @property
-    def disconnected_s(self) -> float:
-        """Seconds without a coordinator that answers; 0 while there is one."""
-        ...
 
 
 class ControlOutbox:

@@ -22,7 +22,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from elaswave.channel.messages.worker import Exit, ShardFailed, ShardWritten, Start, ToWorker, Unreached
+from elaswave.channel.messages.worker import Exit, ShardFailed, ShardWritten, Start, ToWorker
 from elaswave.config.devices import base_level, device_of, emulated_costs, speed_of
 from elaswave.devices.faults import fault_of
 from elaswave.devices.interface import Device
@@ -52,8 +52,8 @@ from elaswave.worker.failure import UNKNOWN_LOCATION, FailureLocation, failure_m
 from elaswave.worker.frequency import make_actuator
 from elaswave.worker.joining import first_words
 from elaswave.worker.links import TransportLinks
-from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.outbox import ControlOutbox, WorkerClient
+from elaswave.worker.mailbox import NO_COORDINATOR_S, Mailbox, WorkerClient, check_coordinator
+from elaswave.worker.outbox import ControlOutbox
 from elaswave.worker.setup import WorkerSetup
 from elaswave.worker.shard_writer import ShardDisk, ShardWriter
 from elaswave.worker.watch import StepWatch
@@ -238,9 +238,6 @@ DIAL_TURN_S = 0.01
 at, and others may wait for a frame."""
 REST_TURN_S = 0.1
 """The same between steps or after the last one: peers may still dial, or wait for what was sent."""
-NO_COORDINATOR_S = 120.0
-"""Bound of waiting without a coordinator: for the start, for links, for a decision, for the end of the job. While there
-is one it watches all that are waited for, and bounds the wait: by what it sees of them, not by a constant."""
 _UNTOUCHED: list[object] = []
 """What a worker that does not end well holds of its device: giving memory back asks the device, which may abort the
 process if its context is broken, and not return if it is stuck. The process ends by `os._exit`, which leaves it."""
@@ -321,8 +318,7 @@ class Worker:
             self._transport,
             mailbox.activity,
             self._check,
-            lambda waited_for: _check_coordinator(client, waited_for),
-            lambda peers: client.send(Unreached(worker=setup.worker, peers=dict(peers))),
+            client,
             setup.device,
         )
         self._outbox = ControlOutbox(blueprint, client, mailbox, self._links, self._watch, self._timer)
@@ -509,7 +505,7 @@ class Worker:
         try:
             self._hand_over(self._mailbox.next(DIAL_TURN_S if moves else REST_TURN_S if is_at_rest else TURN_S))
         except WaitTimeoutError:
-            _check_coordinator(self._client, waited_for)
+            check_coordinator(self._client, waited_for)
 
     def _wrote(self, message: ShardWritten | ShardFailed) -> None:
         """What became of this worker's part of a checkpoint; called on the writer's thread."""
@@ -641,14 +637,3 @@ def _open_device(setup: WorkerSetup) -> Device:
         return Blueprint(setup.config, setup.training).least_bytes(None if setup.joins else setup.worker)
 
     return open_device(device.kind, setup.run_dir, device.workers_per_device, needed_bytes)
-
-
-def _check_coordinator(client: WorkerClient, waited_for: str) -> None:
-    """Ends a wait whose end only a coordinator can see to, if there is none.
-
-    Raises:
-        WaitTimeoutError: there has been none for `NO_COORDINATOR_S`.
-    """
-    gone_s = client.disconnected_s
-    if gone_s > NO_COORDINATOR_S:
-        raise WaitTimeoutError(f"{waited_for}, and no coordinator has answered for {gone_s:.0f} s")

@@ -17,9 +17,8 @@ from elaswave.worker.links import TransportLinks
 
 
 def links_of(worker, network, blocks=(), unreached=lambda peers: None):
-    links = TransportLinks(
-        worker, blocks, network.transport(worker), mailbox().activity, lambda: None, say_unreached=unreached
-    )
+    client = SimpleNamespace(send=lambda message: unreached(message.peers), disconnected_s=0.0)
+    links = TransportLinks(worker, blocks, network.transport(worker), mailbox().activity, lambda: None, client)
     links.addresses = {peer: f"memory:{peer}" for peer in range(6)}
     return links
 

@@ -18,7 +18,7 @@ from elaswave.worker import process as worker_module
 from elaswave.worker import shard_writer
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.process import Worker, _check_coordinator
+from elaswave.worker.process import Worker
 from elaswave.worker.shard_writer import ShardDisk
 
 PREPARE = Prepare(term=2, generation=2, members=(0, 2), lost=(1,), reason="worker 1 was killed")
@@ -208,7 +208,7 @@ class Slow:
 @pytest.mark.parametrize("disconnected_s", [0.0, 121.0])
 def test_links_are_waited_for_as_long_as_there_is_a_coordinator(disconnected_s):
     slow, activity, client = Slow(), mailbox().activity, Client(disconnected_s)
-    links = TransportLinks(0, (), slow, activity, lambda: None, lambda what: _check_coordinator(client, what))  # type: ignore[arg-type]
+    links = TransportLinks(0, (), slow, activity, lambda: None, client)  # type: ignore[arg-type]
     links.addresses = {peer: f"unix:/{peer}" for peer in range(4)}
     layout = make_layout(widths=[4], layers_per_stage=[1], num_microbatches=4)
     if disconnected_s:
