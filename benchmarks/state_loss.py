@@ -205,7 +205,6 @@ def of_trace(options: argparse.Namespace) -> list[dict[str, Any]]:
                     life, machines, costs, "elaswave", planner.again(),
                     num_stages=stages, num_microbatches=life.num_workers_max // stages * 4 * stages,
                     schedule="zero-bubble", placing=placing,
-                    refill_bytes_per_step=None,
                     pauses=msgspec.structs.replace(pauses, backup_interval_s=interval_s),
                 )  # fmt: skip
                 row["times back"] = found.num_rollbacks

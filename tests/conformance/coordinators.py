@@ -173,6 +173,18 @@ class Coordinator:
         self._loop.close()
 
 
+class History:
+    """A coordinator's store, as far as its server sees one."""
+
+    def __init__(
+        self,
+        store_position: StorePosition | None = None,
+        when_durable: Callable[[Callable[[], None]], None] = lambda call: call(),
+    ) -> None:
+        self.store_position = store_position
+        self.when_durable = when_durable
+
+
 class Participant:
     """A `ControlClient` that writes down what it hears."""
 

@@ -29,6 +29,7 @@ from tests.conformance.coordinators import (
     PATIENCE_S,
     Coordinator,
     Hello,
+    History,
     Participant,
     Say,
     Tell,
@@ -125,7 +126,7 @@ def test_messages_keep_their_order_and_durable_ones_are_acknowledged(town):
 
 def test_a_message_is_acknowledged_once_it_is_durable(one_town):
     durable: list[Callable[[], None]] = []
-    coordinator = one_town.coordinator(when_durable=durable.append)
+    coordinator = one_town.coordinator(history=History(when_durable=durable.append))
     worker = one_town.participant(0, silence_timeout_s=0.1)
     until(lambda: worker.client.connected)
     worker.client.send(Say(1), durable=True)
@@ -140,7 +141,7 @@ def test_a_message_is_acknowledged_once_it_is_durable(one_town):
 
 
 def test_a_message_that_was_not_durable_yet_is_said_again_to_a_successor(one_town):
-    first = one_town.coordinator(when_durable=lambda call: None)
+    first = one_town.coordinator(history=History(when_durable=lambda call: None))
     worker = one_town.participant(0)
     worker.works()
     assert num_unacknowledged(worker.client) == 1
@@ -229,18 +230,18 @@ def test_everything_is_said_again_to_a_new_coordinator(town):
 
 
 def test_the_newest_head_is_said_to_each_new_coordinator_before_anything_else(one_town):
-    heads = [StorePosition(1, 1, 0, b"")]
-    first = one_town.coordinator(store_position=lambda: heads[-1])
+    history = History(StorePosition(1, 1, 0, b""))
+    first = one_town.coordinator(history=history)
     told, idle = one_town.participant(2), one_town.participant(3)
     told.works()
-    heads.append(StorePosition(1, 1, 1, b"one"))
+    history.store_position = StorePosition(1, 1, 1, b"one")
     told.works()
     until(lambda: idle.num_hellos)
     first.close()
-    second = one_town.coordinator(store_position=lambda: StorePosition(1, 2, 0, b""))
+    second = one_town.coordinator(history=History(StorePosition(1, 2, 0, b"")))
     told.works()
     idle.works()
-    assert second.heads == [(2, heads[-1])], "nothing was sent to the other one"
+    assert second.heads == [(2, history.store_position)], "nothing was sent to the other one"
     second.close()
     third = one_town.coordinator()
     told.works()

@@ -1,5 +1,7 @@
 """Simulated state that can be lost: by hand, and against blocks that are placed one by one."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from tests.simulation.test_cluster import COSTS, HOUR_S, joined, lost, planner_of, scenario
@@ -98,7 +100,8 @@ def test_refilling_takes_steps_or_link_time_whichever_is_more():
     per_step = 1e6  # a worker owns 2 layers x 3 MB / 4 workers, and its one partner sends that twice: 3 steps of 10 s
     for bytes_per_step, steps in ((None, 1), (per_step, 3), (per_step * 2, 2)):
         for at_s, fatal in ((steps * 10 - 1, True), (steps * 10 + 1, False)):
-            held = HeldBlocks(COSTS, cluster.between_nodes, PAIRS, bytes_per_step)
+            placing = replace(PAIRS, refill_bytes_per_step=bytes_per_step)
+            held = HeldBlocks(COSTS, cluster.between_nodes, placing)
             held.begin(plan, cluster)
             assert not held.lose(0.0, [one])
             assert held.lose(at_s, [other]) is fatal, (bytes_per_step, at_s)
@@ -133,7 +136,7 @@ def test_what_each_policy_holds_is_said_beside_it():
     for name, planner in policies().items():
         replication = policy_metadata_of(planner).replication
         assert replication.what and replication.source, name
-        held = held_state(replication, COSTS, machines(1).between_nodes, PAIRS, None)
+        held = held_state(replication, COSTS, machines(1).between_nodes, PAIRS)
         assert isinstance(held, HeldBlocks if name == "elaswave" else HeldWhole)
 
 

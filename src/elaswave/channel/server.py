@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -75,6 +75,17 @@ class RefusedPeer(NamedTuple):
     """What it is told."""
 
 
+class DurableHistory(Protocol):
+    """Of a coordinator's store (`elaswave.store.store.Store`) what is needed here."""
+
+    @property
+    def store_position(self) -> StorePosition | None:
+        """Where it stands."""
+
+    def when_durable(self, call: Callable[[], None]) -> None:
+        """Calls back once all that was handled so far is durable."""
+
+
 class ControlServer(Generic[_T]):
     """Listens for workers and agents, and exchanges messages with them.
 
@@ -86,8 +97,8 @@ class ControlServer(Generic[_T]):
         operator_limits: the same, and more, for operators.
         handshake_timeout_s: how long an unauthenticated peer may take to prove that it holds the key.
         stall_timeout_s: how long a peer may leave unread what waits for it.
-        when_durable: calls back once all that was handled so far is durable, see `elaswave.store.store`.
-        store_position: where the durable history stands: peers are told before the messages that follow from it.
+        history: what is acknowledged when it is durable there; peers are told where it stands before the messages that
+            follow from it. None: there is none.
         now_s: clock by which `last_heartbeat_s` counts.
     """
 
@@ -99,8 +110,7 @@ class ControlServer(Generic[_T]):
         operator_limits: PeerLimits = OPERATOR_LIMITS,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
-        when_durable: Callable[[Callable[[], None]], None] = lambda call: call(),
-        store_position: Callable[[], StorePosition | None] = lambda: None,
+        history: DurableHistory | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = ""
@@ -110,8 +120,7 @@ class ControlServer(Generic[_T]):
         self.operator_limits = operator_limits
         self.handshake_timeout_s = handshake_timeout_s
         self.stall_timeout_s = stall_timeout_s
-        self._when_durable = when_durable
-        self._store_position = store_position
+        self._history = history
         self.now_s = now_s
         self._unauthenticated: UnauthenticatedPeers[_Connection] = UnauthenticatedPeers()
         self._peers: dict[int, _Connection] = {}
@@ -245,7 +254,7 @@ class ControlServer(Generic[_T]):
         if self._newest is None or self._newest[0] is not message:  # a decision goes to one member after the other
             self._newest = message, encode_payload(message, self.max_message_bytes)
         payload = self._newest[1]
-        reached, store_position = [], self._store_position()
+        reached, store_position = [], None if self._history is None else self._history.store_position
         for peer in peers:
             connection = self._peers.get(peer)
             if connection is not None and store_position is not None and not is_operator(peer):
@@ -373,7 +382,10 @@ class ControlServer(Generic[_T]):
         finally:
             if answer and self._peers.get(peer) is connection:
                 newest = self._handled[peer]
-                self._when_durable(partial(self._acknowledge, peer, newest))
+                if self._history is None:
+                    self._acknowledge(peer, newest)
+                else:
+                    self._history.when_durable(partial(self._acknowledge, peer, newest))
                 if self._acknowledged.get(peer) != newest:
                     self._answer(peer)  # what was asked for is a sign of life
 

@@ -147,11 +147,7 @@ class JobDriver(MembersDriver):
         records = self._records_by_own_clock()
         self._active_time = ActiveTime()
         """Nobody is silent, or away, in time in which this process does not run."""
-        self._server: ControlServer[ToCoordinator] = ControlServer(
-            when_durable=self._store.when_durable,
-            store_position=lambda: self._store.store_position,
-            now_s=self._active_s,
-        )
+        self._server: ControlServer[ToCoordinator] = ControlServer(history=self._store, now_s=self._active_s)
         self._terminal = Terminal(self._server)
         workers = plan.layout.workers
         labels = list(plan.config.hosts or ()) if plan.config.control.hosts > 1 else []

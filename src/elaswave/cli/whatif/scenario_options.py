@@ -307,7 +307,11 @@ class RedundancyOptions:
     @property
     def placing(self) -> Placing:
         """How blocks are copied."""
-        return Placing(followers=self.followers, scatter_width=self.scatter_width)
+        return Placing(
+            followers=self.followers,
+            scatter_width=self.scatter_width,
+            refill_bytes_per_step=self.refill_bytes_per_step,
+        )
 
     def pauses(self, scenario: Scenario) -> RecoveryTimes:
         """Times of recovery, for the failures of a scenario."""

@@ -219,7 +219,6 @@ def simulate_policies(life: Life, policies: Sequence[str], redundancy: Redundanc
                         schedule=life.schedule,
                         pauses=pauses,
                         placing=redundancy.placing,
-                        refill_bytes_per_step=redundancy.refill_bytes_per_step,
                         fault_free_step_s=fault_free_s,
                         progress=lambda done, before=before: waiting.at((before + done) / number),  # type: ignore[misc]
                     )

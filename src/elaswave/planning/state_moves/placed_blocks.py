@@ -44,7 +44,7 @@ def num_blocks(costs: Costs) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Placing:
-    """How followers are chosen."""
+    """How followers are chosen, and made again."""
 
     followers: int = DEFAULT_FOLLOWERS
     """Live copies of every block beside its owner's."""
@@ -54,6 +54,9 @@ class Placing:
     """Whether followers are put on other hosts."""
     racks: tuple[int, ...] = ()
     """Rack of host 0, 1, ..., where followers are put into other racks; empty: hosts are all that is known."""
+    refill_bytes_per_step: float | None = None
+    """The most that a worker sends in a step to make lost copies again (`elastic.refill_bytes_per_step`); None means
+    what its link carries."""
 
 
 class PlacedBlocks:

@@ -52,14 +52,12 @@ class HeldBlocks:
     Args:
         costs: of the layers.
         link: what copies have of one.
-        placing: how many followers there are and how they are chosen.
-        refill_bytes_per_step: the most that a worker sends in a step to make new copies; None means what the link
-            carries.
+        placing: how many followers there are, how they are chosen, and made again.
     """
 
-    def __init__(self, costs: Costs, link: NetworkLink, placing: Placing, refill_bytes_per_step: float | None) -> None:
+    def __init__(self, costs: Costs, link: NetworkLink, placing: Placing) -> None:
         self._state_bytes = costs.prefix["optimizer_bytes"]
-        self._link, self._placing, self._bytes_per_step = link, placing, refill_bytes_per_step
+        self._link, self._placing = link, placing
         self._placed: PlacedBlocks | None = None
         self._gone: dict[int, float] = {}
         """Lost workers -> when their copies have been made again."""
@@ -118,7 +116,8 @@ class HeldBlocks:
         if not owned:
             return 0.0
         sent = owned * (1 + self._placing.followers) / placed.num_senders(worker)
-        num_steps = 1 if self._bytes_per_step is None else ceil(sent / self._bytes_per_step)
+        most = self._placing.refill_bytes_per_step
+        num_steps = 1 if most is None else ceil(sent / most)
         return max(self._link.transfer_s(sent), num_steps * self._step_s)
 
 
@@ -163,12 +162,10 @@ def copies_s(plan: Plan, link: NetworkLink) -> dict[int, float]:
     return {worker: link.transfer_s(num_bytes) for worker, num_bytes in received.items()}
 
 
-def held_state(
-    replication: Replication, costs: Costs, link: NetworkLink, placing: Placing, refill_bytes_per_step: float | None
-) -> HeldState:
+def held_state(replication: Replication, costs: Costs, link: NetworkLink, placing: Placing) -> HeldState:
     """The copies of a policy's job; arguments as of `HeldBlocks`."""
     if replication.unit == "blocks":
-        return HeldBlocks(costs, link, placing, refill_bytes_per_step)
+        return HeldBlocks(costs, link, placing)
     return HeldWhole(link, WHOLE[replication.unit])
 
 

@@ -54,7 +54,6 @@ def simulate(
     schedule: Schedule = "1f1b",
     pauses: RecoveryTimes | None = None,
     placing: Placing | None = None,
-    refill_bytes_per_step: float | None = None,
     fault_free_step_s: float | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> PolicyOutcome:
@@ -73,8 +72,6 @@ def simulate(
         pauses: times of standing still; None means `RecoveryTimes`' defaults.
         placing: followers of blocks, where the policy has blocks; None means `Placing`'s defaults. The scenario's racks
             are known to it, unless it knows no hosts.
-        refill_bytes_per_step: the most that a worker sends in a step to make lost copies again
-            (`elastic.refill_bytes_per_step`); None means what its link carries.
         fault_free_step_s: of the fault-free job that goodput is measured by, where it is shorter than of the job at the
             beginning: then no policy gains by what could have been had without a failure. `undisturbed_step_s` has the
             shortest that any policy is known to make.
@@ -84,10 +81,19 @@ def simulate(
     """
     pauses = pauses or RecoveryTimes()
     placing = replace(placing or Placing(), racks=scenario.racks)
-    job = _SimulatedJob(
-        scenario, machines, costs, policy, planner, num_stages, num_microbatches, schedule, pauses, fault_free_step_s,
-        placing, refill_bytes_per_step,
-    )  # fmt: skip
+
+    def begin(cluster: Cluster, num_spares: int) -> Plan:
+        allocation = rectangle(
+            cluster,
+            costs,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            most=num_pipelines(cluster.num_workers, num_stages, num_spares),
+        )
+        return make_plan(policy, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason="begins")
+
+    job = _SimulatedJob(scenario, machines, costs, planner, begin, pauses, fault_free_step_s, placing)
     for change in scenario.changes:
         job.advance(change.at_s)
         job.meet(change)
@@ -97,22 +103,25 @@ def simulate(
 
 
 class _SimulatedJob:
-    """A job at one instant, and its accounts."""
+    """A job at one instant, and its accounts.
+
+    Args:
+        begin: the plan with which a job begins: equal pipelines, with workers left over for so many spares. Raises
+            InfeasiblePlan: too few workers, or too little memory.
+        scenario, machines, costs, planner, pauses, fault_free_step_s, placing: as of `simulate`.
+    """
 
     def __init__(
-        self, scenario: Scenario, machines: Cluster, costs: Costs, policy: str, planner: Planner, num_stages: int,
-        num_microbatches: int, schedule: Schedule, pauses: RecoveryTimes, fault_free_step_s: float | None,
-        placing: Placing, refill_bytes_per_step: float | None,
+        self, scenario: Scenario, machines: Cluster, costs: Costs, planner: Planner,
+        begin: Callable[[Cluster, int], Plan], pauses: RecoveryTimes, fault_free_step_s: float | None, placing: Placing,
     ) -> None:  # fmt: skip
-        self._scenario, self._costs, self._policy, self._planner, self._pauses = (
-            scenario, costs, policy, planner, pauses
-        )  # fmt: skip
-        self._num_stages, self._num_microbatches, self._schedule = num_stages, num_microbatches, schedule
+        self._scenario, self._costs, self._planner, self._pauses = scenario, costs, planner, pauses
+        self._begin = begin
         self._metadata, self._followers = policy_metadata_of(planner), placing.followers
         replication = self._metadata.replication
         link = machines.between_nodes
         shared = msgspec.structs.replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * pauses.copy_share)
-        self._held = held_state(replication, costs, shared, placing, refill_bytes_per_step)
+        self._held = held_state(replication, costs, shared, placing)
         most = scenario.num_workers_max
         limit_w = machines.power_limit_w
         self._machines = replace(
@@ -121,10 +130,11 @@ class _SimulatedJob:
         )
         self._idle_w = machines.devices[int(machines.device[0])].idle_power_w
         all_workers = self._cluster(range(most), [0] * most)
-        undisturbed = self._started(all_workers)
+        undisturbed = begin(all_workers, 0)
+        self._policy = undisturbed.policy
         step_s = min(undisturbed.predicted_step_s, fault_free_step_s or float("inf"))
         self._undisturbed_step_s = step_s
-        self._rho = num_microbatches / step_s
+        self._rho = undisturbed.allocation.num_microbatches / step_s
         self._most = most
         rolls_back = self._metadata.rolls_back or replication.unit == "nothing"
         interval_s = pauses.checkpoint_interval_s if rolls_back else pauses.backup_interval_s
@@ -257,29 +267,11 @@ class _SimulatedJob:
             power_limit_w=one.power_limit_w,
         )
 
-    def _started(self, cluster: Cluster, num_spares: int = 0) -> Plan:
-        """The plan with which a job begins: equal pipelines, with workers left over for so many spares.
-
-        Raises:
-            InfeasiblePlan: too few workers, or too little memory.
-        """
-        allocation = rectangle(
-            cluster,
-            self._costs,
-            num_stages=self._num_stages,
-            num_microbatches=self._num_microbatches,
-            schedule=self._schedule,
-            most=num_pipelines(cluster.num_workers, self._num_stages, num_spares),
-        )
-        return make_plan(
-            self._policy, cluster, self._costs, allocation, pause_s=0.0, lost_steps=0.0, reason="begins"
-        )  # fmt: skip
-
     def _try_to_start(self, *, first: bool = False) -> None:
         """Begins, or begins again, if the workers suffice; those that are left over join at once."""
         self._copied_s = self._now_s
         try:
-            self._plan = self._started(self._there, self._metadata.num_spares)
+            self._plan = self._begin(self._there, self._metadata.num_spares)
         except InfeasiblePlan:
             self._plan = None
             return
