@@ -48,12 +48,11 @@ class Place(Protocol):
 
 
 class FilePlace:
-    def __init__(self, folder: Path, *, outlives_machine: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         self.path = folder / "journal"
-        self.outlives_machine = outlives_machine
 
     def open(self, record_type: object = Record) -> Store:
-        return FileStore(self.path, record_type, outlives_machine=self.outlives_machine)
+        return FileStore(self.path, record_type)
 
 
 OWNER = Owner(post=lambda call: call(), turn=lambda: None, say=print, broken=print)
@@ -76,13 +75,13 @@ def members() -> Iterator[list[Member]]:
 
 
 _numbers = count()
-KINDS = ["file", "file of one machine", "etcd in memory", pytest.param("etcd", marks=needs_etcd)]
+KINDS = ["file", "etcd in memory", pytest.param("etcd", marks=needs_etcd)]
 
 
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    if "file" in request.param:
-        return FilePlace(tmp_path, outlives_machine=request.param == "file")
+    if request.param == "file":
+        return FilePlace(tmp_path)
     if request.param == "etcd in memory":
         etcd = FakeEtcd()
         return EtcdPlace(lambda: EtcdClient(["a:1", "b:2"], "/elaswave/job/", FakeGateway(etcd), KEY))

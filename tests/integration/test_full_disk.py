@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
@@ -153,13 +154,13 @@ def test_a_journal_that_takes_no_more_records_ends_the_job_with_that_reason(
 ) -> None:
     write = FileStore._write
 
-    def write_until_full(self: FileStore[Any], data: bytes) -> None:
-        if self._end > 700:
-            raise OSError(28, os.strerror(28))
-        write(self, data)
+    def write_until_full(self: FileStore[Any], payload: bytes, digest: bytes) -> None:
+        if len(self.records()) > 7:
+            raise sqlite3.OperationalError("database or disk is full")
+        write(self, payload, digest)
 
     monkeypatch.setattr(FileStore, "_write", write_until_full)
-    with pytest.raises(RecoveryError, match="an append failed: No space left on device; free space or mend the disk"):
+    with pytest.raises(RecoveryError, match="an append failed: database or disk is full; free space or mend the disk"):
         run_job(tmp_path / "run", {**SETTINGS, "run.steps": 100})
     assert isinstance(read_events(tmp_path / "run" / "events.jsonl")[-1], RunFinished)
 
@@ -186,8 +187,8 @@ def test_a_journal_that_takes_everything_but_the_end_costs_nothing(
             monkeypatch.setattr(FileStore, "_write", full)
         append(self, *records)
 
-    def full(self: FileStore[Any], data: bytes) -> None:
-        raise OSError(28, os.strerror(28))
+    def full(self: FileStore[Any], payload: bytes, digest: bytes) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(FileStore, "append", append_until_the_end)
     reporter = QuietReporter()

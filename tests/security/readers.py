@@ -69,7 +69,7 @@ from elaswave.observability.run_folder import (
 from elaswave.observability.summary import summarize_run
 from elaswave.observability.trace import merge_traces, part_path
 from elaswave.observability.worker_logs import LOGS_DIR, last_lines, worker_log
-from elaswave.store.file_store import MAGIC, FileStore, pack_entry
+from elaswave.store.file_store import FileStore
 from elaswave.store.store import JournalRecord
 from elaswave.untrusted import read_bytes
 
@@ -260,7 +260,9 @@ def _read_values(path: Path) -> None:
 
 
 def _make_journal(folder: Path) -> None:
-    (folder / "journal").write_bytes(MAGIC + pack_entry(0, msgspec.msgpack.encode([])))
+    store = FileStore[Any](folder / "journal", JournalRecord)
+    store.append()
+    store.close()
 
 
 def _read_journal(folder: Path) -> None:

@@ -35,7 +35,6 @@ EXCEPTED = {
     "config.toml:parse_toml": CHECKED,
     "launcher.forkserver.setup:CommitCount.__init__": MEMORY,
     "launcher.forkserver.loaders:_received": OWN,
-    "store.file_store:FileStore._open": FOLDER,
     "launcher.forkserver.forking:redirect_output": "opens /dev/null",
     "launcher.forkserver.fresh:serve_parent": OWN,
     "launcher.agent:_Lock.__init__": "opens a lock in a folder of this user alone, and follows no link",
