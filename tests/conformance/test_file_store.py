@@ -1,6 +1,7 @@
 """The journal in a file keeps what it has acknowledged, rolls back what it has not, and refuses damage."""
 
 import os
+import runpy
 import shutil
 import signal
 import sqlite3
@@ -166,6 +167,18 @@ def test_an_entry_that_is_missing_or_moved_is_noticed(journal, statement):
         journal.open()
 
 
+def test_last_entries_that_no_page_refers_to_are_missed(journal):
+    """One byte of a page says how many rows it has."""
+    content = bytearray(filled(journal, Raised(1), Raised(2), Raised(3)))
+    rows = 4096 + 4
+    assert content[rows] == 3
+    for count in (0, 1, 2):
+        content[rows] = count
+        journal.write(bytes(content))
+        with pytest.raises(StoreError, match=f"is damaged, although {count} entries are whole"):
+            journal.open()
+
+
 def test_a_file_that_is_no_journal_is_refused(journal):
     for content in (b"step,loss\n1,5.6\n", b"x" * 5000):
         journal.write(content)
@@ -242,6 +255,12 @@ def test_a_folder_that_is_removed_stops_nothing_until_the_journal_is_opened_agai
         store.close()
         assert found(journal) == []
         shutil.rmtree(journal.path.parent)
+
+
+def test_a_python_without_sqlite_is_told_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sqlite3", None)
+    with pytest.raises(ImportError, match="this Python was built without sqlite.*: use another"):
+        runpy.run_path(store_module.__file__)
 
 
 def test_no_descriptor_is_left(journal):

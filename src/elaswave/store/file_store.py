@@ -15,7 +15,6 @@ sqlite does not tell.
 import ctypes
 import hashlib
 import os
-import sqlite3
 import stat
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +27,13 @@ from elaswave.errors import StoreError
 from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.store.store import WriterLease
 from elaswave.untrusted import open_regular
+
+try:
+    import sqlite3
+except ImportError as error:
+    raise ImportError(
+        "this Python was built without sqlite, which keeps a coordinator's journal: use another"
+    ) from error
 
 FORMAT = 1
 """Of the file: sqlite's `user_version`."""
@@ -55,9 +61,7 @@ class FileStore(Generic[_T]):
         StoreError: another coordinator holds the journal, it is damaged, or the system refuses.
     """
 
-    def __init__(
-        self, path: Path, record_type: Any, *, lock_timeout_s: float = 0.0, job_generation: int = 0
-    ) -> None:
+    def __init__(self, path: Path, record_type: Any, *, lock_timeout_s: float = 0.0, job_generation: int = 0) -> None:
         self.path = path
         self._job_generation = job_generation
         self._lease = WriterLease(str(path))

@@ -75,9 +75,7 @@ def open_store(
         # All of a job's processes run on this machine: after its crash no process is left that could act on the
         # journal.
         journal = control_dir / JOURNAL_FILE
-        return FileStore(
-            journal, JournalRecord, lock_timeout_s=5.0, job_generation=job_generation
-        )
+        return FileStore(journal, JournalRecord, lock_timeout_s=5.0, job_generation=job_generation)
     client = _client(config, job or _own_name(run_dir, control_dir), key, job_generation)
     return EtcdStore(client, JournalRecord, owner, patience_s=config.store_patience_s, term=term)
 
