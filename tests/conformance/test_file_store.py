@@ -1,5 +1,6 @@
 """The journal in a file keeps what it has acknowledged, rolls back what it has not, and refuses damage."""
 
+import gc
 import os
 import runpy
 import shutil
@@ -292,7 +293,7 @@ def test_a_child_takes_no_records_and_its_end_costs_its_parent_nothing(journal):
         except StoreError as error:
             status = 0 if "it belongs to the process that has opened it" in str(error) else 1
         store.close()
-        del store
+        gc.collect()
         os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert journal.read() == half
