@@ -37,7 +37,7 @@ class CpuTimes(NamedTuple):
     """Monotonic seconds."""
     coordinator: float
     launcher: float
-    """The template's and the committers' with it."""
+    """The forkserver's and the committers' with it."""
     worker_control: float
     """All threads of the workers but the main ones."""
     worker_main: float

@@ -166,7 +166,7 @@ class World(CoordinatorDriver):
     # ------------------------------------------------------------------------------------------------- what is measured
 
     def lose_a_host(self) -> Row:
-        """Founds the job, lets it train for a while, kills a host."""
+        """Creates the job, lets it train for a while, kills a host."""
         begin_s = time.process_time()
         for number in range(self._num_agents):
             for effect in self._agents.came(f"h{number}", number + 1, self._each)[0]:

@@ -2,8 +2,8 @@
 
     python benchmarks/many_workers.py [--agents 8] [--workers 8] [--steps 20] [--json]
 
-Real agents, each with a template, and real workers, all as processes of this machine over loopback; the model is tiny,
-so that the workers fit. Start-up is from the first agent's start until the first step is committed. Memory is the
+Real agents, each with a forkserver, and real workers, all as processes of this machine over loopback; the model is
+tiny, so that the workers fit. Start-up is from the first agent's start until the first step is committed. Memory is the
 proportional set size of each process: what several share is counted once. Messages and bytes are those that the
 coordinator's process sends and receives on its control connections, counted in it, as they go into its sockets. Nearly
 all processor time here is the workers'; so times say something only of machines with as few cores as this one.
@@ -87,7 +87,7 @@ def measure(num_agents: int, workers_each: int, num_steps: int) -> dict[str, Any
             command = (sys.executable, __file__, "agent")
             begun_s = time.monotonic()
             hosts = [agents.start("h0", creates_job=True, launcher=command)]
-            agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the founder")
+            agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the creator")
             hosts += [agents.start(f"h{number}", launcher=command) for number in range(1, num_agents)]
             agents.wait_for(lambda: len(agents.events("step")) >= 1, "the first step")
             started_s = time.monotonic() - begun_s

@@ -105,7 +105,7 @@ def measure(kind: str) -> Round:
         settings = {**SETTINGS, "control.store": store}
         with Agents(Path(folder), settings, ",".join(candidates)) as agents:
             founder = agents.start("a", creates_job=True)
-            agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the founder")
+            agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the creator")
             others = [agents.start(node) for node in ("b", "c")]
             agents.wait_for_step(STEPS_BEFORE)
             strikes = strikes_of(kind, agents, founder, members)

@@ -103,7 +103,7 @@ def of_placing(
     fatal_hosts = sum(placed.lost_with(members) for members in hosts) / len(hosts)
     fatal_racks = sum(placed.lost_with(members) for members in racks) / len(racks)
     senders = placed.num_senders(0)
-    name = f"partners, {placing.scatter_width}{', in other racks' if placing.racks else ''}"
+    name = f"replica peers, {placing.scatter_width}{', in other racks' if placing.racks else ''}"
     return row_of(name, placing.followers, sets, senders, fatal_hosts, fatal_racks, cluster, costs, options)
 
 
@@ -197,7 +197,7 @@ def of_trace(options: argparse.Namespace) -> list[dict[str, Any]]:
             row: dict[str, Any] = {
                 "first followers on": "all of the stage"
                 if placing.scatter_width is None
-                else f"partners, {placing.scatter_width}",
+                else f"replica peers, {placing.scatter_width}",
                 "followers": followers,
             }
             for interval_s in INTERVALS_S:

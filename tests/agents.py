@@ -145,7 +145,7 @@ class Agents:
         Args:
             node: its name.
             options: of the command.
-            founds: give it the configuration and the run folder.
+            creates: give it the configuration and the run folder.
             before: words before the command, that put it on its host.
             launcher: the command's first words.
             coordinator: as of the class.

@@ -52,7 +52,7 @@ def computation(run_dir: Path) -> tuple[list[Any], str, dict[str, str] | None]:
 def job_of_three(folder: Path, **settings: Any) -> Iterator[tuple[World, Agents, list[AgentProcess]]]:
     """A job on three hosts that has begun.
 
-    The same command is given on each host: who founds the job follows from where the coordinator is dialled.
+    The same command is given on each host: who creates the job follows from where the coordinator is dialled.
     """
     with World(3) as world:
         values = {**SIX, "control.hosts": 3, **settings}

@@ -37,7 +37,7 @@ def test_a_host_whose_port_is_forwarded_takes_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("comes", ["at the beginning", "later"])
 def test_a_host_whose_port_becomes_another_one_is_refused_and_both_sides_say_why(tmp_path: Path, comes: str) -> None:
-    """The router forwards other ports of its own. The founder's worker, whose id is lower, dials those of the host."""
+    """The router forwards other ports of its own. The creator's worker, whose id is lower, dials those of the host."""
     with World(2) as world, HiddenHost(world.hosts[1], {10_000 + port: port for port in PORTS}) as hidden:
         settings = {**TWO, **HOSTS, "run.steps": 100_000, "optimizer.schedule": "constant"}
         if comes == "later":

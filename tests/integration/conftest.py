@@ -1,4 +1,4 @@
-"""What whole jobs have in common: how the template of a script's job begins, and runs to compare with."""
+"""What whole jobs have in common: how the forkserver of a script's job begins, and runs to compare with."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

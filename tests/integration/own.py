@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
 """Five micro-batches divide by no number of workers."""
 FORK, FRESH = "fork", "fresh"
 WAYS = {FORK: lambda: None, FRESH: environment_to_compute}
-"""What `forkserver_environment` answers where the template is forked, and where it is a fresh interpreter."""
+"""What `forkserver_environment` answers where the forkserver is forked, and where it is a fresh interpreter."""
 
 
 class Points:

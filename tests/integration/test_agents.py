@@ -31,7 +31,7 @@ def recoveries(agents: Agents, kind: str) -> list[dict[str, Any]]:
 def test_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
     settings = {**FOUR, "run.steps": 30}
     with Agents(tmp_path, {**settings, "control.hosts": 3}, f"127.0.0.1:{free_port()}") as agents:
-        # Before anybody founds the job: they wait, and both hear what is trained before either says that it is there.
+        # Before anybody creates the job: they wait, and both hear what is trained before either says that it is there.
         pair = [agents.start("b", joins=True), agents.start("b", joins=True)]
         founder = agents.start("a", creates_job=True)
         needless = agents.wait_for(lambda: [one for one in pair if "nothing to do" in one.text], "the end of one")[0]
@@ -72,14 +72,14 @@ def test_the_host_of_the_coordinator_is_lost_and_another_candidate_goes_on(tmp_p
         ) as agents,
     ):
         first = agents.start("a", creates_job=True)
-        agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the founder")
+        agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the creator")
         second = agents.start("b")
         agents.wait_for_step(4)
         first.signal(signal.SIGKILL)
         assert second.end() == 0, second.text
     assert "this host has the job's coordinator from now on" in second.text
     assert {each["worker"] for each in recoveries(agents, "lost")} == {0, 2}
-    restarts = recoveries(agents, "coordinator")  # a starved machine may let a beat stand still once more
+    restarts = recoveries(agents, "coordinator")  # a starved machine may let a lease heartbeat stand still once more
     assert restarts and min(each["total_s"] for each in restarts) > 0
     assert (
         finished(agents.run_dir).computation

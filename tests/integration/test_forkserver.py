@@ -1,4 +1,4 @@
-"""The template process: who holds torch, what its end means, and how checkpoints are committed by its children."""
+"""The forkserver: who holds torch, what its end means, and how checkpoints are committed by its children."""
 
 import os
 import signal
@@ -139,7 +139,7 @@ def test_the_end_of_launcher_or_template_is_the_end_of_all(victim: str, moment: 
         return
     assert job.returncode == 1
     error = shown.splitlines()[-1]
-    assert "error: the template process, from which" in error and "was killed by SIGKILL" in error, shown
+    assert "error: the forkserver, from which" in error and "was killed by SIGKILL" in error, shown
     assert "Traceback" not in shown
     assert os.listdir(tmp_path / "tmp") == []
     assert not read_processes(run_dir)
@@ -307,7 +307,7 @@ def test_a_commit_that_cannot_be_ended_for_the_next_coordinator_ends_the_job(
     say = server._Serving._say
 
     def stop(serving: server._Serving, message: Any) -> None:
-        """In the template, which has forked the committer."""
+        """In the forkserver, which has forked the committer."""
         is_of_committer = isinstance(message, Spawned) and message.child == COMMITTER
         if is_told or not is_of_committer:
             say(serving, message)
@@ -360,7 +360,7 @@ def test_a_template_that_could_not_fork_all_workers_ends_by_itself(
 
     def fork_or_fail() -> int:
         forks.append(1)
-        if len(forks) > 2:  # of the template itself, and of one worker
+        if len(forks) > 2:  # of the forkserver itself, and of one worker
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return fork()
 
@@ -382,7 +382,7 @@ def test_a_system_that_refuses_the_committer_costs_checkpoints_only(
 
     def fork_or_fail() -> int:
         forks.append(1)
-        if len(forks) in (4, 5):  # after the template itself and its two workers; the last checkpoint is to be written
+        if len(forks) in (4, 5):  # after the forkserver itself and its two workers; a last checkpoint is to be written
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return fork()
 

@@ -1,4 +1,4 @@
-"""A job that is founded again while agents and workers of its last founding are still there."""
+"""A job that is created again while agents and workers of its last job generation are still there."""
 
 import signal
 from pathlib import Path
@@ -20,17 +20,17 @@ FOUR = {
 
 
 def killed_and_started_again(folder: Path, settings: dict[str, Any], coordinator: str) -> None:
-    """A launcher starts the founder's agent again at once; those of other hosts wait for a coordinator then."""
+    """A launcher starts the creator's agent again at once; those of other hosts wait for a coordinator then."""
     with Agents(folder, {**FOUR, "control.hosts": 2, **settings}, coordinator) as agents:
         founder = agents.start("a", creates_job=True)
-        agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the founder")
+        agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the creator")
         other = agents.start("c")
         agents.wait_for_step(12)
         founder.signal(signal.SIGKILL)
         founder.process.wait()
         again = agents.start("a", creates_job=True)
         assert other.end() == 75, other.text
-        assert "the job was founded again since this agent has come" in other.text, other.text
+        assert "the job was created again since this agent has come" in other.text, other.text
         later = agents.start("c")
         assert (again.end(), later.end()) == (0, 0), (again.text, later.text)
     assert finished(agents.run_dir).computation == run_job(folder / "one", FOUR).computation

@@ -90,7 +90,7 @@ def test_a_start_that_lasts_is_told_now_and_then(tmp_path: Path, monkeypatch: py
     assert told and all(text.endswith(" s so far") for text in told)
 
 
-@pytest.mark.parametrize(("refused", "who"), [(0, "the template"), (1, "the coordinator"), (2, "worker 1")])
+@pytest.mark.parametrize(("refused", "who"), [(0, "the forkserver"), (1, "the coordinator"), (2, "worker 1")])
 def test_a_process_that_the_system_refuses_ends_the_job_with_a_clear_error(
     refused: int, who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

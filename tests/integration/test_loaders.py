@@ -140,7 +140,7 @@ def test_data_that_end_their_process_end_the_job(tmp_path: Path, monkeypatch: py
 
 
 class KillsTheForkServer:
-    """Kills the template from a worker, and keeps what processes there were; a probe of every worker."""
+    """Kills the forkserver from a worker, and keeps what processes there were; a probe of every worker."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -154,7 +154,7 @@ class KillsTheForkServer:
 
 def test_loaders_end_with_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_loaders(monkeypatch, 2)
-    with pytest.raises(RecoveryError, match="the template process, .* was killed by SIGKILL"):
+    with pytest.raises(RecoveryError, match="the forkserver, .* was killed by SIGKILL"):
         run_job(tmp_path, SETTINGS, probe=KillsTheForkServer(tmp_path))
     seen = msgspec.json.decode((tmp_path / "seen.json").read_bytes(), type=list[RunProcess])
     assert sum(process.role == "loader" for process in seen) == 8

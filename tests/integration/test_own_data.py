@@ -150,7 +150,7 @@ class Records:
 
 
 class Lookup(nn.Module):
-    """Opens a file where it is built, which is in the template too, and reads it at each call."""
+    """Opens a file where it is built, which is in the forkserver too, and reads it at each call."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_each_process_has_its_own_place_in_files_that_were_open_before(
     opened = launcher.open_data
 
     def reads_meanwhile(*arguments: Any) -> Any:
-        records.file.read(7)  # once the template is there
+        records.file.read(7)  # once the forkserver is there
         records.stands_at = 7
         return opened(*arguments)
 

@@ -1,4 +1,4 @@
-"""A script's own model: the same bits under any layout, through losses, from any template, and after a resume."""
+"""A script's own model: the same bits under any layout, through losses, from any forkserver, and after a resume."""
 
 import importlib
 import math
@@ -27,7 +27,7 @@ from elaswave.observability.result import EVENTS_FILE, RESULT_FILE
 
 @pytest.fixture(params=[FORK, pytest.param(FRESH, marks=pytest.mark.slow)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the template begins."""
+    """How the forkserver begins."""
     use(request.param, monkeypatch)
     return request.param
 

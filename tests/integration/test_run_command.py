@@ -327,7 +327,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_the_command_forks_and_sets_of_texts_have_one_order_everywhere(tmp_path):
     """Without the variables that tests export the script's process has one thread, and forks; beside a thread the
-    template is a fresh interpreter, with the same hashes."""
+    forkserver is a fresh interpreter, with the same hashes."""
     with script(tmp_path, VOCABULARY) as path:
         done = run(tmp_path, *RUN, path.name, "seeds", environment=as_a_person_has_it())
         assert done.returncode == 0, done.stdout + done.stderr

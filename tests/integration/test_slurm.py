@@ -201,7 +201,7 @@ def test_an_array_trains_and_an_element_that_had_a_notice_is_queued_again(cluste
     assert "this host's workers have left" in output, output
     founder = (tmp_path / f"slurm-{number}_0.out").read_text()
     assert "ending after this step, with a checkpoint" in founder, founder
-    wait_for(lambda: not cluster.run("squeue", "-h", "-t", "RUNNING"), "the end of the founder")
+    wait_for(lambda: not cluster.run("squeue", "-h", "-t", "RUNNING"), "the end of the creator")
     founder = (tmp_path / f"slurm-{number}_0.out").read_text()
     assert list(run_dir.glob("checkpoints/step-*")), founder
     settings = {**SETTINGS, "run.steps": job.steps}

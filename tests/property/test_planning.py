@@ -183,7 +183,7 @@ def test_placement(layout, data):
             free = elsewhere or workers - earlier
             assert follower in free, "another host comes before the stage"
             preferred = workers - members if members.intersection(followers[:index]) else members
-            if index or not elsewhere:  # partners on other hosts may be in any stage
+            if index or not elsewhere:  # replica peers on other hosts may be in any stage
                 assert follower in (preferred & free or free)
     replica_peers = replica_peers_under(layout, width)
     for owner, followers in zip(placement.owner, placement.followers, strict=True):

@@ -252,7 +252,7 @@ def test_rounds_of_re_replication_end_with_every_copy_in_place(case, num_followe
             elsewhere = {worker for worker in workers if hosts[worker] != hosts[owner]}
             if elsewhere:
                 assert elsewhere.intersection(after), "on another host before in the stage"
-            elif not before and owner in members:  # others have their partners where they are
+            elif not before and owner in members:  # others have their replica peers where they are
                 assert new in (members - earlier or workers)
             num_new += 1
             sent[owner] += block.num_elements

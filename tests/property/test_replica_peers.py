@@ -1,4 +1,4 @@
-"""Partner graphs of arbitrary groups, hosts and former partners."""
+"""Graphs of replica peers of arbitrary groups, hosts and former replica peers."""
 
 from collections import Counter
 from itertools import pairwise
@@ -12,7 +12,7 @@ from elaswave.blocks.replica_peers import choose_replica_peers, replica_peer_pai
 
 @st.composite
 def cases(draw):
-    """Groups that may overlap, hosts or none, partners of before that need not fit."""
+    """Groups that may overlap, hosts or none, replica peers of before that need not fit."""
     num_workers = draw(st.integers(1, 14))
     workers = draw(st.permutations(range(num_workers)))
     cuts = sorted(draw(st.sets(st.integers(0, num_workers), max_size=4)) | {0, num_workers})
@@ -38,7 +38,7 @@ def test_rules(case, firm):
     groups, width, hosts, kept = case
     replica_peers = choose_replica_peers(groups, width, hosts=hosts, kept=kept, firm=firm)
     again = choose_replica_peers(groups, width, hosts=hosts, kept=replica_peers, firm=True)
-    assert as_sets(again) == as_sets(replica_peers), "who has its partners, keeps them"
+    assert as_sets(again) == as_sets(replica_peers), "who has its replica peers, keeps them"
     fresh = choose_replica_peers(groups, width, hosts=hosts)
     assert as_sets(choose_replica_peers(groups, width, hosts=hosts, kept=fresh, firm=firm)) == as_sets(fresh)
     workers = sorted({worker for group in groups for worker in group})
@@ -81,14 +81,14 @@ def test_a_loss_makes_half_as_many_pairs_as_it_ends_and_a_newcomer_ends_half_as_
     after = choose_replica_peers([left], width, kept=before)
     ended, made = changes(before, after)
     assert ended == width
-    assert made <= width // 2, "fewer where all are partners already"
+    assert made <= width // 2, "fewer where all are replica peers already"
     joined = choose_replica_peers([[*left, count]], width, kept=after)
     if len(left) > width + 1:
         assert changes(after, joined) == (width // 2, width)
 
 
 def changes(before, after):
-    """How many pairs are no longer partners, and how many have become such."""
+    """How many pairs are no longer replica peers, and how many have become such."""
     old, new = replica_peer_pairs(before), replica_peer_pairs(after)
     return len(old - new), len(new - old)
 

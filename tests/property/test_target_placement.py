@@ -93,7 +93,8 @@ def test_rules(case, data):
     arguments = {"num_followers": num_followers, "scatter_width": width}
     target = target_placement(layout, blocks, placement, **arguments, excluded=out)
     assert target == target_placement(layout, blocks, placement, **arguments, excluded=sorted(out))
-    # Which of two followers is the partner shows in the placement only where a worker has one kind of partners.
+    # Which of two followers is the replica peer shows in the placement only where a worker has one kind of replica
+    # peers.
     told = num_followers < 2 or sum(map(len, set(members_of_unit))) == len(set().union(*members_of_unit))
     if told:
         assert target == target_placement(layout, blocks, target, **arguments, excluded=out), "idempotent"
@@ -127,7 +128,7 @@ def test_rules(case, data):
 
 
 def check_replica_peers(layout, blocks, target, out, width):
-    """Few partners share an owner's blocks evenly, and further followers follow from them."""
+    """Few replica peers share an owner's blocks evenly, and further followers follow from them."""
     members_of_unit = holders_of_layers(layout)
     copies = zip(target.owner, target.followers, strict=True)
     replica_peers = replica_peers_under(layout, width, excluded=out, copies=copies, firm=True)
@@ -145,7 +146,7 @@ def check_replica_peers(layout, blocks, target, out, width):
     for (members, owner, _, num_partners), count in first.items():
         assert count <= -(-num_blocks[members, owner] // num_partners)
     for (_, owner), found in sets.items():
-        assert len(found) <= len(replica_peers[owner]), "one set of workers for each partner"
+        assert len(found) <= len(replica_peers[owner]), "one set of workers for each replica peer"
 
 
 @given(cases())

@@ -1,4 +1,4 @@
-"""The template's machine, event by event."""
+"""The forkserver's machine, event by event."""
 
 import signal
 

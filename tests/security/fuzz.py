@@ -194,7 +194,7 @@ def _handshake_case(rng: random.Random, folder: Path) -> None:
 
 
 def _forkserver_case(rng: random.Random, folder: Path) -> None:
-    """The template's socket is a pair, which nobody can dial: what it hears is checked all the same."""
+    """The forkserver's socket is a pair, which nobody can dial: what it hears is checked all the same."""
     unpacker: Unpacker[Any] = Unpacker(rng.choice((FromForkServer, ToForkServer)))
     data = changed(rng, pack_message(Spawned(child=1, pid=2)) * 2)
     (folder / "heard").write_bytes(data)

@@ -80,7 +80,7 @@ def refused_to_another(path: Path) -> None:
 def test_names_and_ports_of_another_user_are_no_agent_of_this_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who was taken for one was followed, and so the job never founded."""
+    """Who was taken for one was followed, and so the job never created."""
     monkeypatch.setattr(agent, "FREE_S", 0.0)
     where = Seed("127.0.0.1", free_port(), "127.0.0.1")
 

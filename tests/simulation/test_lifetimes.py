@@ -1,4 +1,4 @@
-"""A job's name in its store, from founding to outcome: seeds, faults everywhere, and bugs that must be found."""
+"""A job's name in its store, from creation to outcome: seeds, faults everywhere, and bugs that must be found."""
 
 import pytest
 
@@ -89,13 +89,13 @@ def test_what_is_no_schedule_is_refused(text: str) -> None:
         ("forge:term@60", "the coordinator of term 1 at host 0 ends"),
         ("lose:term@92", "host 0 has the coordinator of term 2"),
         ("lose:spec@60 kill:a0@62", "has the coordinator of term 2"),
-        ("cut:a1@0+900 kill:a0@50 old:spec@146", "takes part in founding 2"),
+        ("cut:a1@0+900 kill:a0@50 old:spec@146", "takes part in job generation 2"),
         ("mute:s@42+900 forge:entry@0", "store: remove by agent"),
         ("shut:a0@44+500 old:entry@88", "the store says how the job has ended"),
         ("forge:spec@3", "what is there was not written with this job's key"),
-        ("kill:a0@60", "agent 4 of host 0 takes part in founding 1"),
-        ("kill:a0@49 shut:a1@7+500", "founding 2"),
-        ("kill:a0@49 shut:a1@7+500", "the job was founded again"),
+        ("kill:a0@60", "agent 4 of host 0 takes part in job generation 1"),
+        ("kill:a0@49 shut:a1@7+500", "job generation 2"),
+        ("kill:a0@49 shut:a1@7+500", "the job was created again"),
         ("seed=952027333 length=1 pause=500 kill:a0@100 mute:s@112+900 cut:a0@127+900", "the job has ended meanwhile"),
     ],
 )
@@ -138,9 +138,9 @@ def test_a_job_that_was_written_to_is_not_removed(at: At) -> None:
 
 @pytest.mark.parametrize("why", ["claim", "lease_heartbeat", "entry", "end"])
 def test_nobody_changes_another_founding(at: At, why: str) -> None:
-    with pytest.raises(Violation, match=f"{why} of agent 7, of founding 2, where founding 5 is"):
+    with pytest.raises(Violation, match=f"{why} of agent 7, of job generation 2, where job generation 5 is"):
         at.judge.changed(at.agent, why, {SPEC: SPEC_5}, {SPEC: SPEC_5})
-    with pytest.raises(Violation, match=f"{why} of agent 7, of founding 2, where nothing is"):
+    with pytest.raises(Violation, match=f"{why} of agent 7, of job generation 2, where nothing is"):
         at.judge.changed(at.agent, why, {}, {})
 
 
@@ -153,7 +153,7 @@ def test_a_claim_raises_the_term_by_one(at: At) -> None:
 def test_an_end_leaves_an_outcome_and_nothing_else(at: At) -> None:
     at.judge.changed(at.agent, "end", {SPEC: SPEC_2}, {OUTCOME: ENDED_2})
     for after in ({}, {SPEC: SPEC_2, OUTCOME: ENDED_2}):
-        with pytest.raises(Violation, match="the end of founding 2 leaves keys, or no outcome"):
+        with pytest.raises(Violation, match="the end of job generation 2 leaves keys, or no outcome"):
             at.judge.changed(at.agent, "end", {SPEC: SPEC_2}, after)
 
 
@@ -165,18 +165,18 @@ def test_a_founding_undoes_no_end_that_it_has_not_seen_nor_that_of_its_own_job(a
         at.judge.changed(at.agent, "found", {OUTCOME: ENDED_2}, {SPEC: SPEC_5})
     at.judge.changed(at.agent, "end", {SPEC: SPEC_2}, {OUTCOME: ENDED_2})
     at.agent.outcome_seen, at.agent.saw = 9, 2
-    with pytest.raises(Violation, match="founds the job again that it has seen, and that has ended since"):
+    with pytest.raises(Violation, match="creates the job again that it has seen, and that has ended since"):
         at.judge.changed(at.agent, "found", {OUTCOME: ENDED_2}, {SPEC: SPEC_5})
 
 
 def test_members_and_outcomes_are_of_one_founding(at: At) -> None:
     at.judge.took(2, 2)
-    with pytest.raises(Violation, match="the coordinator of founding 5 takes an agent of founding 2"):
+    with pytest.raises(Violation, match="the coordinator of job generation 5 takes an agent of job generation 2"):
         at.judge.took(5, 2)
     at.judge.sent(2, ENDED_2)
-    with pytest.raises(Violation, match="an agent of founding 5 takes the outcome of founding 2 for its own"):
+    with pytest.raises(Violation, match="of job generation 5 takes the outcome of job generation 2 for its own"):
         at.judge.sent(5, ENDED_2)
-    with pytest.raises(Violation, match="an agent of founding 2 takes a forged outcome for its own"):
+    with pytest.raises(Violation, match="an agent of job generation 2 takes a forged outcome for its own"):
         at.judge.sent(2, ENDED_2._replace(is_genuine=False))
 
 

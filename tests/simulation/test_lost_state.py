@@ -97,7 +97,7 @@ def test_a_second_loss_is_fatal_until_the_copies_of_the_first_are_made_again(lat
 def test_refilling_takes_steps_or_link_time_whichever_is_more():
     cluster, plan = first_job()
     (one, other), *_ = pairs()[0]
-    per_step = 1e6  # a worker owns 2 layers x 3 MB / 4 workers, and its one partner sends that twice: 3 steps of 10 s
+    per_step = 1e6  # a worker owns 2 layers x 3 MB / 4 workers, its one replica peer sends that twice: 3 steps of 10 s
     for bytes_per_step, steps in ((None, 1), (per_step, 3), (per_step * 2, 2)):
         for at_s, fatal in ((steps * 10 - 1, True), (steps * 10 + 1, False)):
             placing = replace(PAIRS, refill_bytes_per_step=bytes_per_step)
@@ -141,7 +141,7 @@ def test_what_each_policy_holds_is_said_beside_it():
 
 
 def test_a_planned_leave_takes_no_copies_with_it():
-    """A drained worker hands over before it goes, so its partner may be lost right after."""
+    """A drained worker hands over before it goes, so its replica peer may be lost right after."""
     (one, other), *_ = pairs()[0]
     drained = type(lost(0.0, 0))(at_s=4500.0, event=ClusterEvent(kind="drained", workers=(one,)))
     assert run(drained, lost(4500.5, other)).num_rollbacks == 0

@@ -7,7 +7,7 @@ a signal: one that kills, one that stops, or a notice upon which a worker leaves
 machine, so a case that is run again is the same attempt, not the same run.
 
 A job may end as one of `chaos` may: with its reference run's bits, or, where so many workers were struck that all
-copies of a block can be gone, with an error that names what was lost. One whose template was killed may end with an
+copies of a block can be gone, with an error that names what was lost. One whose forkserver was killed may end with an
 error that says that, and how the run can go on. Processes are another module's (`trial`), and what befalls a job as a
 whole is `weather`'s.
 """
@@ -168,8 +168,8 @@ def _draw_strikes(draw: Draw, num_workers: int, checkpoint_every: int) -> Iterat
 
 def _draw_helpers(draw: Draw, checkpoint_every: int) -> Iterator[Strike]:
     """Strikes on the processes beside workers and coordinator: in two of five cases on a committer, in one of eight on
-    the template. None is stopped for good: a job waits ten minutes for a commit, and for ever for a template that it
-    does not need."""
+    the forkserver. None is stopped for good: a job waits ten minutes for a commit, and for ever for a forkserver that
+    it does not need."""
     for victim, percent, deaths in ((COMMITTER, 40, 3), (FORKSERVER, 12, 1)):
         if not draw.chance(percent):
             continue
@@ -221,15 +221,15 @@ def judge_outside(
 
 
 def _names_forkserver(error: str) -> bool:
-    return error.startswith("the template process, from which")
+    return error.startswith("the forkserver, from which")
 
 
 def _judge_forkserver(error: str, struck: Sequence[Struck]) -> Judgement:
-    """A template that was killed takes the workers along; the job says so, and how the run can go on."""
+    """A forkserver that was killed takes the workers along; the job says so, and how the run can go on."""
     if not any(each.victim == FORKSERVER and parse_strike(each.strike).action == "kill" for each in struck):
-        return Judgement("error", f"the template was not killed: {error}")
+        return Judgement("error", f"the forkserver was not killed: {error}")
     if "was killed by SIGKILL" not in error:
-        return Judgement("error", f"the error does not say how the template ended: {error}")
+        return Judgement("error", f"the error does not say how the forkserver ended: {error}")
     # Before it had loaded the model there was nothing to go on with.
     if "--resume" not in error and "--overwrite" not in error and "cannot load torch and the model" not in error:
         return Judgement("error", f"the error says no way on: {error}")

@@ -1,4 +1,4 @@
-"""``python -m verify lifetimes``: a job's name in its store, from its founding to its outcome, through faults."""
+"""``python -m verify lifetimes``: a job's name in its store, from its creation to its outcome, through faults."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ _PER_TURN = 250
 
 @click.command(
     name="lifetimes",
-    short_help="A job's founding, claims and end in its store, in a simulation.",
+    short_help="A job's creation, claims and end in its store, in a simulation.",
     epilog="Exit codes: 0 no violation, 1 one was found, 2 bad input.",
 )
 @click.option("--schedules", type=click.IntRange(min=1), default=10_000, show_default=True, help="Number of schedules.")
@@ -35,9 +35,9 @@ _PER_TURN = 250
 )
 @click.option("--replay", metavar="SEED|SCHEDULE", help="Run one schedule and print everything that happens in it.")
 def lifetimes_command(schedules: int, seed: int, exhaustive: bool, replay: str | None) -> None:
-    """Run what agents, candidates and coordinators ask of a store from a job's founding to its outcome, while agents
+    """Run what agents, candidates and coordinators ask of a store from a job's creation to its outcome, while agents
     die and come again, and hosts are cut off from each other and from the store; and check that nothing of a job that
-    lives is lost, that no two foundings mix, and that who was cut off learns how the job has ended.
+    lives is lost, that no two job generations mix, and that who was cut off learns how the job has ended.
 
     \b
     python -m verify lifetimes --schedules 100000

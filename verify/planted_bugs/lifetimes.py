@@ -22,7 +22,7 @@ from verify.simulator.lifetimes import Agent, Coordinator
 
 
 class RemovesThoughTheLeaseIsHeld(Agent):
-    """A founder does not compare the beat: a coordinator that makes no entry for a while loses its job."""
+    """A creator does not compare the lease heartbeat: a coordinator that makes no entry for a while loses its job."""
 
     @staticmethod
     def removes(left: Left) -> Transaction:
@@ -39,7 +39,7 @@ class _Hasty(JobCreator):
 
 
 class AsksTooShort(Agent):
-    """A founder asks for a second: another candidate is about to follow."""
+    """A creator asks for a second: another candidate is about to follow."""
 
     founder_class = _Hasty
 
@@ -50,7 +50,7 @@ class _Blind(JobCreation):
 
 
 class CreatesJobLate(Agent):
-    """A founding does not compare the outcome that was there: one that comes late undoes the end of a later job."""
+    """A creation does not compare the outcome that was there: one that comes late undoes the end of a later job."""
 
     job_creation_class = _Blind
 
@@ -62,13 +62,13 @@ class _Forgets(JobCreator):
 
 
 class CreatesWhatHasEnded(Agent):
-    """A founder that has seen the job takes its end for that of an earlier one, and founds it again."""
+    """A creator that has seen the job takes its end for that of an earlier one, and creates it again."""
 
     founder_class = _Forgets
 
 
 class EndsAnotherJobGeneration(Agent):
-    """The end of a job does not compare which founding it is."""
+    """The end of a job does not compare which job generation it is."""
 
     @staticmethod
     def ends(
@@ -91,7 +91,7 @@ class ClaimsLate(Agent):
 
 
 class ClaimsAnotherJobGeneration(Agent):
-    """A candidate of the last founding claims the job that was founded again."""
+    """A candidate of the last job generation claims the job that was created again."""
 
     claim_class = _ClaimsAny
 
@@ -100,7 +100,7 @@ class ClaimsAnotherJobGeneration(Agent):
 
 
 class TakesStrangers(Coordinator):
-    """A coordinator takes agents of another founding for members of its own."""
+    """A coordinator takes agents of another job generation for members of its own."""
 
     def fits(self, received: StorePosition) -> bool:
         return True
@@ -163,7 +163,7 @@ LIFETIME_MUTANTS = {
     for mutant in (
         LifetimeMutant(
             "lease-heartbeat-not-compared",
-            "a job whose coordinator writes only its beat is removed",
+            "a job whose coordinator writes only its lease heartbeat is removed",
             LifetimeBuild(RemovesThoughTheLeaseIsHeld),
             "pause=500 restart=200 kill:a0@57 cut:a0@68+900",
             real=True,
@@ -176,27 +176,27 @@ LIFETIME_MUTANTS = {
         ),
         LifetimeMutant(
             "creates-late",
-            "a founding that comes late undoes a later job's end",
+            "a creation that comes late undoes a later job's end",
             LifetimeBuild(CreatesJobLate),
             "seed=855270118 late:s@41+900",
             real=True,
         ),
         LifetimeMutant(
             "creates-the-ended",
-            "a job that has ended while its founder asked for it is founded again",
+            "a job that has ended while its creator asked for it is created again",
             LifetimeBuild(CreatesWhatHasEnded),
             "seed=952027333 length=1 pause=500 kill:a0@100 mute:s@112+900 cut:a0@127+900",
             real=True,
         ),
         LifetimeMutant(
             "ends-another",
-            "the end of a job removes one that was founded since",
+            "the end of a job removes one that was created since",
             LifetimeBuild(EndsAnotherJobGeneration),
             "seed=214382231 length=1 late:s@73+10",
         ),
         LifetimeMutant(
             "claims-another",
-            "a candidate of the last founding claims the next one",
+            "a candidate of the last job generation claims the next one",
             LifetimeBuild(ClaimsAnotherJobGeneration),
             "kill:a0@49 shut:a1@19+500 kill:a0@162",
             real=True,
@@ -210,7 +210,7 @@ LIFETIME_MUTANTS = {
         ),
         LifetimeMutant(
             "takes-strangers",
-            "a coordinator takes agents of the last founding for its own",
+            "a coordinator takes agents of the last job generation for its own",
             LifetimeBuild(coordinator=TakesStrangers),
             "kill:a0@49 shut:a1@7+500",
             real=True,

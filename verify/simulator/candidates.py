@@ -3,7 +3,7 @@
 The transactions, what their answers mean, when to claim, and what the heads of members mean are the product's
 (`elaswave.protocol.coordinator.store_writes`, `elaswave.protocol.leadership`). Here is what carries them: requests that
 are lost, slow, late or not answered. A coordinator that writes waits for the answer: whatever comes meanwhile happens
-afterwards. Its beat does not wait.
+afterwards. Its lease heartbeat does not wait.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ _POLL, _LEASE_HEARTBEAT = round(POLL_S / UNIT_S), round(LEASE_HEARTBEAT_S / UNIT
 _ENTRIES = "rec/"
 _JOB_GENERATION = 1
 _SPEC = KeyValue(SPEC, spec_value(_JOB_GENERATION), 0)
-"""There is one job, which is founded once, and has no key that says so; see `verify.simulator.lifetimes`."""
+"""There is one job, which is created once, and has no key that says so; see `verify.simulator.lifetimes`."""
 _T = TypeVar("_T")
 
 
@@ -65,7 +65,7 @@ class RemoteStore:
         self._written: list[tuple[int, KeyValue]] = []
         """All that was ever written, with its time."""
         self._sealed: dict[KeyValue, int] = {}
-        """For which founding a value was written, if it is not 0; -1: by a stranger."""
+        """For which job generation a value was written, if it is not 0; -1: by a stranger."""
         self.on_entry: Callable[[bytes], None] = lambda value: None
         """Called with the value of each entry that is written."""
         self.on_claim: Callable[[Holder], None] = lambda holder: None
@@ -76,8 +76,8 @@ class RemoteStore:
 
         Args:
             transaction: is asked for.
-            job_generation: for which founding values are sealed that it writes, and genuine that it reads; 0: `SPEC`
-                says so.
+            job_generation: for which job generation values are sealed that it writes, and genuine that it reads; 0:
+                `SPEC` says so.
         """
         job_generation = job_generation or job_generation_of(self._shown(SPEC, 0))
         holds = all(self._revision(key) == revision for key, revision in transaction.unwritten_since)
@@ -99,7 +99,7 @@ class RemoteStore:
         )
 
     def view(self, job_generation: int) -> dict[str, KeyValue]:
-        """All keys, as members of a founding see them."""
+        """All keys, as members of a job generation see them."""
         shown = {key: self._shown(key, job_generation) for key in self.keys}
         return {key: found for key, found in shown.items() if found is not None}
 
@@ -353,7 +353,7 @@ class SimCandidate:
 
     Args:
         crew: store and network.
-        number: the first one's agent has founded the job.
+        number: the first one's agent has created the job.
     """
 
     id = -1

@@ -80,12 +80,12 @@ class LifetimeJudge:
                     f"agent {by.incarnation} removes a job whose coordinator has written {now - self._written} ago"
                 )
         elif was != by.job_generation and not (self._has_strangers and _is_known(before, by.job_generation)):
-            there = f"founding {was}" if was else "nothing"
-            raise Violation(f"{why} of agent {by.incarnation}, of founding {by.job_generation}, where {there} is")
+            there = f"job generation {was}" if was else "nothing"
+            raise Violation(f"{why} of agent {by.incarnation}, of job generation {by.job_generation}, where {there} is")
         elif why == "end":
             self._ended.add(by.job_generation)
             if spec is not None or OUTCOME not in after:
-                raise Violation(f"the end of founding {by.job_generation} leaves keys, or no outcome")
+                raise Violation(f"the end of job generation {by.job_generation} leaves keys, or no outcome")
         elif why == "claim":
             self._claimed_by(by, holder_of(before.get(TERM)).term, holder_of(after.get(TERM)).term)
         if why in ("found", "claim", "lease_heartbeat", "entry"):
@@ -113,19 +113,19 @@ class LifetimeJudge:
         if outcome is not None and outcome.revision != by.outcome_seen:
             raise Violation(f"agent {by.incarnation} removes an outcome that it has not seen")
         if by.saw in self._ended:
-            raise Violation(f"agent {by.incarnation} founds the job again that it has seen, and that has ended since")
+            raise Violation(f"agent {by.incarnation} creates the job again that it has seen, and that has ended since")
 
     def took(self, own: int, other: int) -> None:
         """A coordinator takes an agent for a member."""
         if own != other:
-            raise Violation(f"the coordinator of founding {own} takes an agent of founding {other}")
+            raise Violation(f"the coordinator of job generation {own} takes an agent of job generation {other}")
 
     def sent(self, job_generation: int, outcome: KeyValue) -> None:
         """An agent takes the outcome for that of its job."""
         said = int(outcome.value.split()[-1]) if outcome.is_genuine else 0
         if said != job_generation:
-            there = f"the outcome of founding {said}" if said else "a forged outcome"
-            raise Violation(f"an agent of founding {job_generation} takes {there} for its own")
+            there = f"the outcome of job generation {said}" if said else "a forged outcome"
+            raise Violation(f"an agent of job generation {job_generation} takes {there} for its own")
 
     def given_up(self, host: int, job_generation: int, alone_since: int, now: int) -> None:
         """An agent ends without an outcome."""
@@ -138,6 +138,6 @@ class LifetimeJudge:
 
 
 def _is_known(keys: Mapping[str, KeyValue], job_generation: int) -> bool:
-    """Whether something genuine tells that a founding is there, as its members see the keys (H14)."""
+    """Whether something genuine tells that a job generation is there, as its members see the keys (H14)."""
     has_entries = any(key.startswith("rec/") and found.is_genuine for key, found in keys.items())
     return has_entries or is_there(keys.get(SPEC), keys.get(TERM), job_generation)

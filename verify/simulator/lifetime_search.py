@@ -11,7 +11,7 @@ from verify.simulator.schedule import STORE_KEYS, STRANGER_KINDS, ScheduledFault
 KINDS = ("kill", "cut", "shut", "lost", "mute", "late", *STRANGER_KINDS)
 """Of faults: as those of other schedules, of agents' hosts (``a0``), the coordinator (``c``) and the store (``s``)."""
 _DURATIONS = (10, 60, 300, 500, 900)
-"""Half a second to 45 s: a claim follows after 2 s, a founder asks for 20 s, an agent waits for 30 s."""
+"""Half a second to 45 s: a claim follows after 2 s, a creator asks for 20 s, an agent waits for 30 s."""
 LIVES = (Lifetime(), Lifetime(pause=500, length=3), Lifetime(restart=200))
 """That are searched everywhere: entries every 3 s; every 25 s; a launcher that takes 10 s."""
 MAX_FAILURES = 20

@@ -1,7 +1,7 @@
-"""The life of a job's name in its store, from its founding to its outcome: rules H1, H4, H12 and H13.
+"""The life of a job's name in its store, from its creation to its outcome: rules H1, H4, H12 and H13.
 
-Three hosts: the first one's agent founds the job, those of the first two may have its coordinator, and the third one
-only takes part. What they do is the product's: who founds (`elaswave.protocol.leadership.job_creation`), who claims
+Three hosts: the first one's agent creates the job, those of the first two may have its coordinator, and the third one
+only takes part. What they do is the product's: who creates (`elaswave.protocol.leadership.job_creation`), who claims
 (`elaswave.protocol.leadership.election`), what a coordinator writes (`elaswave.protocol.coordinator.store_writes`),
 whom it takes for a member (`elaswave.protocol.leadership.store_position`), how long an agent waits and when it looks
 for the outcome (`elaswave.protocol.leadership.coordinator_timeout`). Steps and workers are left out: a coordinator
@@ -107,11 +107,11 @@ class Agent:
         self.host, self.incarnation = host, incarnation
         self.dead = False
         self.job_generation = 0
-        """Which founding it takes part in, once it does."""
+        """Which job generation it takes part in, once it does."""
         self.saw = 0
         """JobCreation of the job that it has seen in the store before it took part."""
         self.outcome_seen = 0
-        """Revision of the outcome when it looked before it founded."""
+        """Revision of the outcome when it looked before it created."""
         self.coordinator: Coordinator | None = None
         """To which it is connected."""
         self.alone_since: int | None = None
@@ -130,7 +130,7 @@ class Agent:
         else:
             self._find(self._life.now + 12_000, self.give_up)
 
-    # ------------------------------------------------------------------------------------------------------- founding
+    # --------------------------------------------------------------------------------------------------------- creation
 
     def _go_on(self, due: CreatorAction) -> None:
         life = self._life
@@ -215,7 +215,7 @@ class Agent:
     def take_part(self, job_generation: int) -> None:
         """It knows which job this is."""
         self.job_generation = job_generation
-        self._life.say(f"agent {self.incarnation} of host {self.host} takes part in founding {job_generation}")
+        self._life.say(f"agent {self.incarnation} of host {self.host} takes part in job generation {job_generation}")
         if self.host < NUM_CANDIDATES:
             self._stand_by()
         self._watch()
@@ -451,10 +451,10 @@ class Coordinator:
         return compare_positions(received, own, []) is not PositionVerdict.OTHER_JOB
 
     def hello(self, agent: Agent) -> None:
-        """An agent says which founding it is of."""
+        """An agent says which job generation it is of."""
         if not self.fits(first_position(agent.job_generation)):
             if agent.job_generation < self.job_generation:
-                self._life.end(agent, 75, "the job was founded again")
+                self._life.end(agent, 75, "the job was created again")
             else:
                 self._confirm()
             return
@@ -462,7 +462,7 @@ class Coordinator:
         agent.coordinator = self
 
     def _confirm(self) -> None:
-        """An agent of a later founding has come: this job may be over."""
+        """An agent of a later job generation has come: this job may be over."""
         asked = partial(self._life.store.transact, self.term.still_writes(), self.job_generation)
         self._life.ask(self, asked, self._beaten)
 
@@ -595,17 +595,18 @@ class Life:
         before = self.store.view(agent.job_generation)
         outcome = self.store.transact(transaction, agent.job_generation)
         if outcome.succeeded:
-            self.say(f"store: {why} by agent {agent.incarnation} of host {agent.host}, founding {agent.job_generation}")
+            by = f"agent {agent.incarnation} of host {agent.host}, job generation {agent.job_generation}"
+            self.say(f"store: {why} by {by}")
             self.judge.changed(agent, why, before, self.store.view(agent.job_generation))
         return outcome
 
     def draw_job_generation(self) -> int:
-        """A number that no other founding has."""
+        """A number that no other job generation has."""
         self._num_foundings += 1
         return self._num_foundings
 
     def term_of_entries(self, job_generation: int) -> int:
-        """The newest term of the coordinators that have written the entries of a founding."""
+        """The newest term of the coordinators that have written the entries of a job generation."""
         return max((int(entry.split()[1].split(b".")[0]) for entry in self.store.entries(job_generation)), default=0)
 
     def is_cut(self, one: int, other: int) -> bool:
@@ -625,7 +626,7 @@ class Life:
 
     def lead(self, agent: Agent, term: Holder) -> None:
         """A candidate's process is the coordinator from now on."""
-        self.say(f"host {agent.host} has the coordinator of term {term.term}, founding {agent.job_generation}")
+        self.say(f"host {agent.host} has the coordinator of term {term.term}, job generation {agent.job_generation}")
         self.coordinators = [each for each in self.coordinators if not each.dead]
         self.coordinators.append(self._coordinator_class(self, agent, term))
 

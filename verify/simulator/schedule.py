@@ -30,7 +30,7 @@ KINDS = {
     "flip": "a bit flips in what a worker computes with, or in a copy that it holds; the duration says where",
     "slip": "a worker's next update of a copy is written wrongly; the duration says of which, and whether its master",
     "notice": "the machine of a worker, or of an agent, is taken away after a while, and it knows",
-    "usurp": "the coordinator stops for a while; a second one starts meanwhile, with candidates if its beat is missed",
+    "usurp": "the coordinator stops for a while; a second one starts then, with candidates if heartbeats are missed",
     "lost": "with candidates: requests to the store are lost for a while",
     "mute": "with candidates: the store does what it is asked, and its answers are lost for a while",
     "late": "with candidates: what the store is asked for a while arrives after its senders have given up",
@@ -120,8 +120,8 @@ class Conditions(NamedTuple):
     mid_action: int = 0
     """How many layers of the action at hand a worker still runs before it does what the coordinator asks; 0: none."""
     candidates: int = 0
-    """Hosts that watch the coordinator's beat in a store on other machines; 0: a killed coordinator is started again,
-    and its store is a file."""
+    """Hosts that watch the coordinator's lease heartbeat in a store on other machines; 0: a killed coordinator is
+    started again, and its store is a file."""
     store_delay: int = 0
     """How much longer a request to that store takes."""
     agents: int = 0

@@ -176,7 +176,7 @@ def _taken_from_environment() -> bytes | None:
 
 
 def forkserver_environment() -> dict[str, str] | None:
-    """The environment for a fresh template, with this process's hashes; None where this process may fork one."""
+    """The environment for a fresh forkserver, with this process's hashes; None where this process may fork one."""
     return None if may_fork() else environment_to_compute() | {HASH_SEED_VARIABLE: hash_seed()}
 
 

@@ -3,9 +3,9 @@
 A block is a fixed-size run of one layer's flat storage, the unit of ownership, replication, transfer and
 verification. Its owner updates and serves it; its followers hold live copies and apply the same updates. The blocks
 of a layer are dealt over all workers of the stage (interleaved), so a layer that changes stage moves in disjoint
-worker-to-worker transfers. The followers of one owner are spread over a few partners (`elaswave.blocks.replica_peers`):
-so many share its work when it dies, and two workers that die together have taken all copies of a block with them only
-if they are partners.
+worker-to-worker transfers. The followers of one owner are spread over a few replica peers
+(`elaswave.blocks.replica_peers`): so many share its work when it dies, and two workers that die together have taken all
+copies of a block with them only if they are replica peers.
 
 Block boundaries depend on the model alone, the placement also on the layout: every worker computes both by itself.
 """
@@ -142,7 +142,7 @@ def place_blocks(
         blocks: of the whole model, as `make_blocks` returns them.
         num_followers: copies beside the owner; clamped to the number of workers of stages (where copies stay inside, of
             the owner's site) minus one.
-        scatter_width: over how many partners the first followers of an owner's blocks are spread.
+        scatter_width: over how many replica peers the first followers of an owner's blocks are spread.
     Returns:
         A placement with one entry per block; followers in the order in which they were chosen.
     Raises:
@@ -178,7 +178,7 @@ def replica_peers_under(
     copies: Iterable[tuple[int, tuple[int, ...]]] = (),
     firm: bool = False,
 ) -> ReplicaPeers:
-    """The partners of the workers of a layout's stages; those that run a layer, or a shared unit, are a group.
+    """The replica peers of the workers of a layout's stages; those that run a layer, or a shared unit, are a group.
 
     Args:
         layout: who runs which layer, and where.
@@ -271,17 +271,17 @@ def _deal_owners(members_of_layer: Sequence[tuple[int, ...]], blocks: Sequence[B
 class FollowerChooser:
     """Chooses followers one by one and keeps count of what each worker holds and follows.
 
-    One follower of a block is a partner of its owner; among several that fit the one that follows the owner in the
+    One follower of a block is a replica peer of its owner; among several that fit the one that follows the owner in the
     fewest blocks, then the one that holds the fewest elements. Replica peers are of the block's stage where all workers
     are on one host and the stage has another worker. Each further follower is one fixed worker for an owner and the
     followers so far: with two followers there are not many more sets of three that hold a block than an owner has
-    partners. It is in a domain without a copy, outside of the stage if one inside is there, and no other partner, as
-    far as there are such workers, in this order.
+    replica peers. It is in a domain without a copy, outside of the stage if one inside is there, and no other replica
+    peer, as far as there are such workers, in this order.
 
     Args:
         workers: all that may hold blocks, ascending.
         replica_peers: of each worker that may be chosen; an owner that has none chooses among all.
-        scatter_width: so many of an owner's partners are chosen for the blocks of one stage; it may have more for
+        scatter_width: so many of an owner's replica peers are chosen for the blocks of one stage; it may have more for
             those of another that runs the same layers.
         domains: by what copies are kept apart, level by level, see `elaswave.blocks.domains`.
         excluded: those among the workers that are never chosen.
@@ -333,7 +333,7 @@ class FollowerChooser:
                     chosen |= {worker}
 
     def note(self, owner: int, follower: int, num_elements: int, *, num_firsts: int) -> None:
-        """Takes note that a worker follows blocks of an owner, so many as the partner that these are to have."""
+        """Takes note that a worker follows blocks of an owner, so many as the replica peer that these are to have."""
         self._followed[owner][follower] += num_firsts
         self._held[follower] += num_elements
 
@@ -379,7 +379,7 @@ class FollowerChooser:
             return None
         followed, held = self._followed[owner], self._held
         if further:
-            # A pair of partners is a set of two that can lose state already.
+            # A pair of replica peers is a set of two that can lose state already.
             replica_peers = self._replica_peers.get(owner, ())
             follower = min(
                 candidates, key=lambda worker: (worker in replica_peers, self._num_fixed[worker], held[worker])
@@ -392,7 +392,7 @@ class FollowerChooser:
         return follower
 
     def lacks_replica_peer(self, owner: int, chosen: Collection[int]) -> bool:
-        """Whether none of a block's followers is a partner of its owner, though it has partners."""
+        """Whether none of a block's followers is a replica peer of its owner, though it has replica peers."""
         replica_peers = self._replica_peers.get(owner, frozenset())
         return bool(replica_peers) and replica_peers.isdisjoint(chosen)
 

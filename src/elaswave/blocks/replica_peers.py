@@ -1,27 +1,28 @@
 """ReplicaPeers: among which workers the first follower of a worker's blocks is chosen. Pure: no torch, no IO.
 
 If every worker of a stage follows blocks of every other (declustering without a bound), any two of them that are lost
-at one instant take all copies of some block with them. Here each worker has a few partners only, its *scatter width*:
-its blocks have their first followers on these, and two workers lost together lose state only if they are partners. This
-is Cidon et al., "Copysets: Reducing the Frequency of Data Loss in Cloud Storage", USENIX ATC 2013, with a graph in the
-place of random permutations: for two copies a copyset is an edge, and s partners need n x s / 2 of them.
+at one instant take all copies of some block with them. Here each worker has a few replica peers only, its *scatter
+width*: its blocks have their first followers on these, and two workers lost together lose state only if they are
+replica peers. This is Cidon et al., "Copysets: Reducing the Frequency of Data Loss in Cloud Storage", USENIX ATC 2013,
+with a graph in the place of random permutations: for two copies a copyset is an edge, and s replica peers need n x s /
+2 of them.
 
 The smaller the width, the fewer sets of workers are fatal; the larger, the more workers share what a lost one did.
 
-Hosts count before stages: a partner is on another host where there is one, preferably in the same stage (a *group*
+Hosts count before stages: a replica peer is on another host where there is one, preferably in the same stage (a *group*
 here), else in any. Hosts are linked first and workers only across linked hosts, as far as that suffices: eight workers
 of a host that each choose for themselves would make nearly every pair of hosts fatal. Only where all workers are on one
-host a partner is in the same group, or in any other for a worker that is alone in its groups.
+host a replica peer is in the same group, or in any other for a worker that is alone in its groups.
 
-Who has lost a partner is linked with others that have, so that a loss changes few pairs; a newcomer is inserted in a
-pair of partners.
+Who has lost a replica peer is linked with others that have, so that a loss changes few pairs; a newcomer is inserted in
+a pair of replica peers.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 EVERYBODY = 1 << 30
-"""A scatter width that makes all workers of a stage partners."""
+"""A scatter width that makes all workers of a stage replica peers."""
 ReplicaPeers = dict[int, tuple[int, ...]]
 """Worker -> those among which the first followers of its blocks are chosen. Nearly always mutual."""
 
@@ -37,27 +38,27 @@ def choose_replica_peers(
     kept: Mapping[int, Iterable[int]] | None = None,
     firm: bool = False,
 ) -> ReplicaPeers:
-    """The partners of every worker; a deterministic function of its arguments.
+    """The replica peers of every worker; a deterministic function of its arguments.
 
-    A worker gets `width` partners on other hosts, or as many as there are; where all are on one host, `width` in each
-    of its groups, or as many as those have. Nothing kept and all on one host: the neighbours at distance 1, 2, ... in
-    the ring of each group, for a width of 1 pairs (of an odd number the last three follow each other in a ring).
+    A worker gets `width` replica peers on other hosts, or as many as there are; where all are on one host, `width` in
+    each of its groups, or as many as those have. Nothing kept and all on one host: the neighbours at distance 1, 2, ...
+    in the ring of each group, for a width of 1 pairs (of an odd number the last three follow each other in a ring).
     100,000 workers take about a second.
 
     Args:
         groups: workers that run the same, such as those of one stage; groups may overlap. A worker in none has none.
         width: the scatter width, at least 1.
         hosts: the host of each worker; None means that all are on one.
-        kept: the partners of before, most important first. Those that are too many or no longer fit are dropped.
-        firm: whether each kept partner that fits stays. Otherwise workers that were nobody's partner, and had none,
-            may be put between two that were partners.
+        kept: the replica peers of before, most important first. Those that are too many or no longer fit are dropped.
+        firm: whether each kept replica peer that fits stays. Otherwise workers that were nobody's replica peer, and had
+            none, may be put between two that were replica peers.
     Returns:
-        For each worker of a group its partners, kept ones first.
+        For each worker of a group its replica peers, kept ones first.
     Raises:
         ValueError: width < 1, or a worker without a host.
     """
     if width < 1:
-        raise ValueError(f"the scatter width is {width}: a worker needs at least 1 partner")
+        raise ValueError(f"the scatter width is {width}: a worker needs at least 1 replica peer")
     workers = sorted(set(chain.from_iterable(groups)))
     if hosts is not None and (missing := [worker for worker in workers if worker not in hosts]):
         raise ValueError(f"no host is given for workers {missing}: name one for every worker, or none")
@@ -99,7 +100,7 @@ class _Graph:
         self._hosts: Mapping[int, str | int] = dict.fromkeys(workers, 0) if hosts is None else hosts
         self.num_hosts = len({self._hosts[worker] for worker in workers})
         self.replica_peers: dict[int, dict[int, None]] = {worker: {} for worker in workers}
-        self._num_chosen = dict.fromkeys(workers, 0)  # how often each is a partner of another
+        self._num_chosen = dict.fromkeys(workers, 0)  # how often each is a replica peer of another
         self._need = dict.fromkeys(workers, 0)
         self._host_links: dict[str | int, dict[str | int, None]] = {}
         self._groups_of: dict[int, list[int]] = {worker: [] for worker in workers}
@@ -115,7 +116,7 @@ class _Graph:
     # ------------------------------------------------------------------------------------------------ what was before
 
     def keep(self, kept: Mapping[int, Iterable[int]], *, firm: bool) -> None:
-        """Takes over the partners of before."""
+        """Takes over the replica peers of before."""
         for worker, others in kept.items():
             if worker not in self.replica_peers:
                 continue
@@ -127,7 +128,7 @@ class _Graph:
                     self._add(worker, other)
         if firm:
             return
-        # Whoever is nobody's partner shall become one: it gives up its own for such as choose it, too.
+        # Whoever is nobody's replica peer shall become one: it gives up its own for such as choose it, too.
         while unknown := [
             worker
             for worker in self.replica_peers
@@ -152,7 +153,7 @@ class _Graph:
         )
 
     def _fits(self, worker: int, other: int) -> bool:
-        """Whether one may be a partner of another at all."""
+        """Whether one may be a replica peer of another at all."""
         if self.num_hosts > 1:
             return self._hosts[worker] != self._hosts[other]
         return self._kin(worker, other) or all(self._num_members[index] == 1 for index in self._groups_of[worker])
@@ -175,10 +176,10 @@ class _Graph:
         self._num_chosen[replica_peer] -= 1
 
     def _link(self, one: int, other: int) -> bool:
-        """Makes two that need one each other's partners, if they may be.
+        """Makes two that need one each other's replica peers, if they may be.
 
         Returns:
-            Whether they have become partners.
+            Whether they have become replica peers.
         """
         if not (self._need[one] > 0 and self._need[other] > 0) or one == other:
             return False
@@ -197,7 +198,7 @@ class _Graph:
         self._breakable.add((min(one, other), max(one, other)))
 
     def fill(self, askers: Sequence[int], members: Sequence[int], *, last: bool) -> None:
-        """Gives some workers the partners that they lack.
+        """Gives some workers the replica peers that they lack.
 
         Args:
             askers: those workers.
@@ -210,7 +211,7 @@ class _Graph:
         for worker in needy:
             for replica_peer in self._wished.get(worker, ()):
                 self._link(worker, replica_peer)
-        for worker in needy:  # a partner of one side becomes one of both: no other pair becomes fatal
+        for worker in needy:  # a replica peer of one side becomes one of both: no other pair becomes fatal
             for replica_peer in tuple(self.replica_peers[worker]):
                 if self._need[replica_peer] > 0 and worker not in self.replica_peers[replica_peer]:
                     self._add(replica_peer, worker)
@@ -224,7 +225,7 @@ class _Graph:
             self._need[worker] = 0
 
     def _count_needs(self, askers: Sequence[int], members: Sequence[int]) -> list[int]:
-        """Notes how many partners each of the askers lacks among the members."""
+        """Notes how many replica peers each of the askers lacks among the members."""
         inside = frozenset(members)
         here: dict[str | int, int] = {}
         for worker in inside:
@@ -242,14 +243,14 @@ class _Graph:
             if lacking > 0:
                 self._need[worker] = lacking
                 needy.append(worker)
-        # Who lacks none may still become the other half of a partner that has chosen it, but asks for nothing.
+        # Who lacks none may still become the other half of a replica peer that has chosen it, but asks for nothing.
         return needy
 
     def _still(self, workers: Iterable[int]) -> list[int]:
         return [worker for worker in workers if self._need[worker] > 0]
 
     def _link_in_circle(self, needy: list[int]) -> None:
-        """Links the nearest of those that lack partners, in a ring."""
+        """Links the nearest of those that lack replica peers, in a ring."""
         if self.num_hosts > 1:
             needy = list(_interleaved(self._by_host(needy).values()))
         found = True
@@ -286,7 +287,7 @@ class _Graph:
             self._link_across(by_host[one], by_host[other], (self._width, self._width))
 
     def _links_of_hosts(self, by_host: Mapping[str | int, Sequence[int]]) -> list[tuple[str | int, str | int]]:
-        """Pairs of hosts across which workers find their partners: those that are linked, then the nearest."""
+        """Pairs of hosts across which workers find their replica peers: those that are linked, then the nearest."""
         names = list(by_host)
         position = {host: index for index, host in enumerate(names)}
         lacking = {host: max(self._need[worker] for worker in workers) for host, workers in by_host.items()}
@@ -327,7 +328,7 @@ class _Graph:
     # -------------------------------------------------------------------------------------- who finds nobody that lacks
 
     def _give_way(self, needy: Sequence[int], members: Sequence[int]) -> None:
-        """Finds partners for those whom no other lacks: others give way, or are chosen though they have enough."""
+        """Finds replica peers for those whom no other lacks: others give way, or are chosen though they have enough."""
         place = {worker: index for index, worker in enumerate(members)}
         open_slots = [worker for worker in needy for _ in range(self._need[worker])]
         while open_slots:
@@ -360,7 +361,8 @@ class _Graph:
                 yield members[after]
 
     def _insert(self, one: int, other: int, members: Sequence[int], place: Mapping[int, int]) -> bool:
-        """Breaks a pair (u, v) and makes (one, u) and (other, v) partners instead; the two may be the same worker."""
+        """Breaks a pair (u, v) and makes (one, u) and (other, v) replica peers instead; the two may be the same
+        worker."""
         for u in islice(self._near(one, members, place), _WINDOW):
             if not self._may_join(one, u):
                 continue
@@ -379,7 +381,7 @@ class _Graph:
         return mutual and one != other and other not in self.replica_peers[one] and one not in self.replica_peers[other]
 
     def _as_near(self, worker: int, replica_peer: int, instead: int) -> bool:
-        """Whether a worker that loses a partner gets another of the same groups for it."""
+        """Whether a worker that loses a replica peer gets another of the same groups for it."""
         shared = set(self._groups_of[worker]).intersection(self._groups_of[replica_peer])
         return shared.issubset(self._groups_of[instead])
 
@@ -394,8 +396,8 @@ class _Graph:
         self._breakable.discard((min(u, v), max(u, v)))
 
     def _turn(self, worker: int, members: Sequence[int], place: Mapping[int, int]) -> bool:
-        """Takes one in between two new partners: v follows u, the worker v, and u the worker, so that each still has
-        and is as many partners as before."""
+        """Takes one in between two new replica peers: v follows u, the worker v, and u the worker, so that each still
+        has and is as many replica peers as before."""
         for u in islice(self._near(worker, members, place), _WINDOW):
             if not self._may_join(worker, u):
                 continue
@@ -410,7 +412,7 @@ class _Graph:
         return False
 
     def _choose(self, worker: int, members: Sequence[int], place: Mapping[int, int]) -> None:
-        """Chooses one of those nearby that are partners of the fewest, though it has enough itself."""
+        """Chooses one of those nearby that are replica peers of the fewest, though it has enough itself."""
         options = [
             other
             for other in islice(self._near(worker, members, place), _WINDOW)

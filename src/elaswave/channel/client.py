@@ -126,7 +126,8 @@ class ControlClient(Generic[_T]):
         silence_timeout_s: a connection on which heartbeats are not answered for this long is made again; None: as
             long as fits the number of candidates.
         dial: begins to connect to an address.
-        job_generation: of the job that the owner takes part in, see `elaswave.protocol.leadership.store_position.Head`;
+        job_generation: of the job that the owner takes part in, see
+            `elaswave.protocol.leadership.store_position.StorePosition`;
             0: it does not yet.
     Raises:
         ValueError: the key is too short, or TLS is asked for on a Unix socket.

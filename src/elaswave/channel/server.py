@@ -167,7 +167,8 @@ class ControlServer(Generic[_T]):
             on_refused: called with one line about a connection that was turned away or a peer that was cut off.
             on_stranger: called with one line about a peer that speaks as one of the job, and has not proved that it
                 holds the job's key.
-            on_store_position: called with the newest head that a peer has been told, before it counts as connected;
+            on_store_position: called with the newest store position that a peer has been told, before it counts as
+                connected;
                 returns what it is told if it is turned away.
             refusal: returns why a participant may not connect, or None if it may.
             key_of: gives the keys of which a participant of an id must hold one; None: ``key``, whoever it is.

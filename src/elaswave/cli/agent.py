@@ -40,15 +40,15 @@ def _name(context: click.Context, option: click.Parameter, value: str | None) ->
     envvar=COORDINATOR_VARIABLE,
     show_envvar=True,
     metavar="HOST:PORT[,...]",
-    help="Where the coordinator is dialled. The agent on that host founds the job. With control.store=etcd://... there "
-    "may be several: when a coordinator's host is lost, another of them starts one.",
+    help="Where the coordinator is dialled. The agent on that host creates the job. With control.store=etcd://... "
+    "there may be several: when a coordinator's host is lost, another of them starts one.",
 )
 @click.option(
     "--config",
     "config_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="What is trained. Counts where the job is founded; elsewhere it may be left out, and must not differ.",
+    help="What is trained. Counts where the job is created; elsewhere it may be left out, and must not differ.",
 )
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Workers with which the job begins.")
 @click.option("--hosts", type=click.IntRange(min=1), metavar="N", help="Hosts with which it begins: control.hosts.")
@@ -70,7 +70,7 @@ def _name(context: click.Context, option: click.Parameter, value: str | None) ->
     "--run-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The run's folder, of this host or shared.  [default: runs/JOB; elsewhere, the path where it was founded]",
+    help="The run's folder, of this host or shared.  [default: runs/JOB; elsewhere, the path where it was created]",
 )
 @click.option(
     "--checkpoints",
@@ -102,7 +102,7 @@ def _name(context: click.Context, option: click.Parameter, value: str | None) ->
     "fault_specs",
     multiple=True,
     metavar="KIND:WORKER@STEP[:PHASE[+N]]",
-    help="Inject a fault, see `elaswave train`; counts where the job is founded.",
+    help="Inject a fault, see `elaswave train`; counts where the job is created.",
 )
 def agent_command(
     job: str,

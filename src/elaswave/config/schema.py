@@ -269,8 +269,8 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     what it costs."""
     spot_checks: Annotated[float, Meta(ge=0, le=1)] = 0.005
     """Share of the time that layers take in which their runs are done again, or their probes, and compared bit for bit:
-    in steps and micro-batches drawn from ``run.seed``; more often in the first steps (docs/own-models/canary.md). 0, or
-    no ``verify``: none."""
+    in steps and micro-batches drawn from ``run.seed``; more often in the first steps (docs/own-models/determinism.md).
+    0, or no ``verify``: none."""
     salvage: bool = True
     """When a step is tried again after a loss, survivors keep what they have of it, and only what depended on the lost
     worker runs again; needs ``consistency = "bitwise"``. Off: the whole step runs again."""

@@ -76,7 +76,7 @@ class Agents:
             self._refuse(peer, text)
         elif message.config_digest and message.config_digest != spec.config_digest:
             text = (
-                f"node {message.node} was given another configuration than the job that {spec.host} has founded "
+                f"node {message.node} was given another configuration than the job that {spec.host} has created "
                 f"(digest {message.config_digest}, and there {spec.config_digest}): leave --config and --set out there"
             )
             self._refuse(peer, text)

@@ -1,6 +1,6 @@
 """What agents of other hosts are told of a job, and how they check that they have the same checkpoints and data.
 
-The folder of checkpoints is marked by who founds the job: another folder has no mark, or another one. Run folders are
+The folder of checkpoints is marked by who creates the job: another folder has no mark, or another one. Run folders are
 marked too, by whoever uses them first, so that a coordinator sees which hosts share its own.
 """
 
@@ -30,7 +30,7 @@ class JobMark(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     mark: str
-    """Drawn whenever the job is founded."""
+    """Drawn whenever the job is created."""
 
 
 def config_digest(config: Config) -> str:
@@ -143,7 +143,7 @@ def check_shared(run_dir: Path, spec: JobSpec, node: str) -> None:
 
 
 def check_data(spec: JobSpec, facts: dict[str, object], node: str) -> None:
-    """Refuses data that differ from those where the job was founded.
+    """Refuses data that differ from those where the job was created.
 
     Args:
         spec: of the job.

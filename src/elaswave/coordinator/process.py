@@ -63,7 +63,7 @@ PORT_TAKEN = 5
 """Of one at whose address another program listens."""
 DISPLACED = 6
 """Of one whose claim was taken away, by nobody who has followed it: the next one claims the job anew."""
-CREATED_AGAIN = "the job was founded again since this agent has come: what its workers have is of the last one"
+CREATED_AGAIN = "the job was created again since this agent has come: what its workers have is of the last one"
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
 
@@ -174,7 +174,7 @@ class CoordinatorProcess(JobDriver):
             self.detector.disconnected(peer, time.monotonic())
 
     def _on_store_position(self, peer: int, store_position: StorePosition) -> RefusedPeer | None:
-        """A peer has heard of a history that this coordinator may lack (H9), or is of an earlier founding of the job
+        """A peer has heard of a history that this coordinator may lack (H9), or is of an earlier job generation
         (H1). If so, nothing that it says counts."""
         if self._end.is_there:
             return None
@@ -184,7 +184,7 @@ class CoordinatorProcess(JobDriver):
         except StoreError as error:
             self._background.fail(error)
             return RefusedPeer(None)
-        _log.info("%s is of another founding of the job: it is turned away", peer_name(peer))
+        _log.info("%s is of another job generation: it is turned away", peer_name(peer))
         return RefusedPeer(
             agent_messages.AgentRefused(reason=CREATED_AGAIN, verdict="again") if is_agent(peer) else None
         )
@@ -397,7 +397,7 @@ def run_candidate(
 
     Args:
         setup: of the coordinator.
-        name, founds, report: as of `elaswave.store.opening.claim`.
+        name, creates, report: as of `elaswave.store.opening.claim`.
     Returns:
         Exit status, as of `run_coordinator`.
     """

@@ -40,7 +40,7 @@ class CoordinatorSetup(NamedTuple):
     job: str = ""
     """The job's name; empty: no other hosts take part."""
     job_generation: int = 0
-    """Of the job that this agent takes part in, see `elaswave.protocol.leadership.store_position.Head`."""
+    """Of the job that this agent takes part in, see `elaswave.protocol.leadership.store_position.StorePosition`."""
     lost_s: float | None = None
     """In a job of several hosts: monotonic time since when the coordinator before this one is missed; None: it is the
     first. Of a candidate that waits: at which its agent's last coordinator has ended."""

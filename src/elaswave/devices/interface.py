@@ -5,7 +5,7 @@ that is a `Mark`, a moment in the device's queue that has passed or not. Nothing
 again and again, so that bytes move and interrupts arrive meanwhile.
 
 No device is touched when this module is imported, nor by the processes that compute nothing (launcher, coordinator,
-template): a worker opens its own (`elaswave.devices.opening`).
+forkserver): a worker opens its own (`elaswave.devices.opening`).
 
 Numbers that a device computes and the host is to know, read together by one wait.
 """

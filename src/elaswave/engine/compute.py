@@ -9,7 +9,7 @@ A layer never shares the memory that it is given with another one that could sti
 input gets copies of it (`elaswave.engine.checks.unwritten`).
 
 Layers through ``torch.compile``, for fixed shapes. Whether a compilation gives the bits of every other process, the
-canary finds out, and again after each further compilation.
+determinism check finds out, and again after each further compilation.
 """
 
 import math
@@ -277,7 +277,8 @@ class Compute:
         """A run is done again, with parameters at other places."""
         self._compiled = CompiledLayers()
         self._proven: set[tuple[int, bool]] = set()
-        """What has run twice, beside layers in training, which have a canary: the loss, and all in evaluation."""
+        """What has run twice, beside layers in training, which have a determinism check: the loss, and all in
+        evaluation."""
         self._needs_graph: set[int] = set()
         """Layers (or loss) that differentiate within their forward, and run with a graph in evaluation too."""
         self._admitted: set[tuple[int, bool]] = set()
@@ -547,12 +548,12 @@ class Compute:
         return to_send(reached)
 
     def try_out(self, index: int, value: Any, *, prove: bool) -> Any:
-        """Runs one layer on a micro-batch for its canary alone: nothing is added, and no loss is made.
+        """Runs one layer on a micro-batch for its determinism hash alone: nothing is added, and no loss is made.
 
         Args:
             index: of the layer.
             value: its input.
-            prove: also run it backward, and note its canary.
+            prove: also run it backward, and note its determinism hash.
         Returns:
             Its output, detached.
         """
@@ -725,7 +726,7 @@ class Compute:
         return index >= self._lowest_trained
 
     def _keeps_run(self, index: int) -> bool:
-        """Whether a layer's outputs are needed once more: by its backward, or by the canary."""
+        """Whether a layer's outputs are needed once more: by its backward, or by the determinism check."""
         return self._has_backward(index) or (self._has_determinism_check and index not in self.determinism_hashes)
 
     def _callable(self, index: int) -> Callable[[Any], Any]:
@@ -790,7 +791,7 @@ class Compute:
         return passed_on
 
     def _nothing(self, index: int, microbatch: int, saved: Saved) -> Gradients:
-        """What a layer in which nothing runs backward brings; the canary looks at its forward."""
+        """What a layer in which nothing runs backward brings; the determinism check looks at its forward."""
         none: Gradients = [None] * len(self.layers[index].parameters)
         if self._has_determinism_check and index not in self.determinism_hashes:
             run = self._output(index, microbatch, saved)
@@ -886,7 +887,7 @@ class Compute:
     def _prove(
         self, index: int, microbatch: int, saved: Saved, run: LayerRun, reached: Reached, found: Gradients
     ) -> None:
-        """Has the canary look at a layer's first micro-batch here."""
+        """Has the determinism check look at a layer's first micro-batch here."""
         done = Done(saved.given, run, reached, found)
         self.check_layer_again(index, microbatch, done)
 
@@ -899,7 +900,7 @@ class Compute:
         self.determinism_hashes[index] = determinism_hash
 
     def _determinism_hash_of(self, index: int, microbatch: int, done: Done) -> tuple[int, bool]:
-        """A layer's canary, and whether it is one of bits."""
+        """A layer's determinism hash, and whether it is one of bits."""
 
         def from_scratch(given: LayerInputs, reached: Reached) -> tuple[LayerRun, Gradients]:
             """The same in any process at any time: nothing but shapes and types goes into it."""

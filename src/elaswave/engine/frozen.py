@@ -2,7 +2,7 @@
 
 Each worker that runs a layer makes the layer's frozen parameters itself: by its build from the seed, or as a copy of
 the instance in the process that forked it. That source does not change within a job. A job that resumes takes the
-checkpoint's values where they differ: the template loads them once, and whatever is forked later has them too.
+checkpoint's values where they differ: the forkserver loads them once, and whatever is forked later has them too.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,8 @@
 """A worker's end of its loaders: asks them ahead for the micro-batches that its routes give it, and takes what comes.
 
-A loader that ends or hangs is replaced by the template, which forks it, and what it was asked for is asked of another;
-its answer would have been the same. Every wait is bounded: a micro-batch at which several loaders end, or at which they
-hang, is the data's fault, and is reported as such.
+A loader that ends or hangs is replaced by the forkserver, which forks it, and what it was asked for is asked of
+another; its answer would have been the same. Every wait is bounded: a micro-batch at which several loaders end, or at
+which they hang, is the data's fault, and is reported as such.
 
 Micro-batches between processes: tensors in anonymous memory that a descriptor stands for. It has no name to stay.
 
@@ -228,7 +228,7 @@ coordinator grants a worker that is at its data (`elaswave.protocol.detection.de
 loader may take as much: a file system that stands still is waited for as long with loaders as without."""
 LEARNED = 4
 REPLACE_S = 60.0
-"""How long the template may take to fork a loader."""
+"""How long the forkserver may take to fork a loader."""
 
 
 class _Loader:
@@ -265,7 +265,7 @@ class LoaderSupply:
 
     Args:
         worker: its id.
-        line: to the template, which hands over a line to each loader, and forks another one when it is asked.
+        line: to the forkserver, which hands over a line to each loader, and forks another one when it is asked.
         num_loaders: of this worker.
         num_steps: of the run.
         eval_microbatches: of an evaluation.
@@ -326,7 +326,7 @@ class LoaderSupply:
 
         Raises:
             BatchError: the data have raised an exception, or loaders have ended or hung.
-            WaitTimeoutError: the template forks no loader.
+            WaitTimeoutError: the forkserver forks no loader.
             InterruptedWaitError: the generation is over.
         """
         self._take_what_came()
@@ -342,7 +342,7 @@ class LoaderSupply:
             if self._loaders:
                 begin_s = time.monotonic()
             elif time.monotonic() - begin_s > REPLACE_S:
-                raise WaitTimeoutError(f"the template has forked no loader for {REPLACE_S:.0f} s; see template.log")
+                raise WaitTimeoutError(f"the forkserver has forked no loader for {REPLACE_S:.0f} s; see template.log")
         found = self._ready.pop(name)
         self._ask_ahead(name)
         if isinstance(found, NotMade):
@@ -404,7 +404,7 @@ class LoaderSupply:
             while True:
                 message, fds, _, _ = socket.recv_fds(self._forkserver, 64, 1)
                 if not message:
-                    break  # the template is gone, and this process is about to be
+                    break  # the forkserver is gone, and this process is about to be
                 line = socket.socket(fileno=fds[0])
                 line.setblocking(False)
                 index = msgspec.msgpack.decode(message, type=int)
@@ -452,7 +452,7 @@ class LoaderSupply:
     # --------------------------------------------------------------------------------------------------- end and hang
 
     def _replace(self, loader: _Loader, why: Counter[BatchName]) -> None:
-        """Lets a loader go, and asks the template for another one. What it was at is what it ended at, or hung at."""
+        """Lets a loader go, and asks the forkserver for another one. What it was at is what it ended at, or hung at."""
         del self._loaders[loader.index]
         loader.line.close()
         if loader.asked:

@@ -2,7 +2,7 @@
 
 Nothing of it is negotiated: the same configuration gives the same plan in every process, and the vote compares its
 hash. Workers have it from their `elaswave.engine.blueprint`; launcher and coordinator, which hold no torch, are told
-the shapes by the template process.
+the shapes by the forkserver.
 """
 
 from collections.abc import Callable, Collection
@@ -102,7 +102,7 @@ class RunPlan:
 
     @cached_property
     def scatter_width(self) -> int:
-        """Over how many partners the blocks of a worker are spread."""
+        """Over how many replica peers the blocks of a worker are spread."""
         config = self.config
         if config.elastic.scatter_width is not None:
             return config.elastic.scatter_width

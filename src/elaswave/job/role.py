@@ -23,8 +23,8 @@ class AgentRole(NamedTuple):
     job: str = ""
     """The job's name; empty: it has no other hosts."""
     job_generation: int = 0
-    """Which founding of the job it takes part in, see `elaswave.protocol.leadership.store_position.Head`; 0: it founds
-    it."""
+    """Which job generation it takes part in, see `elaswave.protocol.leadership.store_position.StorePosition`; 0: it
+    creates it."""
     keys: tuple[bytes, ...] = ()
     """Secrets of those who take part that it was told; none: they are made of the key that it was given."""
     network: JobNetwork | None = None
@@ -43,7 +43,7 @@ class AgentRole(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Of files that every host has its own one of in a shared folder; empty where the job was founded."""
+        """Of files that every host has its own one of in a shared folder; empty where the job was created."""
         return "" if self.creates_job else f"-{self.node}"
 
 

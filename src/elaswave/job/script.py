@@ -4,7 +4,7 @@ Files that a script has open when it trains: each process of the job gets a plac
 
 A fork shares open files, and with them the place up to which each has been read: of two processes that seek and read,
 one gets the bytes that the other has asked for. So each process that runs a person's code first opens anew what the
-script, or its code in the template, has open for reading only, under the same number and at the same place. Never
+script, or its code in the forkserver, has open for reading only, under the same number and at the same place. Never
 elaswave's own files, whose locks must last as long as a child lives, and never files that are open for writing.
 """
 
@@ -171,13 +171,14 @@ class Script(NamedTuple):
     """A script's training, and how its processes begin.
 
     The process that launches a script's job is the script's own: callbacks may have started threads in it, and
-    libraries have left state. So it forks nothing but the template, and that only where it may.
+    libraries have left state. So it forks nothing but the forkserver, and that only where it may.
     """
 
     training: Any
     """An `elaswave.training.definition.Training`."""
     environment: Mapping[str, str] | None
-    """Of a fresh interpreter that becomes the template and gets the training pickled; None: the template is forked."""
+    """Of a fresh interpreter that becomes the forkserver and gets the training pickled; None: the forkserver is
+    forked."""
     on_step: Callable[[int, float, Mapping[str, float]], None]
     """Called in this process after each committed step, in order and once, with its number and loss."""
     files: Mapping[str, bytes] = {}

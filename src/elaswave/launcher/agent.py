@@ -1,12 +1,12 @@
 """`elaswave agent`: one host's part in a job of several, from its start to its end.
 
-The agent at the coordinator's address, if it is given a configuration, founds the job: it is the launcher of `elaswave
+The agent at the coordinator's address, if it is given a configuration, creates the job: it is the launcher of `elaswave
 train`, in a job that others may join. All others ask there what is trained, and start the workers that they are asked
 for. Both are one code (`elaswave.launcher.local_job`).
 
 Where the processes of one host of several listen, and where they dial the coordinator.
 
-The coordinator's address is a host and a port that every agent is given. The agent on that host founds the job: it is
+The coordinator's address is a host and a port that every agent is given. The agent on that host creates the job: it is
 the one that may listen there. A lock file, which the kernel lets go of when its holder ends, keeps two agents of one
 host from both believing so. It stands where no other user can make or take it: whoever else has the port is no agent.
 """
@@ -126,7 +126,7 @@ def seeds_of(texts: Sequence[str]) -> tuple[Seed, ...]:
         try:
             seeds.append(seed_of(text))
         except RetryError as error:
-            # It keeps its place, for the place says who founds the job.
+            # It keeps its place, for the place says who creates the job.
             errors.append(error)
             host, port = _split(text)
             seeds.append(Seed(host, port, ""))
@@ -343,7 +343,7 @@ class AgentOptions(NamedTuple):
     """Folder that all hosts share; None: it is in the run folder."""
     fault_specs: tuple[str, ...] = ()
     joins: bool = False
-    """It never founds the job."""
+    """It never creates the job."""
     wait_s: float = 600.0
     """How long a coordinator is waited for."""
     leave_s: float = 25.0
@@ -431,7 +431,7 @@ def _hold_one(
 
 
 def _ask_whether_it_runs(host: _Host) -> JobSpec | AgentRefused | Ended | None:
-    """A job that outlives the loss of a host may be there already when the agent that founds it is started again (H1).
+    """A job that outlives the loss of a host may be there already when the agent that creates it is started again (H1).
 
     Returns:
         None: it does not run, and nothing of it is left.
@@ -481,11 +481,11 @@ def _slots(options: AgentOptions, config: Config) -> int:
     return options.slots or -(-sum(config.widths) // config.control.hosts)
 
 
-# ---------------------------------------------------------------------------------------------------------- the founder
+# ---------------------------------------------------------------------------------------------------------- the creator
 
 
 def _found(host: _Host, held: HeldPort, prepare: Callable[[], None]) -> None:
-    """Founds the job, or goes on with it after its end: from its newest checkpoint, if it has one."""
+    """Creates the job, or goes on with it after its end: from its newest checkpoint, if it has one."""
     options, config = host.options, host.config
     run_dir = _run_dir(options)
     has_checkpoint = False

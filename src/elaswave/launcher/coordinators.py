@@ -2,7 +2,7 @@
 ended. A checkpoint that is being committed for one of them comes to its end before the next one looks.
 
 A coordinator is a fork of the agent, which may be a candidate that waits, or, where a script's process must not fork,
-of the template.
+of the forkserver.
 
 How an agent stands to its job's coordinator: whether it has it, and when its next candidate's process is to wait.
 
@@ -146,8 +146,8 @@ class CoordinatorStarts:
         setup: what its first coordinator is started with.
         checkpoint: where workers begin; None: at the seed.
         agent_role: how the agent takes part.
-        processes, candidacy, waits: of the agent.
-        by_forkserver: whether the template forks coordinators.
+        processes, standby, waits: of the agent.
+        by_forkserver: whether the forkserver forks coordinators.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class CoordinatorStarts:
     ) -> None:
         self._setup, self._checkpoint, self._agent_role = setup, checkpoint, agent_role
         self.keys = setup.keys
-        """The job's, of those that are started from now on; the template has its own."""
+        """The job's, of those that are started from now on; the forkserver has its own."""
         self._processes, self._standby, self._waits = processes, standby, waits
         self._by_forkserver = by_forkserver
 
@@ -210,7 +210,7 @@ class CoordinatorSupervisor:
         starts: starts one.
         store: of the job; None: this agent starts none.
         agent: the machine that knows whether a coordinator is to be followed.
-        processes, candidacy, waits: of the agent.
+        processes, standby, waits: of the agent.
         log: what they print.
         way_on: says how the run can go on after its end.
     """
@@ -233,7 +233,7 @@ class CoordinatorSupervisor:
         self._patience_s = COORDINATOR_HUNG_S
         """With one that does not accept the agent."""
         self._committing: int | None = None
-        """Number of the commit that the template has been asked for and has not answered."""
+        """Number of the commit that the forkserver has been asked for and has not answered."""
 
     def start(self) -> None:
         """Starts the next one.
@@ -355,7 +355,7 @@ class WithoutCoordinator:
         job: the name of a job of several hosts; empty of a job of one.
         run_dir: the run's folder on this host.
         key: the job's.
-        job_generation: which founding of the job it takes part in.
+        job_generation: which job generation it takes part in.
     """
 
     def __init__(self, config: ControlConfig, job: str, run_dir: Path, key: JobKey, job_generation: int) -> None:
@@ -406,7 +406,7 @@ def find_outcome(config: ControlConfig, job: str, run_dir: Path, key: JobKey, jo
         job: the name of a job of several hosts.
         run_dir: the run's folder on this host.
         key: of this agent. Without the job's it cannot tell whether an outcome in the store is genuine.
-        job_generation: which founding of the job this agent takes part in.
+        job_generation: which job generation this agent takes part in.
     Returns:
         None: the job goes on, or nothing can be learned from here.
     """

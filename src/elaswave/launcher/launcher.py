@@ -1,6 +1,6 @@
 """Runs a training job on this machine: checks what it is given, starts it, says how it ended.
 
-What runs it is `elaswave.launcher.local_job`. This process holds no torch, unless it is a script's: the template
+What runs it is `elaswave.launcher.local_job`. This process holds no torch, unless it is a script's: the forkserver
 process, which is started first, loads it while the data and the checkpoints are looked at here.
 
 A job from its options to its result: the folder, the faults, the display, the launcher.

@@ -1,7 +1,7 @@
 """The agent's side of a job on this machine: what the launcher does while its job runs.
 
 It is told at once when a process ends: a worker's end it reports to the coordinator, a coordinator's end it answers
-with a new coordinator, the template's end is the job's. It passes signals on, shows what the coordinator has to say,
+with a new coordinator, the forkserver's end is the job's. It passes signals on, shows what the coordinator has to say,
 and has checkpoints committed. This is the loop, and who is told what. The parts are `elaswave.launcher.processes`,
 `worker_supervisor`, `coordinator_supervisor`, `alone`, `shown`, and `job_place`: folder, network and store.
 """
@@ -105,7 +105,7 @@ from elaswave.system.death_watch import DeathWatch
 from elaswave.system.stop_signals import stop_signals, undisturbed
 
 LAST_WORDS_S = 1.0
-"""After the template's end, how long the coordinator may take to say whether the job was over before."""
+"""After the forkserver's end, how long the coordinator may take to say whether the job was over before."""
 CUT_SHORT = "a file was cut short while the job reads it"
 UNBEGUN_GRACE_S = 10.0
 """How long the coordinator, if there is one, may take to end a job in which this agent has not started a worker."""
@@ -155,7 +155,7 @@ class LocalJob:
         self._agent_role = agent_role = agent_role or own_role()
         self._stop = StopRequest(agent_role.leave_s)
         self._prepared: Prepared | None = None
-        """What the template has said, once it is there."""
+        """What the forkserver has said, once it is there."""
         self._script = script
         self.calls = StepCalls(script.on_step if script is not None else lambda step, loss, metrics: None)
         """Of the script's callback."""
@@ -241,7 +241,7 @@ class LocalJob:
         return self._await_prepared().state
 
     def dataset_facts(self, num_samples: dict[str, int]) -> DatasetFingerprint:
-        """What is known of a script's datasets, and of what else it gives; waits for the template, as
+        """What is known of a script's datasets, and of what else it gives; waits for the forkserver, as
         `await_forkserver`.
 
         Args:
@@ -253,11 +253,11 @@ class LocalJob:
         return DatasetFingerprint(num_samples=num_samples, hashes=hashes, script=prepared.given)
 
     def not_taken(self) -> list[str]:
-        """What a fresh template could not take over of the script's modules; waits for it, as `await_forkserver`."""
+        """What a fresh forkserver could not take over of the script's modules; waits for it, as `await_forkserver`."""
         return self._await_prepared().not_taken
 
     def findings(self) -> list[Finding]:
-        """What samples and loss of a script are like in the job's processes; waits for the template, as
+        """What samples and loss of a script are like in the job's processes; waits for the forkserver, as
         `await_forkserver`."""
         return self._await_prepared().findings
 
@@ -503,7 +503,7 @@ class LocalJob:
             self._agent.handle(JobEnded())
 
     def _take_keys(self, message: KeysNow) -> None:
-        """Coordinators and workers to come go by other keys; this is said once the template does (`KeysHeld`)."""
+        """Coordinators and workers to come go by other keys; this is said once the forkserver does (`KeysHeld`)."""
         problem = self._keys.take(message.keys)
         if problem:
             self._tell([AgentKeysTaken(ring=b"", problem=problem)])
@@ -537,7 +537,7 @@ class LocalJob:
         self._client.turn()  # its last words
         self._coordinators.exited(text, at_s)
 
-    # -------------------------------------------------------------------------------------------------------- template
+    # ------------------------------------------------------------------------------------------------------- forkserver
 
     def _receive_from_forkserver(self) -> None:
         for message in self._processes.receive_from_forkserver():
@@ -594,7 +594,7 @@ class LocalJob:
                 self._client.send(message)
 
     def _check_forkserver(self) -> None:
-        """Ends the job if the template has ended, and with it the workers, before the job was over.
+        """Ends the job if the forkserver has ended, and with it the workers, before the job was over.
 
         Raises:
             RecoveryError: it has.
@@ -608,7 +608,7 @@ class LocalJob:
             self._client.turn(TICK_S)
         if self._ended is None or self._ended.outcome == "failed":  # a coordinator knows only that workers have ended
             raise RecoveryError(
-                f"the template process, from which the workers are forked, {text}, and all workers have ended with it "
+                f"the forkserver, from which the workers are forked, {text}, and all workers have ended with it "
                 f"(see {self._forkserver_log}); {self._way_on()}"
             )
 

@@ -1,14 +1,14 @@
 """The processes of a job on this machine: begun, named in `processes.json`, reaped, ended. Nothing is decided here.
 
-This process is the launcher. It forks the template, which forks the workers, and the coordinators. Whatever happens,
+This process is the launcher. It forks the forkserver, which forks the workers, and the coordinators. Whatever happens,
 no process outlives the job: children ask the kernel to be killed when their parent dies, and this process kills and
-reaps those that are left, also the orphans of a template that was killed. It has no threads, so it may fork at any
+reaps those that are left, also the orphans of a forkserver that was killed. It has no threads, so it may fork at any
 time, and no torch.
 
-The process of a script is another matter: it may have both. There the template forks the coordinators too, and is a
+The process of a script is another matter: it may have both. There the forkserver forks the coordinators too, and is a
 fresh interpreter where this process must not even fork once (`elaswave.job.script`).
 
-The launcher's end of the template process: starts it, asks it, hears it, ends it. Nothing here waits but the end.
+The launcher's end of the forkserver: starts it, asks it, hears it, ends it. Nothing here waits but the end.
 
 What the launcher waits for that may never come: every wait has a bound, and words for its end. No IO, no clocks.
 """
@@ -59,7 +59,7 @@ from elaswave.system.parent_death import ORPHAN_S_MAX, end_group, end_orphan, pa
 
 
 def forkserver_log(suffix: str) -> str:
-    """The name of the template's log.
+    """The name of the forkserver's log.
 
     Args:
         suffix: see `elaswave.job.role.Post.suffix`.
@@ -68,11 +68,11 @@ def forkserver_log(suffix: str) -> str:
 
 
 class ForkServerProcess:
-    """The template of a job.
+    """The forkserver of a job.
 
     Args:
         setup: what it is started with.
-        let_go: called in a forked template: closes what is the launcher's.
+        let_go: called in a forked forkserver: closes what is the launcher's.
         environment: of a fresh interpreter; None: it is forked, and this process must have one thread only.
     Raises:
         LaunchError: the system refuses the process.
@@ -97,7 +97,7 @@ class ForkServerProcess:
             if environment is None:
                 inherited = at_present(setup.read_files)
                 self._child = fork(
-                    "the template", log, lambda: run_forkserver(setup, theirs, inherited), let_go=release
+                    "the forkserver", log, lambda: run_forkserver(setup, theirs, inherited), let_go=release
                 )
             else:
                 from elaswave.launcher.forkserver.fresh import pickled_setup, spawn  # late: few jobs need it
@@ -127,7 +127,7 @@ class ForkServerProcess:
         return bool(self._unsent)
 
     def flush(self) -> None:
-        """Sends what waits, as far as there is room. To a template that has ended, nothing is sent."""
+        """Sends what waits, as far as there is room. To a forkserver that has ended, nothing is sent."""
         try:
             while self._unsent:
                 del self._unsent[: self._link.send(self._unsent)]
@@ -186,7 +186,7 @@ def _has_ended(child: Child, timeout_s: float) -> bool:
 
 
 STOPPED_S_MAX = 20.0
-"""How long the template may be stopped, and use no processor time, while it loads the model, or is to fork."""
+"""How long the forkserver may be stopped, and use no processor time, while it loads the model, or is to fork."""
 STILL_S_MAX = 600.0
 """How long it may use none otherwise: what loads a model may wait for a disk or a network."""
 KILLED_S_MAX = 60.0
@@ -221,7 +221,7 @@ class Standstill:
 
 
 def how_it_stands_still(standstill: Standstill, forkserver: ProcessFacts | None, now_s: float) -> str | None:
-    """What to tell of a template that has used no processor time for too long.
+    """What to tell of a forkserver that has used no processor time for too long.
 
     Args:
         standstill: what was seen of it.
@@ -248,12 +248,12 @@ class LauncherWaits:
         self._ending_commit: ActiveTime | None = None
 
     def for_forks(self, names: Iterable[int], now_s: float) -> None:
-        """The template is to fork workers, or a `COORDINATOR`."""
+        """The forkserver is to fork workers, or a `COORDINATOR`."""
         self._unforked.update(names)
         self._forking = Standstill(now_s)
 
     def forked(self, name: int) -> None:
-        """The template has forked a process."""
+        """The forkserver has forked a process."""
         self._unforked.discard(name)
 
     def for_killed_coordinator(self, now_s: float) -> None:
@@ -281,7 +281,8 @@ class LauncherWaits:
         """Why the job cannot go on; to be asked often.
 
         Args:
-            forkserver: what the kernel says of the template; None if it does not live. Called only while it is to fork.
+            forkserver: what the kernel says of the forkserver; None if it does not live. Called only while it is to
+                fork.
             now_s: monotonic time.
         Returns:
             None if nothing is overdue.
@@ -289,23 +290,23 @@ class LauncherWaits:
         still = how_it_stands_still(self._forking, forkserver(), now_s) if self._unforked else None
         if still is not None:
             names = ["the coordinator" if name == COORDINATOR else f"worker {name}" for name in sorted(self._unforked)]
-            return f"the template process does not fork {', '.join(names)}: {still}"
+            return f"the forkserver does not fork {', '.join(names)}: {still}"
         if self._killed is not None and self._killed.passed_s(now_s) > KILLED_S_MAX:
             return (
                 f"the coordinator does not answer, and has not ended within {KILLED_S_MAX:.0f} s after it was to be "
-                "killed; is a disk gone, or the template process stopped?"
+                "killed; is a disk gone, or the forkserver stopped?"
             )
         if self._ending_commit is not None and self._ending_commit.passed_s(now_s) > KILLED_S_MAX:
             return (
                 "the coordinator is lost, and no other one can be started: the process that was committing a "
                 f"checkpoint was to be killed, and has not ended within {KILLED_S_MAX:.0f} s; is its disk gone, or "
-                "the template process stopped?"
+                "the forkserver stopped?"
             )
         return None
 
 
 FORKSERVER_GRACE_S = 2.0
-"""At the end, how long the template may take to reap what it has killed, and a commit in hand to be finished."""
+"""At the end, how long the forkserver may take to reap what it has killed, and a commit in hand to be finished."""
 TICK_S = 0.2
 FORKSERVER = "forkserver"
 FORKSERVER_EXIT = "template exit"
@@ -316,13 +317,13 @@ _LAUNCHER, _FORKSERVER = -4, -3
 
 
 class JobProcesses:
-    """The processes of one job; begins with the template.
+    """The processes of one job; begins with the forkserver.
 
     Args:
-        setup: what the template is started with.
-        environment: of a fresh interpreter for the template; None: it is forked.
+        setup: what the forkserver is started with.
+        environment: of a fresh interpreter for the forkserver; None: it is forked.
     Raises:
-        LaunchError: the system refuses the template's process.
+        LaunchError: the system refuses the forkserver's process.
         UsageError: a fresh interpreter cannot be given what it needs.
     """
 
@@ -333,7 +334,7 @@ class JobProcesses:
         """The one that this process has forked."""
         self._coordinator_number = 0
         self._pids: dict[int | Loader, int] = {}
-        """Of the template's children that live."""
+        """Of the forkserver's children that live."""
         self._processes: dict[int | Loader, RunProcess] = {_LAUNCHER: process_entry("launcher", 0, os.getpid())}
         self._has_changed = True
         self._orphans = contextlib.ExitStack()
@@ -350,21 +351,21 @@ class JobProcesses:
         self._note(_FORKSERVER, process_entry("forkserver", 0, self._forkserver.pid))
         self.show()
 
-    # -------------------------------------------------------------------------------------------------------- template
+    # ------------------------------------------------------------------------------------------------------- forkserver
 
     def ask_forkserver(self, message: ToForkServer) -> None:
-        """Asks the template for something; never waits."""
+        """Asks the forkserver for something; never waits."""
         self._forkserver.ask(message)
         self._watch_room()
 
     def _watch_room(self) -> None:
-        """Waits for room in the template's socket only while something is to be sent."""
+        """Waits for room in the forkserver's socket only while something is to be sent."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._forkserver.has_unsent else 0)
         if self.selector.get_key(self._forkserver).events != events:
             self.selector.modify(self._forkserver, events, FORKSERVER)
 
     def receive_from_forkserver(self) -> list[FromForkServer]:
-        """What the template has said; the processes that it tells of are noted already."""
+        """What the forkserver has said; the processes that it tells of are noted already."""
         self._forkserver.flush()
         self._watch_room()
         messages = self._forkserver.hear()
@@ -394,7 +395,7 @@ class JobProcesses:
         return process_entry("worker", message.child, message.pid)
 
     def forkserver_end(self) -> str | None:
-        """How the template has ended, if it has: "was killed by SIGKILL". Its workers have then ended, or will."""
+        """How the forkserver has ended, if it has: "was killed by SIGKILL". Its workers have then ended, or will."""
         text = self._forkserver.ended()
         if text is not None:
             self.selector.unregister(self._forkserver.pid_fd)
@@ -402,7 +403,7 @@ class JobProcesses:
         return text
 
     def forkserver_facts(self) -> ProcessFacts | None:
-        """What the kernel says of the template, if it lives."""
+        """What the kernel says of the forkserver, if it lives."""
         return facts_of(self.forkserver_pid) if _FORKSERVER in self._processes else None
 
     # ----------------------------------------------------------------------------------------------------- coordinator
@@ -430,7 +431,7 @@ class JobProcesses:
             self._note(COORDINATOR, process_entry("coordinator", self._coordinator_number, self._coordinator.pid))
 
     def ask_for_coordinator(self, number: int, message: SpawnCoordinator) -> None:
-        """Has the template fork a coordinator; its end is a `ChildGone`.
+        """Has the forkserver fork a coordinator; its end is a `ChildGone`.
 
         Args:
             number: how many there have been, this one included.
@@ -467,7 +468,7 @@ class JobProcesses:
 
     @property
     def workers(self) -> list[int]:
-        """Workers that live, as far as the template has told."""
+        """Workers that live, as far as the forkserver has told."""
         return sorted(name for name in self._pids if not isinstance(name, Loader) and name >= 0)
 
     def pids_of(self, workers: Iterable[int]) -> dict[int, int]:
@@ -476,7 +477,7 @@ class JobProcesses:
 
     @property
     def all_pids(self) -> list[int]:
-        """Of this process, the template, workers and loaders."""
+        """Of this process, the forkserver, workers and loaders."""
         return [os.getpid(), self.forkserver_pid, *self._pids.values()]
 
     def facts_of(self, workers: Iterable[int]) -> dict[int, ProcessFacts]:
@@ -531,7 +532,7 @@ class JobProcesses:
             self._coordinator = None
         for pid in {*self._pids.values(), *orphans}:
             end_orphan(pid)
-        for group in {*self._pids.values(), *orphans}:  # where the template could not end what its workers have left
+        for group in {*self._pids.values(), *orphans}:  # where the forkserver could not end what its workers have left
             end_group(group, ORPHAN_S_MAX)
         self.selector.close()
         self._orphans.close()
@@ -539,14 +540,14 @@ class JobProcesses:
 
 
 def await_prepared(processes: JobProcesses, log: Path, turn: Callable[[], None]) -> Prepared:
-    """Waits until the template has loaded torch and the model.
+    """Waits until the forkserver has loaded torch and the model.
 
     Args:
         processes: of this agent; nothing else comes from them yet.
-        log: the template's.
+        log: the forkserver's.
         turn: called again and again meanwhile.
     Returns:
-        What the template has found.
+        What the forkserver has found.
     Raises:
         LaunchError: torch or the model cannot be loaded.
         UsageError: what is to be trained cannot be.
@@ -572,5 +573,5 @@ def await_prepared(processes: JobProcesses, log: Path, turn: Callable[[], None])
 
 def _unprepared(text: str, log: Path) -> LaunchError:
     return LaunchError(
-        f"the template process, from which workers are forked, cannot load torch and the model: {text}; see {log}"
+        f"the forkserver, from which workers are forked, cannot load torch and the model: {text}; see {log}"
     )

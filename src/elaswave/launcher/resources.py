@@ -189,8 +189,8 @@ class JobPlace:
 
     @property
     def job_generation(self) -> int:
-        """Which founding of the job this agent takes part in, see
-        `elaswave.protocol.leadership.store_position.Head`."""
+        """Which job generation this agent takes part in, see
+        `elaswave.protocol.leadership.store_position.StorePosition`."""
         return (
             self._agent_role.job_generation
             or (0 if self.store is None else self.store.job_generation)

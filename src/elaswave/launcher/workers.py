@@ -79,7 +79,7 @@ class WorkerSupervisor:
 
     Args:
         agent: the machine that knows who was started and who has ended.
-        processes: has the template, which forks workers.
+        processes: has the forkserver, which forks workers.
         logs: what workers print.
         waits: of the agent.
         run_dir: the run's folder on this host.
@@ -91,7 +91,7 @@ class WorkerSupervisor:
         self._agent, self._processes, self._logs, self._waits = agent, processes, logs, waits
         self._run_dir = run_dir
         self._first: set[int] = set()
-        """Workers with which the job begins that the template was asked for."""
+        """Workers with which the job begins that the forkserver was asked for."""
 
     @property
     def has_first(self) -> bool:
@@ -230,7 +230,7 @@ class AgentKeys:
         return ""
 
     def for_forkserver(self) -> TakeKeys:
-        """What the template is told, which forks workers, and may fork coordinators."""
+        """What the forkserver is told, which forks workers, and may fork coordinators."""
         return TakeKeys(keys=self.ring.now.accepted, job_keys=self.job.accepted, retired=self.job.retired)
 
     def _known(self) -> Iterator[bytes]:

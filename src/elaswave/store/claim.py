@@ -1,8 +1,8 @@
 """A candidate's process: it waits beside its agent, claims the job when its coordinator is gone, and is the coordinator
 from then on. All that it needs is imported before it is forked, so a take-over costs no start of a process.
 
-It reads, and its coordinator's beat is written, by requests of a second at most, on connections of their own: a large
-record that is under way delays neither. When to claim is `elaswave.protocol.leadership.election`'s.
+It reads, and its coordinator's lease heartbeat is written, by requests of a second at most, on connections of their
+own: a large record that is under way delays neither. When to claim is `elaswave.protocol.leadership.election`'s.
 """
 
 import logging
@@ -81,14 +81,14 @@ def stand_by(
     """Waits until this candidate has the job.
 
     Args:
-        client: of its own, of the founding in which this candidate's agent takes part: nobody else's is claimed.
+        client: of its own, of the job generation in which this candidate's agent takes part: nobody else's is claimed.
         watch: of the holder.
         name: under which the job is claimed.
         ended_s: monotonic time at which the last coordinator of this name has ended; None: there was none.
         now_s: monotonic time.
         wait: for so many seconds.
     Raises:
-        StoreError: the job's keys are gone, or it was founded again, or they were not written with its key, or etcd
+        StoreError: the job's keys are gone, or it was created again, or they were not written with its key, or etcd
             refuses.
     """
     client.timeout_s_max = REQUEST_TIMEOUT_S
@@ -148,7 +148,7 @@ def _claim(client: EtcdClient, claim: Claim, wait: Callable[[float], None]) -> H
 
 
 class LeaseHeartbeats:
-    """Renews the beat of a coordinator, in a thread, as long as its process lives and may write.
+    """Renews the lease heartbeat of a coordinator, in a thread, as long as its process lives and may write.
 
     Args:
         client: of its own.
@@ -205,6 +205,6 @@ class LeaseHeartbeats:
         except NoAnswerError:
             return None  # the next one follows; one that is late does no harm
         except StoreError as refusal:
-            _log.warning("the store takes no beat: %s", refusal)
+            _log.warning("the store takes no lease heartbeat: %s", refusal)
             return None
         return None if outcome.succeeded else lease_lost(self._client.name, outcome, self._term)

@@ -247,8 +247,8 @@ class EtcdClient:
         gateway: reaches them.
         key: the job's: all values are sealed with it.
         credentials: None: etcd asks for none.
-        job_generation: number of the founding whose values count; 0: of the one that `SPEC` tells when it is first
-            read.
+        job_generation: number of the job generation whose values count; 0: of the one that `SPEC` tells when it is
+            first read.
     """
 
     def __init__(

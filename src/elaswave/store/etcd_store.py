@@ -146,7 +146,7 @@ class EtcdStore(Generic[_T]):
     """Records of a job in etcd; its owner is the only writer from here on, until another one opens the job.
 
     Args:
-        client: with the job's prefix. The job must have been founded, see `found`.
+        client: with the job's prefix. The job must have been created, see `found`.
         record_type: union of the records' types.
         owner: how it is reached.
         patience_s: how long `append`, and the opening, wait for an answer.
@@ -285,7 +285,7 @@ class EtcdStore(Generic[_T]):
 
     @property
     def store_position(self) -> StorePosition:
-        """See `Store.head`."""
+        """See `Store.store_position`."""
         with self._changed:
             return self._store_position
 
@@ -612,7 +612,7 @@ def term_before(
         spec, term: as they stand there.
         creates_job: as of `is_there`.
     Raises:
-        StoreError: there is no job, it is not this one, or it was founded again; or etcd does not answer or refuses.
+        StoreError: there is no job, it is not this one, or it was created again; or etcd does not answer or refuses.
     """
     known = holder_of(term).term or newest_term(found.value for found in read_entries(client, waiting))
     if not is_there(spec, term, client.job_generation, creates_job=creates_job):
@@ -620,7 +620,7 @@ def term_before(
         if known and not (outcome is not None and outcome.is_genuine):
             return known  # else the job is over, and somebody has put an entry of it back
         if job_generation_of(spec) not in (0, client.job_generation):
-            raise StoreError(f"{client.name}: the job was founded again; who is of the last one does not follow there")
+            raise StoreError(f"{client.name}: the job was created again; who is of the last one does not follow there")
         raise no_job(client.name) if spec is None and term is None else foreign_job(client.name)
     return known
 
@@ -679,7 +679,7 @@ def found(client: EtcdClient, spec: bytes, patience_s: float) -> int:
         spec: what the job is, see `spec_value`; has a nonce.
         patience_s: how long to wait for an answer.
     Returns:
-        The number of the founding.
+        The number of the job generation.
     Raises:
         StoreError: the job is there already, or etcd does not answer or refuses.
     """
@@ -710,7 +710,7 @@ def remove(
     Args:
         client: of the job.
         patience_s: how long to wait for each of two answers.
-        name, outcome, founded: as of `elaswave.protocol.leadership.job_creation.ending`.
+        name, outcome, job_generation: as of `elaswave.protocol.leadership.job_creation.ending`.
         between: as of `Patience`.
     Raises:
         StoreError: etcd does not answer or refuses.

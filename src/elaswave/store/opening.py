@@ -98,8 +98,8 @@ def claim(
         job: its name.
         name: of this host's agent, under which all of its coordinators hold the job.
         key: the job's.
-        creates_job: whether that agent has founded the job.
-        job_generation: which founding of the job it takes part in.
+        creates_job: whether that agent has created the job.
+        job_generation: which job generation it takes part in.
         ended_s: as of `stand_by`.
         report: tells the agent how far it is.
     Raises:
@@ -142,8 +142,8 @@ class JobStore:
         self._control_dir = control_dir
         self._client: EtcdClient | None = None
         self.job_generation = 0
-        """Number of the founding that was made here, in a store of other machines; see
-        `elaswave.protocol.leadership.store_position.Head`."""
+        """Number of the job generation that was made here, in a store of other machines; see
+        `elaswave.protocol.leadership.store_position.StorePosition`."""
         self.patience_s = 0.0
         """How long a coordinator may take to open it."""
         if config.store == FILE:
@@ -194,7 +194,7 @@ class JobStore:
         Args:
             name: of the agent in a job of several hosts: the keys stay if another one's coordinator has the job.
             outcome: of a job of several hosts: stays, for `read_outcome`.
-            job_generation: which founding of the job is over; 0: there was one only.
+            job_generation: which job generation is over; 0: there was one only.
             is_patient: wait for etcd as long as a decision does.
             say: called with a line for people if that takes long.
         Returns:
@@ -226,8 +226,8 @@ class JobStore:
 
 
 def _new_job_generation() -> int:
-    """That no other founding has. By the founder's clock later ones are larger, which a coordinator takes for a hint
-    that it was replaced, and for nothing else."""
+    """That no other job generation has. By the creator's clock later ones are larger, which a coordinator takes for a
+    hint that it was replaced, and for nothing else."""
     return (time.time_ns() // 1_000_000 << _JOB_GENERATION_BITS) + secrets.randbits(_JOB_GENERATION_BITS)
 
 
@@ -238,10 +238,10 @@ def read_outcome(config: ControlConfig, job: str, key: bytes, job_generation: in
         config: which store.
         job: its name.
         key: its key.
-        job_generation: which founding of it is meant.
+        job_generation: which job generation of it is meant.
     Returns:
-        None: the job goes on, etcd does not answer, nothing was left, or what stands there is of another founding or
-        of nobody with the key.
+        None: the job goes on, etcd does not answer, nothing was left, or what stands there is of another job generation
+        or of nobody with the key.
     Raises:
         StoreError: etcd refuses.
         ConfigError: this host lacks the files that the store needs.
@@ -265,7 +265,7 @@ def look_for_earlier(config: ControlConfig, job: str, key: bytes, job_generation
         config: which store.
         job: its name.
         key: its key.
-        job_generation: whose outcome counts: the founding that was seen before; 0: none was.
+        job_generation: whose outcome counts: the job generation that was seen before; 0: none was.
     Raises:
         LaunchError: etcd does not answer, or refuses.
     """

@@ -1,12 +1,12 @@
 """What a holder of the job's key writes to a store that others may write to as well, and what counts (H14). No IO.
 
-A value is sealed for its place: the job's prefix, the key, the founding. So none counts that somebody has written who
-has not the job's key, nor one that was moved to another key, another job, or another founding of this one. A value that
-once stood in its place does count when it is put back; what follows from that is
+A value is sealed for its place: the job's prefix, the key, the job generation. So none counts that somebody has written
+who has not the job's key, nor one that was moved to another key, another job, or another job generation of this one. A
+value that once stood in its place does count when it is put back; what follows from that is
 `elaswave.protocol.coordinator.store_writes`'.
 
-A head (`elaswave.protocol.leadership.store_position`) is sealed as well, before members are told: they give it back to
-later coordinators, and a person who steers the job cannot make one up.
+A store position (`elaswave.protocol.leadership.store_position`) is sealed as well, before members are told: they give
+it back to later coordinators, and a person who steers the job cannot make one up.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def proof_of_term(key: bytes, job_generation: int, term: int) -> bytes:
 
     Args:
         key: the job's.
-        job_generation: number of the founding.
+        job_generation: number of the job generation.
         term: of its coordinator.
     """
     return hmac.digest(derived(key, "term"), msgspec.msgpack.encode((job_generation, term)), "sha256")
@@ -55,7 +55,7 @@ class StoreSeal:
         Args:
             key: below the prefix.
             value: of it.
-            job_generation: number of the founding; of no account for `SPEC`, which tells it.
+            job_generation: number of the job generation; of no account for `SPEC`, which tells it.
         """
         return MAGIC + self._tag(key, value, job_generation) + value
 
@@ -63,7 +63,7 @@ class StoreSeal:
         """The value that stands in a place; None: it is not genuine.
 
         Args:
-            key, founded: as of `sealed`.
+            key, job_generation: as of `sealed`.
             stored: what was read.
         """
         at = len(MAGIC) + _TAG_BYTES
@@ -73,11 +73,11 @@ class StoreSeal:
         return value
 
     def seal_position(self, position: StorePosition) -> StorePosition:
-        """A head as it is told."""
+        """A store position as it is told."""
         return msgspec.structs.replace(position, seal=self._tag_of_position(position))
 
     def knows(self, position: StorePosition) -> bool:
-        """Whether a coordinator of this job has told a head."""
+        """Whether a coordinator of this job has told a store position."""
         return hmac.compare_digest(position.seal, self._tag_of_position(position))
 
     def _tag_of_position(self, position: StorePosition) -> bytes:

@@ -66,7 +66,7 @@ class Store(Protocol[_T]):
         """Compares what a member has heard of the history with what is there (H9).
 
         Returns:
-            Whether it is a member of this job, and of no other founding of it.
+            Whether it is a member of this job, and of no other job generation of it.
         Raises:
             SupersededError: another coordinator has taken over.
             StoreError: the store has lost what was durable.

@@ -21,7 +21,7 @@ the limit of a process that runs is raised by itself only."""
 
 def needed_descriptors(num_workers: int, num_loaders: int = 0) -> int:
     """Descriptors that the process of a job needs that needs most: a connection to each worker, and one to come; or,
-    in the template, each worker and each loader, and a line to each worker."""
+    in the forkserver, each worker and each loader, and a line to each worker."""
     return (2 + num_loaders) * num_workers + _BESIDE
 
 

@@ -1,7 +1,7 @@
 """What is trained, as every worker of a run needs it.
 
 A run's configuration says how training is carried out; a `Training` holds what cannot be written into a file: the
-layers, the loss, the samples, the optimizer. The template process has it before it forks, so that none of it is ever
+layers, the loss, the samples, the optimizer. The forkserver has it before it forks, so that none of it is ever
 sent; a process that cannot inherit it gets it pickled.
 
 Which samples an evaluation looks at. No torch.

@@ -379,7 +379,7 @@ def _listed(names: Any) -> str:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keeps what is done inside from changing random states, and from starting threads: the template forks later."""
+    """Keeps what is done inside from changing random states, and from starting threads: the forkserver forks later."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from elaswave.training.torch_optimizer import MakeScheduler, TorchUpdater
 class OwnOptimizer:
     """Makes the optimizer of a `elaswave.training.definition.Training` from a person's callables.
 
-    The template process calls it first, which tries the optimizer; the processes that it forks have what was found.
+    The forkserver calls it first, which tries the optimizer; the processes that it forks have what was found.
 
     Args:
         factory: makes a `torch.optim.Optimizer` of `Parameters`.

@@ -1,8 +1,8 @@
 """What a worker says of itself that is no member yet: which libraries, configuration, model, data and bits it has.
 
-It finds that out by itself, before it connects, so that the others wait for nothing. Bits are those of the canary
-(`elaswave.engine.checks.determinism_check`), of the first layer of each kind: forward, backward and update at the run's
-shapes, on made-up numbers. Layers are built one after the other, and never are two of them here.
+It finds that out by itself, before it connects, so that the others wait for nothing. Bits are those of the determinism
+check (`elaswave.engine.checks.determinism_check`), of the first layer of each kind: forward, backward and update at the
+run's shapes, on made-up numbers. Layers are built one after the other, and never are two of them here.
 """
 
 from collections.abc import Mapping
@@ -87,7 +87,7 @@ def _first_inputs(setup: WorkerSetup, blueprint: Blueprint) -> Any:
 
 
 def layer_determinism_hashes(blueprint: Blueprint, inputs: Any, device: Device = HOST) -> dict[int, int]:
-    """Canaries of the first layer of each kind, by place.
+    """Determinism hashes of the first layer of each kind, by place.
 
     Args:
         blueprint: the run.

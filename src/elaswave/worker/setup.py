@@ -112,7 +112,7 @@ class WorkerSetup(NamedTuple):
     training: Training | None = None
     """What is trained; None: what the configuration describes."""
     loaders: socket.socket | None = None
-    """Where the template hands over lines to loaders; None: the worker makes its micro-batches itself."""
+    """Where the forkserver hands over lines to loaders; None: the worker makes its micro-batches itself."""
     frozen: Mapping[str, torch.Tensor] | None = None
     """Frozen parameters that the checkpoint has otherwise than they are built; None: they are still to be compared."""
     joins: bool = False

@@ -42,7 +42,7 @@ HASHES = """
 import os, threading
 from elaswave.api.environment import hash_seed
 from elaswave.api.environment import forkserver_environment
-os.environ["PYTHONHASHSEED"] = "42"  # for processes to come, as scripts do it: the template is none of them
+os.environ["PYTHONHASHSEED"] = "42"  # for processes to come, as scripts do it: the forkserver is none of them
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 print(hash_seed(), forkserver_environment()["PYTHONHASHSEED"])
 """

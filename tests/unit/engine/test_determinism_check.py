@@ -1,4 +1,4 @@
-"""The canary: what gives other bits on another worker is refused before it changes one."""
+"""The determinism check: what gives other bits on another worker is refused before it changes one."""
 
 import collections
 

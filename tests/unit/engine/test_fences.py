@@ -234,7 +234,8 @@ def test_what_is_not_finite_passes_as_it_is_and_is_reported():
 
 
 def test_a_codec_never_runs_inside_a_layer(monkeypatch):
-    """Neither when a layer is run again in backward nor for its canary: one run and one coding for each direction."""
+    """Neither when a layer is run again in backward nor for its determinism hash: one run and one coding for each
+    direction."""
     calls = []
 
     def counting(leaf, codec):

@@ -49,7 +49,7 @@ def expected(name: BatchName) -> tuple[Any, Any]:
 
 
 class Crew:
-    """A template with threads as loaders, and the worker that they serve."""
+    """A forkserver with threads as loaders, and the worker that they serve."""
 
     def __init__(self, worker: int, num_loaders: int, layout: Layout = LAYOUT, num_steps: int = 3) -> None:
         self.maker = Maker()
@@ -89,7 +89,7 @@ class Crew:
             serve_batches(self.maker, line)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """What the template does meanwhile, and what the machine does between layers."""
+        """What the forkserver does meanwhile, and what the machine does between layers."""
         self.checks += 1
         if self.checks == self.interrupt_at:
             raise InterruptedWaitError("a new generation")
@@ -307,7 +307,7 @@ class TestTrouble:
         crew.get(1, 0)
         crew.settle(3)
         crew.sockets[0].shutdown(socket.SHUT_RDWR)
-        with pytest.raises(WaitTimeoutError, match="the template has forked no loader for 0 s"):
+        with pytest.raises(WaitTimeoutError, match="the forkserver has forked no loader for 0 s"):
             crew.get(3, 5)
 
 

@@ -45,7 +45,7 @@ def host_of(wait_s: float = 600.0, seeds: tuple[Seed, ...] = SEEDS) -> agent._Ho
 def test_a_job_is_founded_again_only_once_none_of_its_coordinators_writes(
     tmp_path: Path, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The founder's agent is started again, and can reach the store but no other host."""
+    """The creator's agent is started again, and can reach the store but no other host."""
     host = host_of()
     JobStore(host.config.control, tmp_path, tmp_path, KEY, job="demo")
     store = opening.open_store(host.config.control, tmp_path, tmp_path, OWNER, KEY, job="demo")

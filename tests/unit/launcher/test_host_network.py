@@ -1,4 +1,4 @@
-"""Where the processes of a host listen and dial, and which agent founds a job."""
+"""Where the processes of a host listen and dial, and which agent creates a job."""
 
 import errno
 import os

@@ -35,7 +35,7 @@ def test_a_template_that_does_not_fork_is_waited_for_as_long_as_it_gets_on(state
     waits.forked(0)
     passed_s, told = waited(waits, lambda now_s: forkserver(state), bound_s)
     assert bound_s < passed_s < bound_s + 1.0
-    assert told.startswith("the template process does not fork the coordinator, worker 1: it has used no processor")
+    assert told.startswith("the forkserver does not fork the coordinator, worker 1: it has used no processor")
     assert told.endswith(" and is stopped") == (state == "T")
     waits = LauncherWaits()
     waits.for_forks((0, 1), BEGIN_S)

@@ -1,4 +1,4 @@
-"""What the launcher does when a commit ends, or the template: without processes."""
+"""What the launcher does when a commit ends, or the forkserver: without processes."""
 
 import asyncio
 import errno
@@ -85,7 +85,7 @@ class Launcher(LocalJob):
         )
 
     def hear(self, *messages: Any) -> None:
-        """The template has said something."""
+        """The forkserver has said something."""
         self._processes.receive_from_forkserver = lambda: list(messages)  # type: ignore[method-assign]
         self._receive_from_forkserver()
 

@@ -66,7 +66,7 @@ def test_what_a_job_survives():
     replica_peers = survived(
         64, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, Placing(scatter_width=2))
     )
-    assert replica_peers.workers == (1, 1 - 64 / 2016)  # each has two partners
+    assert replica_peers.workers == (1, 1 - 64 / 2016)  # each has two replica peers
     assert replica_peers.describe() == "survives any one worker; 97 % of pairs; any whole host"
     assert survived(8, 2, lambda a, _: WholeStages(a)).describe() == "survives any three workers; no whole host"
     assert (

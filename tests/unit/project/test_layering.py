@@ -118,7 +118,8 @@ def test_draws_have_seeds_and_only_the_entry_points_read_the_environment():
 
 
 def test_no_function_assumes_a_scatter_width():
-    """All members must choose the same partners: whoever asks must know over how many the job spreads its blocks."""
+    """All members must choose the same replica peers: whoever asks must know over how many the job spreads its
+    blocks."""
     assumed = [
         f"{name}.{function.name}"
         for name, path in modules(*PACKAGES)
@@ -163,7 +164,7 @@ SLIM = (
     "data.sources",
     "faults.injection",
 )
-"""What launcher and coordinator import: the template process loads torch, for those who compute."""
+"""What launcher and coordinator import: the forkserver loads torch, for those who compute."""
 
 
 @pytest.fixture(scope="module")

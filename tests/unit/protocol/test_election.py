@@ -36,7 +36,7 @@ def test_another_coordinator_is_given_its_time() -> None:
 
 
 def test_without_reads_nobody_is_elected() -> None:
-    """The holder may have been kept from its beat by what keeps the store from answering."""
+    """The holder may have been kept from its lease heartbeat by what keeps the store from answering."""
     watch = Watch("a/1")
     looks(watch, Seen(OTHER, 41), 0.0, 1.0)
     watch.missed()

@@ -1,4 +1,4 @@
-"""Canaries in votes: whoever computes something else is found, also by those that have never met."""
+"""Determinism hashes in votes: whoever computes something else is found, also by those that have never met."""
 
 import functools
 

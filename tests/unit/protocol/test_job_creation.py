@@ -1,4 +1,4 @@
-"""Who founds a job, what becomes of what an earlier one has left, and what its end leaves (H1, H13)."""
+"""Who creates a job, what becomes of what an earlier one has left, and what its end leaves (H1, H13)."""
 
 import pytest
 
@@ -130,8 +130,8 @@ def test_who_has_the_job_at_its_end_removes_it_and_leaves_the_outcome() -> None:
     assert ending("", 7, spec, term, None) is not None, "there is one candidate"
     assert ending("b/2", 7, spec, term, b"finished") is None, "another one has it"
     foreign = term._replace(value=b"", is_genuine=False)
-    assert ending("a/1", 2, spec, foreign, b"finished") is None, "it was founded again"
-    assert ending("a/1", 7, spec, foreign, b"finished") is None, "its spec was put back beside another founding's claim"
+    assert ending("a/1", 2, spec, foreign, b"finished") is None, "it was created again"
+    assert ending("a/1", 7, spec, foreign, b"finished") is None, "its spec was put back beside another one's claim"
     assert ending("a/1", 7, None, None, b"finished") is None, "it is gone"
     for there in (None, spec._replace(value=b"", is_genuine=False)):
         kept = ending("a/1", 7, there, term, b"finished")

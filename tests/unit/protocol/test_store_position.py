@@ -49,6 +49,6 @@ def test_the_newest_head_is_kept() -> None:
     assert newest_position(None, OWN) == OWN
     later = StorePosition(7, 5, 2, b"two")
     assert newest_position(OWN, later) == newest_position(later, OWN) == later, "the term counts first"
-    assert newest_position(OWN, StorePosition(8, 1, 0, b"")) == OWN, "of the founding that the member is of"
+    assert newest_position(OWN, StorePosition(8, 1, 0, b"")) == OWN, "of the job generation that the member is of"
     assert newest_position(first_position(7), OWN) == OWN
     assert str(OWN) == "3 entries of term 4, the last one 74687265"

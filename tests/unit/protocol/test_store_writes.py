@@ -95,14 +95,14 @@ def test_what_is_not_genuine_tells_nothing() -> None:
 
 def test_a_founding_is_there_while_one_of_its_two_keys_is() -> None:
     mine, forged_spec = KeyValue(TERM, MINE.value, 20), SPEC_1._replace(value=b"", is_genuine=False)
-    assert is_there(SPEC_1, None, 7) and not is_there(SPEC_1, FORGED, 7), "another founding may have claimed it"
+    assert is_there(SPEC_1, None, 7) and not is_there(SPEC_1, FORGED, 7), "another job generation may have claimed it"
     assert is_there(SPEC_1, FORGED, 7, creates_job=True), (
-        "nobody but its founder's coordinator can have claimed it before"
+        "nobody but its creator's coordinator can have claimed it before"
     )
     assert is_there(None, mine, 7) and is_there(forged_spec, mine, 7)
     assert not any(is_there(spec, term, 7) for spec in (None, forged_spec) for term in (None, FORGED))
-    assert not is_there(SPEC_1, None, 8, creates_job=True) and not is_there(None, None, 0), "it was founded again"
-    assert is_there(SPEC_1, mine, 8), "an older spec was put back: the claim is of this founding"
+    assert not is_there(SPEC_1, None, 8, creates_job=True) and not is_there(None, None, 0), "it was created again"
+    assert is_there(SPEC_1, mine, 8), "an older spec was put back: the claim is of this job generation"
 
 
 def test_a_claim_replaces_what_strangers_have_written_and_never_takes_a_smaller_term() -> None:

@@ -104,7 +104,7 @@ def test_a_claim_without_an_answer_is_made_once(world: World, fault: Fault) -> N
 
 
 def test_a_store_that_is_gone_elects_nobody(world: World) -> None:
-    """Ten seconds without an answer, in which no beat could be written either."""
+    """Ten seconds without an answer, in which no lease heartbeat could be written either."""
     world.stand_by("a/1", creates_job=True)
     gone_until_s = 1011.0
 
@@ -144,7 +144,7 @@ def test_a_job_whose_keys_are_gone_has_no_candidates(world: World) -> None:
 
 def test_a_candidate_of_the_last_founding_does_not_take_the_job(world: World) -> None:
     assert world.stand_by(creates_job=True, job_generation=world.job_generation).term.term == 1
-    with pytest.raises(StoreError, match="the job was founded again; who is of the last one does not follow there"):
+    with pytest.raises(StoreError, match="the job was created again; who is of the last one does not follow there"):
         world.stand_by(creates_job=True, job_generation=world.job_generation - 1)
 
 

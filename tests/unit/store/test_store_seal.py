@@ -16,10 +16,10 @@ def test_a_value_counts_in_its_place_alone() -> None:
     stored = SEAL.sealed("term", b"value", 7)
     assert SEAL.opened("term", stored, 7) == b"value"
     assert SEAL.opened("lease_heartbeat", stored, 7) is None, "another key"
-    assert SEAL.opened("term", stored, 8) is None, "another founding"
+    assert SEAL.opened("term", stored, 8) is None, "another job generation"
     for seal in (StoreSeal(KEY, "/elaswave/job2/"), StoreSeal(STRANGERS, "/elaswave/job/")):
         assert seal.opened("term", stored, 7) is None, "another job, another key of the job"
-    assert SEAL.opened("spec", SEAL.sealed("spec", b"value", 0), 9) == b"value", "it tells the founding"
+    assert SEAL.opened("spec", SEAL.sealed("spec", b"value", 0), 9) == b"value", "it tells the job generation"
 
 
 def test_names_do_not_run_into_each_other() -> None:

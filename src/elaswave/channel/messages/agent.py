@@ -41,7 +41,7 @@ class JobSpec(Message, frozen=True, kw_only=True):
     checkpoint: StartingPoint | None
     """Where the job has begun; None: at the seed."""
     job_generation: int
-    """Which founding of the job this is, see `elaswave.protocol.leadership.store_position.Head`."""
+    """Which job generation this is, see `elaswave.protocol.leadership.store_position.StorePosition`."""
     keys: tuple[bytes, ...] = ()
     """As of `KeysNow`; none: the job's key is the one that it began with."""
 

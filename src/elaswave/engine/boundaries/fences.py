@@ -9,7 +9,7 @@ Under ``topk`` a gradient has the places of the tensor that it is the gradient o
 boundary: either side of it keeps these (`Masks`) until the gradient comes, and bytes without places go no further than
 tensors with the same places do.
 
-Codecs run between layers, never inside: a layer that is run again, and the canary, see decoded tensors only.
+Codecs run between layers, never inside: a layer that is run again, and the determinism check, see decoded tensors only.
 """
 
 from collections import Counter

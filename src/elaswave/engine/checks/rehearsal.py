@@ -143,7 +143,7 @@ def repeat(rehearsal: Rehearsal, there: Sequence[Finding], not_taken: Sequence[s
     Args:
         rehearsal: of this process.
         there: what the other one has found.
-        not_taken: values that a fresh template could not take over, for the message.
+        not_taken: values that a fresh forkserver could not take over, for the message.
     Returns:
         What could not be compared, and why; "" if all was.
     Raises:

@@ -1,9 +1,9 @@
 """A check that never ends: now and then a run of a layer or of the loss is done again and compared bit for bit.
 
 By turns it is done again from its input, with its memory elsewhere, which finds what differs from one time to the next;
-or the layer's probe is (`elaswave.engine.checks.determinism_check`), against the canary that was voted on at the start,
-which also finds a processor that has become wrong for good. The loss has no probe: in its place one operator of the
-environment is run.
+or the layer's probe is (`elaswave.engine.checks.determinism_check`), against the determinism hash that was voted on at
+the start, which also finds a processor that has become wrong for good. The loss has no probe: in its place one operator
+of the environment is run.
 
 *Where* follows from the run's seed, the step, the layer and the micro-batch, never from worker or attempt. So whoever
 repeats a micro-batch after a loss checks the same place: a fault of the layer's code shows again on the second worker,
@@ -142,7 +142,7 @@ class SpotChecks:
 
 
 def check_probe(who: str, determinism_hash: int, known: int) -> None:
-    """Compares a layer's canary with the one that was voted on.
+    """Compares a layer's determinism hash with the one that was voted on.
 
     Raises:
         UsageError: they differ.

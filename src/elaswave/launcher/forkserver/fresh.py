@@ -1,4 +1,4 @@
-"""The template in a fresh interpreter, for a script's process that has threads or a GPU's state and must not fork.
+"""The forkserver in a fresh interpreter, for a script's process that has threads or a GPU's state and must not fork.
 
 What a fork would have inherited is sent: where modules are looked for, what the script has set in modules
 (`elaswave.launcher.forkserver.module_state`), settings of the interpreter, of torch and of the processor that change
@@ -73,7 +73,7 @@ class _Handed(NamedTuple):
 
 
 def pickled_setup(setup: ForkServerSetup) -> bytes:
-    """What a fresh template is started with, as it lies in its socket.
+    """What a fresh forkserver is started with, as it lies in its socket.
 
     Args:
         setup: its `deaths` are left out.
@@ -127,7 +127,7 @@ def spawn(log: Path, link: socket.socket, environment: Mapping[str, str]) -> Chi
     except OSError as error:
         raise refused(
             error,
-            f"a Python for the template ({sys.executable}) cannot be started",
+            f"a Python for the forkserver ({sys.executable}) cannot be started",
             "raise the limit of processes (ulimit -u, or the container's), or free memory",
         ) from error
 

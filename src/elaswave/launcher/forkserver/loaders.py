@@ -1,10 +1,10 @@
 """What a person's own samples and loss are like, found out in a process of its own: their code may start threads, open
-files or hang, and the template, which forks workers after it, must have none of that.
+files or hang, and the forkserver, which forks workers after it, must have none of that.
 
 The process tells one finding after the other. Those that have come when the time is over count. The script's process
 repeats them (`elaswave.engine.checks.rehearsal`); by the samples among them a resumed run knows its data again.
 
-The template's lines to workers over which loaders are handed out: one socket for each worker, which carries sockets.
+The forkserver's lines to workers over which loaders are handed out: one socket for each worker, which carries sockets.
 
 A worker learns of a loader by a descriptor that arrives on its line: its own line to that loader. It asks for another
 one by the loader's number.
@@ -110,7 +110,7 @@ _ASK_BYTES_MAX = 64
 
 
 class LoaderSockets:
-    """The template's ends of all lines.
+    """The forkserver's ends of all lines.
 
     Args:
         watch: called with each line that is opened, and its worker: `asked` is to be called when it can be read.
@@ -128,7 +128,7 @@ class LoaderSockets:
         """Makes the line to a worker that is about to be forked.
 
         Returns:
-            The worker's end; the template closes its copy once the worker has it.
+            The worker's end; the forkserver closes its copy once the worker has it.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -140,7 +140,7 @@ class LoaderSockets:
         """Makes the line between a worker and a loader that is about to be forked, and hands the worker its end.
 
         Returns:
-            The loader's end; the template closes its copy once the loader has it.
+            The loader's end; the forkserver closes its copy once the loader has it.
         """
         theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.suppress(OSError, KeyError):  # a worker that has ended needs no loader
@@ -168,6 +168,6 @@ class LoaderSockets:
         line.close()
 
     def let_go(self) -> None:
-        """In a child: closes what is the template's."""
+        """In a child: closes what is the forkserver's."""
         for line in self._lines.values():
             line.close()

@@ -1,4 +1,4 @@
-"""The template process as a machine: whom it forks, and what it tells the launcher of their ends. No IO.
+"""The forkserver as a machine: whom it forks, and what it tells the launcher of their ends. No IO.
 
 The launcher asks, the template answers; the launcher's messages are events of the machine as they come. A worker's id
 is forked once, and with it the loaders of its data; one of those is replaced when the worker asks for it, and they end
@@ -144,7 +144,7 @@ ForkServerEffect = (
 
 
 class ForkServer:
-    """The template's machine.
+    """The forkserver's machine.
 
     Args:
         num_loaders: of each worker.

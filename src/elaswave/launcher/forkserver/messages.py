@@ -1,4 +1,4 @@
-"""What launcher and template process say to each other, and how it lies in their socket: a length, then msgpack."""
+"""What launcher and forkserver say to each other, and how it lies in their socket: a length, then msgpack."""
 
 import socket
 import struct
@@ -72,7 +72,7 @@ class KeysHeld(Message, frozen=True, kw_only=True):
 
 
 class Prepared(Message, frozen=True, kw_only=True):
-    """The template has loaded torch and built the model: workers can be forked."""
+    """The forkserver has loaded torch and built the model: workers can be forked."""
 
     state: StateShapes
     given: dict[str, str] = {}

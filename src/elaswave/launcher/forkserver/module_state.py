@@ -290,7 +290,7 @@ def _originals(value: Any) -> Iterator[tuple[Any, int]]:
 
 def _pickled(value: Any) -> Any:
     from elaswave.launcher.forkserver.fresh import (
-        dumps,  # late: a launcher that forks its template needs no cloudpickle
+        dumps,  # late: a launcher that forks its forkserver needs no cloudpickle
     )
 
     try:

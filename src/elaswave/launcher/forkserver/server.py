@@ -1,11 +1,11 @@
-"""The template process: it loads torch once, and forks what needs it: workers, and the committers of checkpoints.
+"""The forkserver: it loads torch once, and forks what needs it: workers, and the committers of checkpoints.
 
-So launcher and coordinator hold no torch. The launcher forks the template, asks, and is told; what is done when stands
-in `elaswave.launcher.forkserver.machine`. Only a parent learns at once, and surely, how a process has ended, so the
-template watches its children and tells the launcher. All of it hangs together: the template ends with the launcher,
-workers and committer end with the template (`parent_death`).
+So launcher and coordinator hold no torch. The launcher forks the forkserver, asks, and is told; what is done when
+stands in `elaswave.launcher.forkserver.machine`. Only a parent learns at once, and surely, how a process has ended, so
+the forkserver watches its children and tells the launcher. All of it hangs together: the forkserver ends with the
+launcher, workers and committer end with the forkserver (`parent_death`).
 
-A process that forks may have one thread only. The template has a second one for half a second, when workers have been
+A process that forks may have one thread only. The forkserver has a second one for half a second, when workers have been
 forked: it loads what commits need; until it has ended no process is forked.
 """
 
@@ -83,7 +83,7 @@ _ANSWER_BYTES_MAX = 1 << 15
 
 
 def run_forkserver(setup: ForkServerSetup, link: socket.socket, inherited: Sequence[ReadFile] = ()) -> int:
-    """The template process from its start to the end of the launcher, or of the job.
+    """The forkserver from its start to the end of the launcher, or of the job.
 
     What its children leave, and theirs, becomes its own, and ends with it: so the launcher, which may be a script's
     process, need not tell it from what the script has started.
@@ -159,7 +159,7 @@ class _LoaderSocket(NamedTuple):
 
 
 class _Serving:
-    """Carries out what the template's machine decides."""
+    """Carries out what the forkserver's machine decides."""
 
     def __init__(
         self,
@@ -324,7 +324,7 @@ class _Serving:
             line.close()
 
     def _fork_loader(self, loader: Loader) -> None:
-        from elaswave.engine.loading import loader_log  # loaded by the template
+        from elaswave.engine.loading import loader_log  # loaded by the forkserver
 
         with self._loader_sockets.hand_over(loader) as line:
             what = f"loader {loader.number} of worker {loader.worker}"
@@ -354,7 +354,7 @@ class _Serving:
         return True
 
     def _let_go(self) -> None:
-        """In a child: closes what is the template's."""
+        """In a child: closes what is the forkserver's."""
         self._link.close()
         self._selector.close()
         self._loader_sockets.let_go()
@@ -392,7 +392,7 @@ def commit(request: bytes, answer: int) -> int:
     Returns:
         0 if the checkpoint is durable.
     """
-    from elaswave.checkpoints.commit import commit_in_one_of  # loaded by the template
+    from elaswave.checkpoints.commit import commit_in_one_of  # loaded by the forkserver
 
     asked = msgspec.msgpack.decode(request, type=CommitRequest)
     try:

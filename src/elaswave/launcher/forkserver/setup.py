@@ -41,7 +41,7 @@ class CommitCount:
 
 
 class ForkServerSetup(NamedTuple):
-    """What the template and the workers are started with."""
+    """What the forkserver and the workers are started with."""
 
     config: Config
     run_dir: Path
@@ -68,11 +68,11 @@ class ForkServerSetup(NamedTuple):
     before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
     """Called in the coordinator before each effect of the protocol's core."""
     job_generation: int = 0
-    """Of the job, see `elaswave.protocol.leadership.store_position.Head`."""
+    """Of the job, see `elaswave.protocol.leadership.store_position.StorePosition`."""
     suffix: str = ""
     """Of the names of files of which every host has its own in the run's folder."""
     not_taken: Sequence[str] = ()
     """What a fresh interpreter has not taken over of the script's modules; grows while modules are imported."""
     frozen: Any = None
-    """Frozen parameters that the checkpoint has otherwise than they are built, by full name; the template reads them
+    """Frozen parameters that the checkpoint has otherwise than they are built, by full name; the forkserver reads them
     before it forks workers."""

@@ -59,7 +59,7 @@ def worker_main(
         setup: of the job.
         worker: its id.
         checkpoint: where it begins; None: at the seed.
-        loaders: where the template hands over its loaders; None: it has none.
+        loaders: where the forkserver hands over its loaders; None: it has none.
         joins: whether it joins a job that runs, without any state.
     Returns:
         Exit status.

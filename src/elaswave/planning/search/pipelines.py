@@ -348,7 +348,7 @@ class _Placing:
     """What becomes of a mix.
 
     Args:
-        cluster, costs, crew: as of `mixed_pipelines`.
+        cluster, costs, pipeline_workers: as of `mixed_pipelines`.
         usual: layers of the stages of pipelines of the usual depth.
         speeds: of all workers of the cluster.
         workers: positions of those that get a place.

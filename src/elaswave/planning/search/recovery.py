@@ -285,7 +285,7 @@ def choose_followers(
 
     A block lacks one also if it has as many as are wanted, but all copies are in one domain and there are others, as
     when a move to another placement ends half-way. Blocks with the fewest followers come first. Whom a block gets is
-    decided as in `place_blocks`, among the partners that its owner has by now; who has lost some finds others that
+    decided as in `place_blocks`, among the replica peers that its owner has by now; who has lost some finds others that
     have. It is never an idle worker, though an idle one may hold blocks, which count. A block waits for a later round
     when its owner, or every worker of the best kind, has no room left in this one. Some block always gets a follower if
     one is lacking, however large it is, so repeated rounds come to an end.
@@ -297,7 +297,7 @@ def choose_followers(
         num_followers: copies wanted beside the owner; clamped to the number of workers minus one. Where copies stay
             inside a site, those of other sites do not count.
         max_elements: the most that one owner sends, and that one worker receives, in this round.
-        scatter_width: over how many partners the first followers of an owner's blocks are spread.
+        scatter_width: over how many replica peers the first followers of an owner's blocks are spread.
     Returns:
         The placement with new followers appended; an equal one if nothing is lacking.
     Raises:

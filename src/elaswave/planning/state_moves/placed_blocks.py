@@ -1,12 +1,12 @@
 """Owners and followers of blocks at worker level: which workers hold the only copies of some block together. Pure.
 
-The partners of a worker are chosen by the engine's own function (`elaswave.blocks.replica_peers`), from the same groups
-of workers that run the same layers. What is left out are the blocks: of an owner's blocks each of its partners is taken
-to follow some, which holds as soon as it owns as many blocks as it has partners.
+The replica peers of a worker are chosen by the engine's own function (`elaswave.blocks.replica_peers`), from the same
+groups of workers that run the same layers. What is left out are the blocks: of an owner's blocks each of its replica
+peers is taken to follow some, which holds as soon as it owns as many blocks as it has replica peers.
 
 Replica peers are worked out when they are asked for: of 100,000 workers they take a second, and most losses need none.
-Who is the second follower beside each partner follows from all choices before; above `CHOSEN_MAX` workers that takes
-too long, and second followers are dealt in turn among those who may be one.
+Who is the second follower beside each replica peer follows from all choices before; above `CHOSEN_MAX` workers that
+takes too long, and second followers are dealt in turn among those who may be one.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -49,7 +49,7 @@ class Placing:
     followers: int = DEFAULT_FOLLOWERS
     """Live copies of every block beside its owner's."""
     scatter_width: int | None = DEFAULT_SCATTER_WIDTH
-    """Replica peers of a worker; None means all other workers that run the same, as before there were partners."""
+    """Replica peers of a worker; None means all other workers that run the same, as before there were replica peers."""
     knows_hosts: bool = True
     """Whether followers are put on other hosts."""
     racks: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class PlacedBlocks:
         ranges: the layers, by who runs them.
         hosts: ascending ids of all workers of the ranges, and the host of each; others may be among them.
         placing: how followers are chosen.
-        kept: partners of before; they stay where they fit, as in the engine.
+        kept: replica peers of before; they stay where they fit, as in the engine.
     """
 
     def __init__(
@@ -157,7 +157,8 @@ class PlacedBlocks:
             yield from self._holders(layers, (*holders, other))
 
     def _next_holders(self, layers: LayerRange, holders: tuple[int, ...]) -> np.ndarray:
-        """Those among whom the next follower is chosen, ascending: partners of the owner, then as `FollowerChooser`."""
+        """Those among whom the next follower is chosen, ascending: replica peers of the owner, then as
+        `FollowerChooser`."""
         replica_peers = self._replica_peers_of(layers, holders[0])
         if len(holders) == 1 and len(replica_peers):
             return replica_peers
@@ -178,7 +179,8 @@ class PlacedBlocks:
         return fitting[[turn % len(fitting)]]
 
     def _replica_peers_of(self, layers: LayerRange, owner: int) -> np.ndarray:
-        """The partners that may be first followers of an owner's blocks in these layers; none if all workers may."""
+        """The replica peers that may be first followers of an owner's blocks in these layers; none if all workers
+        may."""
         if self._placing.scatter_width is None:
             return np.zeros(0, dtype=np.int64)
         replica_peers = np.array(self._replica_peers[owner], dtype=np.int64)
@@ -214,8 +216,8 @@ class PlacedBlocks:
 
         for start, members, owner in turns:
             follow(start, members, owner, ())
-        # An owner that has blocks in several ranges may have had one partner in the one and another in the other; with
-        # more blocks it has each of them in each.
+        # An owner that has blocks in several ranges may have had one replica peer in the one and another in the other;
+        # with more blocks it has each of them in each.
         for layers in self._ranges:
             members = tuple(layers.members.tolist())
             for owner in members:

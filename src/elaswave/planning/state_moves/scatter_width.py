@@ -1,6 +1,6 @@
-"""Over how many partners the blocks of a worker are spread (`elaswave.blocks.replica_peers`). Pure.
+"""Over how many replica peers the blocks of a worker are spread (`elaswave.blocks.replica_peers`). Pure.
 
-When a worker dies, each of its s partners takes over 1/s of what it owned: of the sums that it received, the
+When a worker dies, each of its s replica peers takes over 1/s of what it owned: of the sums that it received, the
 parameters that it sent, the updates that it made; and about 1/s of the copies that it held is made anew on each. The
 smallest s for which that is hardly felt is the best: the share of pairs of workers whose loss at one instant loses
 state grows as s. For losses one after the other s does not matter: s workers are then fatal, but for 1/s of the time,
@@ -16,7 +16,7 @@ from elaswave.types import Stage
 DEFAULT_SCATTER_WIDTH = 2
 """Where nothing is known of what a step takes: the blocks of a worker lie with its two neighbours in a ring."""
 LOAD_MAX = 0.02
-"""Of a step: so much longer it may become by what one partner takes over."""
+"""Of a step: so much longer it may become by what one replica peer takes over."""
 
 
 def smallest_scatter_width(
@@ -27,7 +27,7 @@ def smallest_scatter_width(
     memory_bytes: float,
     step_s: float | None = None,
 ) -> int:
-    """The smallest number of partners whose share of a lost worker's load fits.
+    """The smallest number of replica peers whose share of a lost worker's load fits.
 
     Args:
         costs: of the layers, and of what a step takes beside its actions.

@@ -8,10 +8,10 @@ keeps all of them is its own target:
    workers run) more than any other of those workers.
 2. One follower is in another domain than the owner, if there is one, and runs the unit, if it can; further ones are in
    domains without a copy and do not run the unit, while there are any (`elaswave.blocks.domains`).
-3. One follower is a partner of the owner (`elaswave.blocks.replica_peers`), and its partners share its blocks evenly.
-   Each further one is the same worker for all blocks of an owner that have the same followers so far.
+3. One follower is a replica peer of the owner (`elaswave.blocks.replica_peers`), and its replica peers share its blocks
+   evenly. Each further one is the same worker for all blocks of an owner that have the same followers so far.
 
-Who is whose partner follows from where the blocks are, so that few must move.
+Who is whose replica peer follows from where the blocks are, so that few must move.
 
 Deliberately absent: when and from whom copies are made.
 """
@@ -54,7 +54,7 @@ def target_placement(
         placement: who holds them now, also workers that are in no stage.
         num_followers: copies beside the owner; clamped to the number of workers that may hold any (where copies stay
             inside, at the owner's site), minus one.
-        scatter_width: over how many partners the first followers of an owner's blocks are spread.
+        scatter_width: over how many replica peers the first followers of an owner's blocks are spread.
         excluded: workers that shall hold nothing, though they may be in a stage.
     Returns:
         A placement with one entry per block. Followers that stay keep their order, new ones come after them.
@@ -89,8 +89,8 @@ def _nearest(
 ) -> Placement:
     """A placement that keeps the rules. Arguments as of `target_placement`.
 
-    What it returns does not show all that it was chosen by: partners that follow nothing, and which of several
-    followers is the partner. So it may want another placement than the one that it has returned before.
+    What it returns does not show all that it was chosen by: replica peers that follow nothing, and which of several
+    followers is the replica peer. So it may want another placement than the one that it has returned before.
     """
     out = frozenset(excluded)
     workers = tuple(worker for worker in layout.active if worker not in out)
@@ -109,7 +109,7 @@ def _nearest(
         scatter_width,
         excluded=out,
         copies=zip(owners, options, strict=True),
-        # A partner that follows nothing is forgotten: to break pairs then would go on and on.
+        # A replica peer that follows nothing is forgotten: to break pairs then would go on and on.
         firm=any(num_owned[group, worker] < scatter_width for group in groups for worker in group.members),
     )
     chooser = FollowerChooser(workers, replica_peers, scatter_width, domains_of(layout, out), realms=realms_of(layout))
@@ -338,7 +338,7 @@ class _Followers:
                     self._take(group, block, staying)
 
     def _full(self, group: _Group, owner: int, num_blocks: int) -> frozenset[int]:
-        """The partners that follow their share of an owner's blocks of a group."""
+        """The replica peers that follow their share of an owner's blocks of a group."""
         share = -(-num_blocks // len(self._chooser.candidates(group.members, owner, ())))
         return frozenset(worker for worker, count in self._followed[group, owner].items() if count >= share)
 

@@ -196,7 +196,7 @@ def plan_with(
         layout: of the members.
         blocks: of the model.
         num_followers: copies wanted beside each owner, for blocks that are placed afresh.
-        scatter_width: over how many partners these are spread.
+        scatter_width: over how many replica peers these are spread.
         execution, reason, predicted_step_s: as of `RecoveryPlan`.
     Raises:
         ValueError: the layout is of other workers than the members, or shares other units than the model.

@@ -39,7 +39,7 @@ class JobHistory:
         start: layout, placement and execution parameters of the start.
         blocks: of the model.
         num_followers: copies wanted of each block beside its owner.
-        scatter_width: over how many partners an owner's blocks are spread.
+        scatter_width: over how many replica peers an owner's blocks are spread.
         restarts: whether the policy is to go back to the newest checkpoint after every loss.
         first_step: the step that training begins with.
         records: what earlier coordinators of the job have persisted, in order.

@@ -10,10 +10,10 @@ tells whether a request without an answer was carried out, since every claim and
 rules of jobs on many hosts, see docs/store.md.)
 
 *H14, strangers*: who may write to the store need not have the job's key. What no holder of the key has written for this
-place and this founding is not *genuine*: it counts as absent, except that a transaction which puts something in its
-place compares its revision. Older values of the same place are genuine; so a claim never takes a smaller term than one
-that was seen, a beat counts only if it is newer, and a coordinator whose term is not there any more without a newer one
-in its place makes room for another, which claims the job anew and reads what is there.
+place and this job generation is not *genuine*: it counts as absent, except that a transaction which puts something in
+its place compares its revision. Older values of the same place are genuine; so a claim never takes a smaller term than
+one that was seen, a lease heartbeat counts only if it is newer, and a coordinator whose term is not there any more
+without a newer one in its place makes room for another, which claims the job anew and reads what is there.
 """
 
 import json
@@ -36,7 +36,8 @@ class KeyValue(NamedTuple):
     revision: int
     """At which it was last written."""
     is_genuine: bool = True
-    """Whether a holder of the job's key has written it, for this key and this founding; else its value is empty."""
+    """Whether a holder of the job's key has written it, for this key and this job generation; else its value is
+    empty."""
 
 
 class Transaction(NamedTuple):
@@ -120,13 +121,13 @@ def lease_heartbeat_value(term: int, number: int) -> bytes:
     """What a coordinator writes to `LEASE_HEARTBEAT`.
 
     Args:
-        number: of this term's beat, from 1.
+        number: of this term's lease heartbeat, from 1.
     """
     return json.dumps({"term": term, "beat": number}).encode()
 
 
 def lease_heartbeat_of(found: KeyValue | None, holder: Holder) -> int:
-    """The number of a holder's newest beat; 0: what stands there is none of its."""
+    """The number of a holder's newest lease heartbeat; 0: what stands there is none of its."""
     if found is None or not found.is_genuine:
         return 0
     said = json.loads(found.value)
@@ -137,25 +138,25 @@ def spec_value(job_generation: int, **facts: object) -> bytes:
     """What stands in `SPEC`.
 
     Args:
-        job_generation: number of the founding, which no other one of this name has.
+        job_generation: number of the job generation, which no other one of this name has.
         facts: for people.
     """
     return json.dumps({"founded": job_generation, **facts}).encode()
 
 
 def job_generation_of(spec: KeyValue | None) -> int:
-    """Which founding of the job is in the store; 0: none, or what stands in `SPEC` is not genuine."""
+    """Which job generation is in the store; 0: none, or what stands in `SPEC` is not genuine."""
     return int(json.loads(spec.value)["founded"]) if spec is not None and spec.is_genuine else 0
 
 
 def is_there(spec: KeyValue | None, term: KeyValue | None, job_generation: int, *, creates_job: bool = False) -> bool:
-    """Whether a founding of the job is in the store. A claim says so; before there is one, `SPEC` does. An older
-    `SPEC` that was put back stands beside what another founding has claimed.
+    """Whether a job generation is in the store. A claim says so; before there is one, `SPEC` does. An older
+    `SPEC` that was put back stands beside what another job generation has claimed.
 
     Args:
-        spec, term: as they stand there, genuine if they are of this founding.
-        job_generation: the founding.
-        creates_job: whether the asker has founded it, so that nobody else can have claimed it before.
+        spec, term: as they stand there, genuine if they are of this job generation.
+        job_generation: the job generation.
+        creates_job: whether the asker has created it, so that nobody else can have claimed it before.
     """
     return bool(holder_of(term).term) or (
         job_generation_of(spec) == job_generation != 0 and (term is None or creates_job)
@@ -169,9 +170,9 @@ class Claim:
         name: of the claimant.
         nonce: that no other claim has.
         seen: who may write, by a linearizable read.
-        spec: what stands in `SPEC`, by the same read: a claim that comes late does not claim the next founding, nor
-            leave a key where no job is.
-        job_generation: the founding that is claimed. `SPEC` is written again if it does not say so.
+        spec: what stands in `SPEC`, by the same read: a claim that comes late does not claim the next job generation,
+            nor leave a key where no job is.
+        job_generation: the job generation that is claimed. `SPEC` is written again if it does not say so.
         above: the claim's term is larger.
     """
 

@@ -112,7 +112,7 @@ class Response(Enum):
     """What the coordinator does about it."""
 
     PERSIST_TERM = "persist the term"
-    DISMISS = "fence it, or let it go once more if it was asked to leave"
+    DISMISS = "fence it off, or let it go once more if it was asked to leave"
     PERSIST_START = "persist the start"
     TELL_ADDRESSES = "tell the addresses"
     TELL_UNTOLD_ADDRESSES = "tell the addresses if they are still to be told"
@@ -130,7 +130,7 @@ class Response(Enum):
     RELEASE = "let those go that leave"
     PERSIST_GENERATION = "persist the new generation"
     ASK = "ask the members"
-    LEASE_LOST = "fence the others"
+    LEASE_LOST = "fence the others off"
     SHOW_GENERATION = "show the losses"
     FIND_CHECKPOINT = "look for a checkpoint"
     PLAN = "plan the recovery"

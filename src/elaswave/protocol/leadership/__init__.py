@@ -1,1 +1,1 @@
-"""Which process is the coordinator: election, the lease on the store, the job's founding."""
+"""Which process is the coordinator: election, the lease on the store, the job's creation."""

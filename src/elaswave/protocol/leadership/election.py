@@ -1,7 +1,7 @@
-"""When a candidate claims the job (H4): it watches the holder's beat. No IO, no clocks.
+"""When a candidate claims the job (H4): it watches the holder's lease heartbeat. No IO, no clocks.
 
-The coordinator renews the job's beat while it lives. A candidate reads it, and judges by its own clock alone. Timing
-has a part only in *when* somebody takes over: that nobody writes who was replaced, the claim sees to
+The coordinator renews the job's lease heartbeat while it lives. A candidate reads it, and judges by its own clock
+alone. Timing has a part only in *when* somebody takes over: that nobody writes who was replaced, the claim sees to
 (`elaswave.protocol.coordinator.store_writes`).
 
 Which coordinator may write: that of the newest term. The rule of every store of a coordinator's records. No IO.
@@ -13,14 +13,14 @@ from elaswave.protocol.coordinator.store_writes import NOBODY, Holder
 from elaswave.protocol.events import TermRecord
 
 LEASE_HEARTBEAT_S = 0.5
-"""Between two beats of a coordinator."""
+"""Between two lease heartbeats of a coordinator."""
 POLL_S = 0.25
 """Between two looks of a candidate."""
 STILL_S = 2.0
-"""A coordinator is followed once its beat has stood still for so long."""
+"""A coordinator is followed once its lease heartbeat has stood still for so long."""
 GAP_S = 1.0
 """A candidate that has not looked for so long (it was stopped, or the store did not answer) begins to watch anew: the
-holder may have been kept from its beat by the same."""
+holder may have been kept from its lease heartbeat by the same."""
 BACKOFF_S = 0.2
 """After a claim that failed: between that and the next one at least, doubled with each."""
 BACKOFF_S_MAX = 1.0
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
 
     holder: Holder
     lease_heartbeat: int
-    """Number of the holder's newest beat; 0: there was none yet."""
+    """Number of the holder's newest lease heartbeat; 0: there was none yet."""
 
 
 class Watch:
@@ -40,16 +40,16 @@ class Watch:
     Args:
         own: by which name its agent's coordinators hold the job. An agent starts one after the other, so the term of
             an earlier one is free at once.
-        creates_job: whether its agent has founded the job: a job that nobody has claimed yet is its.
+        creates_job: whether its agent has created the job: a job that nobody has claimed yet is its.
     """
 
     def __init__(self, own: str, *, creates_job: bool = False) -> None:
         self._own = own
         self.creates_job = creates_job
-        """Whether its agent has founded the job."""
+        """Whether its agent has created the job."""
         self._seen = Seen(NOBODY, 0)
         self._since_s: float | None = None
-        """When the beat was seen first; None: the watch begins."""
+        """When the lease heartbeat was seen first; None: the watch begins."""
         self._looked_s = 0.0
         self._not_before_s = 0.0
         self._num_failed = 0
@@ -80,7 +80,7 @@ class Watch:
 
     def _newest(self, seen: Seen) -> Seen:
         """What is known now. A claim that was removed, forged or replaced by an older one is followed as it was known,
-        and beats of earlier days do not count (H14)."""
+        and lease heartbeats of earlier days do not count (H14)."""
         known = self._seen
         if seen.holder.term > known.holder.term:
             return seen

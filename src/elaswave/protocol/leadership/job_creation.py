@@ -1,7 +1,7 @@
 """What an agent asks of a job's store before the first coordinator and after the last one, and what answers mean. No
 IO, no clocks.
 
-*H1, founding*: the agent at the first candidate's address makes the job's keys if they are not there. If they are, they
+*H1, creation*: the agent at the first candidate's address makes the job's keys if they are not there. If they are, they
 are of a job that runs, or of one whose hosts are all lost. It asks for a coordinator for longer than another candidate
 takes to follow one that is lost, and removes the keys only if nobody has written to them meanwhile; else it goes on
 asking. So a job that lives, and cannot be reached from here, loses nothing.
@@ -28,7 +28,7 @@ from elaswave.protocol.coordinator.store_writes import (
 )
 
 RUNS_S = 6.0
-"""How long the agent that founds a job of several candidates looks whether another one has a coordinator already, if
+"""How long the agent that creates a job of several candidates looks whether another one has a coordinator already, if
 the store holds nothing of the job."""
 STARTS_S = 20.0
 """If it holds something: longer than another candidate takes to follow a coordinator that is lost."""
@@ -40,13 +40,13 @@ class Left(NamedTuple):
     """How far a job had come that is in the store. Whatever its coordinators write changes it."""
 
     job_generation: int
-    """Number of its founding; 0: what stands there is not genuine (H14)."""
+    """Number of its job generation; 0: what stands there is not genuine (H14)."""
     spec: int
     """Revision at which that was written."""
     term: int
     """Revision at which its last coordinator has opened it; 0: none has."""
     lease_heartbeat: int
-    """Revision of that one's last beat; 0: there was none."""
+    """Revision of that one's last lease heartbeat; 0: there was none."""
     next_entry: str
     """Key of the entry that would be written next."""
     in_its_place: int = 0
@@ -96,7 +96,7 @@ class CreatorAction(Enum):
     REMOVE = "remove what was found: `Left.removal`"
     FOUND = "found the job"
     END = "the job has ended meanwhile, as `outcome` says"
-    FOREIGN = "what is there was not written with this job's key: nothing is removed, and nothing founded (H14)"
+    FOREIGN = "what is there was not written with this job's key: nothing is removed, and nothing created (H14)"
     GIVE_UP = "the job runs, and none of its candidates can be reached from here"
 
 
@@ -118,7 +118,7 @@ class JobCreator:
         self._patience_s = patience_s
         self._began_s = now_s
         self.job_generation = 0
-        """Number of the founding that was there; 0: none was."""
+        """Number of the job generation that was there; 0: none was."""
 
     @property
     def ask_s(self) -> float:
@@ -160,9 +160,9 @@ class JobCreator:
 
 
 class CreationResult(Enum):
-    """What became of a founding."""
+    """What became of a creation."""
 
-    YES = "the job is founded"
+    YES = "the job is created"
     HELD = "there is another job of this name"
     FOREIGN = "what is there was not written with this job's key (H14)"
     CHANGED = "a job of this name has ended since it was looked: look again"
@@ -208,7 +208,7 @@ def ending(
 
     Args:
         name: under which its last coordinator holds it, where several may.
-        job_generation: which founding is over; 0: there is only one.
+        job_generation: which job generation is over; 0: there is only one.
         spec, term: as they stand in the store.
         outcome: how it has ended; stays (H13).
     Returns:

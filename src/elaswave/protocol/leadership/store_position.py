@@ -15,7 +15,7 @@ class StorePosition(msgspec.Struct, frozen=True, array_like=True):
     """The newest entry of a history."""
 
     job_generation: int
-    """Of the job, as its store counts: a job that was founded again has another history, and other members (H1)."""
+    """Of the job, as its store counts: a job that was created again has another history, and other members (H1)."""
     term: int
     """Of the coordinator that has told it."""
     length: int
@@ -30,16 +30,16 @@ class StorePosition(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PositionVerdict(Enum):
-    """What a member's head means to a coordinator."""
+    """What a member's store position means to a coordinator."""
 
     FITS = "it is in the own history"
-    OTHER_JOB = "it was told by a coordinator of another founding: one of the two jobs is over"
+    OTHER_JOB = "it was told by a coordinator of another job generation: one of the two jobs is over"
     NEWER_TERM = "it was told by a coordinator of a later term: either that one is, or the store has gone back"
     GONE_BACK = "the store has lost what was durable"
 
 
 def first_position(job_generation: int) -> StorePosition:
-    """What a member of a founding says that has heard nothing of its history yet.
+    """What a member of a job generation says that has heard nothing of its history yet.
 
     Args:
         job_generation: as in `StorePosition`.
@@ -48,7 +48,7 @@ def first_position(job_generation: int) -> StorePosition:
 
 
 def newest_position(one: StorePosition | None, other: StorePosition) -> StorePosition:
-    """Which of two heads a member keeps. It stays of the founding that it is of."""
+    """Which of two store positions a member keeps. It stays of the job generation that it is of."""
     if one is None or (
         one.job_generation == other.job_generation and (other.term, other.length) > (one.term, one.length)
     ):
@@ -57,7 +57,7 @@ def newest_position(one: StorePosition | None, other: StorePosition) -> StorePos
 
 
 def compare_positions(reported: StorePosition, own: StorePosition, digests: Sequence[bytes]) -> PositionVerdict:
-    """What a member's head means.
+    """What a member's store position means.
 
     Args:
         heard: what the member has heard.

@@ -48,7 +48,7 @@ def libraries(versions: Mapping[str, str]) -> str:
 def determinism_hashes_in(
     vector: Sequence[int], *, num_layers: int, num_tensors: int, num_buffers: int
 ) -> Mapping[int, int]:
-    """The canaries that all voters agree on; empty where bits are not compared.
+    """The determinism hashes that all voters agree on; empty where bits are not compared.
 
     They stand before what a vote says of tensors, which is its end, see `elaswave.protocol.step.ballot.VoteShape`.
 

@@ -615,7 +615,7 @@ class JobTerms(NamedTuple):
     num_followers: int
     """Copies beside the owner."""
     scatter_width: int
-    """Over how many partners an owner's blocks are spread (`elaswave.blocks.replica_peers`)."""
+    """Over how many replica peers an owner's blocks are spread (`elaswave.blocks.replica_peers`)."""
     copy_elements: int
     """The most elements of new copies that one owner sends, and one worker receives, in one step, to make up for
     missing followers."""

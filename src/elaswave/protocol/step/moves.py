@@ -171,7 +171,7 @@ def next_placement(
         num_followers: copies wanted beside the owner.
         refill_elements: the most that one owner sends, and one worker receives, to make up for missing followers.
         move_elements: the same towards the target.
-        scatter_width: over how many partners the first followers of an owner's blocks are spread.
+        scatter_width: over how many replica peers the first followers of an owner's blocks are spread.
     Returns:
         An equal placement if there is nothing to copy.
     """
