@@ -1,6 +1,6 @@
 """The forkserver as a machine: whom it forks, and what it tells the launcher of their ends. No IO.
 
-The launcher asks, the template answers; the launcher's messages are events of the machine as they come. A worker's id
+The launcher asks, the forkserver answers; the launcher's messages are events of the machine as they come. A worker's id
 is forked once, and with it the loaders of its data; one of those is replaced when the worker asks for it, and they end
 with the worker. One checkpoint is committed at a time, by a process of its own, the committer; a request that is
 repeated is answered again, since its answer may have been lost.
