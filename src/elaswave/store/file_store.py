@@ -55,8 +55,8 @@ class FileStore(Generic[_T]):
         path: of the file; it and its folder are made if they are missing.
         record_type: union of the records' types.
         lock_timeout_s: how long another coordinator that still holds the journal is waited for.
-        job_generation: of the job, as in `elaswave.protocol.leadership.store_position.Head`; drawn by who has founded
-            it.
+        job_generation: of the job, as in `elaswave.protocol.leadership.store_position.StorePosition`; drawn by who has
+            created it.
     Raises:
         StoreError: another coordinator holds the journal, it is damaged, or the system refuses.
     """
