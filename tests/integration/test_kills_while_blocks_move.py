@@ -16,9 +16,8 @@ from tests.integration.waits import WaitsFor, log_of
 
 from elaswave.channel.messages.worker import StepReport
 from elaswave.coordinator.driver import JobDriver
-from elaswave.coordinator.planning.replanning import Replanned
 from elaswave.engine.checks.probe import Probes
-from elaswave.planning.programs.layout import make_layout
+from elaswave.planning.programs.layout import RunningLayout, make_layout
 from elaswave.types import ExecutionParameters
 from elaswave.worker import process
 
@@ -227,7 +226,7 @@ def test_a_kill_during_a_planned_change_changes_no_bit(
     def plans(self: JobDriver, message: StepReport) -> None:
         own(self, message)
         if message.step == 3:
-            planned = Replanned(BETTER, ExecutionParameters(), "a test wants it", 0.1)
+            planned = RunningLayout(BETTER, ExecutionParameters(), 0.1, "a test wants it")
             change = self._planner.change(planned, self.core.generation, self.core.in_force())
             assert change is not None
             self.feed(change)

@@ -216,7 +216,15 @@ class ThreadJob(CoordinatorDriver):
             here = refilled(blocks, before.layout, before.placement, num_followers, elements, width)
             placement = target_placement(layout, blocks, here, num_followers=num_followers, scatter_width=width)
             execution = ExecutionParameters()
-            self.feed(events.ChangePlanned(self.core.generation, layout, placement, execution, "a test wants it"))
+            self.feed(
+                LayoutChange(
+                    generation=self.core.generation,
+                    layout=layout,
+                    placement=placement,
+                    execution=execution,
+                    reason="a test wants it",
+                )
+            )
 
     # ------------------------------------------------------------------------------------------------- the workers
 

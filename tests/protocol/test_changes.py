@@ -9,7 +9,6 @@ from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.planning.search.recovery import survivor_layout
 from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import (
-    ChangePlanned,
     CheckpointFound,
     Decided,
     EvidenceSeen,
@@ -33,7 +32,14 @@ TARGET = place_blocks(OTHER, model_of(THREE).blocks, num_followers=1, scatter_wi
 
 
 def planned(generation=1, layout=OTHER):
-    return ChangePlanned(generation, layout, TARGET, EXECUTION, "faster", 0.5)
+    return LayoutChange(
+        generation=generation,
+        layout=layout,
+        placement=TARGET,
+        execution=EXECUTION,
+        reason="faster",
+        predicted_step_s=0.5,
+    )
 
 
 def training(records=()):

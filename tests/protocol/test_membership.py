@@ -10,7 +10,6 @@ from elaswave.planning.search.recovery import set_idle
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import (
-    ChangePlanned,
     Decided,
     EvidenceSeen,
     JoinerCame,
@@ -25,7 +24,18 @@ from elaswave.protocol.events import (
     StartRecord,
     TermRecord,
 )
-from elaswave.protocol.messages import AskPause, Dial, FencedOff, GoOn, Installed, Linked, Paused, Progress, Released
+from elaswave.protocol.messages import (
+    AskPause,
+    Dial,
+    FencedOff,
+    GoOn,
+    Installed,
+    LayoutChange,
+    Linked,
+    Paused,
+    Progress,
+    Released,
+)
 from elaswave.protocol.step.ledger import CatchUp, Ledger
 from verify.simulator.job import model_of
 from verify.simulator.run import run_schedule
@@ -43,6 +53,12 @@ def training(records=()):
         core.handle(registered(worker), 0.0)
     assert core.state is CoordinatorState.TRAINING
     return core
+
+
+def planned(core, layout, placement, reason):
+    return LayoutChange(
+        generation=core.generation, layout=layout, placement=placement, execution=core.execution, reason=reason
+    )
 
 
 def sent(effects, kind):
@@ -86,7 +102,7 @@ def put_aside(core, worker, *, holds_nothing=True, step=2):
         placement = target_placement(
             layout, blocks, placement, num_followers=1, scatter_width=EVERYBODY, excluded=[worker]
         )
-    core.handle(ChangePlanned(core.generation, layout, placement, core.execution, "it is to leave"), 0.0)
+    core.handle(planned(core, layout, placement, "it is to leave"), 0.0)
     change = core.newest_change.number
     return core.handle(EvidenceSeen(msgspec.structs.replace(vote(step), change=change), core.generation), 0.0)
 
@@ -187,14 +203,14 @@ def test_a_joiner_comes_in_though_the_only_member_was_away(instant):
 def test_no_pause_is_asked_for_while_blocks_move():
     core = training()
     layout = core.layout
-    core.handle(ChangePlanned(1, layout, core.placement, core.execution, "better"), 0.0)
+    core.handle(planned(core, layout, core.placement, "better"), 0.0)
     assert sent(link(core), AskPause) == {}
 
 
 def test_no_change_is_planned_while_the_members_pause():
     core = training()
     link(core)
-    (note,) = core.handle(ChangePlanned(1, core.layout, core.placement, core.execution, "better"), 0.0)
+    (note,) = core.handle(planned(core, core.layout, core.placement, "better"), 0.0)
     assert isinstance(note, Note) and "membership is about to change" in note.text
 
 

@@ -11,7 +11,6 @@ from elaswave.protocol.coordinator.machine import Bounds, Coordinator
 from elaswave.protocol.coordinator.table import Transition, TransitionTable
 from elaswave.protocol.coordinator.transitions import Cause, CoordinatorState, Response
 from elaswave.protocol.events import (
-    ChangePlanned,
     CheckpointFound,
     CoordinatorEffect,
     EvidenceSeen,
@@ -25,7 +24,7 @@ from elaswave.protocol.events import (
     WorkerFailed,
 )
 from elaswave.protocol.membership import agent
-from elaswave.protocol.messages import Installed, Linked, Paused, Unsound
+from elaswave.protocol.messages import Installed, LayoutChange, Linked, Paused, Unsound
 from elaswave.protocol.step import member
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.member import Member
@@ -121,7 +120,16 @@ def everything_has_happened() -> None:
     for worker in (0, 2, 3, 4):
         machine.handle(Installed(worker=worker, generation=2, edit_s=0, promote_s=0, critical_bytes=0), 0.0)
     machine.handle(registered(0, generation=1), 0.0)
-    machine.handle(ChangePlanned(2, machine.layout, machine.placement, ExecutionParameters(), "better"), 0.0)
+    machine.handle(
+        LayoutChange(
+            generation=2,
+            layout=machine.layout,
+            placement=machine.placement,
+            execution=ExecutionParameters(),
+            reason="better",
+        ),
+        0.0,
+    )
     machine.handle(registered(0, generation=2), 0.0)
     machine = in_state(CoordinatorState.PLANNING)
     machine.handle(failure(machine.question), 0.0)

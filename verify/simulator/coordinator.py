@@ -13,7 +13,6 @@ from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors, plan_with
 from elaswave.protocol.coordinator.shards import Complete, GivenUp, Shards
 from elaswave.protocol.events import (
-    ChangePlanned,
     Decided,
     End,
     EvidenceSeen,
@@ -43,6 +42,7 @@ from elaswave.protocol.messages import (
     Decision,
     Installed,
     Joining,
+    LayoutChange,
     Linked,
     Paused,
     Registered,
@@ -330,7 +330,7 @@ class SimCoordinator(SimMembers):
                 self._is_planning = True
                 self.world.after(self.world.delay(), self, self._on_planned, planned)
 
-    def _next_plan(self, step: int) -> ChangePlanned | None:
+    def _next_plan(self, step: int) -> LayoutChange | None:
         """Who is to leave becomes idle, who is idle works; another layout once in every generation, where the job asks
         for it."""
         core, begin = self.core, self.world.job.change_step
@@ -348,7 +348,7 @@ class SimCoordinator(SimMembers):
             return self._change(other_layout(before.layout))
         return None
 
-    def _change(self, layout: Layout) -> ChangePlanned:
+    def _change(self, layout: Layout) -> LayoutChange:
         """A change to a layout, with its blocks where they should be."""
         model, job = model_of(self.world.job), self.world.job
         before = self.core.in_force()
@@ -357,9 +357,15 @@ class SimCoordinator(SimMembers):
         placement = _target(layout, model.blocks, here, job.num_followers, job.scatter_width)
         ratios = {0: before.execution.ratios.get(0, 1) + 1}  # each change brings another one
         execution = msgspec.structs.replace(before.execution, ratios=ratios)
-        return ChangePlanned(self.core.generation, layout, placement, execution, "another layout")
+        return LayoutChange(
+            generation=self.core.generation,
+            layout=layout,
+            placement=placement,
+            execution=execution,
+            reason="another layout",
+        )
 
-    def _on_planned(self, planned: ChangePlanned) -> None:
+    def _on_planned(self, planned: LayoutChange) -> None:
         self._is_planning = False
         self.feed(planned)
 

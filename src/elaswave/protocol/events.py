@@ -124,17 +124,6 @@ class CheckpointFound(NamedTuple):
     """None: there is none. If no step has been committed, all members then begin again from the seed."""
 
 
-class ChangePlanned(NamedTuple):
-    """The planner has a better layout, or better places for the blocks, for the members of a generation."""
-
-    generation: int
-    layout: Layout
-    placement: Placement
-    execution: ExecutionParameters
-    reason: str
-    predicted_step_s: float | None = None
-
-
 class PendingWork(NamedTuple):
     """What of the step that a recovery goes on from is still to be done, and which losses are known."""
 
@@ -207,7 +196,7 @@ CoordinatorEvent = (
     | WorkerFailed
     | EvidenceSeen
     | CheckpointFound
-    | ChangePlanned
+    | LayoutChange
     | RecoveryPlanned
     | PlanningFailed
     | JoinerCame

@@ -124,18 +124,20 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
 
 
 class LayoutChange(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
-    """A planned change of layout and placement. Persisted before it is sent.
+    """A planned change of layout and placement. The planner makes it; the coordinator numbers it, persists it, and only
+    then sends it.
 
     A worker that holds it says so in its vote. The first vote that commits a step and in which all workers hold it
     adopts it: from then on blocks move to those that will hold them. The first that also proves all of them in their
     places brings it into force: the step's GATHER already runs under it.
     """
 
-    term: int
+    term: int = 0
+    """Of the coordinator that has numbered it; 0: none has."""
     generation: int
     """It is void in any other."""
-    number: int
-    """Grows over the whole job; the newest one that a worker holds counts."""
+    number: int = 0
+    """Grows over the whole job; the newest one that a worker holds counts. 0: the coordinator has not numbered it."""
     layout: Layout
     """Of exactly the members of the generation."""
     placement: Placement

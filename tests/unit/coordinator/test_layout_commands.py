@@ -12,11 +12,11 @@ from elaswave.coordinator.commands.job_status import JobParts
 from elaswave.coordinator.planning.run_planner import AskedLayout
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.protocol.coordinator.transitions import CoordinatorState
-from elaswave.protocol.events import ChangePlanned
+from elaswave.protocol.messages import LayoutChange
 from elaswave.types import Layout, Stage
 
 LAYOUT = Layout(stages=(Stage(start=0, stop=2, workers=(0,)), Stage(start=2, stop=6, workers=(1, 2))), routes=())
-CHANGE = cast(ChangePlanned, "a change")
+CHANGE = cast(LayoutChange, "a change")
 
 
 class World:
@@ -24,7 +24,7 @@ class World:
 
     def __init__(self) -> None:
         self.found: AskedLayout | Exception = AskedLayout(0.2, 0.1, LAYOUT, "as asked for", CHANGE)
-        self.changes: list[ChangePlanned] = []
+        self.changes: list[LayoutChange] = []
         self.work: list[Coroutine[Any, Any, None]] = []
         self.in_force = SimpleNamespace(layout=LAYOUT, change=0)
         self.core = SimpleNamespace(
@@ -45,7 +45,7 @@ class World:
             raise self.found
         return self.found
 
-    def _change(self, change: ChangePlanned) -> None:
+    def _change(self, change: LayoutChange) -> None:
         self.changes.append(change)
         self.core.is_changing = True
         self.core.newest_change = SimpleNamespace(

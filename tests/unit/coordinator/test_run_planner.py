@@ -8,10 +8,10 @@ import pytest
 
 from elaswave.config.load import build_config
 from elaswave.coordinator.planning.measurements import Shift
-from elaswave.coordinator.planning.replanning import Replanned
 from elaswave.coordinator.planning.run_planner import RunPlanner
 from elaswave.engine.blueprint import Blueprint
 from elaswave.job.plan import RunPlan
+from elaswave.planning.programs.layout import RunningLayout
 from elaswave.planning.search.recovery import set_idle
 from elaswave.protocol.events import PlanRecovery
 from elaswave.protocol.messages import InForce
@@ -182,7 +182,7 @@ def test_a_decision_keeps_the_ratios_in_force_and_a_planned_change_brings_those_
     question = PlanRecovery(1, 2, (0, 2, 3), (1,), given.layout, in_force, 0, given.placement, blocks, 4)
     assert run._survivors(question).execution.ratios == {2: 33, 9: 44}
     assert given.ratios_of(given.layout) == given.execution.ratios != {2: 33, 9: 44}
-    replanned = Replanned(given.layout, in_force, "because", 1.0)
+    replanned = RunningLayout(given.layout, in_force, 1.0, "because")
     before = InForce(given.layout, given.placement, in_force, 0)
     change = run.change(replanned, 2, before)
     assert change is not None and change.execution.ratios == given.execution.ratios

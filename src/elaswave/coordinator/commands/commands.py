@@ -52,7 +52,6 @@ from elaswave.job.keys import KeyRole, secrets_for
 from elaswave.planning.search.requested_stages import requested_stages
 from elaswave.protocol.coordinator.key_change import KeyChange
 from elaswave.protocol.coordinator.transitions import CoordinatorState
-from elaswave.protocol.events import ChangePlanned
 from elaswave.protocol.membership.driver import MembersDriver
 from elaswave.protocol.messages import Decision, LayoutChange
 from elaswave.transport.handshake import Secrets
@@ -231,7 +230,7 @@ class LayoutCommands:
         self,
         job: JobParts,
         begin: Callable[[Coroutine[Any, Any, None]], None],
-        change: Callable[[ChangePlanned], None],
+        change: Callable[[LayoutChange], None],
     ) -> None:
         self._job = job
         self._begin = begin

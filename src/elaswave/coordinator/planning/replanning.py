@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, reduce
 from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -55,15 +54,6 @@ _log = logging.getLogger("elaswave.coordinator")
 
 POLICY_TIMEOUT_S = 5.0
 """For one plan of a person's own policy: survivors wait for it after a loss."""
-
-
-class Replanned(NamedTuple):
-    """A layout for the members, and what it is expected to bring."""
-
-    layout: Layout
-    execution: ExecutionParameters
-    reason: str
-    predicted_step_s: float
 
 
 def planners_of(config: Config, others: Mapping[str, TimedPlanner]) -> dict[str, Planner]:
@@ -178,7 +168,7 @@ class Replanner:
 
     def baseline(
         self, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
-    ) -> Replanned:
+    ) -> RunningLayout:
         """What the run's policy, a baseline's or a person's own, does after a loss.
 
         Falls back to the survivors' interim layout where the policy has no plan (a replica group is all that was left),
@@ -198,11 +188,11 @@ class Replanner:
             _log.warning("%s has no plan: %s", self.policy, error, exc_info=not is_answer)
             reason = f"{self._without_plan(error)}: survivors keep their stages"
             execution = self.within_memory(interim, execution)
-            return Replanned(interim, execution, reason, self.predict(interim, execution, costs))
+            return RunningLayout(interim, execution, self.predict(interim, execution, costs), reason)
 
     def improve(
         self, before: Layout, present: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
-    ) -> tuple[float, Replanned | None]:
+    ) -> tuple[float, RunningLayout | None]:
         """What ElasWave's planner makes of a loss that survivors have dealt with for the moment.
 
         Args:
@@ -222,7 +212,7 @@ class Replanner:
 
     def rebalance(
         self, present: Layout, execution: ExecutionParameters, shifted: Collection[int], costs: Costs
-    ) -> tuple[float, Replanned | None]:
+    ) -> tuple[float, RunningLayout | None]:
         """What ElasWave's planner, or a person's own, makes of workers that have become slower or faster.
 
         Args:
@@ -242,7 +232,7 @@ class Replanner:
             lambda: self._ask(self._asked, present, execution, slowed, costs), present, execution, costs
         )
 
-    def look(self, present: Layout, execution: ExecutionParameters, costs: Costs) -> tuple[float, Replanned]:
+    def look(self, present: Layout, execution: ExecutionParameters, costs: Costs) -> tuple[float, RunningLayout]:
         """What ElasWave's planner would make of the workers as they are, whether it is better or not.
 
         Args:
@@ -265,7 +255,7 @@ class Replanner:
 
     def with_stages(
         self, stages: Sequence[Stage], present: Layout, execution: ExecutionParameters, costs: Costs
-    ) -> Replanned:
+    ) -> RunningLayout:
         """A layout with given stages: micro-batches are divided by the workers' speeds.
 
         Args:
@@ -289,12 +279,11 @@ class Replanner:
         allocation = build(
             cluster, costs, shape, schedule, np.array(levels), followers=self._config.elastic.num_followers
         )
-        found = to_layout(allocation, job, costs, present)
-        return Replanned(found.layout, found.execution, "as asked for", found.predicted_step_s)
+        return to_layout(allocation, job, costs, present)._replace(reason="as asked for")
 
     def for_members(
         self, present: Layout, execution: ExecutionParameters, leaving: Collection[int], costs: Costs
-    ) -> Replanned:
+    ) -> RunningLayout:
         """A layout in which members that are to leave are idle, or else one in which idle members work.
 
         Where the policy's planner has none, others take over what leaving workers do, and idle ones widen stages, or
@@ -310,7 +299,7 @@ class Replanner:
         new = tuple(worker for worker in present.idle if worker not in leaving)
         if policy_metadata_of(self._policies[self.policy]).num_spares and not going:
             reason = f"workers {_named(new)} stand by until a loss"
-            return Replanned(present, execution, reason, self.predict(present, execution, costs))
+            return RunningLayout(present, execution, self.predict(present, execution, costs), reason)
         interim = set_idle(present, going) if going else reduce(put_to_work, new, present)
         staying = survivor_layout(interim if going else present, leaving) if leaving else present
         event = ClusterEvent(kind="drained", workers=going) if going else ClusterEvent(kind="joined", workers=new)
@@ -325,7 +314,7 @@ class Replanner:
             what = f"workers {_named(going)} are to leave" if going else f"workers {_named(new)} have joined"
             if self.is_own and self._config.elastic.rebalance:
                 what += f"; {self._without_plan(error)}"
-            return Replanned(interim, execution, what, self.predict(interim, execution, costs))
+            return RunningLayout(interim, execution, self.predict(interim, execution, costs), what)
         idle = tuple(sorted({*found.layout.idle, *(set(present.workers) & set(leaving))}))
         return found._replace(layout=msgspec.structs.replace(found.layout, idle=idle))
 
@@ -339,7 +328,7 @@ class Replanner:
 
     def _better(
         self, ask: Callable[[], Plan], present: Layout, execution: ExecutionParameters, costs: Costs
-    ) -> tuple[float, Replanned | None]:
+    ) -> tuple[float, RunningLayout | None]:
         """The predicted step of the present layout, and what the planner has found, if that is better."""
         now_s = self.predict(present, execution, costs)
         try:
@@ -371,7 +360,7 @@ class Replanner:
         allocation = allocation_of(layout, schedule, levels)
         return self._policies[policy](cluster, costs, allocation, event)
 
-    def _replanned(self, plan: Plan, present: Layout, costs: Costs) -> Replanned:
+    def _replanned(self, plan: Plan, present: Layout, costs: Costs) -> RunningLayout:
         """A plan as a layout of the present members.
 
         Raises:
@@ -380,13 +369,13 @@ class Replanner:
         """
         if not self.is_own:
             found = to_layout(plan.allocation, self._knowing(present.workers, present.domain_of), costs, present)
-            return Replanned(found.layout, found.execution, f"{plan.policy}: {plan.reason}", found.predicted_step_s)
+            return found._replace(reason=f"{plan.policy}: {plan.reason}")
         try:
             found = to_layout(plan.allocation, self._knowing(present.workers, present.domain_of), costs, present)
             self._check_runs(found, present)
         except Exception as error:  # columns of any kind may be in it
             raise UsageError(f"policy {self.policy} has planned what this job cannot run: {error}") from error
-        return Replanned(found.layout, found.execution, f"{self.policy}: {plan.reason}", found.predicted_step_s)
+        return found._replace(reason=f"{self.policy}: {plan.reason}")
 
     def _check_runs(self, found: RunningLayout, present: Layout) -> None:
         """Proves that the members can run a layout, and that it keeps the batch, on which the bits depend.

@@ -18,20 +18,24 @@ import msgspec
 
 from elaswave.coordinator.background import Background, in_thread
 from elaswave.coordinator.planning.measurements import Measurements
-from elaswave.coordinator.planning.replanning import ELASWAVE, Replanned, Replanner
+from elaswave.coordinator.planning.replanning import ELASWAVE, Replanner
 from elaswave.coordinator.records.recorder import RunRecorder
 from elaswave.coordinator.records.terminal import Terminal
 from elaswave.job.plan import RunPlan
+from elaswave.planning.programs.layout import RunningLayout
 from elaswave.planning.search.recovery import survivor_layout
 from elaswave.planning.search.requested_stages import requested_stages
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol.coordinator.decisions import plan_with
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.transitions import CoordinatorState
-from elaswave.protocol.events import ChangePlanned, PlanRecovery, RecoveryPlan
-from elaswave.protocol.messages import Decision, InForce
+from elaswave.protocol.events import PlanRecovery, RecoveryPlan
+from elaswave.protocol.messages import Decision, InForce, LayoutChange
 from elaswave.protocol.step.moves import refilled
 from elaswave.types import ExecutionParameters, Layout
+
+BLOCKS_FOLLOW = "blocks go to the workers that run their layers"
+"""Why a change keeps the layout."""
 
 
 class LayoutSearch(NamedTuple):
@@ -39,7 +43,7 @@ class LayoutSearch(NamedTuple):
 
     predicted_step_s: float
     """Of the present layout."""
-    better: Replanned | None = None
+    better: RunningLayout | None = None
     news: str = ""
     """For people: why it was looked for, and what was found."""
 
@@ -53,11 +57,11 @@ class AskedLayout(NamedTuple):
     """The same of the one that was found, or asked for."""
     layout: Layout
     reason: str
-    change: ChangePlanned | None
+    change: LayoutChange | None
     """What is to be done; None: nothing."""
 
 
-def _outcome(predicted_s: float, better: Replanned | None) -> str:
+def _outcome(predicted_s: float, better: RunningLayout | None) -> str:
     if better is None:
         return f"no layout is better than the present one ({predicted_s:.3g} s per step)"
     return f"the layout changes ({predicted_s:.3g} to {better.predicted_step_s:.3g} s per step)"
@@ -164,7 +168,7 @@ class RunPlanner:
 
         def search() -> LayoutSearch:
             now_s, better = replanner.improve(before, layout, execution, lost, costs)
-            present = Replanned(layout, execution, "blocks go to the workers that run their layers", now_s)
+            present = RunningLayout(layout, execution, now_s, BLOCKS_FOLLOW)
             return LayoutSearch(now_s, better or present)
 
         improves = self._rebalances and not self._replanner.is_own  # whose plan the recovery has installed
@@ -193,7 +197,7 @@ class RunPlanner:
             now_s = replanner.predict(layout, before.execution, costs)
             if not going and (not new or wanted == self._planned_for):
                 reason = f"blocks leave workers {loaded}, which are to leave"
-                return LayoutSearch(now_s, Replanned(layout, before.execution, reason, now_s))
+                return LayoutSearch(now_s, RunningLayout(layout, before.execution, now_s, reason))
             found = replanner.for_members(layout, before.execution, leaving, costs)
             if found.layout == layout:
                 self._planned_for = wanted
@@ -201,7 +205,7 @@ class RunPlanner:
 
         return search
 
-    def change(self, planned: Replanned, generation: int, before: InForce) -> ChangePlanned | None:
+    def change(self, planned: RunningLayout, generation: int, before: InForce) -> LayoutChange | None:
         """A change to a layout, with its blocks where they should be; None if all is so already.
 
         Args:
@@ -216,7 +220,14 @@ class RunPlanner:
         execution = msgspec.structs.replace(planned.execution, ratios=self._plan.ratios_of(planned.layout))
         if (planned.layout, execution, target) == (before.layout, before.execution, here):
             return None
-        return ChangePlanned(generation, planned.layout, target, execution, planned.reason, planned.predicted_step_s)
+        return LayoutChange(
+            generation=generation,
+            layout=planned.layout,
+            placement=target,
+            execution=execution,
+            reason=planned.reason,
+            predicted_step_s=planned.predicted_step_s,
+        )
 
     @property
     def _rebalances(self) -> bool:
@@ -310,14 +321,14 @@ class RunPlanner:
 
         def plan() -> AskedLayout:
             now_s = replanner.predict(before.layout, before.execution, costs)
-            found = Replanned(before.layout, before.execution, "blocks go to the workers that run their layers", now_s)
+            found = RunningLayout(before.layout, before.execution, now_s, BLOCKS_FOLLOW)
             if stages != before.layout.stages:
                 found = replanner.with_stages(stages, before.layout, before.execution, costs)
             change = self.change(found, generation, before)
             if is_measured:
                 return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
             if change is not None:  # estimates do to divide the work, not to tell seconds
-                change = change._replace(predicted_step_s=None)
+                change = msgspec.structs.replace(change, predicted_step_s=None)
             return AskedLayout(None, None, found.layout, found.reason, change)
 
         return plan
@@ -418,7 +429,7 @@ class LayoutSearches:
         background: Background,
         *,
         is_over: Callable[[], bool],
-        change: Callable[[ChangePlanned], None],
+        change: Callable[[LayoutChange], None],
     ) -> None:
         self._planner = planner
         self._core = core
@@ -467,7 +478,7 @@ class LayoutSearches:
         """Looks for a better layout than what is in force, and has all members change to it. A job can go on without
         one."""
 
-        def find() -> tuple[LayoutSearch, ChangePlanned | None]:
+        def find() -> tuple[LayoutSearch, LayoutChange | None]:
             found = search()
             return found, None if found.better is None else self._planner.change(found.better, generation, before)
 

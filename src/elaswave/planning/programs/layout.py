@@ -361,11 +361,13 @@ def peers_of(layout: Layout, placement: Placement | None = None, blocks: Sequenc
 
 
 class RunningLayout(NamedTuple):
-    """What a job runs."""
+    """What a job runs, or could run: a layout of its members, and what it is expected to bring."""
 
     layout: Layout
     execution: ExecutionParameters
     predicted_step_s: float
+    reason: str = ""
+    """For people: who has planned it, and why."""
 
 
 class JobModel(NamedTuple):

@@ -26,7 +26,6 @@ from elaswave.protocol.coordinator.history import JobHistory
 from elaswave.protocol.coordinator.report_collection import ReportCollection
 from elaswave.protocol.coordinator.transitions import TRANSITIONS, Cause, CoordinatorState, Response
 from elaswave.protocol.events import (
-    ChangePlanned,
     CheckpointFound,
     CoordinatorEffect,
     CoordinatorEvent,
@@ -204,7 +203,7 @@ class Coordinator(JobHistory):
             return self._on_unsound(event, now_s)
         if isinstance(event, EvidenceSeen):
             return self._on_evidence(event) or self._advance(now_s)
-        if isinstance(event, ChangePlanned):
+        if isinstance(event, LayoutChange):
             return self._on_change_planned(event)
         if isinstance(event, CheckpointFound):
             return self._on_checkpoint(event)
@@ -501,7 +500,7 @@ class Coordinator(JobHistory):
 
     # -------------------------------------------------------------------------------------------------- planned changes
 
-    def _on_change_planned(self, event: ChangePlanned) -> list[CoordinatorEffect]:
+    def _on_change_planned(self, event: LayoutChange) -> list[CoordinatorEffect]:
         if self.state is not CoordinatorState.TRAINING or event.generation != self.generation:
             return [
                 Note(
@@ -515,17 +514,7 @@ class Coordinator(JobHistory):
             return [Note(f"a plan comes while change {self._num_changes} is under way")]
         if self.admissions.is_asked:
             return [Note("a plan comes while the membership is about to change")]
-        change = LayoutChange(
-            term=self.term,
-            generation=self.generation,
-            number=self._num_changes + 1,
-            layout=event.layout,
-            placement=event.placement,
-            execution=event.execution,
-            reason=event.reason,
-            predicted_step_s=event.predicted_step_s,
-        )
-        self._take_change(change)
+        self._take_change(msgspec.structs.replace(event, term=self.term, number=self._num_changes + 1))
         return self._go(Cause.CHANGE_PLANNED)
 
     # ------------------------------------------------------------------------------------- from reports to the decision
