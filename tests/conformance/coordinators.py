@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from elaswave.channel.client import ControlClient
+from elaswave.channel.client import ClientOwner, ControlClient
 from elaswave.channel.server import ControlServer, RefusedPeer
 from elaswave.channel.wire import COORDINATOR, ControlFrameKind, Session, encode_payload
 from elaswave.protocol.leadership.store_position import StorePosition
@@ -185,16 +185,33 @@ class History:
         self.when_durable = when_durable
 
 
+class Owner(ClientOwner):
+    """Serves a client by functions."""
+
+    def __init__(
+        self,
+        receive: Callable[[Any], object] = lambda message: None,
+        hello: Callable[[], Any] = Hello,
+        standing: Callable[[], Any] = tuple,
+        heartbeat: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.receive, self.hello, self.standing, self.heartbeat = receive, hello, standing, heartbeat  # type: ignore
+
+
 class Participant:
     """A `ControlClient` that writes down what it hears."""
 
     def __init__(self, address: str, peer: int, *, key: bytes = KEY, start: bool = True, **options: Any) -> None:
         self.heard: list[int] = []
         self.num_hellos = 0
-        options.setdefault("interval_s", 0.02)
-        self.client: ControlClient[Any] = ControlClient(
-            address, key, peer, ToClient, lambda message: self.heard.append(message.number), self._hello, **options
-        )
+        targets = [(address, options.pop("host", "")), *options.pop("others", ())]
+        owner = Owner(lambda message: self.heard.append(message.number), self._hello)
+        owner.heartbeat = options.pop("heartbeat", owner.heartbeat)  # type: ignore[method-assign]
+        chosen = {name: options.pop(name) for name in list(options) if hasattr(ControlClient, name)}
+        chosen |= {name: options.pop(name) for name in ("silence_timeout_s",) if name in options}
+        self.client: ControlClient[Any] = ControlClient(targets, key, peer, ToClient, owner, **options)
+        for name, value in {"interval_s": 0.02, **chosen}.items():
+            setattr(self.client, name, value)
         if start:
             self.client.start()
 

@@ -30,6 +30,7 @@ from tests.conformance.coordinators import (
     Coordinator,
     Hello,
     History,
+    Owner,
     Participant,
     Say,
     Tell,
@@ -427,7 +428,7 @@ def test_what_is_sent_while_hello_is_made_follows_it(one_town):
         return Hello(7)
 
     heard = []
-    worker = ControlClient(one_town.listen, KEY, 8, Tell, heard.append, hello)
+    worker = ControlClient([(one_town.listen, "")], KEY, 8, Tell, Owner(heard.append, hello))
     worker.send(Say(1), durable=True)
     worker.start()
     until(lambda: len(heard) == 3)
@@ -446,7 +447,7 @@ def test_facts_are_said_on_every_connection_after_what_was_not_acknowledged(one_
         return replayed_state
 
     heard = []
-    worker = ControlClient(one_town.listen, KEY, 8, Tell, heard.append, lambda: Hello(1), replayed_state=tell)
+    worker = ControlClient([(one_town.listen, "")], KEY, 8, Tell, Owner(heard.append, standing=tell))
     worker.send(Say(1), durable=True)
     worker.start()
     first = one_town.coordinator()
@@ -475,7 +476,7 @@ def test_what_is_sent_while_facts_are_told_neither_overtakes_them_nor_is_overtak
         return found
 
     heard = []
-    worker = ControlClient(one_town.listen, KEY, 8, Tell, heard.append, Hello, replayed_state=replayed_state)
+    worker = ControlClient([(one_town.listen, "")], KEY, 8, Tell, Owner(heard.append, standing=replayed_state))
     worker.send(Say(1), durable=True)
     worker.start()
     until(lambda: len(heard) == 4)
@@ -646,53 +647,28 @@ def test_an_impostor_of_the_coordinator_learns_and_changes_nothing(town, caplog)
     until(lambda: coordinator.said(3) == [1])
 
 
-@pytest.mark.parametrize("where", ["on_message", "hello", "heartbeat"])
-def test_an_error_in_a_callback_closes_the_client_and_is_told(one_town, where):
-    one_town.coordinator()
-    failures = []
-
-    def fail(*arguments):
-        raise RuntimeError("a bug")
-
-    callbacks = {"on_message": lambda message: None, "hello": Hello, "heartbeat": lambda: None}
-    callbacks[where] = fail
-    worker = ControlClient(
-        one_town.listen,
-        KEY,
-        3,
-        Tell,
-        callbacks["on_message"],
-        callbacks["hello"],
-        heartbeat=callbacks["heartbeat"],
-        interval_s=0.01,
-        on_failure=failures.append,
-    )
-    worker.send(Say(1), durable=True)
-    worker.start()
-    until(lambda: failures)
-    assert str(failures[0]) == "a bug"
-    worker.close(0.0)
-    assert not worker.connected and not worker.send(Say(2))
-
-
-def test_without_on_failure_the_error_ends_the_thread_as_any_other(one_town, monkeypatch):
+@pytest.mark.parametrize("where", ["receive", "hello", "heartbeat"])
+def test_an_error_of_its_owner_closes_the_client_and_ends_its_thread_as_any_other(one_town, monkeypatch, where):
     one_town.coordinator()
     seen = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: seen.append(arguments.exc_value))
 
-    def fail():
+    def fail(*arguments):
         raise RuntimeError("a bug")
 
-    worker = ControlClient(one_town.listen, KEY, 3, Tell, lambda message: None, fail)
+    worker = ControlClient([(one_town.listen, "")], KEY, 3, Tell, Owner(**{where: fail}))
+    worker.interval_s = 0.01
+    worker.send(Say(1), durable=True)
     worker.start()
     until(lambda: seen)
     assert str(seen[0]) == "a bug"
     worker.close(0.0)
+    assert not worker.connected and not worker.send(Say(2))
 
 
 def test_a_client_may_be_closed_by_its_own_callback(one_town):
     coordinator = one_town.coordinator()
-    worker = ControlClient(one_town.listen, KEY, 3, Tell, lambda message: worker.close(), Hello)
+    worker = ControlClient([(one_town.listen, "")], KEY, 3, Tell, Owner(lambda message: worker.close()))
     worker.send(Say(1), durable=True)
     worker.start()
     until(lambda: coordinator.events(3) == ["connected", "closed"])
@@ -952,8 +928,7 @@ def test_candidates_are_dialled_without_a_wait_until_all_have_refused():
         raise ConnectionRefusedError(address)
 
     addresses_of = [f"tcp:127.0.0.1:{port}" for port in (1, 2, 3)]
-    others = [(address, "") for address in addresses_of[1:]]
-    client = ControlClient(addresses_of[0], KEY, 1, Tell, print, lambda: Hello(1), others=others, dial=refuse)
+    client = ControlClient([(address, "") for address in addresses_of], KEY, 1, Tell, Owner(), dial=refuse)
     assert client.turn() == 0.0 and dialled == addresses_of[:2]
     client.turn()
     assert dialled[:3] == addresses_of

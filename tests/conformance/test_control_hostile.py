@@ -5,7 +5,7 @@ import os
 import struct
 
 import pytest
-from tests.conformance.coordinators import KEY, KINDS, Hello, RawPeer, Say, Tell, Town, until
+from tests.conformance.coordinators import KEY, KINDS, Hello, Owner, RawPeer, Say, Tell, Town, until
 
 from elaswave.channel.client import ControlClient
 from elaswave.channel.wire import COORDINATOR, PROTOCOL_VERSION, ControlFrameKind, encode_payload
@@ -86,8 +86,8 @@ def test_a_wrong_key(world, caplog):
 
 def test_a_client_with_another_key_is_named_on_both_sides(world):
     town, coordinator = world
-    key, ignored = b"another key of enough bytes", lambda message: None
-    stranger = ControlClient(coordinator.address, key, 66, Tell, ignored, lambda: Hello(66), tls=town.tls)
+    key = b"another key of enough bytes"
+    stranger = ControlClient([(coordinator.address, "")], key, 66, Tell, Owner(), tls=town.tls)
     until(lambda: stranger.turn(0.01) and coordinator.strangers)
     assert "does not hold this job's key" in stranger.trouble
     stranger.close()

@@ -139,8 +139,8 @@ def test_a_joiner_with_another_key_gets_no_connection_and_says_why(
 ) -> None:
     own = ControlClient.__init__
 
-    def with_another_key(self: Any, address: str, key: bytes, peer: int, *arguments: Any, **options: Any) -> None:
-        own(self, address, key if peer != 2 else b"another key" * 3, peer, *arguments, **options)
+    def with_another_key(self: Any, targets: Any, key: bytes, peer: int, *arguments: Any, **options: Any) -> None:
+        own(self, targets, key if peer != 2 else b"another key" * 3, peer, *arguments, **options)
 
     monkeypatch.setattr(ControlClient, "__init__", with_another_key)
     # As outside of pytest, which has handlers of its own.

@@ -1,7 +1,6 @@
 """What a new coordinator finds: workers that its predecessor has lost sight of, and a job that has already ended."""
 
 import asyncio
-import functools
 import os
 import signal
 import threading
@@ -13,7 +12,7 @@ import pytest
 from tests.integration.jobs import Calm, coordinator_of, run_job
 from tests.signals import hearing_signals
 
-from elaswave.channel.client import ControlClient
+from elaswave.channel import client
 from elaswave.checkpoints.checkpoint import CheckpointRef, CheckpointSearch, find_newest_checkpoint
 from elaswave.config.load import load_config
 from elaswave.coordinator.process import CoordinatorProcess
@@ -22,7 +21,7 @@ from elaswave.coordinator.records.checkpoints import CheckpointFinder, Checkpoin
 from elaswave.coordinator.records.recorder import RunRecorder
 from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.errors import RecoveryError, StoppedBySignalError
-from elaswave.launcher import coordinators, local_job
+from elaswave.launcher import coordinators
 from elaswave.protocol import events
 from elaswave.protocol.detection.detector import Detector
 from elaswave.protocol.step.engine import Phase
@@ -94,7 +93,7 @@ def test_a_coordinator_that_hangs_is_followed_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
     hung = tmp_path / "hung"
-    monkeypatch.setattr(local_job, "ControlClient", functools.partial(ControlClient, silence_timeout_s=1.0))
+    monkeypatch.setattr(client, "SILENCE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(coordinators, "COORDINATOR_HUNG_S", 2.0)
 
     def hang(effect: events.CoordinatorEffect) -> None:

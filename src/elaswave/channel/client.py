@@ -24,7 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -95,8 +95,27 @@ class _Phase(Enum):
     DOWN = "down"
     HANDSHAKE = "handshake"
     OPENING = "opening"
-    """`hello` and `replayed_state` are being called."""
+    """`hello` and `standing` are being called."""
     OPEN = "open"
+
+
+class ClientOwner(Protocol):
+    """Whom a `ControlClient` serves. All is called on the client's thread (or in its `turn`), without locks: it may
+    call `send`. What it raises ends the client, and its thread as any thread's."""
+
+    def receive(self, message: Any) -> None:
+        """A message has arrived."""
+
+    def hello(self) -> msgspec.Struct:
+        """The first message on each new connection."""
+
+    def standing(self) -> Sequence[msgspec.Struct]:
+        """The messages on each new connection that follow what was not acknowledged."""
+        return ()
+
+    def heartbeat(self) -> msgspec.Struct | None:
+        """What is sent every `ControlClient.interval_s` while connected (`next_heartbeat_s`); None: an empty one."""
+        return None
 
 
 class ControlClient(Generic[_T]):
@@ -105,26 +124,14 @@ class ControlClient(Generic[_T]):
     Must be made by the process that uses it, hence after a fork; in the child of a later fork it is closed.
 
     Args:
-        address: where the coordinator listens, and its successors will. A name is looked up again for every dial, in a
-            thread; where that fails, or takes long, what the last look-up has found is dialled.
+        targets: where there may be a coordinator, or a successor of it: addresses, and with TLS what the certificate
+            there must name; empty: as it is dialled. They are dialled in turn. A name is looked up again for every
+            dial, in a thread; where that fails, or takes long, what the last look-up has found is dialled.
         key: the job's key, or several: of a ring those that it has when a connection is made.
         peer: own id.
         receives: union of the message types that may arrive.
-        on_message: called with each message that arrives.
-        hello: called on each new connection for the first message.
-        replayed_state: called on each new connection for the messages that follow what was not acknowledged.
-        heartbeat: called every `interval_s` while connected (`next_heartbeat_s`) for a message to send; None sends an
-            empty heartbeat.
-        interval_s: between heartbeats.
+        owner: gets what arrives, and says what is sent by itself.
         tls: certificate files; only for ``tcp:``.
-        host: with TLS, what the coordinator's certificate must name, if it is dialled as something else.
-        others: where else there may be a coordinator: addresses, and hosts as above. They are dialled in turn.
-        on_failure: called with what a callback has raised, after which the client is closed. By default the exception
-            ends the client's thread, as any thread's.
-        max_message_bytes: largest message in either direction.
-        max_unacknowledged_bytes: of durable messages that are kept for the coordinator.
-        silence_timeout_s: a connection on which heartbeats are not answered for this long is made again; None: as
-            long as fits the number of candidates.
         dial: begins to connect to an address.
         job_generation: of the job that the owner takes part in, see
             `elaswave.protocol.leadership.store_position.StorePosition`;
@@ -133,55 +140,50 @@ class ControlClient(Generic[_T]):
         ValueError: the key is too short, or TLS is asked for on a Unix socket.
         ConfigError: certificate files that cannot be used.
 
-    All callbacks are called on the client's thread (or in `turn`), without locks: they may call `send`.
+    What else can be chosen is chosen before it is used:
     """
+
+    interval_s = 0.1
+    """Between heartbeats."""
+    silence_timeout_s: float
+    """A connection on which heartbeats are not answered for this long is made again; at first as long as fits the
+    number of targets."""
+    max_message_bytes = MAX_MESSAGE_BYTES
+    """Largest message in either direction."""
+    max_unacknowledged_bytes = MAX_UNACKNOWLEDGED_BYTES
+    """Of durable messages that are kept for the coordinator."""
 
     def __init__(
         self,
-        address: str,
+        targets: Sequence[tuple[str, str]],
         key: Key,
         peer: int,
         receives: Any,
-        on_message: Callable[[_T], None],
-        hello: Callable[[], msgspec.Struct],
+        owner: ClientOwner,
         *,
-        replayed_state: Callable[[], Sequence[msgspec.Struct]] = tuple,
-        heartbeat: Callable[[], msgspec.Struct | None] = lambda: None,
-        interval_s: float = 0.1,
         tls: Tls | None = None,
-        host: str = "",
-        others: Sequence[tuple[str, str]] = (),
-        on_failure: Callable[[Exception], None] | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-        max_unacknowledged_bytes: int = MAX_UNACKNOWLEDGED_BYTES,
-        silence_timeout_s: float | None = None,
         dial: Callable[[str], socket.socket] = addresses.dial,
         job_generation: int = 0,
     ) -> None:
+        address, is_alone = targets[0][0], len(targets) == 1
         if tls is not None and not address.startswith("tcp:"):
             raise ValueError(f"TLS is for tcp: addresses, but {address!r} is none: leave out the certificate")
         self.peer = peer
         self.trouble = ""
         """Why the last connection ended or could not be made."""
         self._dial_address = dial
-        self._targets = [(address, host), *others]
+        self._targets = list(targets)
         self._target = 0
         """Index of the one that is dialled, or connected."""
         secrets_of(key)  # checks them
         self._key = key
         self._receives = receives
-        self._on_message, self._heartbeat, self._on_failure = on_message, heartbeat, on_failure
-        self._hello, self._replayed_state = hello, replayed_state
-        self._interval_s = interval_s
+        self._owner = owner
         self._security = tls.dialling() if tls else None
         self._has_tls = tls is not None
-        self._dial_timeout_s = HANDSHAKE_TIMEOUT_S if not others else AMONG_SEVERAL_TIMEOUT_S
-        self._connect_timeout_s = HANDSHAKE_TIMEOUT_S if not others else CONNECT_AMONG_SEVERAL_S
-        self._max_message_bytes = max_message_bytes
-        self._max_unacknowledged_bytes = max_unacknowledged_bytes
-        if silence_timeout_s is None:
-            silence_timeout_s = SILENCE_AMONG_SEVERAL_S if others else SILENCE_TIMEOUT_S
-        self._silence_timeout_s = silence_timeout_s
+        self._dial_timeout_s = HANDSHAKE_TIMEOUT_S if is_alone else AMONG_SEVERAL_TIMEOUT_S
+        self._connect_timeout_s = HANDSHAKE_TIMEOUT_S if is_alone else CONNECT_AMONG_SEVERAL_S
+        self.silence_timeout_s = SILENCE_TIMEOUT_S if is_alone else SILENCE_AMONG_SEVERAL_S
         self._identity = secrets.randbits(64)
 
         # Guards everything below; threads that wait for acknowledgements wait on it. Only `turn` changes the phase.
@@ -198,7 +200,7 @@ class ControlClient(Generic[_T]):
         self._deaf = False
         """The other side reads no more. What it said before is still read, until the connection's end is reached."""
         self._meanwhile: list[_Sent] = []
-        """Sent while `hello` and `replayed_state` were being called."""
+        """Sent while `hello` and `standing` were being called."""
         self._broken: Exception | None = None
         """Set by `send` and `silence`: the connection must be given up."""
         self._silent = False
@@ -269,17 +271,17 @@ class ControlClient(Generic[_T]):
             FrameError: it is larger than may be sent.
             BacklogError: too much is waiting to be acknowledged.
         """
-        payload = encode_payload(message, self._max_message_bytes)
+        payload = encode_payload(message, self.max_message_bytes)
         with self._changed:
             if self._closing:
                 return False
             number = 0
             if durable:
-                if self._num_unacknowledged_bytes + len(payload) > self._max_unacknowledged_bytes:
+                if self._num_unacknowledged_bytes + len(payload) > self.max_unacknowledged_bytes:
                     raise BacklogError(
                         f"{len(self._unacknowledged)} messages ({self._num_unacknowledged_bytes} bytes) of "
                         f"{peer_name(self.peer)} wait for the coordinator, which has been gone for "
-                        f"{self._disconnected_s():.0f} s; at most {self._max_unacknowledged_bytes} bytes are kept: "
+                        f"{self._disconnected_s():.0f} s; at most {self.max_unacknowledged_bytes} bytes are kept: "
                         "bring the coordinator back"
                     )
                 self._last_number = number = self._last_number + 1
@@ -364,10 +366,6 @@ class ControlClient(Generic[_T]):
             while not self._closed:
                 self._wait(wait_s)
                 wait_s = self._tend()
-        except Exception as error:
-            if self._on_failure is None:
-                raise
-            self._on_failure(error)
         finally:
             self._release()
 
@@ -396,28 +394,28 @@ class ControlClient(Generic[_T]):
                         else "the coordinator's host does not answer"
                     )
                 )
-            if now - self._first_unanswered > self._silence_timeout_s and self._num_unanswered >= 3:
+            if now - self._first_unanswered > self.silence_timeout_s and self._num_unanswered >= 3:
                 self._target = (self._target + 1) % len(self._targets)  # a host that is gone does not answer dials
-                self._drop(TimeoutError(f"the coordinator was silent for {self._silence_timeout_s:g} s"))
+                self._drop(TimeoutError(f"the coordinator was silent for {self.silence_timeout_s:g} s"))
             if self._silent and self._phase is _Phase.DOWN:
                 return math.inf
             lookup = self._lookups.get(self._target)
             if self._phase is _Phase.DOWN and (now >= self._next_dial or (lookup is not None and lookup.is_done)):
                 self._dial()
         if self._phase is _Phase.OPEN and now >= self._next_heartbeat:
-            message = self._heartbeat()
-            payload = b"" if message is None else encode_payload(message, self._max_message_bytes)
+            message = self._owner.heartbeat()
+            payload = b"" if message is None else encode_payload(message, self.max_message_bytes)
             with self._changed:
                 # Being answered costs as much as a heartbeat, so only some of them ask for it.
                 asks = self._num_unanswered == 0 and now >= self._next_question
                 if asks:
                     self._first_unanswered = now
-                    self._next_question = now + self._silence_timeout_s / 4
+                    self._next_question = now + self.silence_timeout_s / 4
                 if self._session is not None:
                     self._session.write(ControlFrameKind.HEARTBEAT, int(asks), payload)
                     self._flush()
                 self._num_unanswered += asks or self._num_unanswered > 0
-                self._next_heartbeat = next_heartbeat_s(now, self._interval_s)
+                self._next_heartbeat = next_heartbeat_s(now, self.interval_s)
         due = {
             _Phase.DOWN: self._next_dial,
             _Phase.HANDSHAKE: self._deadline,
@@ -467,13 +465,13 @@ class ControlClient(Generic[_T]):
     def _greet(self, session: Session[_T]) -> None:
         now_s = time.monotonic()
         replayed_state = [
-            _Sent(0, encode_payload(fact, self._max_message_bytes), now_s) for fact in self._replayed_state()
+            _Sent(0, encode_payload(fact, self.max_message_bytes), now_s) for fact in self._owner.standing()
         ]
         with self._changed:
             # Taken after the facts, so that no durable message that is older than one of them comes behind it.
             durable = list(self._unacknowledged)
             self._meanwhile = [sent for sent in self._meanwhile if not sent.number]
-        hello = encode_payload(self._hello(), self._max_message_bytes)
+        hello = encode_payload(self._owner.hello(), self.max_message_bytes)
         with self._changed:
             if self._store_position is not None:
                 session.write(ControlFrameKind.STORE_POSITION, 0, encode_payload(self._store_position))
@@ -484,7 +482,7 @@ class ControlClient(Generic[_T]):
             self._meanwhile = []
             self._phase = _Phase.OPEN
             self._opened_at = time.monotonic()
-            self._next_heartbeat = next_heartbeat_s(self._opened_at, self._interval_s)
+            self._next_heartbeat = next_heartbeat_s(self._opened_at, self.interval_s)
             self._flush()
         if self.trouble:
             _log.info("%s is connected to the coordinator again", peer_name(self.peer))
@@ -493,7 +491,7 @@ class ControlClient(Generic[_T]):
         self._first_unanswered, self._num_unanswered = math.inf, 0
         if frame.kind is ControlFrameKind.MESSAGE and frame.message is not None:
             if not self._silent and self._broken is None:
-                self._on_message(frame.message)
+                self._owner.receive(frame.message)
         elif frame.kind is ControlFrameKind.STORE_POSITION:
             if not self._silent:
                 self._store_position = newest_position(self._store_position, frame.message)
@@ -527,7 +525,7 @@ class ControlClient(Generic[_T]):
             self._receives,
             security=self._security,
             host=host or (addresses.host_of(address) if self._has_tls else ""),
-            max_message_bytes=self._max_message_bytes,
+            max_message_bytes=self.max_message_bytes,
         )
         self._phase = _Phase.HANDSHAKE
         self._is_accepted = False

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from elaswave._version import __version__
-from elaswave.channel.client import ControlClient
+from elaswave.channel.client import ClientOwner, ControlClient
 from elaswave.channel.messages.operator import (
     Answer,
     AskDrain,
@@ -39,7 +39,7 @@ HOPELESS = ("AuthenticationError", "FrameError")
 """Troubles of a connection that another one meets too."""
 
 
-class OperatorClient:
+class OperatorClient(ClientOwner):
     """Talks to the job that runs in a folder; to be closed, or used as a context.
 
     Args:
@@ -73,18 +73,14 @@ class OperatorClient:
             self._role = KeyRole.READING if is_reader else KeyRole.STEERING
         self._ring = KeyRing(self._secrets())
         self._client: ControlClient[ToOperator] = ControlClient(
-            self._file.address,
+            [(self._file.address, self._file.tls_host)],
             self._ring,
             operator_id(secrets.randbits(30), self._role),
             ToOperator,
-            self._on_message,
-            lambda: OperatorHello(version=__version__),
-            replayed_state=lambda: () if self._open is None else (self._open,),
-            interval_s=HEARTBEAT_S,
+            self,
             tls=self._file.tls,
-            host=self._file.tls_host,
-            silence_timeout_s=SILENCE_TIMEOUT_S,
         )
+        self._client.interval_s, self._client.silence_timeout_s = HEARTBEAT_S, SILENCE_TIMEOUT_S
 
     def __enter__(self) -> "OperatorClient":
         return self
@@ -169,7 +165,16 @@ class OperatorClient:
             if isinstance(message, Answer | StatusAnswer) and message.request == request.request:
                 yield message
 
-    def _on_message(self, message: ToOperator) -> None:
+    def hello(self) -> OperatorHello:
+        """Of which version this is."""
+        return OperatorHello(version=__version__)
+
+    def standing(self) -> tuple[Request, ...]:
+        """The request that waits for its answer."""
+        return () if self._open is None else (self._open,)
+
+    def receive(self, message: ToOperator) -> None:
+        """An answer, or the end of the job."""
         if isinstance(message, JobOver):
             self._over = message
         else:

@@ -43,6 +43,11 @@ class JobNetwork(NamedTuple):
     """Addresses, and hosts as above, at which other candidates may have a coordinator."""
 
     @property
+    def launcher_targets(self) -> list[tuple[str, str]]:
+        """What this machine dials, and what certificates must name there."""
+        return [(self.launcher_dials, self.host), *self.others]
+
+    @property
     def tls(self) -> Tls | None:
         """Certificate files; None: no TLS."""
         return self.links.tls

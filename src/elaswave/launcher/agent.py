@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave.channel.client import ControlClient
+from elaswave.channel.client import ClientOwner, ControlClient
 from elaswave.channel.messages.agent import AgentRefused, AskJob, Ended, JobSpec, ToAgent
 from elaswave.channel.wire import agent_id
 from elaswave.checkpoints.checkpoint import newest_committed_step
@@ -595,6 +595,22 @@ def _follow(
         reporter.close()
 
 
+class _Asks(ClientOwner):
+    """Asks the coordinator one question, on each new connection."""
+
+    def __init__(self, question: AskJob) -> None:
+        self.question = question
+        self.answers: list[ToAgent] = []
+
+    def hello(self) -> AskJob:
+        """The question."""
+        return self.question
+
+    def receive(self, message: ToAgent) -> None:
+        """An answer."""
+        self.answers.append(message)
+
+
 def _ask(host: _Host, wait_s: float, *, hopeless_s: float = HOPELESS_S) -> JobSpec | AgentRefused | Ended:
     """Asks the coordinator what is trained.
 
@@ -606,34 +622,31 @@ def _ask(host: _Host, wait_s: float, *, hopeless_s: float = HOPELESS_S) -> JobSp
         RetryError: there is none within the time, or it has another key, or certificates of another authority.
     """
     options = host.options
-    answers: list[ToAgent] = []
-    question = AskJob(
-        job=options.job,
-        node=options.node,
-        incarnation=host.incarnation,
-        config_digest=config_digest(host.config) if host.is_given else "",
+    question = _Asks(
+        AskJob(
+            job=options.job,
+            node=options.node,
+            incarnation=host.incarnation,
+            config_digest=config_digest(host.config) if host.is_given else "",
+        )
     )
     network = agent_network(host.config.net, host.seeds, host.own)
     client: ControlClient[ToAgent] = ControlClient(
-        network.launcher_dials,
+        network.launcher_targets,
         host.key.held(KeyRole.JOINING),
         agent_id(host.incarnation),
         ToAgent,
-        answers.append,
-        lambda: question,
-        interval_s=ASK_S,
+        question,
         tls=tls_here(host.config.net),
-        host=network.host,
-        others=network.others,
-        silence_timeout_s=4 * ASK_S,
     )
+    client.interval_s, client.silence_timeout_s = ASK_S, 4 * ASK_S
     began_s = time.monotonic()
     hopeless_since_s: float | None = None  # kept while other candidates' hosts refuse connections
     has_said = False
     try:
         while True:
             client.turn(ASK_S)
-            for answer in answers:
+            for answer in question.answers:
                 if isinstance(answer, JobSpec | AgentRefused | Ended):
                     return answer
             now_s = time.monotonic()

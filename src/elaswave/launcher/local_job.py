@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from elaswave.blocks.shapes import StateShapes
-from elaswave.channel.client import ControlClient
+from elaswave.channel.client import ClientOwner, ControlClient
 from elaswave.channel.messages.agent import (
     AgentHello,
     AgentKeysTaken,
@@ -117,7 +117,7 @@ HEARTBEAT_S = 0.5
 """Between two heartbeats to the coordinator. They only let this side see that it is silent, and wake both processes."""
 
 
-class LocalJob:
+class LocalJob(ClientOwner):
     """A job on this machine: its processes, its socket folder, its agent. `end` leaves none of them behind.
 
     Args:
@@ -311,18 +311,15 @@ class LocalJob:
         if self._agent_role.creates_job or self._agent_role.is_candidate:
             self._coordinators.start()
         self._client = ControlClient(
-            self._place.network.launcher_dials,
+            self._place.network.launcher_targets,
             self._keys.ring,
             agent_id(self._agent_role.incarnation),
             ToAgent,
-            self._on_message,
-            self._hello,
-            interval_s=HEARTBEAT_S,
+            self,
             tls=self._place.network.tls,
-            host=self._place.network.host,
-            others=self._place.network.others,
             job_generation=self._place.job_generation,
         )
+        self._client.interval_s = HEARTBEAT_S
         self._selector.register(self._client.fileno(), selectors.EVENT_READ, "control")
         with stop_signals(self._stop.on_signal) as wake_fd:
             if wake_fd is not None:
@@ -463,7 +460,8 @@ class LocalJob:
 
     # ----------------------------------------------------------------------------------------------------- coordinator
 
-    def _hello(self) -> AgentHello:
+    def hello(self) -> AgentHello:
+        """What this agent is, and what has become of its workers."""
         exited = [Exited(worker=end.worker, text=end.text) for end in self._agent.worker_ends]
         agent_role = self._agent_role
         self._logs.connected()
@@ -479,7 +477,8 @@ class LocalJob:
             leaving_s=agent_role.leave_s if self._stop.is_leaving else None,
         )
 
-    def _on_message(self, message: ToAgent) -> None:
+    def receive(self, message: ToAgent) -> None:
+        """Does what the coordinator says."""
         if isinstance(message, ShowStep | StepLosses | ShowEvaluation | ShowText):
             self._terminal_view.received(message)
             if isinstance(message, ShowStep):

@@ -9,7 +9,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from elaswave.channel.messages.worker import FromWorker, Heartbeat, Leaving, Settled, Stop, TakeCheckpoint, ToWorker
+from elaswave.channel.messages.worker import (
+    FromWorker,
+    Heartbeat,
+    KeysNow,
+    Leaving,
+    Settled,
+    Stop,
+    TakeCheckpoint,
+    ToWorker,
+)
 from elaswave.engine.activity import Activity
 from elaswave.errors import WaitTimeoutError
 from elaswave.protocol.messages import FIRST_GENERATION, FencedOff, Joining, Prepare, Registered
@@ -139,6 +148,9 @@ class Mailbox:
         self.replayed_state = SharedReplayedState()
         self.on_commit: Callable[[], None] = lambda: None
         """Called on the main thread whenever this worker has committed a step."""
+        self.on_keys: Callable[[KeysNow], None] = lambda message: None
+        self.on_fenced_off: Callable[[FencedOff], None] = lambda message: None
+        """Called on the control client's thread."""
         self._gone_at_s = math.inf
         """Monotonic time at which the machine will be taken away, once there was a notice."""
         self.activity = Activity()
@@ -222,12 +234,17 @@ class Mailbox:
         if isinstance(message, Settled):
             self.replayed_state.settled(message.step)
             return
+        if isinstance(message, KeysNow):
+            self.on_keys(message)
+            return
         with self._changed:
             self._messages.append(message)
             self._look()
             self._changed.notify()
         if isinstance(message, Prepare | FencedOff) and self.is_urgent(message):
             self._transport.interrupt(message.reason, message.generation)
+        if isinstance(message, FencedOff):
+            self.on_fenced_off(message)
 
     def is_urgent(self, message: ToWorker) -> bool:
         """Whether a message ends the step in hand. A question that has been answered, and is asked again by a new

@@ -104,12 +104,12 @@ def launcher(tmp_path: Any) -> Launcher:
 
 def test_only_a_notice_of_its_own_hurries_a_host(launcher: Launcher) -> None:
     launcher._set_agent_role(own_role()._replace(leave_s=25.0))
-    launcher._on_message(StopAsked(cause="elaswave ctl stop"))
+    launcher.receive(StopAsked(cause="elaswave ctl stop"))
     assert launcher.stop_signal == signal.SIGTERM and launcher._stop.name == "elaswave ctl stop"
     assert launcher._stop.grace_s == STOP_GRACE_S, "the step in hand and its checkpoint may take their time"
     launcher._set_agent_role(own_role()._replace(leave_s=25.0))
     launcher._stop.on_signal(signal.SIGTERM, None)
-    launcher._on_message(StopAsked(cause="elaswave ctl stop"))
+    launcher.receive(StopAsked(cause="elaswave ctl stop"))
     assert launcher._stop.grace_s == 25.0 and launcher._stop.is_leaving
     launcher._stop.on_signal(signal.SIGHUP, None)
     with pytest.raises(StoppedBySignalError, match="stopped at once by a second signal"):
@@ -206,8 +206,8 @@ def test_a_coordinator_that_cannot_listen_says_whether_another_one_could(
 
 
 def test_a_coordinator_waits_for_the_end_of_the_commit_in_hand_and_of_no_other(launcher: Launcher) -> None:
-    launcher._on_message(CommitCheckpoint(number=4, request=b"what"))
-    launcher._on_message(CommitCheckpoint(number=5, request=b"next"))
+    launcher.receive(CommitCheckpoint(number=4, request=b"what"))
+    launcher.receive(CommitCheckpoint(number=5, request=b"next"))
     launcher._on_coordinator_exit("was killed by SIGKILL", local_job.time.monotonic())
     assert launcher.asked[1:] == [CommitShards(number=5, request=b"next"), AbandonCommits()]
     assert launcher.num_started == 0
@@ -221,12 +221,12 @@ def test_a_coordinator_waits_for_the_end_of_the_commit_in_hand_and_of_no_other(l
 
 
 def test_only_the_commit_in_hand_is_broken_off(launcher: Launcher) -> None:
-    launcher._on_message(BreakOffCommit(number=4))
+    launcher.receive(BreakOffCommit(number=4))
     assert launcher.asked == []
-    launcher._on_message(CommitCheckpoint(number=4, request=b"what"))
-    launcher._on_message(BreakOffCommit(number=3))
+    launcher.receive(CommitCheckpoint(number=4, request=b"what"))
+    launcher.receive(BreakOffCommit(number=3))
     assert launcher.asked == [CommitShards(number=4, request=b"what")]
-    launcher._on_message(BreakOffCommit(number=4))
+    launcher.receive(BreakOffCommit(number=4))
     assert launcher.asked[1:] == [AbandonCommits()]
 
 
@@ -238,12 +238,12 @@ def test_other_keys_are_taken_once_the_template_has_them(launcher: Launcher, tmp
     launcher._coordinators = launcher.coordinators(starts, SimpleNamespace(check=lambda: None, patience_s=0.0))
     launcher._keys = AgentKeys(JobKey(old, file), file, starts_coordinators=True)
     keys = tuple(JobKey(key, None).held(KeyRole.JOINING) for key in (old, new))
-    launcher._on_message(KeysNow(keys=keys))
+    launcher.receive(KeysNow(keys=keys))
     assert launcher.asked == [TakeKeys(keys=keys, job_keys=(old, new), retired=())]
     assert launcher.sent == [] and starts.keys == Secrets((old, new)), "a successor must know what was offered"
     launcher.hear(KeysHeld(ring=b"its name"))
     assert launcher.sent == [AgentKeysTaken(ring=b"its name")]
-    launcher._on_message(KeysNow(keys=(b"a secret of nobody's key",)))
+    launcher.receive(KeysNow(keys=(b"a secret of nobody's key",)))
     assert "stands neither in" in launcher.sent[1].problem  # type: ignore[attr-defined]
     assert starts.keys == Secrets((old, new)) and len(launcher.asked) == 1
 
@@ -295,12 +295,12 @@ def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
 
 def test_the_template_is_asked_for_a_joiner_once(launcher: Launcher) -> None:
     for worker in (4, 4, 5):
-        launcher._on_message(SpawnJoiner(worker=worker))
+        launcher.receive(SpawnJoiner(worker=worker))
     assert launcher.asked == [SpawnJoiner(worker=4), SpawnJoiner(worker=5)]
 
 
 def test_a_joiner_that_the_system_refuses_is_reported_like_one_that_has_died(launcher: Launcher) -> None:
-    launcher._on_message(SpawnJoiner(worker=4))
+    launcher.receive(SpawnJoiner(worker=4))
     launcher.hear(template_messages.SpawnRefused(child=4, text="no process is left"))
     (exited,) = launcher.sent
     assert isinstance(exited, Exited)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.conformance.coordinators import KEY as CONTROL_KEY
-from tests.conformance.coordinators import Coordinator, Hello, Participant, ToClient
+from tests.conformance.coordinators import Coordinator, Owner, Participant, ToClient
 from tests.conformance.coordinators import until as until_true
 from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads
 
@@ -122,8 +122,8 @@ def client_of(*targets: str) -> "tuple[ControlClient[ToClient], list[str]]":
         dialled.append(address)
         return addresses.dial(address)
 
-    others = [(target, "") for target in targets[1:]]
-    return ControlClient(targets[0], CONTROL_KEY, 1, ToClient, print, Hello, others=others, dial=dial), dialled
+    places = [(target, "") for target in targets]
+    return ControlClient(places, CONTROL_KEY, 1, ToClient, Owner(), dial=dial), dialled
 
 
 def turn_until(client: "ControlClient[ToClient]", condition: "Callable[[], object]") -> None:

@@ -25,7 +25,6 @@ from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
 from elaswave.job.plan import StartingPoint
 from elaswave.launcher.forkserver.forking import hear_notices, hold_notices
 from elaswave.launcher.forkserver.setup import ForkServerSetup
-from elaswave.protocol.messages import FencedOff
 from elaswave.system.kernel import offer_to_kernel
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
@@ -128,30 +127,23 @@ def worker_main(
         if setup.commits is not None:
             mailbox.on_commit = setup.commits.add
 
-        def receive(message: ToWorker) -> None:
-            if isinstance(message, KeysNow):
-                ring.now = Secrets(message.keys)
-                clients[0].send(KeysTaken(worker=worker, ring=ring.now.name))
-                return
-            mailbox.receive(message)
-            if isinstance(message, FencedOff):
-                end_later(worker, message.reason)
+        def take_keys(message: KeysNow) -> None:
+            ring.now = Secrets(message.keys)
+            clients[0].send(KeysTaken(worker=worker, ring=ring.now.name))
 
+        mailbox.on_keys = take_keys
+        mailbox.on_fenced_off = lambda message: end_later(worker, message.reason)
         client: ControlClient[ToWorker] = ControlClient(
-            setup.network.dial,
+            [(setup.network.dial, ""), *setup.network.others],
             ring,
             worker,
             ToWorker,
-            receive,
-            mailbox.hello,
-            replayed_state=mailbox.standing,
-            heartbeat=mailbox.heartbeat,
-            interval_s=HEARTBEAT_S,
+            mailbox,
             tls=setup.network.tls,
-            others=setup.network.others,
             dial=addresses.dial if slow_control is None else slow_control.dial,
             job_generation=setup.job_generation,
         )
+        client.interval_s = HEARTBEAT_S
         clients.append(client)
         client.start()
         AwayWatch(setup.faults, record, part)
