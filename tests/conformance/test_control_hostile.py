@@ -218,7 +218,7 @@ def test_somebody_who_wants_another(one_world):
             lambda session: session.write(ControlFrameKind.MESSAGE, 0, encode_payload(Hello()) + b"x"),
             "a malformed message from worker 66",
         ),
-        (lambda session: session.write(9), "a malformed message from worker 66: 9 is not a valid Kind"),
+        (lambda session: session.write(9), "a malformed message from worker 66: 9 is not a valid ControlFrameKind"),
         (lambda session: session._leaving.append(frame(length=1 << 31)), "a message of 2147483648 bytes from worker"),
         (
             lambda session: session._leaving.append(frame(version=PROTOCOL_VERSION + 1)),

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from tests import house
 
+import elaswave
+
 SOURCE = house.ROOT / "src"
 
 
@@ -55,6 +57,13 @@ def test_circles_of_imports_are_found_also_those_for_types():
 def test_constructors_are_counted_by_arguments_and_callables(arguments, found):
     text = f"class A:\n    def __init__(self, {arguments}): ...\n    def other(self, {arguments}): ...\n"
     assert len(house.large_constructors([file("elaswave.a", text)])) == found
+
+
+def test_only_what_scripts_call_may_have_more_arguments():
+    text = "class Trainer:\n    def __init__(self, a, b, c, d, e, f, g, h, i): ...\n"
+    assert house.large_constructors([file("elaswave.api.trainer", text)]) == []
+    assert len(house.large_constructors([file("elaswave.api.other", text)])) == 1
+    assert {name.rpartition(".")[2] for name in house.OPTIONS_OF_A_PERSON} <= set(elaswave.__all__)
 
 
 def test_a_name_of_two_modules_and_a_short_file_with_one_user_are_found():
