@@ -103,13 +103,13 @@ def test_a_worker_is_no_agent(kind: Any, coordinator: MagicMock, caplog: pytest.
 @pytest.mark.parametrize("kind", [*kinds(FromWorker), *kinds(FromAgent)])
 def test_an_operator_is_neither(kind: Any, coordinator: MagicMock) -> None:
     CoordinatorProcess._on_message(coordinator, operator_id(1), said_by(kind, worker=2))
-    assert [call[0] for call in coordinator.mock_calls] in (["_desk.received"],)
+    assert [call[0] for call in coordinator.mock_calls] in (["_operator_sessions.received"],)
 
 
 @pytest.mark.parametrize("kind", kinds(FromOperator))
 def test_what_operators_ask_goes_to_their_desk(kind: Any, coordinator: MagicMock) -> None:
     CoordinatorProcess._on_message(coordinator, 2, said_by(kind))
-    assert [call[0] for call in coordinator.mock_calls] == ["_desk.received"]
+    assert [call[0] for call in coordinator.mock_calls] == ["_operator_sessions.received"]
 
 
 # -------------------------------------------------------------------------------------------------------------- agents
