@@ -111,8 +111,8 @@ def spawn(log: Path, link: socket.socket, environment: Mapping[str, str]) -> Chi
     environment = environment if is_seeded else {**environment, _HASH_SEED: "0"}
     code = (
         f"import sys; sys.path[:] = {_module_folders()!r}; "
-        "from elaswave.launcher.forkserver.fresh import main; "
-        f"sys.exit(main({os.getpid()}, {str(log)!r}, {probe}))"
+        "from elaswave.launcher.forkserver.fresh import serve_parent; "
+        f"sys.exit(serve_parent({os.getpid()}, {str(log)!r}, {probe}))"
     )
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     actions: list[tuple[Any, ...]] = [
