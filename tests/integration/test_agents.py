@@ -54,7 +54,7 @@ def test_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
     assert job.result.recoveries == []
     assert job.computation == run_job(tmp_path / "reference", settings).computation
     logs = {path.name for path in (agents.run_dir / "logs").iterdir()}
-    assert {"template.log", "template-b.log", *(f"worker-{worker}.log" for worker in range(4))} <= logs
+    assert {"forkserver.log", "forkserver-b.log", *(f"worker-{worker}.log" for worker in range(4))} <= logs
     assert not list(agents.run_dir.glob("processes*.json"))
 
 

@@ -196,7 +196,7 @@ def test_a_template_that_cannot_load_what_workers_need_ends_the_job_with_its_rea
     with nothing_left(), pytest.raises(LaunchError) as raised:
         launcher.train(small_config(), tmp_path, reporter=QuietReporter())
     assert "cannot load torch and the model: ImportError: libtorch_cpu.so: cannot open" in str(raised.value)
-    assert "ImportError" in (tmp_path / "logs" / "template.log").read_text()
+    assert "ImportError" in (tmp_path / "logs" / "forkserver.log").read_text()
 
 
 class Unlucky:

@@ -249,7 +249,7 @@ def _actions(phase: Phase, worker: int, widths: Sequence[int], model: Mapping[st
 Outcome = Literal[
     "same bits",
     "blocks lost",
-    "template lost",
+    "forkserver lost",
     "ended by weather",
     "different",
     "hung",
@@ -258,7 +258,7 @@ Outcome = Literal[
     "unexplained loss",
     "grown",
 ]
-GOOD: tuple[Outcome, ...] = ("same bits", "blocks lost", "template lost", "ended by weather")
+GOOD: tuple[Outcome, ...] = ("same bits", "blocks lost", "forkserver lost", "ended by weather")
 """Outcomes that are no defect."""
 
 

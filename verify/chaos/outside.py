@@ -233,7 +233,7 @@ def _judge_forkserver(error: str, struck: Sequence[Struck]) -> Judgement:
     # Before it had loaded the model there was nothing to go on with.
     if "--resume" not in error and "--overwrite" not in error and "cannot load torch and the model" not in error:
         return Judgement("error", f"the error says no way on: {error}")
-    return Judgement("template lost", error)
+    return Judgement("forkserver lost", error)
 
 
 def _judge_error(case: ChaosCase, ending: Ending, hit: set[str]) -> Judgement:

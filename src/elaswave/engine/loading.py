@@ -342,7 +342,7 @@ class LoaderSupply:
             if self._loaders:
                 begin_s = time.monotonic()
             elif time.monotonic() - begin_s > REPLACE_S:
-                raise WaitTimeoutError(f"the forkserver has forked no loader for {REPLACE_S:.0f} s; see template.log")
+                raise WaitTimeoutError(f"the forkserver has forked no loader for {REPLACE_S:.0f} s; see forkserver.log")
         found = self._ready.pop(name)
         self._ask_ahead(name)
         if isinstance(found, NotMade):

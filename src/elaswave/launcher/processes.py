@@ -64,7 +64,7 @@ def forkserver_log(suffix: str) -> str:
     Args:
         suffix: see `elaswave.job.role.Post.suffix`.
     """
-    return f"template{suffix}.log"
+    return f"forkserver{suffix}.log"
 
 
 class ForkServerProcess:
@@ -309,7 +309,7 @@ FORKSERVER_GRACE_S = 2.0
 """At the end, how long the forkserver may take to reap what it has killed, and a commit in hand to be finished."""
 TICK_S = 0.2
 FORKSERVER = "forkserver"
-FORKSERVER_EXIT = "template exit"
+FORKSERVER_EXIT = "forkserver exit"
 COORDINATOR_EXIT = "coordinator exit"
 """What `JobProcesses.selector` tells by a key's data."""
 _LAUNCHER, _FORKSERVER = -4, -3

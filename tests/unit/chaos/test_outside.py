@@ -117,11 +117,11 @@ LOST = "all copies of 3 blocks (1, 2, 3) were lost with workers [0, 1], and ther
 
 GONE = (
     "the forkserver, from which the workers are forked, was killed by SIGKILL, and all workers have ended with "
-    "it (see run/logs/template.log); its newest checkpoint is of step 8, to go on from there: elaswave train --resume"
+    "it (see run/logs/forkserver.log); its newest checkpoint is of step 8, to go on from there: elaswave train --resume"
 )
 EARLY = (
     "the forkserver, from which workers are forked, cannot load torch and the model: it was killed by SIGKILL; "
-    "see run/logs/template.log"
+    "see run/logs/forkserver.log"
 )
 
 
@@ -149,13 +149,13 @@ def hits(*victims: str, strike: str = "kill:0@start+1ms") -> list[Struck]:
         (Ending(exit_code=1, error=LOST), hits("0", "1", strike="stop:0@start+1ms~50ms"), "unexplained loss", "0 work"),
         (Ending(exit_code=1, error=LOST, num_checkpoints=2), hits("0", "1"), "unexplained loss", "2 checkpoints"),
         (WELL, hits(FORKSERVER, COMMITTER), "same bits", ""),
-        (Ending(exit_code=1, error=GONE), hits("0", FORKSERVER), "template lost", "was killed by SIGKILL"),
+        (Ending(exit_code=1, error=GONE), hits("0", FORKSERVER), "forkserver lost", "was killed by SIGKILL"),
         (Ending(exit_code=1, error=GONE), hits("0", COMMITTER), "error", "the forkserver was not killed"),
         (Ending(exit_code=1, error=GONE), hits(FORKSERVER, strike="stop:template@start+1ms~50ms"), "error",
         "not killed"),
         (Ending(exit_code=1, error=GONE.replace("--resume", "")), hits(FORKSERVER), "error", "says no way on"),
         (Ending(exit_code=1, error=GONE.replace("SIGKILL", "x")), hits(FORKSERVER), "error", "how the forkserver"),
-        (Ending(exit_code=1, error=EARLY), hits(FORKSERVER), "template lost", "cannot load torch"),
+        (Ending(exit_code=1, error=EARLY), hits(FORKSERVER), "forkserver lost", "cannot load torch"),
         (Ending(exit_code=1, error=LOST), hits("0", FORKSERVER), "unexplained loss", "1 workers were struck"),
     ],
 )  # fmt: skip
