@@ -9,7 +9,6 @@ import threading
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -24,14 +23,14 @@ from elaswave.config.load import load_config
 from elaswave.config.policy_code import policies
 from elaswave.errors import CheckpointError, ConfigError, DataError, ElaswaveError, StoppedBySignalError, WorkerError
 from elaswave.faults.injection import SUPPORTED
+from elaswave.launcher import launcher as launcher_module
 from elaswave.observability.run_folder import saved_config
 
 
-class Launcher(ModuleType):
-    """Stands where the launcher does, to see what it is given and to end as it may end."""
+class Launcher:
+    """Stands where `elaswave.launcher.launcher.train` does, to see what it is given and to end as it may end."""
 
     def __init__(self) -> None:
-        super().__init__("elaswave.launcher.launcher")
         self.calls: list[dict[str, Any]] = []
         self.action: Callable[[], None] = lambda: None
 
@@ -44,7 +43,7 @@ class Launcher(ModuleType):
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launcher:
     stand_in = Launcher()
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    monkeypatch.setattr(launcher_module, "train", stand_in.train)
     monkeypatch.chdir(tmp_path)
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(variable, "7")

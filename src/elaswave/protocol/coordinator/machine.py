@@ -156,7 +156,7 @@ class Coordinator(JobHistory):
             Response.RELEASE: self._release,
             Response.PERSIST_GENERATION: self._persist_generation,
             Response.ASK: self._ask,
-            Response.LEASE_LOST: self._lease_lost,
+            Response.FENCE_OFF: self._fence_off,
             Response.SHOW_GENERATION: self._show_generation,
             Response.FIND_CHECKPOINT: lambda: [self.report_collection.ask_for_checkpoint()],
             Response.PLAN: lambda: [self.report_collection.ask_for_plan()],
@@ -357,7 +357,7 @@ class Coordinator(JobHistory):
         assert self._new_generation is not None
         return [Persist(self._new_generation)]
 
-    def _lease_lost(self) -> list[CoordinatorEffect]:
+    def _fence_off(self) -> list[CoordinatorEffect]:
         leaving = sorted({suspicion.worker for suspicion in self._suspicions})
         return [Send(worker, self._fenced_off(self.reason)) for worker in leaving]
 

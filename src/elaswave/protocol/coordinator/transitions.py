@@ -130,7 +130,7 @@ class Response(Enum):
     RELEASE = "let those go that leave"
     PERSIST_GENERATION = "persist the new generation"
     ASK = "ask the members"
-    LEASE_LOST = "fence the others off"
+    FENCE_OFF = "fence the others off"
     SHOW_GENERATION = "show the losses"
     FIND_CHECKPOINT = "look for a checkpoint"
     PLAN = "plan the recovery"
@@ -160,7 +160,7 @@ _NEW_GENERATION = (
     Response.PERSIST_GENERATION,
     Response.TELL_UNTOLD_ADDRESSES,
     Response.ASK,
-    Response.LEASE_LOST,
+    Response.FENCE_OFF,
     Response.SHOW_GENERATION,
 )
 TRANSITIONS: TransitionTable[CoordinatorState, Cause, Response] = TransitionTable(
