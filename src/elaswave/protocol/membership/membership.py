@@ -405,8 +405,7 @@ class Membership:
         """All workers are silent, or most: that a joiner is says nothing about it."""
         self._received_at = dict.fromkeys(self._received_at, self._active_time.passed_s(now_s))
 
-    # -----------------------------------------------------------------------------------------------------------
-    # generations
+    # ----------------------------------------------------------------------------------------------------- generations
 
     def new_generation(self, effect: NewGeneration, now_s: float) -> Effects:
         """Some are members now, others are none any more."""
