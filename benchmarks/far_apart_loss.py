@@ -27,7 +27,7 @@ import msgspec
 from far_step import far_step
 from harness import exit_on_sigterm, machine, print_header
 
-from elaswave.config.devices import cluster_of, emulated_costs
+from elaswave.config.cluster import cluster_of, emulated_costs
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.engine.blueprint import Blueprint

@@ -20,7 +20,7 @@ from typing import Any
 from far_step import far_step
 from harness import machine, print_header
 
-from elaswave.config.devices import cluster_of, emulated_costs
+from elaswave.config.cluster import cluster_of, emulated_costs
 from elaswave.config.load import load_config
 from elaswave.engine.blueprint import Blueprint
 from elaswave.observability.events import StepCommitted, read_events

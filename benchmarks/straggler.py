@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from harness import configuration, machine, print_header
 
-from elaswave.config.devices import emulated_costs
+from elaswave.config.cluster import emulated_costs
 from elaswave.config.presets import model_shape
 from elaswave.config.schema import Config
 from elaswave.faults.injection import parse_faults

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 from harness import configuration, machine, print_header
 
-from elaswave.config.devices import base_level, cluster_of, emulated_costs
+from elaswave.config.cluster import base_level, cluster_of, emulated_costs
 from elaswave.config.policy_code import policies
 from elaswave.config.presets import model_shape
 from elaswave.config.schema import Config

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from elaswave.models.calls import Call, inside
-from elaswave.models.layers import Layer
+from elaswave.models.layers import Call, Layer, inside
 
 VOCABULARY, WIDTH, POSITIONS = 97, 16, 32
 

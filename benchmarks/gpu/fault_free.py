@@ -32,7 +32,7 @@ from parts import Bench, Limits, Probe, Row, machine, run_probe, write_line
 from plain import plain_loop
 from tasks import BuiltIn
 
-from elaswave.config.devices import own_bytes
+from elaswave.config.cluster import own_bytes
 from elaswave.config.schema import Config
 from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter

@@ -9,10 +9,9 @@ if TYPE_CHECKING:
     from elaswave.api.result import Result
     from elaswave.api.trainer import Trainer
     from elaswave.data.sampler import sample_order
-    from elaswave.models.calls import LossOutput, aux_loss, batch
     from elaswave.models.foreign.layer import Foreign
     from elaswave.models.huggingface.model import hf
-    from elaswave.models.layers import Layer
+    from elaswave.models.layers import Layer, LossOutput, aux_loss, batch
     from elaswave.models.splitting.graph import OperatorGraph
     from elaswave.models.splitting.split import operator_graph, split
 
@@ -35,12 +34,12 @@ __all__ = [
 _PLACES = {
     "Foreign": "elaswave.models.foreign.layer",
     "Layer": "elaswave.models.layers",
-    "LossOutput": "elaswave.models.calls",
+    "LossOutput": "elaswave.models.layers",
     "OperatorGraph": "elaswave.models.splitting.graph",
     "Result": "elaswave.api.result",
     "Trainer": "elaswave.api.trainer",
-    "aux_loss": "elaswave.models.calls",
-    "batch": "elaswave.models.calls",
+    "aux_loss": "elaswave.models.layers",
+    "batch": "elaswave.models.layers",
     "hf": "elaswave.models.huggingface.model",
     "operator_graph": "elaswave.models.splitting.split",
     "sample_order": "elaswave.data.sampler",

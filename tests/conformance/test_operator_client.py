@@ -24,9 +24,8 @@ from elaswave.channel.messages.operator import (
 from elaswave.channel.wire import FIRST_AGENT, is_reader, operator_id, role_of
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import AuthenticationError, ControlError
-from elaswave.job.control_file import remove_control_file, write_control_file
 from elaswave.job.keys import LESSER, JobKey, KeyRole, next_file, role_key, secrets_for
-from elaswave.job.network import JobNetwork
+from elaswave.job.network import JobNetwork, remove_control_file, write_control_file
 from elaswave.transport.addresses import Endpoint
 from elaswave.transport.handshake import Secrets
 

@@ -11,7 +11,7 @@ from tests.agents import Agents
 from tests.hosts.world import World, lacking
 from tests.integration.jobs import SMALL, run_job
 
-from elaswave.config.devices import cluster_of
+from elaswave.config.cluster import cluster_of
 from elaswave.config.load import load_config, own_costs
 from elaswave.engine.blueprint import Blueprint
 from elaswave.observability.result import read_result

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elaswave.config.cluster import labels_of, sites_that_may_part
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
-from elaswave.config.sites import labels_of, sites_that_may_part
 from elaswave.engine.checks.probe import Probe
 from elaswave.faults.injection import parse_faults
 from elaswave.launcher import launcher

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Draw, Source
-from elaswave.models.calls import LossOutput, aux_loss, batch
-from elaswave.models.layers import Layer, ModelSpec
+from elaswave.models.layers import Layer, LossOutput, ModelSpec, aux_loss, batch
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer
 

@@ -7,10 +7,10 @@ import pytest
 from tests.integration.jobs import run_job
 
 from elaswave.coordinator import driver
+from elaswave.coordinator.job_spec import CoordinatorSetup
 from elaswave.coordinator.records import recoveries
-from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.launcher import coordinators
-from elaswave.observability.clock import clock_here
+from elaswave.observability.processes import clock_here
 
 
 @pytest.mark.slow

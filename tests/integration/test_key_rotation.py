@@ -16,8 +16,8 @@ from elaswave.channel.messages.operator import Answer, AskKey
 from elaswave.cli.main import main
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError
-from elaswave.job.control_file import read_control_file
 from elaswave.job.keys import KeyRole, begin_change, next_file, read_key, write_role_key
+from elaswave.job.network import read_control_file
 from elaswave.observability.processes import read_processes, signal_process
 
 

@@ -13,12 +13,10 @@ from tests.integration.jobs import QuietReporter, nothing_left, small_config
 
 from elaswave.errors import LaunchError, RecoveryError, UsageError
 from elaswave.launcher import launcher, local_job, terminal
-from elaswave.launcher.forkserver import forking
-from elaswave.system import kernel
-from elaswave.system.job_folder import JobFolder, sweep_dead
-from elaswave.system.kernel import GROWTH, needed_descriptors, provide_descriptors
+from elaswave.system import grants, processes
+from elaswave.system.grants import GROWTH, JobFolder, needed_descriptors, provide_descriptors, sweep_dead
 
-HOLD = "from elaswave.system.job_folder import JobFolder; f = JobFolder(); print(f.path, flush=True); input()"
+HOLD = "from elaswave.system.grants import JobFolder; f = JobFolder(); print(f.path, flush=True); input()"
 TINY = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.context_length=8", "run.steps=2"]
 
 
@@ -63,8 +61,8 @@ def test_a_temporary_folder_that_takes_nothing(temporary: Path) -> None:
 
 def test_the_limit_of_open_files_is_raised_as_far_as_a_job_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"now": (20, 4096)}
-    monkeypatch.setattr(kernel.resource, "getrlimit", lambda which: limits["now"])
-    monkeypatch.setattr(kernel.resource, "setrlimit", lambda which, to: limits.update(now=to))
+    monkeypatch.setattr(grants.resource, "getrlimit", lambda which: limits["now"])
+    monkeypatch.setattr(grants.resource, "setrlimit", lambda which, to: limits.update(now=to))
     provide_descriptors(8)
     assert limits["now"] == (needed_descriptors(8 + GROWTH), 4096), "others may join"
     provide_descriptors(2)
@@ -102,7 +100,7 @@ def test_a_process_that_the_system_refuses_ends_the_job_with_a_clear_error(
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return fork()
 
-    monkeypatch.setattr(forking.os, "fork", fork_or_fail)
+    monkeypatch.setattr(processes.os, "fork", fork_or_fail)
     with nothing_left(), pytest.raises(LaunchError) as raised:
         launcher.train(small_config(), tmp_path, reporter=QuietReporter())
     assert str(raised.value).startswith(

@@ -15,11 +15,11 @@ from tests.signals import hearing_signals
 from elaswave.channel import client
 from elaswave.checkpoints.checkpoint import CheckpointRef, CheckpointSearch, find_newest_checkpoint
 from elaswave.config.load import load_config
+from elaswave.coordinator.job_spec import CoordinatorSetup
 from elaswave.coordinator.process import CoordinatorProcess
 from elaswave.coordinator.records import checkpoints as checkpoints_module
 from elaswave.coordinator.records.checkpoints import CheckpointFinder, Checkpoints
 from elaswave.coordinator.records.recorder import RunRecorder
-from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.errors import RecoveryError, StoppedBySignalError
 from elaswave.launcher import coordinators
 from elaswave.protocol import events

@@ -16,8 +16,7 @@ from elaswave.api.session import ScriptSession, active
 from elaswave.data.sampler import Draw
 from elaswave.errors import NonFiniteError
 from elaswave.launcher.launcher import JobOptions
-from elaswave.models.calls import Call, LossOutput, inside
-from elaswave.models.layers import build_layer
+from elaswave.models.layers import Call, LossOutput, build_layer, inside
 from elaswave.protocol.step.engine import Phase
 from elaswave.training.optimizer import learning_rate
 

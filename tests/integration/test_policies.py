@@ -8,7 +8,7 @@ import pytest
 from tests.integration.jobs import Job, run_job
 from tests.integration.waits import HeldUntil
 
-from elaswave.config.devices import cpu_under_quota
+from elaswave.config.cluster import cpu_under_quota
 from elaswave.errors import FrequencyError
 from elaswave.observability.events import LayoutChosen, StepCommitted, StepTimeMeasured, StepTimePredicted, read_events
 from elaswave.observability.result import EVENTS_FILE

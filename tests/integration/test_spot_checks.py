@@ -15,8 +15,7 @@ from torch import nn
 
 from elaswave.engine.checks.spot_checks import CheckKind, SpotChecks
 from elaswave.errors import WorkerError
-from elaswave.models.calls import draw_key
-from elaswave.models.layers import Layer
+from elaswave.models.layers import Layer, draw_key
 from elaswave.training.definition import Training
 
 NUM_MICROBATCHES, STEPS = 8, 12

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elaswave.config.load import build_config, load_config, resolve
 from elaswave.config.schema import Config, DataConfig, ElasticConfig, ModelConfig, OptimizerConfig, RunConfig
-from elaswave.config.toml import toml_document
+from elaswave.config.values import toml_document
 from elaswave.errors import ConfigError
 
 fractions = st.floats(0, 1, exclude_max=True)

@@ -35,14 +35,14 @@ from elaswave.config.load import load_config
 from elaswave.config.network import read_network
 from elaswave.config.presets import read_presets
 from elaswave.config.schema import Config
-from elaswave.config.toml import read_toml
+from elaswave.config.values import read_toml
 from elaswave.coordinator.job_spec import mark_of
 from elaswave.data.fingerprint import dataset_fingerprint_in, fingerprint_in, fingerprint_of
 from elaswave.data.sources import open_source
 from elaswave.data.token_files import TokenWriter
 from elaswave.data.tokenize import load_tokenizer, text_pieces
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
-from elaswave.job.control_file import read_control_file
+from elaswave.job.network import read_control_file
 from elaswave.models.huggingface.model import hf
 from elaswave.observability.events import read_events
 from elaswave.observability.processes import PROCESSES_FILE, read_processes
@@ -62,13 +62,15 @@ from elaswave.observability.run_folder import (
     DATA_FILE,
     FINE_TUNING_FILE,
     HUGGINGFACE_DIR,
+    LOGS_DIR,
     data_facts,
     huggingface_files,
+    last_lines,
     saved_config,
+    worker_log,
 )
 from elaswave.observability.summary import summarize_run
 from elaswave.observability.trace import merge_traces, part_path
-from elaswave.observability.worker_logs import LOGS_DIR, last_lines, worker_log
 from elaswave.store.file_store import FileStore
 from elaswave.store.store import JournalRecord
 from elaswave.untrusted import read_bytes

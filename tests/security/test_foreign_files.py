@@ -26,8 +26,7 @@ from elaswave.errors import CheckpointError, DataError, ElaswaveError, RunFolder
 from elaswave.models.huggingface.model import hf
 from elaswave.observability.events import DAMAGED_SHOWN, EventLog, EventsLost, read_events
 from elaswave.observability.result import atomic_write
-from elaswave.observability.run_folder import huggingface_files
-from elaswave.observability.worker_logs import add_to_copy
+from elaswave.observability.run_folder import add_to_copy, huggingface_files
 from elaswave.untrusted import (
     decode_json,
     is_plain_name,

@@ -22,7 +22,7 @@ import msgspec
 from elaswave.blocks.placement import Block, Placement
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
-from elaswave.config.toml import toml_value
+from elaswave.config.values import toml_value
 from elaswave.faults.injection import COORDINATOR, FaultRecord
 from elaswave.hashing import key64
 from elaswave.observability.compare import compare_results

@@ -33,7 +33,7 @@ from elaswave.observability.processes import PROCESSES_FILE, facts_of
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EVENTS_FILE, RESULT_FILE, read_digests, read_result
 from elaswave.observability.run_folder import open_run_dir
-from elaswave.system.parent_death import end_with_parent, parent_of_orphans
+from elaswave.system.processes import end_with_parent, parent_of_orphans
 from elaswave.untrusted import read_bytes, read_text
 from verify.chaos.cases import Ending, Placed
 from verify.chaos.growth import GrowthWatch

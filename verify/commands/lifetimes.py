@@ -6,7 +6,7 @@ from itertools import chain
 
 import click
 
-from elaswave.cli.whatif.waiting import Waiting
+from elaswave.cli.tables import Waiting
 from elaswave.observability.output import say
 from verify.simulator.lifetime_search import (
     LIVES,

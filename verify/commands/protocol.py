@@ -19,9 +19,9 @@ from typing import Any
 import click
 import msgspec
 
-from elaswave.cli.whatif.waiting import Waiting
+from elaswave.cli.tables import Waiting
 from elaswave.observability.output import say, say_json
-from elaswave.system.parent_death import end_with_parent
+from elaswave.system.processes import end_with_parent
 from verify.line_coverage import lines_run, report
 from verify.planted_bugs.mutants import MUTANTS
 from verify.simulator.run import PRODUCT, Build, run_schedule

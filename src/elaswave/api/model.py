@@ -11,17 +11,21 @@ import torch
 from torch import nn
 
 from elaswave.errors import UsageError
-from elaswave.models.admission import check_hooks, check_module, check_not_meta, check_sizes_known
-from elaswave.models.builders import problems_with_captured, problems_with_layer_fields
-from elaswave.models.foreign.layer import foreign_in, kind_line
-from elaswave.models.instances import (
+from elaswave.models.admission import (
     CopyOf,
+    check_hooks,
+    check_module,
+    check_not_meta,
+    check_sizes_known,
+    problems_with_captured,
+    problems_with_layer_fields,
     problems_with_shared_buffers,
     put_in_training,
     refuse_overlap,
     ties_of,
     without_values,
 )
+from elaswave.models.foreign.layer import foreign_in, kind_line
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.protocol.step.scores import AUX_LOSS
 from elaswave.state.flat import model_shapes

@@ -9,7 +9,7 @@ from torch import nn
 from elaswave.api.export import stored_weights
 from elaswave.checkpoints.checkpoint import checkpoint_of_step
 from elaswave.errors import UsageError
-from elaswave.models.instances import without_values
+from elaswave.models.admission import without_values
 from elaswave.models.layers import Layer
 from elaswave.observability.result import Recovery, RunResult, from_json_float
 

@@ -19,10 +19,10 @@ from elaswave.api.result import Result
 from elaswave.api.session import current_session
 from elaswave.blocks.shapes import LayerShape
 from elaswave.checkpoints.checkpoint import CheckpointRef, checkpoint_of_step, find_newest_checkpoint, verify_checkpoint
-from elaswave.config.checks import plain
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
+from elaswave.config.values import plain
 from elaswave.engine.batches import Microbatches
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.rehearsal import as_in_a_worker, interruptible

@@ -37,7 +37,7 @@ from elaswave.channel.wire import (
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.protocol.detection.host_silence import Counters
 from elaswave.protocol.leadership.store_position import StorePosition
-from elaswave.system.kernel import counters_of
+from elaswave.system.grants import counters_of
 from elaswave.transport import addresses
 from elaswave.transport.handshake import Key, secrets_of
 from elaswave.transport.tls import Tls

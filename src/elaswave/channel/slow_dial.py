@@ -15,8 +15,8 @@ import threading
 import time
 from collections import deque
 
+from elaswave.config.cluster import configured_sites, control_network
 from elaswave.config.schema import Config
-from elaswave.config.sites import configured_sites, control_network
 from elaswave.transport import addresses
 from elaswave.transport.emulated import EmulatedPath
 

@@ -13,7 +13,7 @@ from elaswave.config.load import load_config
 from elaswave.errors import UsageError
 from elaswave.job.keys import JobKey, own_key
 from elaswave.observability.output import say_error
-from elaswave.system.parent_death import end_with_parent
+from elaswave.system.processes import end_with_parent
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"

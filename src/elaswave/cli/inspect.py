@@ -11,11 +11,10 @@ from elaswave.cli.groups import DefaultCommand
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.config.own import SAMPLES_PER_S
 from elaswave.observability.compare import Comparison, compare_results
-from elaswave.observability.output import say, say_json
+from elaswave.observability.output import say, say_json, wrap
 from elaswave.observability.progress import format_loss, format_rate, sparkline, writes_unicode
 from elaswave.observability.result import from_json_float, read_digests, read_result
 from elaswave.observability.summary import RunSummary, StageSummary, WorkerSummary, summarize_run
-from elaswave.observability.wrapping import wrap
 
 _MAX_NOTES = 20
 """Skipped and repeated steps that are listed one by one."""

@@ -12,7 +12,6 @@ from elaswave.cli.ctl import DEFAULT_TIMEOUT_S, SECONDS, answer_line, last_answe
 from elaswave.cli.groups import DefaultCommand
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError, UsageError
-from elaswave.job.control_file import ControlFile, read_control_file
 from elaswave.job.keys import (
     JOB_KEY_FILE,
     LESSER,
@@ -26,6 +25,7 @@ from elaswave.job.keys import (
     write_copy,
     write_role_key,
 )
+from elaswave.job.network import ControlFile, read_control_file
 from elaswave.observability.output import say, say_error, say_json
 
 PRESENT_TIMEOUT_S = 2.0

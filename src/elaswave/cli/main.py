@@ -23,7 +23,7 @@ import click
 from elaswave._version import __version__
 from elaswave.api.environment import begin_with_fixed_hashes, use_one_thread
 from elaswave.cli.groups import LazyGroup
-from elaswave.config.checks import path_problem
+from elaswave.config.values import path_problem
 from elaswave.errors import (
     ConfigError,
     ElaswaveError,
@@ -33,8 +33,7 @@ from elaswave.errors import (
     UsageError,
     WorkerError,
 )
-from elaswave.observability.output import VisibleLines, lead_elsewhere, open_closed_streams, say_error, say_json
-from elaswave.observability.wrapping import wrap
+from elaswave.observability.output import VisibleLines, lead_elsewhere, open_closed_streams, say_error, say_json, wrap
 
 EXIT_SUCCESS = 0
 EXIT_FAILURE = 1

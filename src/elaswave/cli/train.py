@@ -16,7 +16,7 @@ from elaswave.api.environment import given_key, prepare_to_compute
 from elaswave.cli.job_options import job_options, with_policy
 from elaswave.config.load import BUILT_IN_SOURCES, load_config
 from elaswave.config.own import OWN
-from elaswave.config.toml import read_toml
+from elaswave.config.values import read_toml
 from elaswave.errors import UsageError
 from elaswave.launcher.launcher import JobOptions, run_job
 from elaswave.observability.output import say

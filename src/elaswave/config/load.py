@@ -15,14 +15,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from elaswave.config.checks import check_values, path_problem, plain, toml_text, unknown_section
-from elaswave.config.devices import device_of, element_bytes, emulated_costs, own_bytes, own_layer_costs, shape_of
+from elaswave.config.cluster import (
+    device_of,
+    element_bytes,
+    emulated_costs,
+    labels_of,
+    network_file,
+    own_bytes,
+    own_layer_costs,
+    run_network,
+    shape_of,
+)
 from elaswave.config.own import OWN, OwnModel, free_keys, problems_with_own
 from elaswave.config.presets import device_preset
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
-from elaswave.config.sites import labels_of, network_file, run_network
-from elaswave.config.toml import parse_toml, read_toml
+from elaswave.config.values import check_values, parse_toml, path_problem, plain, read_toml, toml_text, unknown_section
 from elaswave.config_format import FORMAT_KEY, format_problem
 from elaswave.data.sources import known_vocabulary
 from elaswave.errors import ConfigError, DataError, InfeasiblePlan

@@ -11,9 +11,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from elaswave.config.checks import check_values, toml_text
 from elaswave.config.presets import device_preset
-from elaswave.config.toml import read_toml, toml_value
+from elaswave.config.values import check_values, read_toml, toml_text, toml_value
 from elaswave.errors import ConfigError, UsageError
 from elaswave.planning.costs.analytic import USABLE_MEMORY
 from elaswave.planning.costs.machines import Cluster

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from elaswave.config.checks import check_values, toml_text, unknown_section
-from elaswave.config.toml import parse_toml, read_toml
+from elaswave.config.values import check_values, parse_toml, read_toml, toml_text, unknown_section
 from elaswave.errors import ConfigError, UsageError
 from elaswave.planning.costs.machines import DeviceSpec, FrequencyLevel
 from elaswave.planning.costs.network import NetworkLink

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from elaswave.config import schema
-from elaswave.config.checks import expectation
-from elaswave.config.toml import toml_value
+from elaswave.config.values import expectation, toml_value
 
 _INTRODUCTION = """\
 # The configuration

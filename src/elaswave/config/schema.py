@@ -12,11 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from elaswave.blocks.domains import deal_over_hosts
-from elaswave.config.checks import check_values, toml_text
-from elaswave.config.hosts import host_sizes
 from elaswave.config.own import without_unused
-from elaswave.config.rules import broken_rules
-from elaswave.config.toml import toml_document
+from elaswave.config.rules import broken_rules, host_sizes
+from elaswave.config.values import check_values, toml_document, toml_text
 from elaswave.config_format import FORMAT, FORMAT_KEY
 from elaswave.data.token_files import VOCABULARY_MAX
 from elaswave.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from elaswave.system.death_watch import DeathWatch
+from elaswave.system.processes import DeathWatch
 
 _T = TypeVar("_T")
 

@@ -29,13 +29,13 @@ from elaswave.channel.messages.worker import (
 )
 from elaswave.channel.server import ControlServer
 from elaswave.channel.wire import agent_id
-from elaswave.config.sites import configured_sites, control_delays_s
+from elaswave.config.cluster import configured_sites, control_delays_s
 from elaswave.coordinator.agents import Agents
 from elaswave.coordinator.background import Background, call_at_end
 from elaswave.coordinator.commands.commands import KeyCommands, Operations, obstacle_to
 from elaswave.coordinator.commands.job_status import JobParts
 from elaswave.coordinator.commands.operator_sessions import OperatorSessions
-from elaswave.coordinator.job_spec import spec_of
+from elaswave.coordinator.job_spec import CoordinatorSetup, spec_of
 from elaswave.coordinator.planning.measurements import TRIALS_MAX, DataWaits
 from elaswave.coordinator.planning.run_planner import LayoutSearches, RecoveryPlanning, RunPlanner
 from elaswave.coordinator.records.checkpoints import CheckpointFinder
@@ -43,7 +43,6 @@ from elaswave.coordinator.records.job_end import JobEnd
 from elaswave.coordinator.records.recorder import Publishing, RecoveryReports, RunRecorder
 from elaswave.coordinator.records.recoveries import RecoveryLog
 from elaswave.coordinator.records.terminal import Terminal
-from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.errors import StateError
 from elaswave.faults.injection import (
     FAULTS_FILE,
@@ -55,10 +54,9 @@ from elaswave.faults.injection import (
     read_fault_records,
     strike_coordinator,
 )
-from elaswave.job.identity import Identity, identity_of
-from elaswave.job.plan import RunPlan, StartingPoint
-from elaswave.observability.clock import clock_here
+from elaswave.job.plan import Identity, RunPlan, StartingPoint, identity_of
 from elaswave.observability.events import EventLog
+from elaswave.observability.processes import clock_here
 from elaswave.observability.result import EVENTS_FILE
 from elaswave.observability.run_folder import data_facts
 from elaswave.protocol import events
@@ -78,7 +76,7 @@ from elaswave.protocol.messages import PROTOCOL_VERSION, CoreToWorker, Decision,
 from elaswave.protocol.step.ballot import decode_certificate
 from elaswave.store.opening import open_store
 from elaswave.store.store import ClockRead, JournalRecord, Owner, by_own_clock, core_records, membership_records
-from elaswave.system.kernel import workers_max
+from elaswave.system.grants import workers_max
 
 
 class CoordinatorFaults:

@@ -1,4 +1,4 @@
-"""What agents of other hosts are told of a job, and how they check that they have the same checkpoints and data.
+"""What a coordinator is started with, and what of it agents of other hosts are told and check: job, checkpoints, data.
 
 The folder of checkpoints is marked by who creates the job: another folder has no mark, or another one. Run folders are
 marked too, by whoever uses them first, so that a coordinator sees which hosts share its own.
@@ -7,22 +7,69 @@ marked too, by whoever uses them first, so that a coordinator sees which hosts s
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from elaswave.channel.messages.agent import JobSpec
+from elaswave.checkpoints.format import CheckpointMeta
 from elaswave.config.schema import Config
-from elaswave.coordinator.setup import CoordinatorSetup
+from elaswave.data.sampler import Sampler
 from elaswave.errors import DataError, RunFolderError
+from elaswave.faults.injection import Fault
 from elaswave.hashing import key64
-from elaswave.job.plan import StartingPoint
+from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.observability.result import atomic_write
-from elaswave.observability.run_folder import AGENTS_FILE, CHECKPOINTS_DIR, data_facts
-from elaswave.observability.worker_logs import LOGS_DIR
+from elaswave.observability.run_folder import AGENTS_FILE, CHECKPOINTS_DIR, LOGS_DIR, data_facts
+from elaswave.protocol import events
+from elaswave.store.opening import Claimed
+from elaswave.system.processes import DeathWatch
+from elaswave.transport.handshake import Secrets
+from elaswave.transport.tls import Tls
 from elaswave.untrusted import read_json
 
 _MARK_BYTES = 16
+
+
+class CoordinatorSetup(NamedTuple):
+    """What a coordinator is started with."""
+
+    plan: RunPlan
+    sampler: Sampler
+    run_dir: Path
+    control_dir: Path
+    """Private folder of the job: journal and socket."""
+    listen: str
+    keys: Secrets
+    """The job's: one, unless it was changed."""
+    checkpoint: tuple[Path, CheckpointMeta] | None
+    started_s: float
+    deaths: DeathWatch
+    faults: tuple[Fault, ...]
+    """Those of the coordinator are carried out here."""
+    coordinator_ends_s: tuple[float, ...]
+    """Monotonic times at which earlier coordinators of the job have ended."""
+    before_effect: Callable[[events.CoordinatorEffect], None]
+    """Called before each effect is carried out (fault injection and tests)."""
+    home: int = 0
+    """Incarnation of the agent of this host; see `elaswave.protocol.membership.hosts`."""
+    job: str = ""
+    """The job's name; empty: no other hosts take part."""
+    job_generation: int = 0
+    """Of the job that this agent takes part in, see `elaswave.protocol.leadership.store_position.StorePosition`."""
+    lost_s: float | None = None
+    """In a job of several hosts: monotonic time since when the coordinator before this one is missed; None: it is the
+    first. Of a candidate that waits: at which its agent's last coordinator has ended."""
+    claimed: Claimed | None = None
+    """What it holds, if it has waited for that as a candidate."""
+    profile: bool = False
+    """Whether workers write traces."""
+    num_loaders: int = 0
+    """Of each worker."""
+    tls: Tls | None = None
+    """Certificate files of the control connections."""
 
 
 class JobMark(msgspec.Struct, frozen=True, kw_only=True):

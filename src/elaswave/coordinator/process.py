@@ -30,11 +30,10 @@ from elaswave.channel.server import RefusedPeer
 from elaswave.channel.wire import is_agent, is_operator, peer_name
 from elaswave.coordinator.agents import incarnation_of
 from elaswave.coordinator.driver import JobDriver
-from elaswave.coordinator.job_spec import mark_of
-from elaswave.coordinator.setup import CoordinatorSetup
+from elaswave.coordinator.job_spec import CoordinatorSetup, mark_of
 from elaswave.errors import DisplacedError, ElaswaveError, RetryError, StoreError, StoreGoneError, SupersededError
 from elaswave.observability.output import VisibleLines
-from elaswave.observability.worker_logs import add_to_copy
+from elaswave.observability.run_folder import add_to_copy
 from elaswave.protocol import events
 from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.detection.detector import WorkerActivity

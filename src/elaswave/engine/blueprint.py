@@ -18,12 +18,9 @@ from elaswave.config.schema import Config
 from elaswave.data.sampler import Sampler
 from elaswave.errors import UsageError
 from elaswave.job.plan import RunPlan
-from elaswave.models.admission import check_not_meta, check_sizes_known
-from elaswave.models.builders import check_is_module
-from elaswave.models.calls import describe
+from elaswave.models.admission import CopyOf, check_is_module, check_not_meta, check_sizes_known
 from elaswave.models.foreign.layer import check_kinds
-from elaswave.models.instances import CopyOf
-from elaswave.models.layers import Layer, ModelSpec, build_layer
+from elaswave.models.layers import Layer, ModelSpec, build_layer, describe
 from elaswave.state.buffers import persistent_buffers
 from elaswave.state.flat import FlatLayer, FlatUnit, model_shapes
 from elaswave.training.builtin import builtin_training

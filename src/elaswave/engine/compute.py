@@ -75,10 +75,8 @@ from elaswave.engine.split import Gradients, WeightHalf, input_half, is_exact
 from elaswave.errors import CommError, UsageError
 from elaswave.fences import Fence, ratios_at
 from elaswave.hashing import MASK64, key64
-from elaswave.models.admission import check_hooks
-from elaswave.models.calls import Call, inside
-from elaswave.models.instances import CopyOf
-from elaswave.models.layers import ModelSpec
+from elaswave.models.admission import CopyOf, check_hooks
+from elaswave.models.layers import Call, ModelSpec, inside
 from elaswave.protocol.step.ballot import LOSS, NonFinite, coverage_key, loss_key
 from elaswave.protocol.step.engine import Unfinished
 from elaswave.protocol.step.salvage import Keep, encode_rows, mask_of

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elaswave.config.checks import plain
+from elaswave.config.values import plain
 from elaswave.devices.interface import Reading, Readings
 from elaswave.engine.checks.unwritten import Watching
 from elaswave.errors import UsageError
-from elaswave.models.calls import describe
-from elaswave.models.layers import ModelSpec
+from elaswave.models.layers import ModelSpec, describe
 from elaswave.protocol.step.scores import MetricSum, Scores
 
 _LARGEST_COUNT = 1 << 53

@@ -37,8 +37,7 @@ import msgspec
 from elaswave.blocks.domains import prefixes, site_of
 from elaswave.errors import ConfigError, RunFolderError
 from elaswave.hashing import key64
-from elaswave.observability.clock import clock_here
-from elaswave.observability.processes import read_processes, signal_process
+from elaswave.observability.processes import clock_here, read_processes, signal_process
 from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
 from elaswave.protocol.step.engine import PHASES, Phase
 from elaswave.untrusted import decode_json, open_regular, read_bytes, reason
@@ -344,7 +343,7 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float
     """Monotonic time, just before it struck."""
     clock: str = ""
-    """By which clock, see `elaswave.observability.clock`."""
+    """By which clock, see `elaswave.observability.processes`."""
 
     @property
     def loses(self) -> bool:

@@ -2,26 +2,31 @@
 
 Nothing of it is negotiated: the same configuration gives the same plan in every process, and the vote compares its
 hash. Workers have it from their `elaswave.engine.blueprint`; launcher and coordinator, which hold no torch, are told
-the shapes by the forkserver.
+the shapes by the forkserver. `Identity` is what must be equal in all workers of one run, as hashes.
 """
 
-from collections.abc import Callable, Collection
+import platform
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
+from importlib.metadata import version
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
+from elaswave._version import __version__
 from elaswave.blocks.domains import hosts_of, workers_by_site
 from elaswave.blocks.placement import Block, Placement, default_block_size, make_blocks, place_blocks
 from elaswave.blocks.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
 from elaswave.blocks.survival import alone_on
 from elaswave.checkpoints.format import CheckpointMeta
-from elaswave.config.devices import cluster_of, element_bytes, emulated_costs, own_bytes
+from elaswave.config.cluster import cluster_of, element_bytes, emulated_costs, labels_of, own_bytes
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
-from elaswave.config.sites import labels_of
+from elaswave.data.fingerprint import data_hash
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.fences import adaptive, codecs_at
+from elaswave.hashing import key64
 from elaswave.planning.costs.analytic import sum_bytes
 from elaswave.planning.costs.schedules import bounds_within
 from elaswave.planning.far_apart.ratios import adapted_ratios
@@ -31,6 +36,7 @@ from elaswave.planning.programs.validation import validate_programs
 from elaswave.planning.search.memory_limits import layout_limits
 from elaswave.planning.search.recovery import choose_followers, survivor_layout
 from elaswave.planning.state_moves.scatter_width import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
+from elaswave.protocol.membership.admissions import libraries
 from elaswave.protocol.step.moves import refilled
 from elaswave.types import ExecutionParameters, Layout, Program
 
@@ -301,3 +307,30 @@ class RunPlan:
         bounds = bounds_within(self.layout, self.config.layout.schedule, self.execution.in_flight)
         validate_programs(self.layout, programs, max_in_flight=bounds)
         return programs
+
+
+class Identity(NamedTuple):
+    """Of one process; equal in all that may be workers of one run."""
+
+    libraries: str
+    config_hash: int
+    """Of all values that are set."""
+    model_hash: int
+    """Of the tensors of model and optimizer."""
+    data_hash: int
+
+
+def identity_of(plan: RunPlan, data_facts: Mapping[str, object]) -> Identity:
+    """What this process would train.
+
+    Args:
+        plan: of the run, as this process has made it.
+        data_facts: what is known of the data here, see `elaswave.data.fingerprint.data_hash`.
+    """
+    versions = {"elaswave": __version__, "Python": platform.python_version()}
+    versions |= {name: version(name) for name in ("numpy", "torch")}  # as installed: the coordinator loads no torch
+    return Identity(libraries(versions), _hash(plan.config.to_dict()), _hash(plan.state), data_hash(data_facts))
+
+
+def _hash(value: object) -> int:
+    return key64(msgspec.json.encode(value, order="deterministic").decode()) >> 2

@@ -91,7 +91,7 @@ def open_anew(files: Iterable[ReadFile]) -> None:
 
 
 def apart(files: Sequence[ReadFile], body: Callable[[], int]) -> Callable[[], int]:
-    """A body for `elaswave.launcher.forkserver.forking.fork` that opens files anew first. To be made just before the
+    """A body for `elaswave.system.processes.fork` that opens files anew first. To be made just before the
     fork.
 
     Args:

@@ -46,13 +46,11 @@ from elaswave.launcher.local_job import LocalJob, error_of_refusal
 from elaswave.observability.output import say_error
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import RESULT_FILE
-from elaswave.observability.run_folder import TERMINAL_LOG, is_run, saved_config
-from elaswave.observability.worker_logs import LOGS_DIR
+from elaswave.observability.run_folder import LOGS_DIR, TERMINAL_LOG, is_run, saved_config
 from elaswave.protocol.leadership.job_creation import CreatorAction, JobCreator
 from elaswave.store.etcd_store import foreign_job
 from elaswave.store.opening import FILE, look_for_earlier, remove_earlier
-from elaswave.system.job_folder import sweep_dead
-from elaswave.system.kernel import provide_descriptors
+from elaswave.system.grants import provide_descriptors, sweep_dead
 from elaswave.system.stop_signals import ending_early
 from elaswave.transport.addresses import Endpoint, reserve, tcp_address
 from elaswave.transport.tls import Tls

@@ -25,8 +25,8 @@ import msgspec
 
 from elaswave.channel.messages.agent import BreakOffCommit, CheckpointCommitted, CommitCheckpoint, Ended
 from elaswave.config.schema import ControlConfig
+from elaswave.coordinator.job_spec import CoordinatorSetup
 from elaswave.coordinator.process import DISPLACED, PORT_TAKEN, STORE_GONE, SUPERSEDED, run_candidate, run_coordinator
-from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.errors import ConfigError, RecoveryError, RetryError, StoreError
 from elaswave.job.keys import JobKey, KeyRole
 from elaswave.job.plan import StartingPoint

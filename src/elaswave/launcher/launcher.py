@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from elaswave.channel.messages.agent import Ended
 from elaswave.checkpoints.checkpoint import find_newest_checkpoint, newest_committed_step, put_aside, remove_stale
 from elaswave.checkpoints.format import CheckpointMeta, stored_name
+from elaswave.config.cluster import labels_of, sites_that_may_part
 from elaswave.config.schema import Config
-from elaswave.config.sites import labels_of, sites_that_may_part
 from elaswave.data.fingerprint import (
     DatasetFingerprint,
     check_same_data,
@@ -65,6 +65,7 @@ from elaswave.observability.result import (
     read_result,
 )
 from elaswave.observability.run_folder import (
+    LOGS_DIR,
     TERMINAL_LOG,
     check_same_computation,
     default_run_dir,
@@ -75,10 +76,8 @@ from elaswave.observability.run_folder import (
     write_data_facts,
 )
 from elaswave.observability.trace import PART_PATTERN, merge_traces
-from elaswave.observability.worker_logs import LOGS_DIR
 from elaswave.protocol.events import CoordinatorEffect
-from elaswave.system.job_folder import sweep_dead
-from elaswave.system.kernel import provide_descriptors
+from elaswave.system.grants import provide_descriptors, sweep_dead
 from elaswave.system.stop_signals import ending_early
 from elaswave.training.tokens import open_tokens, sampler_of
 from elaswave.worker.frequency import check_available, remove_groups

@@ -46,15 +46,14 @@ from elaswave.channel.messages.agent import (
 from elaswave.channel.messages.worker import KeysNow
 from elaswave.channel.wire import agent_id
 from elaswave.config.schema import Config
-from elaswave.coordinator.job_spec import mark_of, write_marks
-from elaswave.coordinator.setup import CoordinatorSetup
+from elaswave.coordinator.job_spec import CoordinatorSetup, mark_of, write_marks
 from elaswave.data.fingerprint import DatasetFingerprint, Finding, SampleHash
 from elaswave.data.sampler import Sampler
 from elaswave.engine.checks.probe import Probe
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
-from elaswave.job.control_file import remove_control_file
 from elaswave.job.keys import JobKey, KeyRole
+from elaswave.job.network import remove_control_file
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.role import AgentRole, own_role
 from elaswave.job.script import Script
@@ -65,7 +64,6 @@ from elaswave.launcher.coordinators import (
     Standby,
     WithoutCoordinator,
 )
-from elaswave.launcher.forkserver.forking import how_it_ended
 from elaswave.launcher.forkserver.machine import COORDINATOR
 from elaswave.launcher.forkserver.messages import (
     ChildGone,
@@ -93,7 +91,7 @@ from elaswave.launcher.processes import (
 from elaswave.launcher.resources import JobPlace
 from elaswave.launcher.terminal import StepCalls, StopRequest, TerminalView
 from elaswave.launcher.workers import AgentKeys, LogSending, WorkerLooks, WorkerSupervisor
-from elaswave.observability.mapped_files import MappedFiles
+from elaswave.observability.processes import MappedFiles
 from elaswave.observability.progress import Reporter
 from elaswave.observability.run_folder import prepare_spare
 from elaswave.protocol.events import CoordinatorEffect
@@ -101,7 +99,7 @@ from elaswave.protocol.membership.agent import Agent, JobEnded, WorkerEnded
 from elaswave.protocol.membership.effects import EndJoiner, SpawnJoiner
 from elaswave.store.claim import CandidateStage
 from elaswave.store.seal import proof_of_term
-from elaswave.system.death_watch import DeathWatch
+from elaswave.system.processes import DeathWatch, how_it_ended
 from elaswave.system.stop_signals import stop_signals, undisturbed
 
 LAST_WORDS_S = 1.0

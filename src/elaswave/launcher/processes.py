@@ -25,7 +25,6 @@ from pathlib import Path
 
 from elaswave.errors import LaunchError, UsageError
 from elaswave.job.script import at_present
-from elaswave.launcher.forkserver.forking import Child, fork, how_it_ended
 from elaswave.launcher.forkserver.machine import COMMITTER, COORDINATOR, Loader
 from elaswave.launcher.forkserver.messages import (
     ChildGone,
@@ -55,7 +54,7 @@ from elaswave.observability.processes import (
     write_processes,
 )
 from elaswave.protocol.detection.active_time import ActiveTime
-from elaswave.system.parent_death import ORPHAN_S_MAX, end_group, end_orphan, parent_of_orphans
+from elaswave.system.processes import ORPHAN_S_MAX, Child, end_group, end_orphan, fork, how_it_ended, parent_of_orphans
 
 
 def forkserver_log(suffix: str) -> str:

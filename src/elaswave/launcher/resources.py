@@ -23,19 +23,18 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from elaswave.config.devices import element_bytes, shape_of, state_bytes
+from elaswave.config.cluster import element_bytes, shape_of, state_bytes
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.errors import ConfigError, UsageError
-from elaswave.job.control_file import write_control_file
 from elaswave.job.keys import JOB_KEY_FILE, JobKey
-from elaswave.job.network import JobNetwork, open_network
+from elaswave.job.network import JobNetwork, open_network, write_control_file
 from elaswave.job.role import AgentRole
 from elaswave.planning.costs.analytic import sum_bytes
 from elaswave.planning.costs.layers import Costs, LayerCosts
 from elaswave.planning.costs.memory import MemoryModel, num_copies
 from elaswave.store.opening import JobStore
-from elaswave.system.job_folder import JobFolder
+from elaswave.system.grants import JobFolder
 
 
 class MemoryEstimate(NamedTuple):

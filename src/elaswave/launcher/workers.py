@@ -20,7 +20,7 @@ from elaswave.job.plan import StartingPoint
 from elaswave.launcher.forkserver.messages import KillWorkers, SpawnRefused, SpawnWorkers, TakeKeys
 from elaswave.launcher.processes import TICK_S, JobProcesses, LauncherWaits
 from elaswave.observability.processes import ProcessorWaits
-from elaswave.observability.worker_logs import LogTail
+from elaswave.observability.run_folder import LogTail
 from elaswave.protocol.coordinator.key_change import RETIRED_MAX
 from elaswave.protocol.membership.agent import Agent, ReportEnd, WorkerEnded
 from elaswave.protocol.membership.effects import EndJoiner, SpawnJoiner

@@ -1,13 +1,16 @@
-"""What is printed: in which no text of others is obeyed (`elaswave.visible`), and of which some is taken no more.
+"""What is printed: broken at a terminal's width, with nothing of others that it would obey (`elaswave.visible`).
 
-That is so on a closed terminal (EIO), after its reader has ended (EPIPE) and on a full disk (ENOSPC). Work that has
-been asked for does not end because of it. No state here.
+A stream may take no more: on a closed terminal (EIO), after its reader has ended (EPIPE) and on a full disk (ENOSPC).
+Work that has been asked for does not end because of it. A text is broken between words, never inside a command to copy
+or a number with its unit. No state here.
 """
 
 import contextlib
 import logging
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +18,12 @@ from typing import Any, TextIO
 import msgspec
 
 from elaswave.visible import visible, visible_lines
+
+_HELD = "\x00"
+"""Stands for a space at which no line may end."""
+_WHOLE = re.compile(r"`[^`]*`|\belaswave (?:bench|compare|demo|export|inspect|plan|simulate|train)\b[^;,]*")
+"""Commands: in backticks, or from the program's name to where the sentence goes on."""
+_QUANTITY = re.compile(r"(?<=\d) (?=(?:ms|s|min|h|days|B|KiB|MiB|GiB|tokens/s|samples/s|%)\b)")
 
 
 def lead_elsewhere(stream: TextIO, path: Path | None) -> bool:
@@ -106,3 +115,27 @@ def say_error(text: str) -> None:
         print(visible(text), file=sys.stderr, flush=True)
     except OSError:
         lead_elsewhere(sys.stderr, None)
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Breaks a text between words, continued lines indented by two more than the first.
+
+    A word or a command that is wider than the terminal stands on a line of its own, whole: terminals that break it
+    themselves copy it as one line.
+
+    Args:
+        text: one paragraph; spaces before its first word are kept.
+        width: columns of the terminal.
+    """
+    held = _WHOLE.sub(lambda match: match[0].replace(" ", _HELD), text)
+    held = _QUANTITY.sub(_HELD, held)
+    indent = held[: len(held) - len(held.lstrip(" "))]
+    lines = textwrap.wrap(
+        held.lstrip(" "),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_HELD, " ") for line in lines]

@@ -22,9 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from elaswave.config.own import OWN, SAMPLES_PER_S, TOKENS_PER_S
-from elaswave.observability.output import lead_elsewhere, printable
+from elaswave.observability.output import lead_elsewhere, printable, wrap
 from elaswave.observability.result import RunResult, from_json_float
-from elaswave.observability.wrapping import wrap
 from elaswave.types import Layout
 from elaswave.visible import visible
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from elaswave.config.devices import (
+from elaswave.config.cluster import (
     REAL_LINK,
     base_level,
     cluster_of,

@@ -1,8 +1,11 @@
-"""The folder of a run: when it may be used, what is saved when it begins, what is removed from it.
+"""The folder of a run: when it may be used, what is saved when it begins, what is removed from it, logs of its workers.
 
 A folder *is a run* if it holds ``run.json``, which is written first and removed last. A folder that is not one is only
 used if nothing in it has a name that a run would write, and nothing is ever removed from it. A lock, which the system
 drops when its holders end, keeps two commands from working in one folder.
+
+A host that has a run folder of its own sends what its workers print. The coordinator appends it to a file of the same
+name in its own folder, so that one folder tells of all workers. What is sent of one worker is bounded.
 
 No clock and no random source here: the caller says when it is and what the folder is called.
 """
@@ -22,10 +25,10 @@ import msgspec
 
 from elaswave._version import __version__
 from elaswave.checkpoints.checkpoint import CHECKPOINTS, SPARE, link_spare
-from elaswave.config.checks import path_problem
 from elaswave.config.load import load_config
 from elaswave.config.own import OWN
 from elaswave.config.schema import SECTIONS, Config
+from elaswave.config.values import path_problem
 from elaswave.errors import CheckpointError, ConfigError, DataError, RunFolderError, UsageError
 from elaswave.hashing import key64
 from elaswave.observability.processes import PROCESSES_FILE
@@ -37,8 +40,7 @@ from elaswave.observability.result import (
     TRACE_FILE,
     atomic_write,
 )
-from elaswave.observability.worker_logs import LOGS_DIR
-from elaswave.untrusted import open_regular, read_bytes, read_json, reason, stays_inside
+from elaswave.untrusted import open_binary, open_regular, read_bytes, read_json, reason, stays_inside
 
 MARKER_FILE = "run.json"
 CONFIG_FILE = "config.toml"
@@ -47,6 +49,7 @@ CONTROL_FILE = "control.json"
 AGENTS_FILE = "agents.json"
 """In a run's folder and in its folder of checkpoints: shows agents of other hosts that they have the same one."""
 CHECKPOINTS_DIR, SPARE_DIR = CHECKPOINTS, SPARE
+LOGS_DIR = "logs"
 DATA_FILE = "data.json"
 TERMINAL_LOG = "terminal.log"
 """In the folder of logs: what the terminal would not show any more."""
@@ -56,7 +59,6 @@ HUGGINGFACE_DIR = "huggingface"
 """What an export needs of a transformers model, beside the weights."""
 FINE_TUNING_FILE = "fine-tuning.json"
 """In that folder: what ``elaswave train --hf`` was given, so that it can go on."""
-
 WRITTEN_NAMES = (
     LOCK_FILE,
     CONFIG_FILE,
@@ -84,7 +86,6 @@ WRITTEN_PATTERNS = (
     *(f".{name}.*.tmp" for name in (MARKER_FILE, *WRITTEN_NAMES)),
 )
 """What a run that was cut short may leave beside them."""
-
 KEYS_FREE_ON_RESUME = (
     *("layout.", "elastic.", "device.", "sites.", "control.", "net.", "run."),
     *("model.recompute", "data.verify"),
@@ -92,6 +93,13 @@ KEYS_FREE_ON_RESUME = (
 """Keys, or the beginnings of keys, that a resumed run may change."""
 KEYS_FIXED_ON_RESUME = ("run.seed", "elastic.consistency", "elastic.accumulator_bits")
 """Exceptions from them: they change bits."""
+LINES = 5
+"""So many last lines of a lost worker stand in the recovery's report."""
+TAIL_BYTES = 4096
+"""In so many last bytes they are looked for; more of one line is left out."""
+SENT_AT_ONCE_BYTES = 16 << 10
+SENT_MAX_BYTES = 4 << 20
+"""Of one worker's log; what it prints beyond that stands on its host."""
 
 
 def default_run_dir(now: datetime, token: str) -> Path:
@@ -409,3 +417,73 @@ def _open_lock(path: Path) -> int:
 def _not_writable(path: Path, error: OSError) -> RunFolderError:
     place = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
     return RunFolderError(f"cannot write {path}: {error.strerror or error}{place}; choose another --run-dir")
+
+
+def worker_log(worker: int) -> str:
+    """The name of a worker's log."""
+    return f"worker-{worker}.log"
+
+
+def last_lines(run_dir: Path, worker: int) -> list[str]:
+    """What a worker has printed last, as far as it is known here; a line that was cut is shown as it is."""
+    try:
+        with open_binary(run_dir / LOGS_DIR / worker_log(worker)) as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-LINES:]
+
+
+def add_to_copy(run_dir: Path, worker: int, text: str) -> None:
+    """Appends to the copy of a log that another host has.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = run_dir / LOGS_DIR / worker_log(worker)
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as log:
+        log.write(text)
+
+
+class LogTail:
+    """What of one worker's log has still to be sent.
+
+    Args:
+        run_dir: of its host.
+        worker: its id.
+    """
+
+    def __init__(self, run_dir: Path, worker: int) -> None:
+        self._path = run_dir / LOGS_DIR / worker_log(worker)
+        self._num_sent = 0
+
+    def next(self, *, is_last: bool = False) -> str:
+        """The next part; empty if there is none.
+
+        Args:
+            is_last: the worker has ended: what does not fit is left out before its last words, and not after them.
+        """
+        try:
+            size = self._path.stat().st_size
+        except OSError:
+            return ""
+        if self._num_sent >= SENT_MAX_BYTES and not is_last:
+            return ""
+        skipped = max(0, size - self._num_sent - TAIL_BYTES) if is_last else 0
+        begin, num_bytes = self._num_sent + skipped, TAIL_BYTES if is_last else SENT_AT_ONCE_BYTES
+        if begin >= size:
+            return ""
+        try:
+            with open_binary(self._path) as log:
+                log.seek(begin)
+                part = log.read(num_bytes)
+        except OSError:
+            return ""
+        self._num_sent = begin + len(part)
+        text = part.decode(errors="replace")
+        if skipped:
+            text = f"\n[{skipped} bytes stand only in {self._path}]\n{text}"
+        if self._num_sent >= SENT_MAX_BYTES and not is_last:
+            text += f"\n[what follows stands only in {self._path}, but for the last words]\n"
+        return text

@@ -22,8 +22,7 @@ from elaswave.blocks.shapes import (
 from elaswave.checkpoints.format import MASTER
 from elaswave.errors import UsageError
 from elaswave.hashing import key64
-from elaswave.models.admission import check_module
-from elaswave.models.instances import CopyOf, refuse_overlap, without_values
+from elaswave.models.admission import CopyOf, check_module, refuse_overlap, without_values
 from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.state.buffers import FLOATS, LayerBuffers, buffer_to_float32, persistent_buffers
 

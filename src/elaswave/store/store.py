@@ -144,7 +144,7 @@ class ClockRead(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
     """A coordinator begins: the times in all records from here to the next one of this kind are by its clock."""
 
     clock: str
-    """Which, see `elaswave.observability.clock`."""
+    """Which, see `elaswave.observability.processes`."""
     at_s: float
     """What it shows."""
 
@@ -175,7 +175,7 @@ def by_own_clock(records: Sequence[JournalRecord], clock: str, now_s: float) -> 
 
     Args:
         records: of earlier coordinators, in order.
-        clock: the reader's, see `elaswave.observability.clock`.
+        clock: the reader's, see `elaswave.observability.processes`.
         now_s: what it shows.
     Returns:
         The records, without those that name clocks.

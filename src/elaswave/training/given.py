@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from elaswave.config.checks import plain
+from elaswave.config.values import plain
 from elaswave.data.fingerprint import PYTHON
 from elaswave.hashing import key64
-from elaswave.models.instances import CopyOf
+from elaswave.models.admission import CopyOf
 from elaswave.training.definition import Training
 
 _ITEMS_MAX, _SHOWN_MAX = 10_000, 100

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elaswave.blocks.shapes import ALIGNMENT_ELEMENTS, TensorSlot
-from elaswave.config.checks import plain
+from elaswave.config.values import plain
 from elaswave.errors import OptimizerError
 from elaswave.hashing import key64
 from elaswave.training.parameters import float32_by_default, optimizer_class_name

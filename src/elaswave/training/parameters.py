@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from elaswave.blocks.shapes import TensorSlot
-from elaswave.config.checks import plain
+from elaswave.config.values import plain
 from elaswave.errors import SIGNALS, OptimizerError
 from elaswave.training.raised import said, traceback_of
 

@@ -26,7 +26,7 @@ from elaswave.blocks.shapes import Segment
 from elaswave.checkpoints.archives import load_plain
 from elaswave.checkpoints.format import MASTER
 from elaswave.checkpoints.shards import DTYPES
-from elaswave.config.checks import plain
+from elaswave.config.values import plain
 from elaswave.errors import SIGNALS, CheckpointError, OptimizerError
 from elaswave.hashing import key64
 from elaswave.state.buffers import HeldBlock

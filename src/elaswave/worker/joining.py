@@ -20,7 +20,7 @@ from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.determinism_check import environment_of
 from elaswave.engine.checks.values import flatten, unflatten
 from elaswave.engine.compute import Compute
-from elaswave.job.identity import identity_of
+from elaswave.job.plan import identity_of
 from elaswave.models.foreign.layer import kinds_here
 from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
 from elaswave.protocol.step.ballot import ENVIRONMENT

@@ -18,7 +18,7 @@ from elaswave.channel.messages.worker import (
     Timings,
     TrainingStanding,
 )
-from elaswave.config.devices import base_level
+from elaswave.config.cluster import base_level
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.frozen import frozen_digests
 from elaswave.engine.pacing import ActionTimer

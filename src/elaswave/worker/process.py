@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from elaswave.channel.messages.worker import Exit, ShardFailed, ShardWritten, Start, ToWorker
-from elaswave.config.devices import base_level, device_of, emulated_costs, speed_of
+from elaswave.config.cluster import base_level, device_of, emulated_costs, speed_of
 from elaswave.devices.faults import fault_of
 from elaswave.devices.interface import Device
 from elaswave.devices.opening import open_device
@@ -577,8 +577,8 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
         Exit status: 0, or 1 after an error.
     """
     torch.set_num_threads(1)
-    # Backward runs in this thread, whatever it computes on: a layer's call is found here (`elaswave.models.calls`), and
-    # nothing is handed over to a thread of autograd's and back.
+    # Backward runs in this thread, whatever it computes on: a layer's call is found here (`elaswave.models.layers`),
+    # and nothing is handed over to a thread of autograd's and back.
     torch.autograd.set_multithreading_enabled(False)
     tune_allocator()
     worker: Worker | None = None

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from elaswave.checkpoints.format import CheckpointMeta
+from elaswave.config.cluster import Sites, configured_sites
 from elaswave.config.schema import Config
-from elaswave.config.sites import Sites, configured_sites
 from elaswave.devices.host import HOST
 from elaswave.devices.interface import Device
 from elaswave.engine.checks.probe import Probe

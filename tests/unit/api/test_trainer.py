@@ -20,7 +20,7 @@ from elaswave.api.model import OwnModelSpec
 from elaswave.api.session import ScriptSession, active, current_session
 from elaswave.errors import ConfigError, UsageError
 from elaswave.launcher.launcher import JobOptions
-from elaswave.models.instances import CopyOf
+from elaswave.models.admission import CopyOf
 
 SAMPLES = [(torch.zeros(2), torch.zeros(1))] * 8
 

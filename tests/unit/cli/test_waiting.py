@@ -5,9 +5,9 @@ import io
 import pytest
 
 from elaswave.cli.main import main
+from elaswave.cli.tables import Waiting
 from elaswave.cli.whatif import scenario_options as options_module
 from elaswave.cli.whatif import simulate as simulate_module
-from elaswave.cli.whatif.waiting import Waiting
 
 
 class Stream(io.StringIO):

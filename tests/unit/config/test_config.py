@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elaswave.config.checks import expectation
-from elaswave.config.devices import shape_of
+from elaswave.config.cluster import shape_of
 from elaswave.config.load import build_config, load_config, resolve
 from elaswave.config.reference import field_docstrings, render
 from elaswave.config.rules import RULES
@@ -22,7 +21,7 @@ from elaswave.config.schema import (
     OptimizerConfig,
     RunConfig,
 )
-from elaswave.config.toml import toml_value
+from elaswave.config.values import expectation, toml_value
 from elaswave.errors import ConfigError
 from elaswave.planning.costs.analytic import multiplications
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elaswave.config.devices import emulated_costs
+from elaswave.config.cluster import emulated_costs
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.errors import ConfigError, RunFolderError

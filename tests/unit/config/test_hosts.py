@@ -2,8 +2,8 @@
 
 import pytest
 
-from elaswave.config.hosts import host_problems, host_sizes
 from elaswave.config.load import load_config
+from elaswave.config.rules import host_problems, host_sizes
 from elaswave.errors import ConfigError
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.membership.joiners import JoinerHosts

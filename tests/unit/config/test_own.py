@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.config.devices import estimated_costs
+from elaswave.config.cluster import estimated_costs
 from elaswave.config.load import load_config
 from elaswave.config.own import OWN, OwnModel
 from elaswave.errors import ConfigError

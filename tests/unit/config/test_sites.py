@@ -8,11 +8,18 @@ import pytest
 from elaswave.blocks.placement import make_blocks, place_blocks
 from elaswave.blocks.survival import survival_of
 from elaswave.channel.slow_dial import slow_control_of
-from elaswave.config.devices import cluster_of, emulated_costs
+from elaswave.config.cluster import (
+    PACED_SHARE,
+    cluster_of,
+    configured_sites,
+    control_delays_s,
+    emulated_costs,
+    labels_of,
+    sites_that_may_part,
+)
 from elaswave.config.load import far_job, load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
-from elaswave.config.sites import PACED_SHARE, configured_sites, control_delays_s, labels_of, sites_that_may_part
 from elaswave.errors import ConfigError
 from elaswave.fences import coded_bytes
 from elaswave.planning.programs.layout import make_layout

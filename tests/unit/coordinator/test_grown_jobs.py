@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from elaswave.config.devices import cluster_of, emulated_costs, power_limit_w, speed_of
+from elaswave.config.cluster import cluster_of, emulated_costs, power_limit_w, speed_of
 from elaswave.config.load import build_config
 from elaswave.coordinator.planning.replanning import Replanner
 from elaswave.engine.blueprint import Blueprint

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from elaswave.channel.messages.worker import StepReport, Timings
-from elaswave.config.devices import base_level, cluster_of, device_of, emulated_costs
+from elaswave.config.cluster import base_level, cluster_of, device_of, emulated_costs
 from elaswave.config.load import build_config
 from elaswave.coordinator.planning.measurements import HYSTERESIS, Measurements
 from elaswave.devices.gauges import Gauges

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elaswave.config.devices import emulated_costs
+from elaswave.config.cluster import emulated_costs
 from elaswave.config.load import build_config
 from elaswave.config.schema import Config
 from elaswave.coordinator.planning import replanning

@@ -9,8 +9,8 @@ from elaswave.blocks.placement import Placement
 from elaswave.channel.messages.worker import StepReport
 from elaswave.coordinator.records.recoveries import RecoveryLog, layout_changed
 from elaswave.faults.injection import FAULTS_FILE, FaultRecord
-from elaswave.observability.clock import clock_here
 from elaswave.observability.events import LayoutChosen
+from elaswave.observability.processes import clock_here
 from elaswave.observability.result import Recovery
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.search.recovery import survivor_layout

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from elaswave.blocks.placement import place_blocks
-from elaswave.config.devices import device_of, emulated_costs, estimated_costs
+from elaswave.config.cluster import device_of, emulated_costs, estimated_costs
 from elaswave.config.load import build_config
 from elaswave.coordinator.planning import replanning
 from elaswave.coordinator.planning.replanning import Replanner

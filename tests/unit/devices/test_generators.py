@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elaswave.devices import generators
-from elaswave.models.calls import Call, inside
+from elaswave.models.layers import Call, inside
 from elaswave.models.splitting import program
 from elaswave.models.splitting.split import LINK_BYTES_PER_S, TracedNetwork
 

@@ -22,8 +22,7 @@ from elaswave.engine import compute as compiled
 from elaswave.engine.checks.spot_checks import CheckKind
 from elaswave.engine.compute import LayerError
 from elaswave.errors import UsageError
-from elaswave.models.calls import batch
-from elaswave.models.layers import Layer, ModelSpec
+from elaswave.models.layers import Layer, ModelSpec, batch
 
 
 def with_compiled(build, **options):

@@ -23,7 +23,7 @@ from torch import nn
 from elaswave.engine.checks import determinism_check
 from elaswave.engine.compute import LayerError
 from elaswave.errors import UsageError
-from elaswave.models.calls import LossOutput, batch
+from elaswave.models.layers import LossOutput, batch
 from elaswave.state.flat import built_sum, model_shapes
 
 

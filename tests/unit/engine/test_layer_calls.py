@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from elaswave.engine.checks.values import flatten, unflatten
 from elaswave.engine.compute import Compute, LayerError
 from elaswave.errors import UsageError
-from elaswave.models.calls import Call, LossOutput, aux_loss, batch, inside
-from elaswave.models.layers import Layer, ModelSpec, build_layer
+from elaswave.models.layers import Call, Layer, LossOutput, ModelSpec, aux_loss, batch, build_layer, inside
 from elaswave.protocol.step.ballot import expected_coverage
 from elaswave.state.sums import ExactAccumulator, reduced_gradient
 from elaswave.worker.links import pack_value, unpack_value

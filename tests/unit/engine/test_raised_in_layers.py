@@ -32,9 +32,8 @@ from elaswave.engine.checks.rehearsal import interruptible
 from elaswave.engine.compute import Compute, ErrorPlace, LayerError
 from elaswave.engine.loading import NotMade
 from elaswave.errors import EndedBySignal, InterruptedWaitError, StoppedBySignalError
-from elaswave.models.calls import batch
-from elaswave.models.instances import CopyOf
-from elaswave.models.layers import Layer, ModelSpec
+from elaswave.models.admission import CopyOf
+from elaswave.models.layers import Layer, ModelSpec, batch
 from elaswave.training.dataset import DatasetSamples, UserDataError
 from elaswave.worker import process as worker_process
 from elaswave.worker.failure import failure_message

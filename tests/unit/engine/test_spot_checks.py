@@ -28,7 +28,7 @@ from elaswave.engine.checks.spot_checks import DENSE_STEPS, CheckKind, SpotCheck
 from elaswave.engine.compute import Compute, LayerError
 from elaswave.errors import SpotCheckError
 from elaswave.hashing import key64
-from elaswave.models.calls import aux_loss
+from elaswave.models.layers import aux_loss
 from elaswave.protocol.step.ballot import Environment
 from elaswave.protocol.step.salvage import Keep
 from elaswave.state.sums import ExactAccumulator

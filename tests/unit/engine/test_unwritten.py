@@ -25,7 +25,7 @@ from elaswave.devices.interface import Readings
 from elaswave.engine.checks.determinism_check import elsewhere
 from elaswave.engine.checks.unwritten import Guarded, Lending, WatchedTensors, Watching, aligned_clone, sums_of
 from elaswave.engine.compute import LayerError
-from elaswave.models.calls import batch
+from elaswave.models.layers import batch
 
 
 def by_storage(x):

@@ -13,7 +13,7 @@ import pytest
 from elaswave.errors import UsageError
 from elaswave.job import script as module
 from elaswave.job.script import ReadFile, apart, at_present, open_anew, open_descriptors, read_files
-from elaswave.launcher.forkserver.forking import fork
+from elaswave.system.processes import fork
 
 TEXT = "".join(f"line {number}\n" for number in range(5000))
 

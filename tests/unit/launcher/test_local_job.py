@@ -30,7 +30,6 @@ from elaswave.job.role import AgentRole, own_role
 from elaswave.launcher import local_job
 from elaswave.launcher.coordinators import STAND_BY_AGAIN_S, CoordinatorStarts, CoordinatorSupervisor, Standby
 from elaswave.launcher.forkserver import messages as template_messages
-from elaswave.launcher.forkserver.forking import how_it_ended
 from elaswave.launcher.forkserver.messages import (
     AbandonCommits,
     CommitDone,
@@ -47,6 +46,7 @@ from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.membership.agent import Agent
 from elaswave.protocol.membership.effects import SpawnJoiner
 from elaswave.store.opening import JobStore
+from elaswave.system.processes import how_it_ended
 from elaswave.transport.handshake import Secrets
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from elaswave.channel.messages.agent import LogPart
 from elaswave.launcher.workers import SEND_LOGS_EVERY_S, LogSending
-from elaswave.observability.worker_logs import worker_log
+from elaswave.observability.run_folder import worker_log
 
 
 def test_logs_are_sent_while_they_are_wanted_and_last_words_at_the_end(tmp_path: Path) -> None:

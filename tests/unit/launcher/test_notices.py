@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from elaswave.launcher.forkserver.forking import hear_notices, hold_notices, holding_notices, leave_signals_to_launcher
+from elaswave.system.processes import hear_notices, hold_notices, holding_notices, leave_signals_to_launcher
 
 
 class Child:

@@ -14,9 +14,8 @@ from tests.hugging_face import CONFIGS, VOCABULARY, WIDTH, call, config_of, edit
 
 import elaswave
 from elaswave.errors import UsageError
-from elaswave.models.calls import Call, inside
 from elaswave.models.huggingface import stored
-from elaswave.models.layers import build_layer
+from elaswave.models.layers import Call, build_layer, inside
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))

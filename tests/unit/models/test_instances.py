@@ -7,7 +7,7 @@ from torch import nn
 
 from elaswave.api.model import OwnModelSpec
 from elaswave.errors import UsageError
-from elaswave.models.instances import CopyOf
+from elaswave.models.admission import CopyOf
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.state.flat import model_shapes
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elaswave.observability.mapped_files import FIRST_LOOK_S, LAST_LOOK_S, MappedFiles
+from elaswave.observability.processes import FIRST_LOOK_S, LAST_LOOK_S, MappedFiles
 
 MAPS = """
 import mmap, sys

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elaswave.config.devices import base_level, device_of, shape_of
+from elaswave.config.cluster import base_level, device_of, shape_of
 from elaswave.config.load import load_config
 from elaswave.config.presets import model_shape
 from elaswave.config.schema import Config

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elaswave.observability.wrapping import wrap
+from elaswave.observability.output import wrap
 
 
 @pytest.mark.parametrize(

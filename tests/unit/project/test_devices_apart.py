@@ -25,7 +25,7 @@ REASONS = {
     "models/foreign/server.py: torch.manual_seed": "a process of its own, without elaswave",
     "models/foreign/server.py: torch.get_rng_state": "a process of its own, without elaswave",
     "models/foreign/layer.py: device.type": "whether it is built on the meta device",
-    "models/instances.py: device.type": "whether it is built on the meta device",
+    "models/admission.py: device.type": "whether it is built on the meta device",
     "models/huggingface/model.py: device.type": "whether it is built on the meta device",
     "models/kernels.py: device.type": "a kernel of the processor's",
     "models/splitting/check.py: device.type": "the script's process, before training: splits in host memory",

@@ -15,8 +15,8 @@ import click
 import pytest
 
 from elaswave.cli.main import cli
+from elaswave.config.cluster import labels_of, sites_that_may_part
 from elaswave.config.load import load_config
-from elaswave.config.sites import labels_of, sites_that_may_part
 from elaswave.faults.injection import parse_faults
 from verify.__main__ import verify
 

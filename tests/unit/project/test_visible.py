@@ -20,7 +20,7 @@ EXCEPTED = {
     "cli.demo:_Shown.__init__": "makes the console; `say` makes visible what it prints",
     "cli.demo:_Shown.say": "makes its parts visible",
     "cli.tables:render_table": "makes its cells visible",
-    "cli.whatif.waiting:Waiting._write": "writes the codes of the line, and a text that has been made visible",
+    "cli.tables:Waiting._write": "writes the codes of the line, and a text that has been made visible",
     "config.reference:": "prints the page of the configuration",
     "launcher.forkserver.worker_main:end_later.end": LOG,
     "models.foreign.server:_main": "a file that stands alone; it prints its own words",

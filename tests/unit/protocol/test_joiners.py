@@ -11,8 +11,7 @@ from tests.unit.shapes import make_shape
 from elaswave.blocks.placement import Placement
 from elaswave.blocks.shapes import StateShapes
 from elaswave.coordinator.driver import founders_of
-from elaswave.job.identity import identity_of
-from elaswave.job.plan import RunPlan
+from elaswave.job.plan import RunPlan, identity_of
 from elaswave.protocol.events import LeavingRecord, NewGenerationRecord
 from elaswave.protocol.membership.admissions import Founders
 from elaswave.protocol.membership.effects import PlaceTaken

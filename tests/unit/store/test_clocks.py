@@ -1,6 +1,6 @@
 """A coordinator on another host, or after another start of this one, reads the times of those before it."""
 
-from elaswave.observability.clock import clock_here
+from elaswave.observability.processes import clock_here
 from elaswave.protocol.events import NewGenerationRecord, TermRecord
 from elaswave.store.store import ClockRead, JournalRecord, PlaceTaken, Published, by_own_clock
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elaswave.system.death_watch import NUM_SLOTS, DeathWatch
+from elaswave.system.processes import NUM_SLOTS, DeathWatch
 
 WAIT_S = 20.0
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elaswave.protocol.detection.host_silence import Counters
-from elaswave.system.kernel import counters_of
+from elaswave.system.grants import counters_of
 
 WAIT_S = 30.0
 

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from elaswave.system import parent_death
-from elaswave.system.parent_death import end_group, end_orphan
+from elaswave.system import processes
+from elaswave.system.processes import end_group, end_orphan
 
 
 def test_an_orphan_is_killed_and_reaped() -> None:
@@ -23,7 +23,7 @@ def test_an_orphan_that_waits_for_a_disk_that_is_gone_is_left_to_the_kernel(monk
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "waitpid", lambda pid, options: (0, 0))
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
-    monkeypatch.setattr(parent_death, "ORPHAN_S_MAX", 0.02)
+    monkeypatch.setattr(processes, "ORPHAN_S_MAX", 0.02)
     end_orphan(4711)
     assert killed == [(4711, signal.SIGKILL)]
 

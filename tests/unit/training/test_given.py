@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from elaswave.config.checks import plain
-from elaswave.models.instances import CopyOf
+from elaswave.config.values import plain
+from elaswave.models.admission import CopyOf
 from elaswave.training.given import hash_of_code, options_given
 
 SCALE = 2.0

@@ -14,7 +14,7 @@ from elaswave.channel.messages.worker import Exit
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.determinism_check import UPDATE, environment, environment_of, update_hash
 from elaswave.engine.checks.probe import NoProbe
-from elaswave.job.identity import identity_of
+from elaswave.job.plan import identity_of
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.messages import PROTOCOL_VERSION, FencedOff, Joining
 from elaswave.protocol.step.ballot import ENVIRONMENT

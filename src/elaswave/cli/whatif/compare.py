@@ -25,8 +25,7 @@ from elaswave.cli.whatif.layout_table import as_json
 from elaswave.config.policy_code import find_policy
 from elaswave.config.policy_code import policies as known_policies
 from elaswave.errors import InfeasiblePlan, UsageError
-from elaswave.observability.output import say
-from elaswave.observability.wrapping import wrap
+from elaswave.observability.output import say, wrap
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.policy.fault_free_policies import FaultFreeStart

@@ -27,8 +27,7 @@ from elaswave.config.policy_code import registered
 from elaswave.config.presets import model_shape
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.fences import CODEC_WORDS, Codec, is_codec
-from elaswave.observability.output import say
-from elaswave.observability.wrapping import wrap
+from elaswave.observability.output import say, wrap
 from elaswave.planning.costs.analytic import PARAMETER_BYTES, analytic_costs
 from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.far_apart.job import Copies, FarJob, FarPlan, allocation_of_plan, without_devices

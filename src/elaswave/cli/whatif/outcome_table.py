@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from elaswave.cli.tables import format_bytes, format_seconds, render_table
-from elaswave.observability.wrapping import wrap
+from elaswave.observability.output import wrap
 from elaswave.sim.cluster.failures import DAY_S
 from elaswave.sim.cluster.outcome import PolicyOutcome
 from elaswave.sim.cluster.summary import Interval, summarize_outcomes

@@ -24,8 +24,7 @@ from elaswave.cli.whatif.far_apart import FarOptions, check_far, far_options, pl
 from elaswave.cli.whatif.layout_table import as_json, render_stages, stage_rows
 from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.errors import UsageError
-from elaswave.observability.output import say
-from elaswave.observability.wrapping import wrap
+from elaswave.observability.output import say, wrap
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.schedules import SCHEDULES
 from elaswave.planning.plan import Plan, Planner
@@ -121,7 +120,7 @@ def plan_command(
 
 def _traced(path: Path, setting: PlannedJob, left: Cluster, plan: Plan | None) -> "SimulatedStep":
     """Simulates one step of what was planned, or of the job as it is, and writes its trace."""
-    from elaswave.observability.step_trace import write_step_trace
+    from elaswave.observability.trace import write_step_trace
     from elaswave.planning.plan import num_actions
     from elaswave.planning.programs.prediction import simulate_allocation
 

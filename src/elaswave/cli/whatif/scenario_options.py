@@ -12,8 +12,8 @@ from typing import Any, TextIO, TypeVar
 import click
 import msgspec
 
+from elaswave.cli.tables import Waiting
 from elaswave.cli.whatif.cluster_options import NOT_NEGATIVE, POSITIVE
-from elaswave.cli.whatif.waiting import Waiting
 from elaswave.config.schema import ElasticConfig, RunConfig
 from elaswave.errors import DataError, UsageError
 from elaswave.planning.costs.recovery_times import RecoveryTimes

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from elaswave.cli.tables import terminal_width
+from elaswave.cli.tables import Waiting, terminal_width
 from elaswave.cli.whatif.cluster_options import (
     DEFAULT_DEVICE,
     DEFAULT_MODEL,
@@ -28,7 +28,6 @@ from elaswave.cli.whatif.scenario_options import (
     redundancy_options,
     scenario_options,
 )
-from elaswave.cli.whatif.waiting import Waiting
 from elaswave.config.policy_code import find_policy, is_code, other_policies
 from elaswave.config.policy_code import policies as known_policies
 from elaswave.config.presets import device_preset, model_shape

@@ -12,7 +12,7 @@ from elaswave.channel.messages.operator import (
     WorkerStatus,
 )
 from elaswave.channel.messages.worker import Heartbeat
-from elaswave.config.devices import base_level
+from elaswave.config.cluster import base_level
 from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.config.schema import Config
 from elaswave.coordinator.planning.run_planner import RunPlanner

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from elaswave.channel.messages.worker import StepReport, Timings
-from elaswave.config.devices import device_of, emulated_costs, estimated_costs, planned_speeds, speed_of
+from elaswave.config.cluster import device_of, emulated_costs, estimated_costs, planned_speeds, speed_of
 from elaswave.config.schema import Config
 from elaswave.devices.gauges import Gauges
 from elaswave.planning.costs.layers import Costs

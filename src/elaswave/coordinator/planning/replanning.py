@@ -21,7 +21,7 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from elaswave.config.devices import cluster_of, device_of, emulated_costs, power_limit_w
+from elaswave.config.cluster import cluster_of, device_of, emulated_costs, power_limit_w
 from elaswave.config.policy_code import find_policy, other_policies
 from elaswave.config.schema import Config
 from elaswave.errors import InfeasiblePlan, UsageError

@@ -40,13 +40,13 @@ from elaswave.channel.messages.worker import (
 from elaswave.channel.server import ControlServer
 from elaswave.checkpoints.checkpoint import newest_committed_step
 from elaswave.checkpoints.format import CheckpointMeta
-from elaswave.config.devices import planned_speeds
+from elaswave.config.cluster import planned_speeds
 from elaswave.config.own import OWN
+from elaswave.coordinator.job_spec import CoordinatorSetup
 from elaswave.coordinator.records.checkpoints import Checkpoints
 from elaswave.coordinator.records.recoveries import RecoveryLog
 from elaswave.coordinator.records.run_state import RunState, by_step, describe_checkpoint, make_result
 from elaswave.coordinator.records.terminal import Terminal
-from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.devices.gauges import Gauges
 from elaswave.errors import CheckpointError, StateError, StoreError, SupersededError
 from elaswave.job.plan import RunPlan

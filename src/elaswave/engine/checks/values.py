@@ -14,7 +14,7 @@ import torch
 
 from elaswave.errors import UsageError
 from elaswave.models.admission import why_not_computed
-from elaswave.models.calls import describe
+from elaswave.models.layers import describe
 
 Structure = Any
 """`TENSOR`, `NOTHING`, or a tuple: ("tuple" or "list", parts), ("dict", keys, parts), ("named", class, parts)."""

@@ -35,14 +35,12 @@ import numpy
 
 from elaswave.errors import LaunchError, UsageError
 from elaswave.job.script import open_descriptors, read_files
-from elaswave.launcher.forkserver.forking import Child, leave_signals_to_launcher, redirect_output
 from elaswave.launcher.forkserver.messages import Unprepared, framed, pack_message, read_framed
 from elaswave.launcher.forkserver.module_state import ModuleState, TakenOver, states_of_modules
 from elaswave.launcher.forkserver.server import run_forkserver
 from elaswave.launcher.forkserver.setup import ForkServerSetup
-from elaswave.system.death_watch import DeathWatch
-from elaswave.system.job_folder import refused
-from elaswave.system.parent_death import end_with_parent
+from elaswave.system.grants import refused
+from elaswave.system.processes import Child, DeathWatch, end_with_parent, leave_signals_to_launcher, redirect_output
 from elaswave.training.raised import said
 
 _LINK_FD = 3

@@ -25,8 +25,8 @@ import msgspec
 from elaswave.data.fingerprint import FIRST_LOSS, Finding
 from elaswave.errors import LaunchError
 from elaswave.job.script import ReadFile, apart
-from elaswave.launcher.forkserver.forking import fork
 from elaswave.launcher.forkserver.machine import Loader
+from elaswave.system.processes import fork
 
 PROBE_S_MAX = 5.0
 """For the samples."""

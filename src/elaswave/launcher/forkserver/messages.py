@@ -23,7 +23,7 @@ class SpawnWorkers(Message, frozen=True, kw_only=True):
 
 
 class SpawnCoordinator(Message, frozen=True, kw_only=True):
-    """Fork a coordinator; see `elaswave.coordinator.setup.CoordinatorSetup`."""
+    """Fork a coordinator; see `elaswave.coordinator.job_spec.CoordinatorSetup`."""
 
     num_samples: int
     """Of a data pass."""

@@ -3,7 +3,7 @@
 So launcher and coordinator hold no torch. The launcher forks the forkserver, asks, and is told; what is done when
 stands in `elaswave.launcher.forkserver.machine`. Only a parent learns at once, and surely, how a process has ended, so
 the forkserver watches its children and tells the launcher. All of it hangs together: the forkserver ends with the
-launcher, workers and committer end with the forkserver (`parent_death`).
+launcher, workers and committer end with the forkserver (`elaswave.system.processes`).
 
 A process that forks may have one thread only. The forkserver has a second one for half a second, when workers have been
 forked: it loads what commits need; until it has ended no process is forked.
@@ -24,13 +24,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from elaswave.checkpoints.format import CommitRequest
+from elaswave.coordinator.job_spec import CoordinatorSetup
 from elaswave.coordinator.process import run_coordinator
-from elaswave.coordinator.setup import CoordinatorSetup
 from elaswave.data.fingerprint import Finding
 from elaswave.errors import CheckpointError, LaunchError, UsageError
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.script import ReadFile, apart, open_anew, open_descriptors, read_files
-from elaswave.launcher.forkserver.forking import Child, fork, holding_notices
 from elaswave.launcher.forkserver.loaders import LoaderSockets, probe_dataset
 from elaswave.launcher.forkserver.machine import (
     COMMITTER,
@@ -72,8 +71,8 @@ from elaswave.launcher.forkserver.messages import (
 )
 from elaswave.launcher.forkserver.setup import ForkServerSetup
 from elaswave.launcher.resources import memory_bytes
-from elaswave.observability.worker_logs import worker_log
-from elaswave.system.parent_death import end_children, end_group, parent_of_orphans
+from elaswave.observability.run_folder import worker_log
+from elaswave.system.processes import Child, end_children, end_group, fork, holding_notices, parent_of_orphans
 from elaswave.training.raised import readable, said
 from elaswave.training.tokens import sampler_of
 from elaswave.transport.handshake import Secrets

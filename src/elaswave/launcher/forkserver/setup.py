@@ -1,7 +1,7 @@
 """What the forkserver and the processes that it forks are started with. Loads no torch.
 
 An agent hears of steps from its coordinator. While it has none, `CommitCount` tells whether its workers get on (rule
-H12). The memory is an anonymous mapping inherited through fork, as that of `elaswave.system.death_watch`.
+H12). The memory is an anonymous mapping inherited through fork, as that of `elaswave.system.processes`.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from elaswave.faults.injection import Fault
 from elaswave.job.network import JobNetwork
 from elaswave.job.script import ReadFile
 from elaswave.protocol.events import CoordinatorEffect
-from elaswave.system.death_watch import DeathWatch
+from elaswave.system.processes import DeathWatch
 from elaswave.transport.handshake import Secrets
 
 

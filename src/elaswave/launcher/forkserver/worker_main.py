@@ -23,9 +23,9 @@ from elaswave.engine.checks.probe import NoProbe, Probe, Probes
 from elaswave.engine.loading import say_who, serve_batches
 from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
 from elaswave.job.plan import StartingPoint
-from elaswave.launcher.forkserver.forking import hear_notices, hold_notices
 from elaswave.launcher.forkserver.setup import ForkServerSetup
-from elaswave.system.kernel import offer_to_kernel
+from elaswave.system.grants import offer_to_kernel
+from elaswave.system.processes import hear_notices, hold_notices
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
 from elaswave.transport.handshake import KeyRing, Secrets

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from elaswave.errors import UsageError
-from elaswave.models.calls import check_wait, describe, draw_key
+from elaswave.models.admission import without_values
 from elaswave.models.foreign.connection import SERVER
 from elaswave.models.foreign.part import (
     TIMEOUT_MAX_S,
@@ -24,8 +24,7 @@ from elaswave.models.foreign.part import (
     same_float_bits,
 )
 from elaswave.models.foreign.server import ADAPTERS, Array
-from elaswave.models.instances import without_values
-from elaswave.models.layers import Layer
+from elaswave.models.layers import Layer, check_wait, describe, draw_key
 
 
 class Foreign(nn.Module):

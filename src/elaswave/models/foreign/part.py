@@ -12,7 +12,6 @@ import msgspec
 import torch
 
 from elaswave.errors import ForeignError, ForeignPartError, UsageError
-from elaswave.models.calls import computed_elsewhere
 from elaswave.models.foreign.connection import Connection, is_failure
 from elaswave.models.foreign.server import (
     ALIGNMENT,
@@ -35,6 +34,7 @@ from elaswave.models.foreign.server import (
     PartMessage,
     hash_arrays,
 )
+from elaswave.models.layers import computed_elsewhere
 
 TIMEOUT_MAX_S = 110.0
 """How long an answer may be permitted to take: a coordinator gives up a worker that waits for one longer than

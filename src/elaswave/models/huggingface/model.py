@@ -15,7 +15,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from elaswave.errors import UsageError
-from elaswave.models.calls import LossOutput
 from elaswave.models.huggingface.parts import (
     FAMILIES,
     HEAD,
@@ -27,7 +26,7 @@ from elaswave.models.huggingface.parts import (
 )
 from elaswave.models.huggingface.stored import DTYPES as STORED_DTYPES
 from elaswave.models.huggingface.stored import StoredTensor, stored_tensors
-from elaswave.models.layers import Layer
+from elaswave.models.layers import Layer, LossOutput
 from elaswave.untrusted import read_bytes, read_json, reason, stays_inside
 from elaswave.visible import visible
 

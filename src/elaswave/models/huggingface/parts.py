@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elaswave.errors import UsageError
-from elaswave.models.calls import aux_loss, batch
+from elaswave.models.layers import aux_loss, batch
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 

@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elaswave.models.calls import Call, inside
-from elaswave.models.instances import without_values
-from elaswave.models.layers import Layer
+from elaswave.models.admission import without_values
+from elaswave.models.layers import Call, Layer, inside
 from elaswave.models.splitting.attributes import attributes_kept
 from elaswave.models.splitting.inputs import call_of
 from elaswave.models.splitting.parts import Program, TracedLayer

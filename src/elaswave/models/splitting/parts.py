@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from elaswave.errors import UsageError
-from elaswave.models.calls import batch
-from elaswave.models.instances import CopyOf
-from elaswave.models.layers import Layer
+from elaswave.models.admission import CopyOf
+from elaswave.models.layers import Layer, batch
 from elaswave.models.splitting.cut import DependencyGraph
 from elaswave.models.splitting.inputs import leaves_of
 from elaswave.models.splitting.program import Op, Ref, execute, last_uses

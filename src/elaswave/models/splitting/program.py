@@ -16,7 +16,7 @@ import torch
 
 from elaswave.devices.generators import seed_at
 from elaswave.hashing import key64
-from elaswave.models.calls import aux_loss, draw_key
+from elaswave.models.layers import aux_loss, draw_key
 
 GETITEM = "getitem"
 """A target that is no operator of torch: it takes a tensor out of the several that an operator has made."""

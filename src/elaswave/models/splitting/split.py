@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elaswave.errors import UsageError
-from elaswave.models.calls import Call, inside
-from elaswave.models.layers import Layer
+from elaswave.models.layers import Call, Layer, inside
 from elaswave.models.splitting.attributes import ChangingAttributes
 from elaswave.models.splitting.backward import BackwardCode, refuse_registered
 from elaswave.models.splitting.check import (

@@ -23,8 +23,8 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from elaswave.errors import UsageError
-from elaswave.models.calls import Call, inside
 from elaswave.models.foreign.layer import foreign_in
+from elaswave.models.layers import Call, inside
 from elaswave.models.splitting.attributes import as_in_a_call, attributes_kept, is_torch
 from elaswave.models.splitting.inputs import call_of, inputs_of, refuse_inputs
 from elaswave.models.splitting.program import AUX_LOSS, GETITEM, PLAIN, Context, Op, Ref, refs_in, renamed

@@ -18,13 +18,12 @@ from torch import nn
 
 import elaswave
 from elaswave.errors import ForeignError, ForeignPartError, InterruptedWaitError, UsageError
-from elaswave.models.calls import Call, inside
+from elaswave.models.admission import CopyOf
 from elaswave.models.foreign import server
 from elaswave.models.foreign.connection import SERVER, Connection
 from elaswave.models.foreign.layer import Foreign, check_kinds, foreign_in, kinds_here
 from elaswave.models.foreign.part import TIMEOUT_MAX_S
-from elaswave.models.instances import CopyOf
-from elaswave.models.layers import Layer
+from elaswave.models.layers import Call, Layer, inside
 from elaswave.protocol.detection.detector import UNLEARNED_S
 
 PARTS = Path(foreign_parts.__file__)

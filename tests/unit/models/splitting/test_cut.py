@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 
 import elaswave
 from elaswave.errors import UsageError
-from elaswave.models.calls import Call, inside
+from elaswave.models.layers import Call, inside
 from elaswave.models.splitting.cut import CutCosts, balanced_cuts, bounds_of
 from elaswave.models.splitting.split import TracedNetwork
 

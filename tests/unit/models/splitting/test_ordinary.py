@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elaswave
-from elaswave.models.calls import Call, inside
+from elaswave.models.layers import Call, inside
 from elaswave.models.splitting.split import LINK_BYTES_PER_S, TracedNetwork
 from elaswave.models.splitting.trace import trace
 

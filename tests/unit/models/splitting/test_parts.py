@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import elaswave
 from elaswave.errors import UsageError
-from elaswave.models.calls import Call, inside
+from elaswave.models.layers import Call, inside
 from elaswave.models.splitting.check import difference
 from elaswave.models.splitting.split import LINK_BYTES_PER_S, TracedNetwork
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import elaswave
 from elaswave.api.model import OwnModelSpec
-from elaswave.models.calls import Call, inside
+from elaswave.models.layers import Call, inside
 from elaswave.models.splitting import split as splitting
 from elaswave.models.splitting.check import bits_of, difference
 from elaswave.models.splitting.split import LINK_BYTES_PER_S, TracedNetwork

@@ -10,8 +10,7 @@ from tests.property.layouts import layouts
 from tests.trace_format import validate_trace
 
 from elaswave.errors import InvalidProgramError
-from elaswave.observability.step_trace import step_trace, write_step_trace
-from elaswave.observability.trace import ACTION
+from elaswave.observability.trace import ACTION, step_trace, write_step_trace
 from elaswave.planning.costs.layers import Costs, LayerCosts
 from elaswave.planning.costs.machines import Cluster, DeviceSpec
 from elaswave.planning.costs.network import NetworkLink
