@@ -68,7 +68,7 @@ def test_a_schedule_decides_everything_and_has_a_text() -> None:
 
 def test_a_violation_is_shortened() -> None:
     mutant = LIFETIME_MUTANTS["asks-briefly"]
-    schedule = parse_lifetime("length=3 kill:a0@17 cut:a2@90+10 lost:s@95+10")
+    schedule = parse_lifetime("length=3 kill:a0@16 cut:a2@90+10 lost:s@95+10")
     assert run_lifetime(schedule, mutant.build).violation is not None
     assert len(shortest(schedule, mutant.build).faults) == 1
 
@@ -91,12 +91,12 @@ def test_what_is_no_schedule_is_refused(text: str) -> None:
         ("lose:spec@60 kill:a0@62", "has the coordinator of term 2"),
         ("cut:a1@0+900 kill:a0@50 old:spec@146", "takes part in job generation 2"),
         ("mute:s@42+900 forge:entry@0", "store: remove by agent"),
-        ("shut:a0@44+500 old:entry@88", "the store says how the job has ended"),
+        ("shut:a0@48+500 old:entry@84", "the store says how the job has ended"),
         ("forge:spec@3", "what is there was not written with this job's key"),
         ("kill:a0@60", "agent 4 of host 0 takes part in job generation 1"),
         ("kill:a0@49 shut:a1@7+500", "job generation 2"),
-        ("kill:a0@49 shut:a1@7+500", "the job was created again"),
-        ("seed=952027333 length=1 pause=500 kill:a0@100 mute:s@112+900 cut:a0@127+900", "the job has ended meanwhile"),
+        ("kill:a0@50 shut:a1@7+500", "the job was created again"),
+        ("seed=952027333 length=1 pause=500 kill:a0@113 mute:s@136+900 cut:a0@143+900", "the job has ended meanwhile"),
     ],
 )
 def test_it_leads_through_what_it_is_there_for(schedule: str, what: str) -> None:

@@ -2,6 +2,7 @@
 
 # ruff: noqa: D102 (what each class does wrong is its own docstring)
 
+from collections.abc import Generator
 from typing import NamedTuple
 
 from elaswave.protocol.coordinator.store_writes import (
@@ -10,12 +11,14 @@ from elaswave.protocol.coordinator.store_writes import (
     SPEC,
     Claim,
     EntryWrite,
+    Holder,
     KeyValue,
     Transaction,
 )
-from elaswave.protocol.leadership.coordinator_timeout import CoordinatorTimeout
-from elaswave.protocol.leadership.coordinator_timeout import TimeoutAction as TimeoutAction
+from elaswave.protocol.leadership.election import Answer, Candidate, CandidateAction, NoJob
 from elaswave.protocol.leadership.job_creation import CreatorAction, JobCreation, JobCreator, Left, ending
+from elaswave.protocol.leadership.standby import CoordinatorTimeout
+from elaswave.protocol.leadership.standby import TimeoutAction as TimeoutAction
 from elaswave.protocol.leadership.store_position import StorePosition
 from verify.simulator.lifetime_search import LifetimeBuild
 from verify.simulator.lifetimes import Agent, Coordinator
@@ -84,19 +87,50 @@ class _ClaimsAny(Claim):
         return asked._replace(unwritten_since=tuple(each for each in asked.unwritten_since if each[0] != SPEC))
 
 
+class _Late(Candidate):
+    claim_class = _ClaimsAny
+
+
 class ClaimsLate(Agent):
     """A claim that comes late leaves a key where no job is."""
 
-    claim_class = _ClaimsAny
+    candidate_class = _Late
+
+
+class _OfAnyJob(_Late):
+    def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
+        return spec is not None
 
 
 class ClaimsAnotherJobGeneration(Agent):
     """A candidate of the last job generation claims the job that was created again."""
 
-    claim_class = _ClaimsAny
+    candidate_class = _OfAnyJob
 
-    def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
-        return spec is not None
+
+class _RemembersTheTerm(Candidate):
+    def tells_term(self, holder: Holder) -> bool:
+        return self.watch.holder.term > 0
+
+
+class ClaimsATakenTerm(Agent):
+    """A candidate that finds no term takes what it has seen there for the newest one, and reads no entries."""
+
+    candidate_class = _RemembersTheTerm
+
+
+class _Undead(Candidate):
+    def _term_before(
+        self, spec: KeyValue | None, term: KeyValue | None
+    ) -> Generator[CandidateAction, Answer, int | NoJob]:
+        known = yield from super()._term_before(spec, term)
+        return 9 if isinstance(known, NoJob) else known
+
+
+class ClaimsWhatHasEnded(Agent):
+    """A candidate takes an entry that was put back for a job that goes on."""
+
+    candidate_class = _Undead
 
 
 class TakesStrangers(Coordinator):
@@ -172,7 +206,7 @@ LIFETIME_MUTANTS = {
             "asks-briefly",
             "a job is removed that another candidate is about to follow",
             LifetimeBuild(AsksTooShort),
-            "kill:a0@17",
+            "kill:a0@16",
         ),
         LifetimeMutant(
             "creates-late",
@@ -185,34 +219,47 @@ LIFETIME_MUTANTS = {
             "creates-the-ended",
             "a job that has ended while its creator asked for it is created again",
             LifetimeBuild(CreatesWhatHasEnded),
-            "seed=952027333 length=1 pause=500 kill:a0@100 mute:s@112+900 cut:a0@127+900",
+            "seed=952027333 length=1 pause=500 kill:a0@113 mute:s@136+900 cut:a0@143+900",
             real=True,
         ),
         LifetimeMutant(
             "ends-another",
             "the end of a job removes one that was created since",
             LifetimeBuild(EndsAnotherJobGeneration),
-            "seed=214382231 length=1 late:s@73+10",
+            "seed=214382231 length=1 late:s@79+10",
         ),
         LifetimeMutant(
             "claims-another",
             "a candidate of the last job generation claims the next one",
             LifetimeBuild(ClaimsAnotherJobGeneration),
-            "kill:a0@49 shut:a1@19+500 kill:a0@162",
+            "shut:a1@19+500 kill:a0@50 kill:a0@163",
             real=True,
         ),
         LifetimeMutant(
             "claims-late",
             "a claim that comes late leaves a key where no job is",
             LifetimeBuild(ClaimsLate),
-            "seed=807178501 late:s@45+500",
+            "seed=807178501 late:s@48+500",
             real=True,
+        ),
+        LifetimeMutant(
+            "claims-a-taken-term",
+            "a candidate that has missed a coordinator, and finds no term, claims that one's",
+            LifetimeBuild(ClaimsATakenTerm),
+            "shut:a1@58+200 kill:c@62 lose:term@74 kill:a0@74",
+            real=True,
+        ),
+        LifetimeMutant(
+            "claims-the-ended",
+            "an entry that was put back brings a job to life that is over",
+            LifetimeBuild(ClaimsWhatHasEnded),
+            "shut:a0@48+500 old:entry@84",
         ),
         LifetimeMutant(
             "takes-strangers",
             "a coordinator takes agents of the last job generation for its own",
             LifetimeBuild(coordinator=TakesStrangers),
-            "kill:a0@49 shut:a1@7+500",
+            "shut:a1@7+500 kill:a0@50",
             real=True,
         ),
         LifetimeMutant(
@@ -234,7 +281,7 @@ LIFETIME_MUTANTS = {
             "never-seeks",
             "who was cut off at the end does not look for the outcome",
             LifetimeBuild(NeverSeeks),
-            "mute:s@1+300 cut:a0@106+900",
+            "mute:s@1+300 cut:a0@108+900",
         ),
     )
 }

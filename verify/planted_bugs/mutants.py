@@ -25,7 +25,7 @@ from elaswave.protocol.events import (
     Persist,
     Send,
 )
-from elaswave.protocol.leadership.election import TermLease
+from elaswave.protocol.leadership.store_position import TermLease
 from elaswave.protocol.membership.effects import Effect
 from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Registered, Report
 from elaswave.protocol.step.ballot import Request, Verdict

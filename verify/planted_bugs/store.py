@@ -18,6 +18,8 @@ from elaswave.protocol.coordinator.store_writes import (
     Written,
 )
 from elaswave.protocol.events import Persist
+from elaswave.protocol.leadership.election import Candidate
+from elaswave.protocol.leadership.standby import Standby
 from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.protocol.membership.effects import AnyRecord, Effect
 from verify.planted_bugs.mutant import Mutant
@@ -39,10 +41,27 @@ class _ClaimsBlindly(Claim):
         return super().transaction()._replace(unwritten_since=(), values=())
 
 
+class _Blind(Candidate):
+    claim_class = _ClaimsBlindly
+
+
 class ElectsWithoutComparison(SimCandidate):
     """A claim does not compare the term with what was read."""
 
-    claim_class = _ClaimsBlindly
+    candidate_class = _Blind
+
+
+class _GivesUp(Standby):
+    def ended(self, at_s: float, *, was_replaced: bool, was_displaced: bool = False) -> bool:
+        is_later = super().ended(at_s, was_replaced=was_replaced, was_displaced=was_displaced)
+        self.stand_by_at_s = None if was_replaced else self.stand_by_at_s
+        return is_later
+
+
+class ReplacedOnceGivesUp(SimCandidate):
+    """An agent whose coordinator was replaced starts no candidate any more."""
+
+    standby_class = _GivesUp
 
 
 class _WritesWithoutTerm(EntryWrite):
@@ -139,6 +158,12 @@ STORE_MUTANTS = (
         "a candidate's claim does not compare with what it has read",
         Build(candidate=ElectsWithoutComparison),
         "widths=1,1 seed=71420045 candidates=2 store_delay=8",
+    ),
+    Mutant(
+        "replaced-gives-up",
+        "an agent whose coordinator was replaced is no candidate any more",
+        Build(candidate=ReplacedOnceGivesUp),
+        "candidates=2 kill:1@20 shut:c@20+90 kill:h@30",
     ),
     Mutant(
         "append-without-term",

@@ -1,10 +1,13 @@
 """The store as one more party that fails, and candidates that follow a coordinator: rules H4 to H9.
 
-The transactions, what their answers mean, when to claim, and what the heads of members mean are the product's
-(`elaswave.protocol.coordinator.store_writes`, `elaswave.protocol.leadership`). Here is what carries them: requests that
-are lost, slow, late or not answered. A coordinator that writes waits for the answer: whatever comes meanwhile happens
-afterwards. Its lease heartbeat does not wait.
+The transactions, what their answers mean, what a candidate asks and when it claims, when an agent starts its next one,
+and what the heads of members mean are the product's (`elaswave.protocol.coordinator.store_writes`,
+`elaswave.protocol.leadership`). Here is what carries them: requests that are lost, slow, late or not answered. A
+coordinator that writes waits for the answer: whatever comes meanwhile happens afterwards. Its lease heartbeat does not
+wait.
 """
+
+# ruff: noqa: D102 (what a `CandidateAgent` is asked is described there)
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +17,6 @@ from elaswave.protocol.coordinator.store_writes import (
     LEASE_HEARTBEAT,
     SPEC,
     TERM,
-    Claim,
     EntryWrite,
     Holder,
     KeyValue,
@@ -23,11 +25,21 @@ from elaswave.protocol.coordinator.store_writes import (
     Written,
     holder_of,
     job_generation_of,
-    lease_heartbeat_of,
     lease_heartbeat_value,
     spec_value,
 )
-from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.leadership.election import (
+    LEASE_HEARTBEAT_S,
+    Answer,
+    Ask,
+    Candidate,
+    CandidateAction,
+    NoJob,
+    ReadEntries,
+    Wait,
+    Won,
+)
+from elaswave.protocol.leadership.standby import Standby
 from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.protocol.membership.effects import AnyRecord, HostCame, LeaveAsked, PlaceTaken
 from elaswave.protocol.messages import Decision
@@ -41,13 +53,10 @@ UNIT_S = 0.05
 """A unit of virtual time, by the clocks of candidates."""
 TIMEOUT = 20
 """After so long a request counts as not answered: a second."""
-RETRY = 2
-"""Between two looks of a candidate if the store does not answer."""
-_POLL, _LEASE_HEARTBEAT = round(POLL_S / UNIT_S), round(LEASE_HEARTBEAT_S / UNIT_S)
+_LEASE_HEARTBEAT = round(LEASE_HEARTBEAT_S / UNIT_S)
 _ENTRIES = "rec/"
 _JOB_GENERATION = 1
-_SPEC = KeyValue(SPEC, spec_value(_JOB_GENERATION), 0)
-"""There is one job, which is created once, and has no key that says so; see `verify.simulator.lifetimes`."""
+_LONG_AGO = -(1 << 30)
 _T = TypeVar("_T")
 
 
@@ -56,14 +65,18 @@ class RemoteStore:
 
     Args:
         clock: gives the time, by which copies of the store are known.
+        job_generation: of a job that was created long ago; 0: there is none.
     """
 
-    def __init__(self, clock: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, clock: Callable[[], int] = lambda: 0, job_generation: int = 0) -> None:
         self.keys: dict[str, KeyValue] = {}
         self.revision = 1
         self._clock = clock
         self._written: list[tuple[int, KeyValue]] = []
         """All that was ever written, with its time."""
+        if job_generation:
+            created = self.keys[SPEC] = KeyValue(SPEC, spec_value(job_generation), self.revision)
+            self._written.append((_LONG_AGO, created))
         self._sealed: dict[KeyValue, int] = {}
         """For which job generation a value was written, if it is not 0; -1: by a stranger."""
         self.on_entry: Callable[[bytes], None] = lambda value: None
@@ -139,8 +152,8 @@ class RemoteStore:
         self.revision = max((written.revision for _, written in self._written), default=1)
 
     def entries(self, job_generation: int = 0) -> list[bytes]:
-        """All genuine entries, in their order."""
-        found = self.view(job_generation)
+        """All genuine entries, in their order; of the job generation that `SPEC` says if none is given."""
+        found = self.view(job_generation or job_generation_of(self._shown(SPEC, 0)))
         return [found[key].value for key in sorted(found) if key.startswith(_ENTRIES) and found[key].is_genuine]
 
     def _value(self, key: str) -> bytes:
@@ -247,7 +260,7 @@ class WriteLease:
     """A coordinator's right to write, and how it does.
 
     Args:
-        crew: store and network.
+        candidates: store and network.
         candidate: whose process the coordinator was.
         term: what it holds.
         entries: that stand in the store.
@@ -262,6 +275,10 @@ class WriteLease:
         self.records = [candidates.contents[value][2] for value in entries]
         self.digests = list(entries)
         """Of the entries, each of which is written once."""
+        self.is_lost = False
+        """Whether the coordinator knows that it may not write any more."""
+        self._standing: KeyValue | None = None
+        """What it has found in the place of its claim."""
         self._candidates = candidates
         self._num_written = 0
 
@@ -289,6 +306,7 @@ class WriteLease:
         self._num_written += 1
         value = f"{self.writer}.{self._num_written}".encode()
         self._candidates.contents[value] = (self.writer, self._num_written, record)
+        self._candidates.writer_terms[value] = self.term.term
         return value
 
     def _ask(self, coordinator: "SimCoordinator", entry: EntryWrite, record: AnyRecord) -> None:
@@ -304,7 +322,7 @@ class WriteLease:
             return
         written = entry.judge(outcome)
         if written is Written.LEASE_LOST:
-            self._candidates.lease_lost(coordinator)
+            self._candidates.lease_lost(coordinator, outcome.found[0])
             return
         if written is Written.GONE_BACK:
             self._candidates.gone_back(coordinator, f"there were {self.store_position}, and the last one is not there")
@@ -330,7 +348,7 @@ class WriteLease:
         elif outcome.succeeded:
             self.gone_back(coordinator, received)
         else:
-            self._candidates.lease_lost(coordinator)
+            self._candidates.lease_lost(coordinator, outcome.found[0])
 
     def gone_back(self, coordinator: "SimCoordinator", received: StorePosition) -> None:
         """The store has lost what a member has heard of."""
@@ -342,95 +360,167 @@ class WriteLease:
         """The same is said again (H6)."""
         self._ask(coordinator, entry, record)
 
-    @property
     def is_taken(self) -> bool:
-        """Whether another coordinator has taken over; the coordinator itself may not know it yet."""
-        return self.term.has_lost_lease(self._candidates.store.keys.get(TERM))
+        """Whether another coordinator has taken over. Who asks knows it from then on."""
+        standing = self._candidates.store.keys.get(TERM)
+        if self.term.has_lost_lease(standing):
+            self.lost(standing)
+        return self.is_lost
+
+    def lost(self, standing: KeyValue | None) -> None:
+        """The coordinator has learned that it may not write any more.
+
+        Args:
+            standing: what it has found in the place of its claim.
+        """
+        self.is_lost, self._standing = True, standing
+
+    def end(self) -> None:
+        """The coordinator's process has ended; its agent starts another one."""
+        was_followed = self.is_lost and self.term.is_followed(self._standing)
+        self.candidate.process_ended(was_replaced=was_followed, was_displaced=self.is_lost and not was_followed)
 
 
-class SimCandidate:
-    """A candidate's agent with its process, which waits, claims the job, and becomes a coordinator.
+class CandidateAgent:
+    """An agent that may have the coordinator: its candidate's processes, one after the other. What a process does, and
+    when the next one is started, is the product's.
 
     Args:
-        crew: store and network.
-        number: the first one's agent has created the job.
+        name: under which its coordinators hold the job.
+        creates_job: whether it has created the job.
     """
 
     id = -1
-    claim_class = Claim
+    candidate_class = Candidate
+    standby_class = Standby
+
+    def __init__(self, name: str, *, creates_job: bool) -> None:
+        self.dead = False
+        self._name, self._creates_job = name, creates_job
+        self._process = 0
+        """Counts the processes."""
+        self._num_claims = 0
+        self._standby = self.standby_class(leads=False, is_candidate=True)
+
+    def new_candidate(self, job_generation: int) -> None:
+        """Its next process begins."""
+        self._process += 1
+        candidate = self.candidate_class(self._name, job_generation, self._new_nonce, creates_job=self._creates_job)
+        self._do(self._process, candidate, candidate.begin())
+
+    def _new_nonce(self) -> str:
+        self._num_claims += 1
+        return f"{self._process}.{self._num_claims}"
+
+    def _do(self, process: int, candidate: Candidate, action: CandidateAction) -> None:
+        asked_s = self.now() * UNIT_S
+
+        def answered(result: TransactionResult | None = None, newest_term: int | None = None) -> None:
+            if process == self._process and not self.dead:
+                answer = Answer(asked_s, self.now() * UNIT_S, result, newest_term)
+                self._do(process, candidate, candidate.next(answer))
+
+        match action:
+            case Ask():
+                self.asks(action, answered)
+            case ReadEntries():
+                self.reads_entries(lambda newest_term: answered(newest_term=newest_term))
+            case Wait():
+                self.waits(round(action.wait_s / UNIT_S), answered)
+            case NoJob():
+                self.process_ended()
+            case Won():
+                self._standby.has_it()
+                self.has_won(action.term)
+
+    def process_ended(self, *, was_replaced: bool = False, was_displaced: bool = False) -> None:
+        """The process has ended, whether it was a candidate's or had become the coordinator; as of `Standby.ended`."""
+        self._process += 1
+        now = self.now()
+        is_later = self._standby.ended(now * UNIT_S, was_replaced=was_replaced, was_displaced=was_displaced)
+        at_s = self._standby.stand_by_at_s
+        if not is_later:
+            self.starts_next(0)
+        elif at_s is not None:
+            self.starts_next(round(at_s / UNIT_S) - now)
+
+    # ------------------------------------------------------------------------------------------- said by the simulation
+
+    def now(self) -> int:
+        """The time."""
+        raise NotImplementedError
+
+    def waits(self, delay: int, call: Callable[[], None]) -> None:
+        """Lets the process go on later."""
+        raise NotImplementedError
+
+    def asks(self, ask: Ask, answered: Callable[[TransactionResult | None], None]) -> None:
+        """Asks the store."""
+        raise NotImplementedError
+
+    def reads_entries(self, answered: Callable[[int | None], None]) -> None:
+        """Asks the store for the newest term of the writers of all entries."""
+        raise NotImplementedError
+
+    def has_won(self, term: Holder) -> None:
+        """The process has the job."""
+        raise NotImplementedError
+
+    def starts_next(self, delay: int) -> None:
+        """Has `new_candidate` called later."""
+        raise NotImplementedError
+
+
+class SimCandidate(CandidateAgent):
+    """A candidate's agent with its process, which waits, claims the job, and becomes a coordinator.
+
+    Args:
+        candidates: store and network.
+        number: the first one's agent has created the job.
+    """
 
     def __init__(self, candidates: "Candidates", number: int) -> None:
-        self.dead = False
+        super().__init__(f"{number}/1", creates_job=number == 0)
         self.is_claiming = False
+        """Whether a fault may end its process now."""
         self._candidates = candidates
-        self._number = number
-        self._name = f"{number}/1"
-        self._process = 0
-        self._num_claims = 0
 
     def start(self) -> None:
         """Starts another process."""
-        self._process += 1
-        self.is_claiming = False
         if not self.dead:
-            self._watch = Watch(self._name, creates_job=self._number == 0)
-            self._look(self._process)
+            self.is_claiming = False
+            self.new_candidate(_JOB_GENERATION)
 
     def kill(self) -> None:
         """Its process ends; another one is started."""
-        self._process += 1
         self.is_claiming = False
+        self.process_ended()
+
+    def now(self) -> int:
+        return self._candidates.world.now
+
+    def waits(self, delay: int, call: Callable[[], None]) -> None:
+        self._candidates.world.after(delay, self, call)
+
+    def asks(self, ask: Ask, answered: Callable[[TransactionResult | None], None]) -> None:
+        self.is_claiming = ask.claims
+        asked = partial(self._candidates.store.transact, ask.transaction)
+        self._candidates.ask(self, asked, answered, is_instant=self.is_claiming)
+
+    def reads_entries(self, answered: Callable[[int | None], None]) -> None:
+        self._candidates.ask(self, self._candidates.newest_term, answered, is_instant=False)
+
+    def has_won(self, term: Holder) -> None:
+        self._read(term, self._process)
+
+    def starts_next(self, delay: int) -> None:
         world = self._candidates.world
-        world.after(world.conditions.restart_delay, self, self.start)
-
-    def _ask(self, process: int, do: Callable[[], _T], answered: Callable[[int, _T | None], None]) -> None:
-        if process == self._process:
-            self._candidates.ask(self, do, partial(self._on_answer, process, answered), is_instant=self.is_claiming)
-
-    def _on_answer(self, process: int, answered: Callable[[int, _T | None], None], found: _T | None) -> None:
-        if process == self._process:
-            answered(process, found)
-
-    def _look(self, process: int) -> None:
-        asked = self._candidates.world.now
-        looking = Transaction(reads=(TERM, LEASE_HEARTBEAT))
-        self._ask(process, partial(self._candidates.store.transact, looking), partial(self._looked, asked))
-
-    def _looked(self, asked: int, process: int, outcome: TransactionResult | None) -> None:
-        world, watch = self._candidates.world, self._watch
-        if outcome is None:
-            watch.missed()
-            world.after(RETRY, self, self._look, process)
-            return
-        term, lease_heartbeat = outcome.found
-        holder = holder_of(term)
-        watch.looked(Seen(holder, lease_heartbeat_of(lease_heartbeat, holder)), asked * UNIT_S, world.now * UNIT_S)
-        if not watch.is_due(world.now * UNIT_S):
-            world.after(_POLL, self, self._look, process)
-            return
-        self._num_claims += 1
-        self.is_claiming = True
-        nonce = f"{self._process}.{self._num_claims}"
-        self._claim(self.claim_class(self._name, nonce, watch.holder, _SPEC, _JOB_GENERATION), process)
-
-    def _claim(self, claim: Claim, process: int) -> None:
-        asked = partial(self._candidates.store.transact, claim.transaction())
-        self._ask(process, asked, partial(self._claimed, claim))
-
-    def _claimed(self, claim: Claim, process: int, outcome: TransactionResult | None) -> None:
-        if outcome is None:
-            self._claim(claim, process)
-            return
-        won = claim.judge(outcome)
-        if won is not None:
-            self._read(won, process)
-            return
-        self.is_claiming = False
-        self._watch.failed(self._candidates.world.now * UNIT_S)
-        self._look(process)
+        world.after(delay + world.conditions.restart_delay, self, self.start)
 
     def _read(self, won: Holder, process: int) -> None:
-        self._ask(process, self.entries, partial(self._found, won))
+        """As the coordinator that it is now: it reads what was decided."""
+        if process == self._process:
+            self._candidates.ask(self, self.entries, partial(self._found, won, process))
 
     def entries(self) -> list[bytes]:
         """What a linearizable read finds."""
@@ -439,9 +529,9 @@ class SimCandidate:
     def _found(self, won: Holder, process: int, entries: list[bytes] | None) -> None:
         if entries is None:
             self._read(won, process)
-            return
-        self.is_claiming = False
-        self._candidates.lead(self, won, entries)
+        elif process == self._process:
+            self.is_claiming = False
+            self._candidates.lead(self, won, entries)
 
 
 class Candidates:
@@ -462,11 +552,13 @@ class Candidates:
         make_coordinator: Callable[[WriteLease], "SimCoordinator"],
     ) -> None:
         self.world = world
-        self.store = RemoteStore(lambda: world.now)
+        self.store = RemoteStore(lambda: world.now, _JOB_GENERATION)
         self.store.on_entry = self._on_entry
         self.store.on_claim = lambda holder: world.see.claimed(holder.term)
         self.contents: dict[bytes, tuple[int, int, AnyRecord]] = {}
         """Value of an entry -> number of its writer, which of its writes, and the record."""
+        self.writer_terms: dict[bytes, int] = {}
+        """Value of an entry -> term of its writer."""
         self._write_lease_class = write_lease_class
         self._make_coordinator = make_coordinator
         self._way = WayToStore(world, world.conditions.store_delay)
@@ -512,6 +604,10 @@ class Candidates:
         self._lease_heartbeat(coordinator, write_lease)
         self.world.serve(coordinator)
 
+    def newest_term(self) -> int:
+        """Of the coordinators that have written the entries."""
+        return max((self.writer_terms[value] for value in self.store.entries()), default=0)
+
     def number_of_writer(self) -> int:
         """Of a new coordinator."""
         self._num_writers += 1
@@ -532,11 +628,12 @@ class Candidates:
 
     def _on_lease_heartbeat(self, coordinator: "SimCoordinator", outcome: TransactionResult | None) -> None:
         if outcome is not None and not outcome.succeeded:
-            self.lease_lost(coordinator)
+            self.lease_lost(coordinator, outcome.found[0])
 
-    def lease_lost(self, coordinator: "SimCoordinator") -> None:
-        """A coordinator has learned that another one has taken over."""
+    def lease_lost(self, coordinator: "SimCoordinator", standing: KeyValue | None) -> None:
+        """A coordinator has learned that another one has taken over, or that its claim is not there any more."""
         assert coordinator.write_lease is not None
+        coordinator.write_lease.lost(standing)
         self.world.say(f"coordinator of term {coordinator.core.term} ends: the store takes nothing of it")
         self.world.see.lease_lost(coordinator.write_lease.writer)
         self.world.end_coordinator(coordinator)
@@ -551,8 +648,7 @@ class Candidates:
     def ended(self, coordinator: "CoordinatorActor") -> None:
         """A coordinator's process has ended; its agent starts another one."""
         assert coordinator.write_lease is not None
-        world, candidate = self.world, coordinator.write_lease.candidate
-        world.after(world.conditions.restart_delay, candidate, candidate.start)
+        coordinator.write_lease.end()
 
     # --------------------------------------------------------------------------------------------------------- faults
 

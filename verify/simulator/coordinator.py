@@ -420,9 +420,9 @@ class SimCoordinator(SimMembers):
     def _is_replaced(self) -> bool:
         """Whether the journal has another writer; then nothing can be made durable any more, and this one ends."""
         if self.write_lease is not None:
-            if self.write_lease.is_taken:
+            if self.write_lease.is_taken():
                 self.world.end_coordinator(self)
-            return self.write_lease.is_taken
+            return self.write_lease.is_lost
         try:
             self.world.store.check(self.core.term)
         except StaleTermError:

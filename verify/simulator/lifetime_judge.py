@@ -1,7 +1,7 @@
 """Judges what becomes of a job's name in its store: nothing of a job that lives is removed, nothing of a later job is
 touched by an earlier one, and who can learn how the job has ended learns it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from elaswave.protocol.coordinator.store_writes import (
@@ -13,8 +13,8 @@ from elaswave.protocol.coordinator.store_writes import (
     is_there,
     job_generation_of,
 )
-from elaswave.protocol.leadership.coordinator_timeout import SEEK_AFTER_S, SEEK_EVERY_S
 from elaswave.protocol.leadership.job_creation import STARTS_S
+from elaswave.protocol.leadership.standby import SEEK_AFTER_S, SEEK_EVERY_S
 from verify.simulator.candidates import TIMEOUT, UNIT_S
 from verify.simulator.checkers import Violation
 from verify.simulator.schedule import STRANGER_KINDS, ScheduledFault
@@ -87,14 +87,19 @@ class LifetimeJudge:
             if spec is not None or OUTCOME not in after:
                 raise Violation(f"the end of job generation {by.job_generation} leaves keys, or no outcome")
         elif why == "claim":
-            self._claimed_by(by, holder_of(before.get(TERM)).term, holder_of(after.get(TERM)).term)
+            self._claimed_by(by, before, holder_of(after.get(TERM)).term)
         if why in ("found", "claim", "lease_heartbeat", "entry"):
             self._written = now
 
-    def _claimed_by(self, by: Asker, before: int, after: int) -> None:
+    def _claimed_by(self, by: Asker, keys: Mapping[str, KeyValue], after: int) -> None:
         self._was_claimed = True
+        before = holder_of(keys.get(TERM)).term
         if after <= before or (after != before + 1 and not self._has_strangers):
             raise Violation(f"agent {by.incarnation} claims a term that is not the next one")
+        if not before and after <= newest_term(found.value for found in entries_of(keys)):
+            raise Violation(f"agent {by.incarnation} claims term {after}, in which entries were written")
+        if by.job_generation in self._ended:
+            raise Violation(f"agent {by.incarnation} claims job generation {by.job_generation}, which has ended")
 
     def stranger(self, target: str) -> None:
         """A stranger has written to a key of the store, or removed it."""
@@ -137,7 +142,16 @@ class LifetimeJudge:
             raise Violation(f"the agent of host {host} ends without the outcome, which it could read for {now - since}")
 
 
+def entries_of(keys: Mapping[str, KeyValue]) -> list[KeyValue]:
+    """The genuine entries among a job's keys."""
+    return [found for key, found in keys.items() if key.startswith("rec/") and found.is_genuine]
+
+
+def newest_term(entries: Iterable[bytes]) -> int:
+    """The newest term of the coordinators that have written some entries; 0: there are none."""
+    return max((int(entry.split()[1].split(b".")[0]) for entry in entries), default=0)
+
+
 def _is_known(keys: Mapping[str, KeyValue], job_generation: int) -> bool:
     """Whether something genuine tells that a job generation is there, as its members see the keys (H14)."""
-    has_entries = any(key.startswith("rec/") and found.is_genuine for key, found in keys.items())
-    return has_entries or is_there(keys.get(SPEC), keys.get(TERM), job_generation)
+    return bool(entries_of(keys)) or is_there(keys.get(SPEC), keys.get(TERM), job_generation)

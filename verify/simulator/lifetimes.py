@@ -1,13 +1,16 @@
 """The life of a job's name in its store, from its creation to its outcome: rules H1, H4, H12 and H13.
 
 Three hosts: the first one's agent creates the job, those of the first two may have its coordinator, and the third one
-only takes part. What they do is the product's: who creates (`elaswave.protocol.leadership.job_creation`), who claims
-(`elaswave.protocol.leadership.election`), what a coordinator writes (`elaswave.protocol.coordinator.store_writes`),
-whom it takes for a member (`elaswave.protocol.leadership.store_position`), how long an agent waits and when it looks
-for the outcome (`elaswave.protocol.leadership.coordinator_timeout`). Steps and workers are left out: a coordinator
-makes entries, and ends the job after some. Agents die and come again, hosts are cut off from each other and from the
-store, whose requests are lost, late or not answered.
+only takes part. What they do is the product's: who creates (`elaswave.protocol.leadership.job_creation`), what a
+candidate asks and when it claims (`elaswave.protocol.leadership.election`), when an agent starts its next one, how long
+it waits without a coordinator and when it looks for the outcome (`elaswave.protocol.leadership.standby`), what a
+coordinator writes (`elaswave.protocol.coordinator.store_writes`), and whom it takes for a member
+(`elaswave.protocol.leadership.store_position`). Steps and workers are left out: a coordinator makes entries, and ends
+the job after some. Agents die and come again, hosts are cut off from each other and from the store, whose requests are
+lost, late or not answered.
 """
+
+# ruff: noqa: D102 (what a `CandidateAgent` is asked is described there)
 
 import random
 from collections.abc import Callable
@@ -20,23 +23,17 @@ from elaswave.protocol.coordinator.store_writes import (
     OUTCOME,
     SPEC,
     TERM,
-    Claim,
     EntryWrite,
     Holder,
     KeyValue,
     Transaction,
     TransactionResult,
     Written,
-    holder_of,
-    is_there,
     job_generation_of,
-    lease_heartbeat_of,
     lease_heartbeat_value,
     spec_value,
 )
-from elaswave.protocol.leadership.coordinator_timeout import CoordinatorTimeout
-from elaswave.protocol.leadership.coordinator_timeout import TimeoutAction as TimeoutAction
-from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.leadership.election import ASK_AGAIN_S, LEASE_HEARTBEAT_S, Ask
 from elaswave.protocol.leadership.job_creation import (
     LOOKING,
     CreationResult,
@@ -47,20 +44,22 @@ from elaswave.protocol.leadership.job_creation import (
     ending,
     left_of,
 )
+from elaswave.protocol.leadership.standby import CoordinatorTimeout
+from elaswave.protocol.leadership.standby import TimeoutAction as TimeoutAction
 from elaswave.protocol.leadership.store_position import (
     PositionVerdict,
     StorePosition,
     compare_positions,
     first_position,
 )
-from verify.simulator.candidates import UNIT_S, RemoteStore, WayToStore
+from verify.simulator.candidates import UNIT_S, CandidateAgent, RemoteStore, WayToStore
 from verify.simulator.checkers import Violation
-from verify.simulator.lifetime_judge import LifetimeJudge
+from verify.simulator.lifetime_judge import LifetimeJudge, newest_term
 from verify.simulator.schedule import STRANGER_KINDS, ScheduledFault
 from verify.simulator.store import ActorDead
 
 NUM_HOSTS, NUM_CANDIDATES = 3, 2
-POLL, BEATS, WATCH, ASK, RETRY = round(POLL_S / UNIT_S), round(LEASE_HEARTBEAT_S / UNIT_S), 8, 10, 2
+BEATS, RETRY, WATCH, ASK = round(LEASE_HEARTBEAT_S / UNIT_S), round(ASK_AGAIN_S / UNIT_S), 8, 10
 PATIENCE_S = 60.0
 """How long an agent that may found the job asks for a coordinator of one that runs."""
 END_PATIENCE = round(60.0 / UNIT_S)
@@ -92,20 +91,18 @@ class Lifetime(NamedTuple):
 _PLAIN = Lifetime()._asdict()
 
 
-class Agent:
+class Agent(CandidateAgent):
     """One incarnation of a host's agent."""
 
-    id = -1
     founder_class = JobCreator
     job_creation_class = JobCreation
     coordinator_timeout_class = CoordinatorTimeout
-    claim_class = Claim
     ends = staticmethod(ending)
     removes = staticmethod(Left.removal)
 
     def __init__(self, life: "Life", host: int, incarnation: int) -> None:
+        super().__init__(f"{host}/{incarnation}", creates_job=host == 0)
         self.host, self.incarnation = host, incarnation
-        self.dead = False
         self.job_generation = 0
         """Which job generation it takes part in, once it does."""
         self.saw = 0
@@ -116,11 +113,7 @@ class Agent:
         """To which it is connected."""
         self.alone_since: int | None = None
         self._life = life
-        self._process = 0
-        """Counts the candidates' processes."""
-        self._wait = 20
         self._coordinator_timeout = self.coordinator_timeout_class()
-        self._name = f"{host}/{incarnation}"
 
     def start(self) -> None:
         """It is started by a launcher."""
@@ -217,7 +210,7 @@ class Agent:
         self.job_generation = job_generation
         self._life.say(f"agent {self.incarnation} of host {self.host} takes part in job generation {job_generation}")
         if self.host < NUM_CANDIDATES:
-            self._stand_by()
+            self.new_candidate(job_generation)
         self._watch()
 
     def _watch(self) -> None:
@@ -266,75 +259,26 @@ class Agent:
 
     # -------------------------------------------------------------------------------------------- a candidate's process
 
-    def _stand_by(self) -> None:
-        self._process += 1
-        self._watching = Watch(self._name, creates_job=self.host == 0)
-        self._look(self._process)
+    def now(self) -> int:
+        return self._life.now
 
-    def stand_by_again(self) -> None:
-        """Its coordinator has ended, or its candidate's process has."""
-        self._process += 1
-        self._life.after(self._wait, self, self._stand_by)
-        self._wait = min(2 * self._wait, 1200)
+    def waits(self, delay: int, call: Callable[[], None]) -> None:
+        self._life.after(delay, self, call)
 
-    def is_at(self, process: int) -> bool:
-        """Whether this candidate's process still lives."""
-        return process == self._process and not self.dead
+    def asks(self, ask: Ask, answered: Callable[[TransactionResult | None], None]) -> None:
+        asked = partial(self._life.store.transact, ask.transaction, self.job_generation)
+        if ask.claims:
+            asked = partial(self._life.change, self, "claim", ask.transaction)
+        self._life.ask(self, asked, answered)
 
-    def _look(self, process: int) -> None:
-        if self.is_at(process):
-            asked = self._life.now
-            looking = Transaction(reads=(SPEC, TERM, LEASE_HEARTBEAT))
-            asking = partial(self._life.store.transact, looking, self.job_generation)
-            self._life.ask(self, asking, partial(self._seen, process, asked))
+    def reads_entries(self, answered: Callable[[int | None], None]) -> None:
+        self._life.ask(self, partial(self._life.term_of_entries, self.job_generation), answered)
 
-    def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
-        """Whether the store has the job in which this agent takes part."""
-        is_claimable = is_there(spec, term, self.job_generation, creates_job=self._watching.creates_job)
-        outcome = self._life.store.view(self.job_generation).get(OUTCOME)
-        is_over = outcome is not None and outcome.is_genuine
-        return is_claimable or (bool(self._life.store.entries(self.job_generation)) and not is_over)
+    def has_won(self, term: Holder) -> None:
+        self._life.lead(self, term)
 
-    def _seen(self, process: int, asked: int, answer: TransactionResult | None) -> None:
-        life, watch = self._life, self._watching
-        if not self.is_at(process):
-            return
-        if answer is None:
-            watch.missed()
-            life.after(RETRY, self, self._look, process)
-            return
-        spec, term, lease_heartbeat = answer.found
-        if not self.is_mine(spec, term):
-            self.stand_by_again()
-            return
-        holder = holder_of(term)
-        watch.looked(Seen(holder, lease_heartbeat_of(lease_heartbeat, holder)), asked * UNIT_S, life.now * UNIT_S)
-        if not watch.is_due(life.now * UNIT_S):
-            life.after(POLL, self, self._look, process)
-            return
-        above = 0 if watch.holder.term else life.term_of_entries(self.job_generation)
-        nonce = f"{process}.{life.now}"
-        claim = self.claim_class(self._name, nonce, watch.holder, spec, self.job_generation, above=above)
-        self._claim(claim, process)
-
-    def _claim(self, claim: Claim, process: int) -> None:
-        if self.is_at(process):
-            asked = partial(self._life.change, self, "claim", claim.transaction())
-            self._life.ask(self, asked, partial(self._claimed, claim, process))
-
-    def _claimed(self, claim: Claim, process: int, answer: TransactionResult | None) -> None:
-        if not self.is_at(process):
-            return
-        if answer is None:
-            self._claim(claim, process)
-            return
-        won = claim.judge(answer)
-        if won is None:
-            self._watching.failed(self._life.now * UNIT_S)
-            self._look(process)
-            return
-        self._wait = 20
-        self._life.lead(self, won)
+    def starts_next(self, delay: int) -> None:
+        self._life.after(delay, self, self.new_candidate, self.job_generation)
 
     # ------------------------------------------------------------------------------------------------------- the end
 
@@ -408,7 +352,13 @@ class Coordinator:
 
     def _beaten(self, answer: TransactionResult | None) -> None:
         if answer is not None and not answer.succeeded:
-            self.end("it was replaced")
+            self._lease_lost(answer)
+
+    def _lease_lost(self, answer: TransactionResult) -> None:
+        if self.term.is_followed(answer.found[0]):
+            self.end("it was replaced", was_replaced=True)
+        else:
+            self.end("its claim is not there any more", was_displaced=True)
 
     def _read(self) -> None:
         self._life.ask(self, partial(self._life.store.entries, self.job_generation), self._go_on)
@@ -440,10 +390,12 @@ class Coordinator:
         if written in (Written.INCOMPLETE, Written.FOREIGN):
             self._put(entry)
             return
-        if written is not Written.YES:
-            self.end(written.value)
-            return
-        self._go_on([*self._entries, entry.value])
+        if written is Written.LEASE_LOST and answer is not None:
+            self._lease_lost(answer)
+        elif written is not Written.YES:
+            self.end(written.value, was_displaced=True)
+        else:
+            self._go_on([*self._entries, entry.value])
 
     def fits(self, received: StorePosition) -> bool:
         """Whether an agent is a member of this job."""
@@ -477,13 +429,13 @@ class Coordinator:
         life.after(life.delay(), self.agent, self.agent.hear_end, had_it=True)
         self.dead = True
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, *, was_replaced: bool = False, was_displaced: bool = False) -> None:
         """Its process is gone; its agent starts a candidate's again."""
         if not self.dead:
             self.dead = True
             self._life.say(f"the coordinator of term {self.term.term} at host {self.agent.host} ends: {reason}")
             if not self.agent.dead:
-                self.agent.stand_by_again()
+                self.agent.process_ended(was_replaced=was_replaced, was_displaced=was_displaced)
 
 
 class Life:
@@ -607,7 +559,7 @@ class Life:
 
     def term_of_entries(self, job_generation: int) -> int:
         """The newest term of the coordinators that have written the entries of a job generation."""
-        return max((int(entry.split()[1].split(b".")[0]) for entry in self.store.entries(job_generation)), default=0)
+        return newest_term(self.store.entries(job_generation))
 
     def is_cut(self, one: int, other: int) -> bool:
         """Whether two hosts do not reach each other."""

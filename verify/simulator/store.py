@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from elaswave.protocol.leadership.election import TermLease
+from elaswave.protocol.leadership.store_position import TermLease
 
 
 class ActorDead(Exception):

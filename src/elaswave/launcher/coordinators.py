@@ -4,13 +4,8 @@ ended. A checkpoint that is being committed for one of them comes to its end bef
 A coordinator is a fork of the agent, which may be a candidate that waits, or, where a script's process must not fork,
 of the forkserver.
 
-How an agent stands to its job's coordinator: whether it has it, and when its next candidate's process is to wait.
-
-A candidate's process says by a pipe how far it is. One that has ended without ever having the job, or that another
-host's has replaced, is followed by the next one after a while, which doubles: no log fills with what it is refused for.
-
-What an agent does while it has no coordinator (rules H12 and H13): it looks how the job has ended, and gives up once
-its workers commit nothing either.
+A candidate's process says by a pipe how far it is. When the next one is started, and when an agent without a
+coordinator looks how the job has ended or gives up, is `elaswave.protocol.leadership.standby`'s.
 """
 
 import contextlib
@@ -36,7 +31,7 @@ from elaswave.launcher.forkserver.messages import AbandonCommits, CommitDone, Co
 from elaswave.launcher.forkserver.setup import CommitCount
 from elaswave.launcher.processes import JobProcesses, LauncherWaits
 from elaswave.observability.result import RESULT_FILE
-from elaswave.protocol.leadership.coordinator_timeout import ORPHAN_S, CoordinatorTimeout, TimeoutAction
+from elaswave.protocol.leadership.standby import ORPHAN_S, CoordinatorTimeout, Standby, TimeoutAction
 from elaswave.protocol.membership.agent import Agent, CoordinatorEnded, ReportEnd, StartCoordinator
 from elaswave.protocol.membership.effects import SpawnJoiner
 from elaswave.store.claim import CandidateProgress, progress_of
@@ -45,94 +40,45 @@ from elaswave.transport.handshake import Secrets
 
 CANDIDATE = "candidate"
 """In the selector: what a candidate's process reports."""
-STAND_BY_AGAIN_S = 1.0
-STAND_BY_AGAIN_S_MAX = 60.0
-"""After the end of a candidate that never had the job, or of a coordinator that another host's has replaced, the next
-one is started so much later."""
 
 
-class Standby:
-    """Of one agent.
+class CandidateReports:
+    """The pipe by which a candidate's process says how far it is.
 
     Args:
-        leads: whether the coordinator is this agent's from the start.
-        is_candidate: whether other agents may have it.
         selector: of the agent's loop.
     """
 
-    def __init__(self, *, leads: bool, is_candidate: bool, selector: selectors.BaseSelector) -> None:
-        self.leads = leads
-        """Whether the coordinator is this agent's."""
-        self.had_it = leads
-        """Whether it ever was."""
-        self.stand_by_at_s: float | None = None
-        """When the next process is to be started."""
-        self.missed_since_s: float | None = None
-        """Since when the last coordinator is missed."""
-        self._is_candidate = is_candidate
+    def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
-        self._reports: int | None = None
-        """Where a candidate's process says how far it is."""
-        self._wait_s = STAND_BY_AGAIN_S
+        self._reads: int | None = None
 
     def open(self) -> int:
         """For the next process; returns where it writes what it reports."""
         self.close()
-        self._reports, writes = os.pipe()
-        os.set_blocking(self._reports, False)
-        self._selector.register(self._reports, selectors.EVENT_READ, CANDIDATE)
+        self._reads, writes = os.pipe()
+        os.set_blocking(self._reads, False)
+        self._selector.register(self._reads, selectors.EVENT_READ, CANDIDATE)
         return writes
 
     def close(self) -> None:
         """Hears nothing more of the present process."""
-        if self._reports is not None:
-            self._selector.unregister(self._reports)
-            os.close(self._reports)
-            self._reports = None
+        if self._reads is not None:
+            self._selector.unregister(self._reads)
+            os.close(self._reads)
+            self._reads = None
 
     def hear(self) -> Sequence[CandidateProgress]:
         """What the process has said, or nothing if its end of the pipe is closed."""
-        if self._reports is None:
+        if self._reads is None:
             return ()
         try:
-            said = progress_of(os.read(self._reports, 4096))
+            said = progress_of(os.read(self._reads, 4096))
         except BlockingIOError:
             return ()  # what was to be read was of the candidate before
         if not said:
             self.close()
         return said
-
-    def has_it(self) -> None:
-        """The process has the job."""
-        self.leads = self.had_it = True
-        self._wait_s = STAND_BY_AGAIN_S
-
-    def is_due(self, now_s: float) -> bool:
-        """Whether to start the next process now; says so once."""
-        is_due = self.stand_by_at_s is not None and now_s >= self.stand_by_at_s
-        if is_due:
-            self.stand_by_at_s = None
-        return is_due
-
-    def ended(self, at_s: float, *, was_replaced: bool, was_displaced: bool = False) -> bool:
-        """The process has ended.
-
-        Args:
-            at_s: when, monotonic.
-            was_replaced: another host's coordinator has the job.
-            was_displaced: its claim was taken away, by nobody who has followed it.
-        Returns:
-            Whether the next one is started after a while, and stands by if others may have the job; else the
-            coordinator is to be followed at once.
-        """
-        had_it, self.leads = self.leads, self.leads and not self._is_candidate
-        if not was_displaced and (not self._is_candidate or (had_it and not was_replaced)):
-            return False
-        self.missed_since_s = at_s if was_displaced else None
-        self.stand_by_at_s = at_s + self._wait_s
-        if self._is_candidate:  # nobody else would have the job meanwhile
-            self._wait_s = min(2 * self._wait_s, STAND_BY_AGAIN_S_MAX)
-        return True
 
 
 COORDINATOR_HUNG_S = 6.0
@@ -146,7 +92,7 @@ class CoordinatorStarts:
         setup: what its first coordinator is started with.
         checkpoint: where workers begin; None: at the seed.
         agent_role: how the agent takes part.
-        processes, standby, waits: of the agent.
+        processes, standby, reports, waits: of the agent.
         by_forkserver: whether the forkserver forks coordinators.
     """
 
@@ -157,6 +103,7 @@ class CoordinatorStarts:
         agent_role: AgentRole,
         processes: JobProcesses,
         standby: Standby,
+        reports: CandidateReports,
         waits: LauncherWaits,
         *,
         by_forkserver: bool,
@@ -164,7 +111,7 @@ class CoordinatorStarts:
         self._setup, self._checkpoint, self._agent_role = setup, checkpoint, agent_role
         self.keys = setup.keys
         """The job's, of those that are started from now on; the forkserver has its own."""
-        self._processes, self._standby, self._waits = processes, standby, waits
+        self._processes, self._standby, self._reports, self._waits = processes, standby, reports, waits
         self._by_forkserver = by_forkserver
 
     def start(self, ends_s: tuple[float, ...]) -> None:
@@ -191,7 +138,7 @@ class CoordinatorStarts:
         if not self._agent_role.is_candidate:
             self._processes.start_coordinator(number, lambda: run_coordinator(setup))
             return
-        writes = self._standby.open()
+        writes = self._reports.open()
 
         def stand_by() -> int:
             name, creates_job = self._agent_role.name, self._agent_role.creates_job

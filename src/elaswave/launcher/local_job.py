@@ -59,9 +59,9 @@ from elaswave.job.role import AgentRole, own_role
 from elaswave.job.script import Script
 from elaswave.launcher.coordinators import (
     CANDIDATE,
+    CandidateReports,
     CoordinatorStarts,
     CoordinatorSupervisor,
-    Standby,
     WithoutCoordinator,
 )
 from elaswave.launcher.forkserver.machine import COORDINATOR
@@ -95,6 +95,7 @@ from elaswave.observability.processes import MappedFiles
 from elaswave.observability.progress import Reporter
 from elaswave.observability.run_folder import prepare_spare
 from elaswave.protocol.events import CoordinatorEffect
+from elaswave.protocol.leadership.standby import Standby
 from elaswave.protocol.membership.agent import Agent, JobEnded, WorkerEnded
 from elaswave.protocol.membership.effects import EndJoiner, SpawnJoiner
 from elaswave.store.claim import CandidateStage
@@ -216,7 +217,8 @@ class LocalJob(ClientOwner):
         self._cut = ""
         """What was found out about files that were cut short."""
         leads = agent_role.creates_job and not agent_role.is_candidate
-        self._standby = Standby(leads=leads, is_candidate=agent_role.is_candidate, selector=self._selector)
+        self._standby = Standby(leads=leads, is_candidate=agent_role.is_candidate)
+        self._candidate_reports = CandidateReports(self._selector)
         if agent_role.creates_job:
             if agent_role.job:
                 write_marks(run_dir, agent_role.job)
@@ -293,6 +295,7 @@ class LocalJob(ClientOwner):
             self._agent_role,
             self._processes,
             self._standby,
+            self._candidate_reports,
             self._waits,
             by_forkserver=self._script is not None,
         )
@@ -331,7 +334,7 @@ class LocalJob(ClientOwner):
         if self._ended.outcome == "failed":
             self._check_forkserver()  # its end may be the reason: then the workers have ended only after it
         self._selector.unregister(self._client.fileno())
-        self._standby.close()
+        self._candidate_reports.close()
         if self._agent_role.is_candidate and not self._standby.leads:
             self._processes.kill_coordinator()  # it waits for nothing any more
         self._client.close(1.0)
@@ -402,7 +405,7 @@ class LocalJob(ClientOwner):
     def _hear_candidate(self) -> None:
         """A candidate's process has the job, or can be dialled; or its end of the pipe is closed."""
         assert self._client is not None
-        for stage, term in self._standby.hear():
+        for stage, term in self._candidate_reports.hear():
             if stage is CandidateStage.HOLDS:
                 self._coordinators.has_job()
                 if term > 1:
@@ -621,7 +624,7 @@ class LocalJob(ClientOwner):
         is_ours = self._standby.leads or (self._agent_role.creates_job and not self._standby.had_it)
         if is_ours:
             remove_control_file(self._run_dir)
-        self._standby.close()
+        self._candidate_reports.close()
         self._processes.end()
         if self._client is not None:
             self._client.close(0.0)

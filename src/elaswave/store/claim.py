@@ -2,7 +2,8 @@
 from then on. All that it needs is imported before it is forked, so a take-over costs no start of a process.
 
 It reads, and its coordinator's lease heartbeat is written, by requests of a second at most, on connections of their
-own: a large record that is under way delays neither. When to claim is `elaswave.protocol.leadership.election`'s.
+own: a large record that is under way delays neither. What it asks, and when, is
+`elaswave.protocol.leadership.election`'s.
 """
 
 import logging
@@ -13,22 +14,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from elaswave.errors import StoreError
-from elaswave.protocol.coordinator.store_writes import (
-    LEASE_HEARTBEAT,
-    SPEC,
-    TERM,
-    Claim,
-    Holder,
-    KeyValue,
-    Transaction,
-    holder_of,
-    is_there,
-    lease_heartbeat_of,
-    lease_heartbeat_value,
-)
-from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.coordinator.store_writes import LEASE_HEARTBEAT, Holder, lease_heartbeat_value
+from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, Answer, Ask, Candidate, NoJob, Wait, Won
 from elaswave.store.etcd_client import REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S_MAX, EtcdClient, NoAnswerError
-from elaswave.store.etcd_store import RETRY_S, Patience, lease_lost, new_nonce, term_before
+from elaswave.store.etcd_store import RETRY_S, Patience, job_missing, lease_lost, term_of_entries
 
 ENTRIES_S = 60.0
 """How long a candidate asks for what was written before it, where no claim stands there."""
@@ -61,90 +50,49 @@ def progress_of(lines: bytes) -> list[CandidateProgress]:
     return [CandidateProgress(CandidateStage(stage), int(term)) for stage, term in words]
 
 
-class Won(NamedTuple):
-    """A claim that has succeeded."""
-
-    term: Holder
-    missed_s: float | None
-    """Monotonic time since which the coordinator before was missed; None: there was none."""
-
-
 def stand_by(
     client: EtcdClient,
-    watch: Watch,
-    name: str,
+    candidate: Candidate,
     *,
-    ended_s: float | None = None,
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> Won:
     """Waits until this candidate has the job.
 
     Args:
-        client: of its own, of the job generation in which this candidate's agent takes part: nobody else's is claimed.
-        watch: of the holder.
-        name: under which the job is claimed.
-        ended_s: monotonic time at which the last coordinator of this name has ended; None: there was none.
+        client: of its own, of the candidate's job generation.
+        candidate: says what is to be done.
         now_s: monotonic time.
         wait: for so many seconds.
     Raises:
         StoreError: the job's keys are gone, or it was created again, or they were not written with its key, or etcd
             refuses.
     """
-    client.timeout_s_max = REQUEST_TIMEOUT_S
-    looking = Transaction(reads=(SPEC, TERM, LEASE_HEARTBEAT))
+    action = candidate.begin()
     while True:
-        asked_s = now_s()
-        try:
-            spec, term, lease_heartbeat = client.carry_out(looking).found
-        except NoAnswerError as error:
-            _log.info("the store does not answer this candidate: %s", error)
-            watch.missed()
-            wait(RETRY_S)
-            continue
-        holder = holder_of(term)
-        if not is_there(spec, term, client.job_generation, creates_job=watch.creates_job):
-            _term_before(client, spec, term, wait, creates_job=watch.creates_job)  # or there is no job to claim
-        watch.looked(Seen(holder, lease_heartbeat_of(lease_heartbeat, holder)), asked_s, now_s())
-        if not watch.is_due(now_s()):
-            wait(POLL_S)
-            continue
-        before = watch.holder
-        above = before.term or _term_before(client, spec, term, wait, creates_job=watch.creates_job)
-        missed_s = ended_s if before.name == name and ended_s is not None else watch.since_s
-        won = _claim(client, Claim(name, new_nonce(), before, spec, client.job_generation, above=above), wait)
-        if won is not None:
-            client.timeout_s_max = REQUEST_TIMEOUT_S_MAX
-            return Won(won, missed_s if before.term else None)
-        _log.info("another candidate was quicker than this one")
-        watch.failed(now_s())
-
-
-def _term_before(
-    client: EtcdClient,
-    spec: KeyValue | None,
-    term: KeyValue | None,
-    wait: Callable[[float], None],
-    *,
-    creates_job: bool,
-) -> int:
-    client.timeout_s_max = REQUEST_TIMEOUT_S_MAX  # entries may be large
-    try:
-        return term_before(
-            client, Patience(client.name, ENTRIES_S, lambda *_: wait(RETRY_S)), spec, term, creates_job=creates_job
-        )
-    finally:
-        client.timeout_s_max = REQUEST_TIMEOUT_S
-
-
-def _claim(client: EtcdClient, claim: Claim, wait: Callable[[float], None]) -> Holder | None:
-    """Says it until there is an answer: it may have been carried out."""
-    while True:
-        try:
-            return claim.judge(client.carry_out(claim.transaction()))
-        except NoAnswerError as error:
-            _log.info("the store does not answer a claim: %s", error)
-            wait(RETRY_S)
+        asked_s, result, newest_term = now_s(), None, None
+        match action:
+            case Won():
+                client.timeout_s_max = REQUEST_TIMEOUT_S_MAX
+                return action
+            case NoJob():
+                raise job_missing(client.name, action)
+            case Wait():
+                wait(action.wait_s)
+            case Ask():
+                if action.news:
+                    _log.info("%s", action.news)
+                client.timeout_s_max = REQUEST_TIMEOUT_S
+                try:
+                    result = client.carry_out(action.transaction)
+                except NoAnswerError as error:
+                    _log.info(
+                        "the store does not answer %s: %s", "a claim" if action.claims else "this candidate", error
+                    )
+            case _:
+                client.timeout_s_max = REQUEST_TIMEOUT_S_MAX  # entries may be large
+                newest_term = term_of_entries(client, Patience(client.name, ENTRIES_S, lambda *_: wait(RETRY_S)))
+        action = candidate.next(Answer(asked_s, now_s(), result, newest_term))
 
 
 class LeaseHeartbeats:

@@ -48,9 +48,9 @@ from elaswave.protocol.coordinator.store_writes import (
     TransactionResult,
     Written,
     holder_of,
-    is_there,
     job_generation_of,
 )
+from elaswave.protocol.leadership.election import Answer, Ask, NoJob, term_before
 from elaswave.protocol.leadership.job_creation import LOOKING, CreationResult, JobCreation, Left, ending, left_of
 from elaswave.protocol.leadership.store_position import (
     PositionVerdict,
@@ -205,7 +205,7 @@ class EtcdStore(Generic[_T]):
         client = self._client
         spec, standing = self._waiting.ask(lambda: client.carry_out(Transaction(reads=(SPEC, TERM)))).found
         holder, name = holder_of(standing), f"{socket.gethostname()}:{os.getpid()}"
-        above = term_before(client, self._waiting, spec, standing, creates_job=True)
+        above = self._term_before(spec, standing)
         claim = Claim(name, new_nonce(), holder, spec, client.job_generation, above=above)
         won = claim.judge(self._waiting.ask(lambda: client.carry_out(claim.transaction())))
         if won is None:
@@ -213,6 +213,24 @@ class EtcdStore(Generic[_T]):
                 f"{client.name}: another coordinator has taken over in this moment; this one must end"
             )
         return won
+
+    def _term_before(self, spec: KeyValue | None, term: KeyValue | None) -> int:
+        """Nobody else claims a job of one host: it asks until it knows, within the bound of all its waits."""
+        client, waiting = self._client, self._waiting
+        asking = term_before(spec, term, client.job_generation, creates_job=True)
+        try:
+            action = next(asking)
+            while True:
+                if isinstance(action, Ask):
+                    transaction = action.transaction
+                    result = waiting.ask(lambda transaction=transaction: client.carry_out(transaction))  # type: ignore[misc]
+                    action = asking.send(Answer(0.0, 0.0, result))
+                else:
+                    action = asking.send(Answer(0.0, 0.0, newest_term=term_of_entries(client, waiting)))
+        except StopIteration as found:
+            if isinstance(found.value, NoJob):
+                raise job_missing(client.name, found.value) from None
+            return int(found.value)
 
     def _read(self, record_type: Any) -> None:
         chain: EntryReader[_T] = EntryReader(self._client.name, record_type, self._read_blob)
@@ -533,8 +551,17 @@ def new_nonce() -> str:
     return secrets.token_hex(_NONCE_BYTES)
 
 
-def no_job(name: str) -> StoreError:
-    """A store holds nothing of a job."""
+def job_missing(name: str, missing: NoJob) -> StoreError:
+    """A store does not hold the job that is to be claimed.
+
+    Args:
+        name: of the store.
+        missing: what is there instead.
+    """
+    if missing is NoJob.FOREIGN:
+        return foreign_job(name)
+    if missing is NoJob.CREATED_AGAIN:
+        return StoreError(f"{name}: the job was created again; who is of the last one does not follow there")
     return StoreError(f"{name} holds no job: its keys were removed; resume it from its last checkpoint")
 
 
@@ -602,27 +629,13 @@ def read_entries(client: EtcdClient, waiting: Patience) -> list[KeyValue]:
             return entries
 
 
-def term_before(
-    client: EtcdClient, waiting: Patience, spec: KeyValue | None, term: KeyValue | None, *, creates_job: bool
-) -> int:
-    """The newest term of a job's coordinators. Where its own key does not tell it, the entries do.
+def term_of_entries(client: EtcdClient, waiting: Patience) -> int:
+    """The newest term of the coordinators that have written a job's entries; 0: there are none.
 
-    Args:
-        client, waiting: of the job.
-        spec, term: as they stand there.
-        creates_job: as of `is_there`.
     Raises:
-        StoreError: there is no job, it is not this one, or it was created again; or etcd does not answer or refuses.
+        StoreError: etcd does not answer or refuses.
     """
-    known = holder_of(term).term or newest_term(found.value for found in read_entries(client, waiting))
-    if not is_there(spec, term, client.job_generation, creates_job=creates_job):
-        (outcome,) = waiting.ask(lambda: client.carry_out(Transaction(reads=(OUTCOME,)))).found
-        if known and not (outcome is not None and outcome.is_genuine):
-            return known  # else the job is over, and somebody has put an entry of it back
-        if job_generation_of(spec) not in (0, client.job_generation):
-            raise StoreError(f"{client.name}: the job was created again; who is of the last one does not follow there")
-        raise no_job(client.name) if spec is None and term is None else foreign_job(client.name)
-    return known
+    return newest_term(found.value for found in read_entries(client, waiting))
 
 
 def pages(client: EtcdClient, waiting: Patience, folder: str) -> list[KeyValue]:

@@ -26,8 +26,7 @@ import msgspec
 from elaswave.errors import StoreError, SupersededError
 from elaswave.observability.events import AnyEvent
 from elaswave.protocol import events
-from elaswave.protocol.leadership.election import TermLease
-from elaswave.protocol.leadership.store_position import StorePosition
+from elaswave.protocol.leadership.store_position import StorePosition, TermLease
 from elaswave.protocol.membership.effects import LeaveAsked, MembershipRecord, PlaceTaken, StepPublished
 
 _T = TypeVar("_T")

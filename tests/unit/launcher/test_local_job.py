@@ -28,7 +28,7 @@ from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySig
 from elaswave.job.keys import JobKey, KeyRole, next_file
 from elaswave.job.role import AgentRole, own_role
 from elaswave.launcher import local_job
-from elaswave.launcher.coordinators import STAND_BY_AGAIN_S, CoordinatorStarts, CoordinatorSupervisor, Standby
+from elaswave.launcher.coordinators import CandidateReports, CoordinatorStarts, CoordinatorSupervisor
 from elaswave.launcher.forkserver import messages as template_messages
 from elaswave.launcher.forkserver.messages import (
     AbandonCommits,
@@ -43,6 +43,7 @@ from elaswave.launcher.processes import LauncherWaits
 from elaswave.launcher.terminal import STOP_GRACE_S, StopRequest
 from elaswave.launcher.workers import AgentKeys, LogSending, WorkerSupervisor
 from elaswave.observability.processes import ProcessFacts
+from elaswave.protocol.leadership.standby import STAND_BY_AGAIN_S, Standby
 from elaswave.protocol.membership.agent import Agent
 from elaswave.protocol.membership.effects import SpawnJoiner
 from elaswave.store.opening import JobStore
@@ -72,8 +73,7 @@ class Launcher(LocalJob):
 
     def _set_agent_role(self, agent_role: AgentRole, *, leads: bool = True) -> None:
         self._agent_role, self._stop = agent_role, StopRequest(agent_role.leave_s)
-        selector = selectors.DefaultSelector()
-        self._standby = Standby(leads=leads, is_candidate=agent_role.is_candidate, selector=selector)
+        self._standby = Standby(leads=leads, is_candidate=agent_role.is_candidate)
         starts: Any = SimpleNamespace(start=self._count)
         self._coordinators = self.coordinators(starts, SimpleNamespace(check=lambda: None, patience_s=0.0))
 
@@ -132,6 +132,7 @@ def test_who_leaves_the_outcome_waits_for_the_store_unless_told_to_stop_or_in_va
     launcher._is_over, launcher._ended = False, ended
     launcher._stop.signal = signal_number
     launcher._client = None
+    launcher._candidate_reports = CandidateReports(selectors.DefaultSelector())
     launcher._processes = SimpleNamespace(end=lambda: None)  # type: ignore[assignment]
     launcher._reporter = SimpleNamespace(message=launcher.sent.append)  # type: ignore[assignment]
     steps: list[Any] = []
@@ -283,7 +284,9 @@ def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
     sampler = SimpleNamespace(num_samples=8)
     setup: Any = SimpleNamespace(sampler=sampler, started_s=0.0, home=3, keys=Secrets((b"the job's",)))
     processes, standby, waits = launcher._processes, launcher._standby, launcher._waits
-    starts = CoordinatorStarts(setup, None, launcher._agent_role, processes, standby, waits, by_forkserver=True)
+    reports = CandidateReports(selectors.DefaultSelector())
+    role = launcher._agent_role
+    starts = CoordinatorStarts(setup, None, role, processes, standby, reports, waits, by_forkserver=True)
     launcher.coordinators(starts, JobStore(ControlConfig(), tmp_path, tmp_path, b"k" * 32)).start()
     assert [type(message) for message in launcher.asked] == [SpawnCoordinator]
     stopped = ProcessFacts(state="T", parent=1, cpu_s=1.0, start_ticks=0)

@@ -1,9 +1,36 @@
 """When a candidate claims the job, by its own clock alone."""
 
+import json
+
 import pytest
 
-from elaswave.protocol.coordinator.store_writes import NOBODY, Holder
-from elaswave.protocol.leadership.election import BACKOFF_S, BACKOFF_S_MAX, GAP_S, POLL_S, STILL_S, Seen, Watch
+from elaswave.protocol.coordinator.store_writes import (
+    NOBODY,
+    SPEC,
+    TERM,
+    Holder,
+    KeyValue,
+    TransactionResult,
+    spec_value,
+)
+from elaswave.protocol.leadership.election import (
+    ASK_AGAIN_S,
+    BACKOFF_S,
+    BACKOFF_S_MAX,
+    GAP_S,
+    POLL_S,
+    STILL_S,
+    Answer,
+    Ask,
+    Candidate,
+    CandidateAction,
+    NoJob,
+    ReadEntries,
+    Seen,
+    Wait,
+    Watch,
+    Won,
+)
 
 OTHER = Holder(3, "b/7", 40)
 
@@ -87,3 +114,91 @@ def test_a_claim_that_is_taken_away_is_followed_as_it_was_known(standing: Holder
     assert looks(watch, Seen(standing, 0), POLL_S, STILL_S)[-1]
     assert watch.holder == Holder(3, "b/7", standing.revision, b""), "so the claim compares what stands there"
     assert not look(watch, Seen(OTHER._replace(term=4), 1), STILL_S + 2 * POLL_S), "another one was quicker"
+
+
+# ------------------------------------------------------------------------------------------------ a candidate's process
+
+CREATED = KeyValue(SPEC, spec_value(7), 1)
+TERM_3 = KeyValue(TERM, b'{"term": 3, "holder": "b/7", "nonce": "x"}', 40)
+
+
+class Process:
+    """A candidate, and what it is told, by a clock that goes on while it waits."""
+
+    def __init__(self, *, creates_job: bool = False) -> None:
+        self.now_s = 100.0
+        self.candidate = Candidate("a/1", 7, lambda: "nonce", creates_job=creates_job)
+        self.action = self.candidate.begin()
+
+    def told(self, *found: KeyValue | None, newest_term: int | None = None, succeeded: bool = False) -> CandidateAction:
+        """The store has answered; without arguments it has not."""
+        result = TransactionResult(succeeded, 50, found) if found or succeeded else None
+        return self._next(Answer(self.now_s, self.now_s, result, newest_term))
+
+    def until_due(self, *found: KeyValue | None) -> CandidateAction:
+        """The same is found at each look."""
+        while isinstance(self.told(*found), Wait):
+            assert isinstance(self.action, Wait)
+            self.now_s += self.action.wait_s
+            assert isinstance(self._next(Answer(self.now_s, self.now_s)), Ask) and self.now_s < 110.0
+        return self.action
+
+    def _next(self, answer: Answer) -> CandidateAction:
+        self.action = self.candidate.next(answer)
+        return self.action
+
+
+def claimed_term(action: CandidateAction) -> int:
+    assert isinstance(action, Ask) and action.claims
+    return int(json.loads(action.transaction.puts[0][1])["term"])
+
+
+def test_a_claim_is_said_in_the_same_words_until_there_is_an_answer() -> None:
+    process = Process()
+    asked = process.until_due(CREATED, TERM_3, None)
+    assert claimed_term(asked) == 4
+    assert process.told() == Wait(ASK_AGAIN_S) and process.told() == asked
+    won = process.told(succeeded=True)
+    assert isinstance(won, Won) and (won.term.term, won.term.name, won.missed_s) == (4, "a/1", 100.0)
+
+
+def test_a_claim_that_comes_second_watches_who_was_quicker() -> None:
+    process = Process()
+    process.until_due(CREATED, TERM_3, None)
+    look = process.told(TERM_3._replace(value=b'{"term": 4, "holder": "c/1", "nonce": "y"}', revision=51))
+    assert isinstance(look, Ask) and not look.claims and "quicker" in look.news
+    assert process.told(CREATED, TERM_3, None) == Wait(POLL_S)
+
+
+@pytest.mark.parametrize("standing", [None, KeyValue(TERM, b"", 60, is_genuine=False)])
+def test_who_finds_no_term_claims_above_all_entries_whatever_it_has_seen_there_before(
+    standing: KeyValue | None,
+) -> None:
+    """Another one may have had the job since (H14)."""
+    process = Process(creates_job=True)
+    assert process.told(CREATED, TERM_3, None) == Wait(POLL_S)
+    process.told()
+    assert process.until_due(CREATED, standing, None) == ReadEntries()
+    assert process.told() == Wait(ASK_AGAIN_S) and process.told() == ReadEntries()
+    assert claimed_term(process.told(newest_term=5)) == 6
+
+
+@pytest.mark.parametrize(
+    ("spec", "term", "entries", "outcome", "why"),
+    [
+        (None, None, 0, None, NoJob.REMOVED),
+        (CREATED._replace(value=spec_value(8)), None, 0, None, NoJob.CREATED_AGAIN),
+        (CREATED._replace(value=b"", is_genuine=False), None, 0, None, NoJob.FOREIGN),
+        (None, None, 3, KeyValue("outcome", b"finished", 9), NoJob.REMOVED),
+        (None, None, 3, KeyValue("outcome", b"", 9, is_genuine=False), None),
+    ],
+)
+def test_what_is_no_job_of_this_candidate_is_not_claimed(
+    spec: KeyValue | None, term: KeyValue | None, entries: int, outcome: KeyValue | None, why: NoJob | None
+) -> None:
+    process = Process()
+    assert process.told(spec, term, None) == ReadEntries()
+    assert isinstance(process.told(newest_term=entries), Ask)
+    assert process.told() == Wait(ASK_AGAIN_S)
+    process.told()
+    assert process.told(outcome) == (why or Wait(POLL_S))

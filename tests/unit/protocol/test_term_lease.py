@@ -1,7 +1,7 @@
 """Which coordinator may write."""
 
 from elaswave.protocol.events import StartRecord, TermRecord
-from elaswave.protocol.leadership.election import TermLease
+from elaswave.protocol.leadership.store_position import TermLease
 
 
 def test_the_newest_term_alone_may_write():

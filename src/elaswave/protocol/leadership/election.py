@@ -1,16 +1,36 @@
-"""When a candidate claims the job (H4): it watches the holder's lease heartbeat. No IO, no clocks.
+"""A candidate's process until it has the job (H4): when it claims it, and in which order it asks the store. No IO, no
+clocks.
 
 The coordinator renews the job's lease heartbeat while it lives. A candidate reads it, and judges by its own clock
-alone. Timing has a part only in *when* somebody takes over: that nobody writes who was replaced, the claim sees to
-(`elaswave.protocol.coordinator.store_writes`).
+alone (`Watch`). Timing has a part only in *when* somebody takes over: that nobody writes who was replaced, the claim
+sees to (`elaswave.protocol.coordinator.store_writes`).
 
-Which coordinator may write: that of the newest term. The rule of every store of a coordinator's records. No IO.
+`Candidate` says what is to be done next, and is told what came of it. The product's process asks etcd
+(`elaswave.store.claim`), the simulated ones a store that fails in every way; neither has a rule of its own. What a
+process does that has the job, and when an agent starts its next one, is elsewhere (`elaswave.protocol.coordinator`,
+`elaswave.protocol.leadership.standby`).
 """
 
+from collections.abc import Callable, Generator
+from enum import Enum
 from typing import NamedTuple
 
-from elaswave.protocol.coordinator.store_writes import NOBODY, Holder
-from elaswave.protocol.events import TermRecord
+from elaswave.protocol.coordinator.store_writes import (
+    LEASE_HEARTBEAT,
+    NOBODY,
+    OUTCOME,
+    SPEC,
+    TERM,
+    Claim,
+    Holder,
+    KeyValue,
+    Transaction,
+    TransactionResult,
+    holder_of,
+    is_there,
+    job_generation_of,
+    lease_heartbeat_of,
+)
 
 LEASE_HEARTBEAT_S = 0.5
 """Between two lease heartbeats of a coordinator."""
@@ -21,6 +41,8 @@ STILL_S = 2.0
 GAP_S = 1.0
 """A candidate that has not looked for so long (it was stopped, or the store did not answer) begins to watch anew: the
 holder may have been kept from its lease heartbeat by the same."""
+ASK_AGAIN_S = 0.1
+"""Between two requests if the store does not answer."""
 BACKOFF_S = 0.2
 """After a claim that failed: between that and the next one at least, doubled with each."""
 BACKOFF_S_MAX = 1.0
@@ -107,33 +129,183 @@ class Watch:
         return is_free or self._looked_s - self._since_s >= STILL_S
 
 
-class TermLease:
-    """What a journal takes.
+class Ask(NamedTuple):
+    """The store is to carry out a transaction. An answer that does not come within a second is none."""
 
-    A coordinator begins with a `TermRecord`, of a larger term than any that stands in the journal. From then on nothing
-    of an older term is taken, nor another beginning of the same term. Records without a term are their writer's: only
-    the lock on the journal, or `refusal` asked with the writer's term, keeps those of an older one out.
+    transaction: Transaction
+    claims: bool = False
+    """Whether the job is claimed by it."""
+    news: str = ""
+    """What has led to it, for the log."""
+
+
+class ReadEntries(NamedTuple):
+    """All entries of the job are to be read, for the newest term of their writers. They may be large: the answer may
+    take longer."""
+
+
+class Wait(NamedTuple):
+    """Nothing is to be done for a while."""
+
+    wait_s: float
+
+
+class Won(NamedTuple):
+    """This candidate has the job: its process is the coordinator from now on."""
+
+    term: Holder
+    missed_s: float | None
+    """Monotonic time since which the coordinator before was missed; None: there was none."""
+
+
+class NoJob(Enum):
+    """There is nothing that this candidate could claim: its process ends."""
+
+    REMOVED = "the job's keys are gone"
+    CREATED_AGAIN = "another job generation is there: who is of the last one does not follow there"
+    FOREIGN = "what is there was not written with the job's key (H14)"
+
+
+CandidateAction = Ask | ReadEntries | Wait | Won | NoJob
+
+
+class Answer(NamedTuple):
+    """What came of an action."""
+
+    asked_s: float
+    """Monotonic time at which it was asked for."""
+    now_s: float
+    """Monotonic time."""
+    result: TransactionResult | None = None
+    """Of a transaction; None: the store has not answered."""
+    newest_term: int | None = None
+    """Of entries; 0: there are none; None: the store has not answered."""
+
+
+_Asking = Generator[CandidateAction, Answer, int | NoJob]
+
+
+def term_before(spec: KeyValue | None, term: KeyValue | None, job_generation: int, *, creates_job: bool) -> _Asking:
+    """Finds the newest term of a job's coordinators. Where its own key does not tell it, the entries do (H14).
+
+    Args:
+        spec, term: as they stand in the store, genuine if they are of this job generation.
+        job_generation: which one is to be claimed.
+        creates_job: as of `is_there`.
+    Returns:
+        The term, 0 if nobody has ever had the job; or why nobody can have it.
+    """
+    known = holder_of(term).term
+    while not known:
+        answer = yield ReadEntries()
+        if answer.newest_term is not None:
+            known = answer.newest_term
+            break
+        yield Wait(ASK_AGAIN_S)
+    if is_there(spec, term, job_generation, creates_job=creates_job):
+        return known
+    while (answer := (yield Ask(Transaction(reads=(OUTCOME,))))).result is None:
+        yield Wait(ASK_AGAIN_S)
+    (outcome,) = answer.result.found
+    # Entries outlive keys that were removed or forged. After the end none stands there, unless it was put back.
+    if known and not (outcome is not None and outcome.is_genuine):
+        return known
+    if job_generation_of(spec) not in (0, job_generation):
+        return NoJob.CREATED_AGAIN
+    return NoJob.REMOVED if spec is None and term is None else NoJob.FOREIGN
+
+
+class Candidate:
+    """One candidate's process until it has the job.
+
+    Args:
+        name: under which the job is claimed: that of its agent.
+        job_generation: in which its agent takes part; nobody else's is claimed.
+        new_nonce: makes one that no other claim has.
+        creates_job: whether its agent has created the job.
+        ended_s: monotonic time at which the last coordinator of this name has ended; None: there was none.
     """
 
-    def __init__(self) -> None:
-        self.term = 0
-        """The newest one that stands in the journal."""
+    claim_class = Claim
 
-    def refusal(self, term: int) -> str | None:
-        """Why nothing may be written by a coordinator of this term; None if it may write."""
-        if term < self.term:
-            return f"takes no record of term {term}: a coordinator of term {self.term} has taken over; this must end"
-        return None
+    def __init__(
+        self,
+        name: str,
+        job_generation: int,
+        new_nonce: Callable[[], str],
+        *,
+        creates_job: bool = False,
+        ended_s: float | None = None,
+    ) -> None:
+        self.watch = Watch(name, creates_job=creates_job)
+        """Of the job's holder."""
+        self._name, self._job_generation = name, job_generation
+        self._new_nonce = new_nonce
+        self._ended_s = ended_s
+        self._now_s = 0.0
+        """Of the newest answer."""
+        self._run = self._actions()
 
-    def refusal_of(self, record: object) -> str | None:
-        """Why a record is not taken; None if it is."""
-        term = getattr(record, "term", None)
-        if term is None:
-            return None
-        if isinstance(record, TermRecord) and term == self.term:
-            return f"takes no second beginning of term {term}: another coordinator has begun it; this must end"
-        return self.refusal(term)
+    def begin(self) -> CandidateAction:
+        """The first thing to be done."""
+        return next(self._run)
 
-    def took(self, record: object) -> None:
-        """A record stands in the journal."""
-        self.term = max(self.term, getattr(record, "term", 0))
+    def next(self, answer: Answer) -> CandidateAction:
+        """What is to be done after that; nothing more after `Won` and `NoJob`."""
+        self._now_s = answer.now_s
+        return self._run.send(answer)
+
+    def _actions(self) -> Generator[CandidateAction, Answer, None]:
+        watch, news = self.watch, ""
+        while True:
+            look = yield Ask(Transaction(reads=(SPEC, TERM, LEASE_HEARTBEAT)), news=news)
+            news = ""
+            if look.result is None:
+                watch.missed()
+                yield Wait(ASK_AGAIN_S)
+                continue
+            spec, term, lease_heartbeat = look.result.found
+            above = 0
+            if not self.is_mine(spec, term):
+                known = yield from self._term_before(spec, term)
+                if isinstance(known, NoJob):
+                    yield known
+                    return
+                above = known
+            holder = holder_of(term)
+            watch.looked(Seen(holder, lease_heartbeat_of(lease_heartbeat, holder)), look.asked_s, self._now_s)
+            if not watch.is_due(self._now_s):
+                yield Wait(POLL_S)
+                continue
+            before, missed_s = watch.holder, watch.since_s
+            if not above and not self.tells_term(holder):
+                known = yield from self._term_before(spec, term)
+                assert not isinstance(known, NoJob), "the same was just read"
+                above = known
+            if before.name == self._name and self._ended_s is not None:
+                missed_s = self._ended_s
+            claim = self.claim_class(self._name, self._new_nonce(), before, spec, self._job_generation, above=above)
+            won = yield from self._claim(claim)
+            if won is not None:
+                yield Won(won, missed_s if before.term else None)
+                return
+            watch.failed(self._now_s)
+            news = "another candidate was quicker than this one"
+
+    def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
+        """Whether the job in which this candidate's agent takes part shows itself by its own keys."""
+        return is_there(spec, term, self._job_generation, creates_job=self.watch.creates_job)
+
+    def tells_term(self, holder: Holder) -> bool:
+        """Whether `TERM` tells the newest term. If it does not, what this candidate has seen there may be older than
+        the entries are: another one may have had the job since (H14)."""
+        return holder.term > 0
+
+    def _term_before(self, spec: KeyValue | None, term: KeyValue | None) -> _Asking:
+        return term_before(spec, term, self._job_generation, creates_job=self.watch.creates_job)
+
+    def _claim(self, claim: Claim) -> Generator[CandidateAction, Answer, Holder | None]:
+        """Says it in the same words until there is an answer: it may have been carried out (H6)."""
+        while (answer := (yield Ask(claim.transaction(), claims=True))).result is None:
+            yield Wait(ASK_AGAIN_S)
+        return claim.judge(answer.result)

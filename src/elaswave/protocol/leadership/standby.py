@@ -1,5 +1,5 @@
-"""An agent without a coordinator as a machine: when it looks for the job's outcome, when its part is over. No IO, no
-clocks.
+"""An agent between two coordinators: when its own next one, or its next candidate's process, is started; and, where
+another host has the coordinator, when it looks for the job's outcome and when its part is over. No IO, no clocks.
 
 Rules H12 and H13: the workers of an agent go on without a coordinator, so the agent stays as long as they commit
 steps. If they commit none either for as long as its patience lasts, they wait for what will not come: the agent ends
@@ -11,6 +11,10 @@ from enum import Enum
 
 from elaswave.protocol.detection.active_time import ActiveTime
 
+STAND_BY_AGAIN_S = 1.0
+STAND_BY_AGAIN_S_MAX = 60.0
+"""After the end of a candidate that never had the job, or of a coordinator that another host's has replaced, the next
+one is started so much later, doubled each time: no log fills with what it is refused for."""
 ORPHAN_S = 30.0
 """An agent ends its workers after this long without a coordinator and without a commit."""
 SEEK_AFTER_S = 5.0
@@ -18,6 +22,59 @@ SEEK_AFTER_S = 5.0
 sooner."""
 SEEK_EVERY_S = 5.0
 """Between two looks."""
+
+
+class Standby:
+    """Whether an agent has its job's coordinator, and when its next candidate's process is to wait.
+
+    Args:
+        leads: whether the coordinator is this agent's from the start.
+        is_candidate: whether other agents may have it.
+    """
+
+    def __init__(self, *, leads: bool, is_candidate: bool) -> None:
+        self.leads = leads
+        """Whether the coordinator is this agent's."""
+        self.had_it = leads
+        """Whether it ever was."""
+        self.stand_by_at_s: float | None = None
+        """When the next process is to be started."""
+        self.missed_since_s: float | None = None
+        """Since when the last coordinator is missed."""
+        self._is_candidate = is_candidate
+        self._wait_s = STAND_BY_AGAIN_S
+
+    def has_it(self) -> None:
+        """The process has the job."""
+        self.leads = self.had_it = True
+        self._wait_s = STAND_BY_AGAIN_S
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether to start the next process now; says so once."""
+        is_due = self.stand_by_at_s is not None and now_s >= self.stand_by_at_s
+        if is_due:
+            self.stand_by_at_s = None
+        return is_due
+
+    def ended(self, at_s: float, *, was_replaced: bool, was_displaced: bool = False) -> bool:
+        """The process has ended.
+
+        Args:
+            at_s: when, monotonic.
+            was_replaced: another host's coordinator has the job.
+            was_displaced: its claim was taken away, by nobody who has followed it.
+        Returns:
+            Whether the next one is started after a while, and stands by if others may have the job; else the
+            coordinator is to be followed at once.
+        """
+        had_it, self.leads = self.leads, self.leads and not self._is_candidate
+        if not was_displaced and (not self._is_candidate or (had_it and not was_replaced)):
+            return False
+        self.missed_since_s = at_s if was_displaced else None
+        self.stand_by_at_s = at_s + self._wait_s
+        if self._is_candidate:  # nobody else would have the job meanwhile
+            self._wait_s = min(2 * self._wait_s, STAND_BY_AGAIN_S_MAX)
+        return True
 
 
 class TimeoutAction(Enum):
