@@ -157,7 +157,7 @@ STORE_MUTANTS = (
         "elect-blindly",
         "a candidate's claim does not compare with what it has read",
         Build(candidate=ElectsWithoutComparison),
-        "widths=1,1 seed=71420045 candidates=2 store_delay=8",
+        "widths=1,1 seed=531969375 candidates=2 store_delay=8 kill:h@31",
     ),
     Mutant(
         "replaced-gives-up",
@@ -176,8 +176,8 @@ STORE_MUTANTS = (
         "term-by-revision",
         "a coordinator takes another one's term of the same revision for its own, in a store that was put back",
         Build(write_lease=KnowsTheTermByItsRevision),
-        "widths=1,3 layers_per_stage=2 num_microbatches=3 seed=741717208 restart_delay=30 slow_worker=2 slow_by=5 "
-        "candidates=2 kill:c@68 back:s@118+5",
+        "widths=1,3 layers_per_stage=2 num_microbatches=3 seed=977925843 restart_delay=30 slow_worker=2 "
+        "slow_by=5 candidates=2 kill:c@77 back:s@118+20",
     ),
     Mutant(
         "retry-without-nonce",
@@ -189,8 +189,8 @@ STORE_MUTANTS = (
         "lease-lost-goes-on",
         "a coordinator that the store refuses goes on",
         Build(write_lease=GoesOnWithoutTheLease),
-        "widths=1,2 seed=952333941 restart_delay=1 slow_worker=0 slow_by=15 plan_delay=15 candidates=2 kill:c@16 "
-        "kill:0@25 usurp:c@47+50",
+        "widths=1,2 seed=961616758 restart_delay=1 slow_worker=0 slow_by=15 plan_delay=15 candidates=2 "
+        "kill:c@18 kill:0@32 usurp:c@46+50",
     ),
     Mutant(
         "serializable-read",
