@@ -52,10 +52,10 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
+from elaswave.protocol.step.blocks import refilled
 from elaswave.protocol.step.due_work import pending_after
 from elaswave.protocol.step.engine import Phase
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.protocol.step.moves import refilled
 from elaswave.state.buffers import HeldBlock
 from elaswave.training.definition import Training
 from elaswave.types import ExecutionParameters, Layout

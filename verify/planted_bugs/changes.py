@@ -12,11 +12,10 @@ import msgspec
 from elaswave.blocks.placement import Block, Placement
 from elaswave.protocol.messages import FIRST_GENERATION, Decision, LayoutChange
 from elaswave.protocol.step.ballot import Verdict
-from elaswave.protocol.step.blocks import WorkerBlocks
+from elaswave.protocol.step.blocks import PlannedChange, WorkerBlocks
 from elaswave.protocol.step.execution import Execution, Life
 from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.protocol.step.moves import PlannedChange
 from elaswave.protocol.step.traffic import Shipment, Traffic, traffic_of
 from elaswave.types import ExecutionParameters, Layout
 from verify.planted_bugs.mutant import Mutant, with_part

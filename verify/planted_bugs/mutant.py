@@ -2,12 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from elaswave.protocol.step.blocks import WorkerBlocks
+from elaswave.protocol.step.blocks import PlannedChange, WorkerBlocks
 from elaswave.protocol.step.due_work import WorkBetweenSteps
 from elaswave.protocol.step.execution import Execution
 from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.protocol.step.moves import PlannedChange
 from elaswave.protocol.step.soundness import CopyChecks
 from verify.simulator.run import Build
 from verify.simulator.worker import SimMachine

@@ -49,8 +49,8 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
+from elaswave.protocol.step.blocks import refilled
 from elaswave.protocol.step.due_work import pending_after
-from elaswave.protocol.step.moves import refilled
 from elaswave.types import Layout
 from verify.simulator.candidates import WriteLease
 from verify.simulator.job import BlockState, Exponents, model_of, other_layout

@@ -37,7 +37,7 @@ from elaswave.planning.search.memory_limits import layout_limits
 from elaswave.planning.search.recovery import choose_followers, survivor_layout
 from elaswave.planning.state_moves.scatter_width import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
 from elaswave.protocol.membership.admissions import libraries
-from elaswave.protocol.step.moves import refilled
+from elaswave.protocol.step.blocks import refilled
 from elaswave.types import ExecutionParameters, Layout, Program
 
 MOVE_BYTES_MIN, MOVE_BYTES_MAX = 1 << 20, 1 << 28

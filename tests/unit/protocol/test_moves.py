@@ -7,7 +7,7 @@ from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol.step.ballot import expected_residency, residency_of
-from elaswave.protocol.step.moves import (
+from elaswave.protocol.step.blocks import (
     CopyBudget,
     followed_by,
     held_keys,

@@ -31,7 +31,7 @@ from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import PlanRecovery, RecoveryPlan
 from elaswave.protocol.messages import Decision, InForce, LayoutChange
-from elaswave.protocol.step.moves import refilled
+from elaswave.protocol.step.blocks import refilled
 from elaswave.types import ExecutionParameters, Layout
 
 BLOCKS_FOLLOW = "blocks go to the workers that run their layers"

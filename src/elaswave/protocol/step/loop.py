@@ -114,12 +114,11 @@ from elaswave.protocol.step.ballot import (
     read_verdict,
     residency_of,
 )
-from elaswave.protocol.step.blocks import WorkerBlocks
+from elaswave.protocol.step.blocks import PlannedChange, WorkerBlocks
 from elaswave.protocol.step.diagnosis import diagnose
 from elaswave.protocol.step.engine import C, Committed, FrameKind, Pause, Ports, TrainingProgress
 from elaswave.protocol.step.execution import Execution, Life
 from elaswave.protocol.step.ledger import Ledger
-from elaswave.protocol.step.moves import PlannedChange
 from elaswave.protocol.step.salvage import Keep, Partial, keep_of
 from elaswave.protocol.step.soundness import CopyChecks
 

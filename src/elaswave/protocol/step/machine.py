@@ -51,6 +51,7 @@ from elaswave.protocol.messages import (
 )
 from elaswave.protocol.step.activity import PAUSED, UNSOUND
 from elaswave.protocol.step.ballot import GridState, Request, decode_certificate
+from elaswave.protocol.step.blocks import followed_by
 from elaswave.protocol.step.due_work import WorkBetweenSteps
 from elaswave.protocol.step.engine import C, Committed, Pause, Ports, TrainingProgress, Wait
 from elaswave.protocol.step.execution import Life
@@ -68,7 +69,6 @@ from elaswave.protocol.step.member import (
     MoveAndReport,
     ReportAgain,
 )
-from elaswave.protocol.step.moves import followed_by
 from elaswave.protocol.step.replayed_state import ReplayedState
 from elaswave.types import Layout
 
@@ -82,7 +82,7 @@ class WorkerMachine(Generic[C]):
     - `steps`: the order of a step, what its vote said, where training stands (`elaswave.protocol.step.loop`);
     - `execution`: the layout, its program, the frames of the attempt in hand (`elaswave.protocol.step.execution`);
     - `blocks`: the copies held here, their placement, their traffic (`elaswave.protocol.step.blocks`);
-    - `planned`: the change of layout that is under way (`elaswave.protocol.step.moves`);
+    - `planned`: the change of layout that is under way (`elaswave.protocol.step.blocks`);
     - `checks`: whether memory is as it was written (`elaswave.protocol.step.soundness`);
     - `between`: evaluations and checkpoints that are due (`elaswave.protocol.step.due_work`);
     - `ledger`: what is known of commits (`elaswave.protocol.step.ledger`);
