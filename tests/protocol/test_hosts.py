@@ -33,7 +33,7 @@ def test_a_job_begins_once_all_of_its_hosts_are_there():
     b = came(hosts, "b", 22)
     assert hosts.is_complete and (hosts.first_workers(a), hosts.first_workers(b)) == ((0, 2), (1, 3))
     assert hosts.room == 0 and hosts.choose() is None
-    assert [hosts.number_of(worker) for worker in range(5)] == [0, 1, 0, 1, None]
+    assert [hosts.of(worker) for worker in range(5)] == [a, b, a, b, None]
 
 
 def test_a_host_that_goes_before_the_job_begins_makes_room_for_another():

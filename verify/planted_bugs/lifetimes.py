@@ -15,7 +15,7 @@ from elaswave.protocol.coordinator.store_writes import (
     KeyValue,
     Transaction,
 )
-from elaswave.protocol.leadership.election import Answer, Candidate, CandidateAction, NoJob
+from elaswave.protocol.leadership.election import CandidateAction, CoordinatorCandidate, NoJob, StoreAnswer
 from elaswave.protocol.leadership.job_creation import CreatorAction, JobCreation, JobCreator, Left, ending
 from elaswave.protocol.leadership.standby import CoordinatorTimeout
 from elaswave.protocol.leadership.standby import TimeoutAction as TimeoutAction
@@ -87,7 +87,7 @@ class _ClaimsAny(Claim):
         return asked._replace(unwritten_since=tuple(each for each in asked.unwritten_since if each[0] != SPEC))
 
 
-class _Late(Candidate):
+class _Late(CoordinatorCandidate):
     claim_class = _ClaimsAny
 
 
@@ -108,7 +108,7 @@ class ClaimsAnotherJobGeneration(Agent):
     candidate_class = _OfAnyJob
 
 
-class _RemembersTheTerm(Candidate):
+class _RemembersTheTerm(CoordinatorCandidate):
     def tells_term(self, holder: Holder) -> bool:
         return self.watch.holder.term > 0
 
@@ -119,10 +119,10 @@ class ClaimsATakenTerm(Agent):
     candidate_class = _RemembersTheTerm
 
 
-class _Undead(Candidate):
+class _Undead(CoordinatorCandidate):
     def _term_before(
         self, spec: KeyValue | None, term: KeyValue | None
-    ) -> Generator[CandidateAction, Answer, int | NoJob]:
+    ) -> Generator[CandidateAction, StoreAnswer, int | NoJob]:
         known = yield from super()._term_before(spec, term)
         return 9 if isinstance(known, NoJob) else known
 

@@ -18,7 +18,7 @@ from elaswave.protocol.coordinator.store_writes import (
     Written,
 )
 from elaswave.protocol.events import Persist
-from elaswave.protocol.leadership.election import Candidate
+from elaswave.protocol.leadership.election import CoordinatorCandidate
 from elaswave.protocol.leadership.standby import Standby
 from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.protocol.membership.effects import AnyRecord, Effect
@@ -41,7 +41,7 @@ class _ClaimsBlindly(Claim):
         return super().transaction()._replace(unwritten_since=(), values=())
 
 
-class _Blind(Candidate):
+class _Blind(CoordinatorCandidate):
     claim_class = _ClaimsBlindly
 
 

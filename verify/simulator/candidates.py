@@ -30,13 +30,13 @@ from elaswave.protocol.coordinator.store_writes import (
 )
 from elaswave.protocol.leadership.election import (
     LEASE_HEARTBEAT_S,
-    Answer,
     Ask,
-    Candidate,
     CandidateAction,
+    CoordinatorCandidate,
     NoJob,
     ReadEntries,
-    Wait,
+    StandBy,
+    StoreAnswer,
     Won,
 )
 from elaswave.protocol.leadership.standby import Standby
@@ -391,7 +391,7 @@ class CandidateAgent:
     """
 
     id = -1
-    candidate_class = Candidate
+    candidate_class = CoordinatorCandidate
     standby_class = Standby
 
     def __init__(self, name: str, *, creates_job: bool) -> None:
@@ -412,12 +412,12 @@ class CandidateAgent:
         self._num_claims += 1
         return f"{self._process}.{self._num_claims}"
 
-    def _do(self, process: int, candidate: Candidate, action: CandidateAction) -> None:
+    def _do(self, process: int, candidate: CoordinatorCandidate, action: CandidateAction) -> None:
         asked_s = self.now() * UNIT_S
 
         def answered(result: TransactionResult | None = None, newest_term: int | None = None) -> None:
             if process == self._process and not self.dead:
-                answer = Answer(asked_s, self.now() * UNIT_S, result, newest_term)
+                answer = StoreAnswer(asked_s, self.now() * UNIT_S, result, newest_term)
                 self._do(process, candidate, candidate.next(answer))
 
         match action:
@@ -425,7 +425,7 @@ class CandidateAgent:
                 self.asks(action, answered)
             case ReadEntries():
                 self.reads_entries(lambda newest_term: answered(newest_term=newest_term))
-            case Wait():
+            case StandBy():
                 self.waits(round(action.wait_s / UNIT_S), answered)
             case NoJob():
                 self.process_ended()

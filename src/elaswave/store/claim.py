@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 from elaswave.errors import StoreError
 from elaswave.protocol.coordinator.store_writes import LEASE_HEARTBEAT, Holder, lease_heartbeat_value
-from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, Answer, Ask, Candidate, NoJob, Wait, Won
+from elaswave.protocol.leadership.election import (
+    LEASE_HEARTBEAT_S,
+    Ask,
+    CoordinatorCandidate,
+    NoJob,
+    StandBy,
+    StoreAnswer,
+    Won,
+)
 from elaswave.store.etcd_client import REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S_MAX, EtcdClient, NoAnswerError
 from elaswave.store.etcd_store import RETRY_S, Patience, job_missing, lease_lost, term_of_entries
 
@@ -52,7 +60,7 @@ def progress_of(lines: bytes) -> list[CandidateProgress]:
 
 def stand_by(
     client: EtcdClient,
-    candidate: Candidate,
+    candidate: CoordinatorCandidate,
     *,
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
@@ -77,7 +85,7 @@ def stand_by(
                 return action
             case NoJob():
                 raise job_missing(client.name, action)
-            case Wait():
+            case StandBy():
                 wait(action.wait_s)
             case Ask():
                 if action.news:
@@ -92,7 +100,7 @@ def stand_by(
             case _:
                 client.timeout_s_max = REQUEST_TIMEOUT_S_MAX  # entries may be large
                 newest_term = term_of_entries(client, Patience(client.name, ENTRIES_S, lambda *_: wait(RETRY_S)))
-        action = candidate.next(Answer(asked_s, now_s(), result, newest_term))
+        action = candidate.next(StoreAnswer(asked_s, now_s(), result, newest_term))
 
 
 class LeaseHeartbeats:

@@ -50,7 +50,7 @@ from elaswave.protocol.coordinator.store_writes import (
     holder_of,
     job_generation_of,
 )
-from elaswave.protocol.leadership.election import Answer, Ask, NoJob, term_before
+from elaswave.protocol.leadership.election import Ask, NoJob, StoreAnswer, term_before
 from elaswave.protocol.leadership.job_creation import LOOKING, CreationResult, JobCreation, Left, ending, left_of
 from elaswave.protocol.leadership.store_position import (
     PositionVerdict,
@@ -224,9 +224,9 @@ class EtcdStore(Generic[_T]):
                 if isinstance(action, Ask):
                     transaction = action.transaction
                     result = waiting.ask(lambda transaction=transaction: client.carry_out(transaction))  # type: ignore[misc]
-                    action = asking.send(Answer(0.0, 0.0, result))
+                    action = asking.send(StoreAnswer(0.0, 0.0, result))
                 else:
-                    action = asking.send(Answer(0.0, 0.0, newest_term=term_of_entries(client, waiting)))
+                    action = asking.send(StoreAnswer(0.0, 0.0, newest_term=term_of_entries(client, waiting)))
         except StopIteration as found:
             if isinstance(found.value, NoJob):
                 raise job_missing(client.name, found.value) from None

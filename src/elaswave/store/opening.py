@@ -14,7 +14,7 @@ from typing import NamedTuple
 from elaswave.config.schema import ControlConfig
 from elaswave.errors import ConfigError, LaunchError, RecoveryError, StoreError
 from elaswave.protocol.coordinator.store_writes import OUTCOME, Holder, Transaction, TransactionResult, spec_value
-from elaswave.protocol.leadership.election import Candidate
+from elaswave.protocol.leadership.election import CoordinatorCandidate
 from elaswave.protocol.leadership.job_creation import Left
 from elaswave.store.claim import CandidateProgress, CandidateStage, LeaseHeartbeats, stand_by
 from elaswave.store.etcd_client import Credentials, EtcdClient, HttpGateway, NoAnswerError, endpoints_of, security_of
@@ -100,14 +100,14 @@ def claim(
         key: the job's.
         creates_job: whether that agent has created the job.
         job_generation: which job generation it takes part in.
-        ended_s: as of `Candidate`.
+        ended_s: as of `CoordinatorCandidate`.
         report: tells the agent how far it is.
     Raises:
         StoreError: the job's keys are gone, or etcd refuses.
         ConfigError: files that cannot be read.
     """
     with contextlib.closing(_client(config, job, key, job_generation)) as client:
-        candidate = Candidate(name, job_generation, new_nonce, creates_job=creates_job, ended_s=ended_s)
+        candidate = CoordinatorCandidate(name, job_generation, new_nonce, creates_job=creates_job, ended_s=ended_s)
         won = stand_by(client, candidate)
         report(CandidateProgress(CandidateStage.HOLDS, won.term.term))
         return Claimed(

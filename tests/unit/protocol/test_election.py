@@ -20,14 +20,14 @@ from elaswave.protocol.leadership.election import (
     GAP_S,
     POLL_S,
     STILL_S,
-    Answer,
     Ask,
-    Candidate,
     CandidateAction,
+    CoordinatorCandidate,
     NoJob,
     ReadEntries,
     Seen,
-    Wait,
+    StandBy,
+    StoreAnswer,
     Watch,
     Won,
 )
@@ -127,23 +127,23 @@ class Process:
 
     def __init__(self, *, creates_job: bool = False) -> None:
         self.now_s = 100.0
-        self.candidate = Candidate("a/1", 7, lambda: "nonce", creates_job=creates_job)
+        self.candidate = CoordinatorCandidate("a/1", 7, lambda: "nonce", creates_job=creates_job)
         self.action = self.candidate.begin()
 
     def told(self, *found: KeyValue | None, newest_term: int | None = None, succeeded: bool = False) -> CandidateAction:
         """The store has answered; without arguments it has not."""
         result = TransactionResult(succeeded, 50, found) if found or succeeded else None
-        return self._next(Answer(self.now_s, self.now_s, result, newest_term))
+        return self._next(StoreAnswer(self.now_s, self.now_s, result, newest_term))
 
     def until_due(self, *found: KeyValue | None) -> CandidateAction:
         """The same is found at each look."""
-        while isinstance(self.told(*found), Wait):
-            assert isinstance(self.action, Wait)
+        while isinstance(self.told(*found), StandBy):
+            assert isinstance(self.action, StandBy)
             self.now_s += self.action.wait_s
-            assert isinstance(self._next(Answer(self.now_s, self.now_s)), Ask) and self.now_s < 110.0
+            assert isinstance(self._next(StoreAnswer(self.now_s, self.now_s)), Ask) and self.now_s < 110.0
         return self.action
 
-    def _next(self, answer: Answer) -> CandidateAction:
+    def _next(self, answer: StoreAnswer) -> CandidateAction:
         self.action = self.candidate.next(answer)
         return self.action
 
@@ -157,7 +157,7 @@ def test_a_claim_is_said_in_the_same_words_until_there_is_an_answer() -> None:
     process = Process()
     asked = process.until_due(CREATED, TERM_3, None)
     assert claimed_term(asked) == 4
-    assert process.told() == Wait(ASK_AGAIN_S) and process.told() == asked
+    assert process.told() == StandBy(ASK_AGAIN_S) and process.told() == asked
     won = process.told(succeeded=True)
     assert isinstance(won, Won) and (won.term.term, won.term.name, won.missed_s) == (4, "a/1", 100.0)
 
@@ -167,7 +167,7 @@ def test_a_claim_that_comes_second_watches_who_was_quicker() -> None:
     process.until_due(CREATED, TERM_3, None)
     look = process.told(TERM_3._replace(value=b'{"term": 4, "holder": "c/1", "nonce": "y"}', revision=51))
     assert isinstance(look, Ask) and not look.claims and "quicker" in look.news
-    assert process.told(CREATED, TERM_3, None) == Wait(POLL_S)
+    assert process.told(CREATED, TERM_3, None) == StandBy(POLL_S)
 
 
 @pytest.mark.parametrize("standing", [None, KeyValue(TERM, b"", 60, is_genuine=False)])
@@ -176,10 +176,10 @@ def test_who_finds_no_term_claims_above_all_entries_whatever_it_has_seen_there_b
 ) -> None:
     """Another one may have had the job since (H14)."""
     process = Process(creates_job=True)
-    assert process.told(CREATED, TERM_3, None) == Wait(POLL_S)
+    assert process.told(CREATED, TERM_3, None) == StandBy(POLL_S)
     process.told()
     assert process.until_due(CREATED, standing, None) == ReadEntries()
-    assert process.told() == Wait(ASK_AGAIN_S) and process.told() == ReadEntries()
+    assert process.told() == StandBy(ASK_AGAIN_S) and process.told() == ReadEntries()
     assert claimed_term(process.told(newest_term=5)) == 6
 
 
@@ -199,6 +199,6 @@ def test_what_is_no_job_of_this_candidate_is_not_claimed(
     process = Process()
     assert process.told(spec, term, None) == ReadEntries()
     assert isinstance(process.told(newest_term=entries), Ask)
-    assert process.told() == Wait(ASK_AGAIN_S)
+    assert process.told() == StandBy(ASK_AGAIN_S)
     process.told()
-    assert process.told(outcome) == (why or Wait(POLL_S))
+    assert process.told(outcome) == (why or StandBy(POLL_S))

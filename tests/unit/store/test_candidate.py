@@ -16,7 +16,7 @@ from elaswave.protocol.coordinator.store_writes import (
     lease_heartbeat_value,
     spec_value,
 )
-from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, POLL_S, STILL_S, Candidate, Won
+from elaswave.protocol.leadership.election import LEASE_HEARTBEAT_S, POLL_S, STILL_S, CoordinatorCandidate, Won
 from elaswave.store import claim
 from elaswave.store.claim import CandidateProgress, CandidateStage, LeaseHeartbeats, progress_of, stand_by
 from elaswave.store.etcd_client import REQUEST_TIMEOUT_S, EtcdClient
@@ -46,7 +46,7 @@ class World:
     def stand_by(
         self, name: str = "a/1", *, creates_job: bool = False, ended_s: float | None = None, job_generation: int = 7
     ) -> Won:
-        candidate = Candidate(name, job_generation, new_nonce, creates_job=creates_job, ended_s=ended_s)
+        candidate = CoordinatorCandidate(name, job_generation, new_nonce, creates_job=creates_job, ended_s=ended_s)
         client = self.client(self.gateway, job_generation)
         return stand_by(client, candidate, now_s=lambda: self.now_s, wait=self._wait)
 
@@ -123,7 +123,7 @@ def test_of_two_candidates_one_is_quicker_and_the_other_one_watches_it(world: Wo
 
     def quicker(gateway: FakeGateway, path: str, body: bytes) -> None:
         if b'"compare": [{' in body and not rivals:
-            rival = Candidate("a/1", 7, new_nonce)
+            rival = CoordinatorCandidate("a/1", 7, new_nonce)
             client = world.client(FakeGateway(world.etcd))
             rivals.append(stand_by(client, rival, now_s=lambda: world.now_s, wait=lambda wait_s: None))
         if not rivals:

@@ -52,7 +52,7 @@ class ReportCollection:
     def new_generation(self) -> None:
         """What was said in the last one is void."""
         self._reports.clear()
-        self._rollback_step = None
+        self._rollback_step = None  # it is sought anew: another one may be the newest by then
 
     # ---------------------------------------------------------------------------------------------------------- reports
 
@@ -67,12 +67,16 @@ class ReportCollection:
         return [self._reports[worker] for worker in self._history.members]
 
     def newest_evidence(self) -> Evidence | None:
-        """The newest vote that any member or the coordinator knows."""
+        """The newest vote that any member or the coordinator knows. One that knows it is enough: evidence is the whole
+        vote, from which all that it has decided can be read."""
         return newest_evidence([self._history.evidence, *(report.evidence for report in self.reports)])
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the planner was asked about an older vote than the newest; a return to a checkpoint needs none."""
+        """Whether the planner was asked about an older vote than the newest; a return to a checkpoint needs none.
+
+        Workers say which steps they have made beside their reports: such a word may come while the planner works.
+        """
         asked, newest = self.question, self.newest_evidence()
         if asked is None or asked.rollback or newest is None:
             return False
@@ -97,6 +101,7 @@ class ReportCollection:
         orphans = lost_blocks(len(history.blocks), valid_copies(reports, evidence, base))
         if orphans:
             return self._seek(Cause.NO_COPY_LEFT, base, orphans)
+        # Last, so that blocks without a copy are known under every policy.
         if history.restarts and history.lost:
             return self._seek(Cause.RESTART_POLICY, base)
         return cause
@@ -140,6 +145,7 @@ class ReportCollection:
         """The question how training goes on."""
         history = self._history
         self.sequence += 1
+        # Votes after the checkpoint do not count any more, nor do copies: all are loaded.
         rollback = self._rollback_step
         evidence = None if rollback is not None else self.newest_evidence()
         base = history.base_step(evidence) if rollback is None else rollback

@@ -5,7 +5,7 @@ The coordinator renews the job's lease heartbeat while it lives. A candidate rea
 alone (`Watch`). Timing has a part only in *when* somebody takes over: that nobody writes who was replaced, the claim
 sees to (`elaswave.protocol.coordinator.store_writes`).
 
-`Candidate` says what is to be done next, and is told what came of it. The product's process asks etcd
+`CoordinatorCandidate` says what is to be done next, and is told what came of it. The product's process asks etcd
 (`elaswave.store.claim`), the simulated ones a store that fails in every way; neither has a rule of its own. What a
 process does that has the job, and when an agent starts its next one, is elsewhere (`elaswave.protocol.coordinator`,
 `elaswave.protocol.leadership.standby`).
@@ -144,7 +144,7 @@ class ReadEntries(NamedTuple):
     take longer."""
 
 
-class Wait(NamedTuple):
+class StandBy(NamedTuple):
     """Nothing is to be done for a while."""
 
     wait_s: float
@@ -166,10 +166,10 @@ class NoJob(Enum):
     FOREIGN = "what is there was not written with the job's key (H14)"
 
 
-CandidateAction = Ask | ReadEntries | Wait | Won | NoJob
+CandidateAction = Ask | ReadEntries | StandBy | Won | NoJob
 
 
-class Answer(NamedTuple):
+class StoreAnswer(NamedTuple):
     """What came of an action."""
 
     asked_s: float
@@ -182,7 +182,7 @@ class Answer(NamedTuple):
     """Of entries; 0: there are none; None: the store has not answered."""
 
 
-_Asking = Generator[CandidateAction, Answer, int | NoJob]
+_Asking = Generator[CandidateAction, StoreAnswer, int | NoJob]
 
 
 def term_before(spec: KeyValue | None, term: KeyValue | None, job_generation: int, *, creates_job: bool) -> _Asking:
@@ -201,11 +201,11 @@ def term_before(spec: KeyValue | None, term: KeyValue | None, job_generation: in
         if answer.newest_term is not None:
             known = answer.newest_term
             break
-        yield Wait(ASK_AGAIN_S)
+        yield StandBy(ASK_AGAIN_S)
     if is_there(spec, term, job_generation, creates_job=creates_job):
         return known
     while (answer := (yield Ask(Transaction(reads=(OUTCOME,))))).result is None:
-        yield Wait(ASK_AGAIN_S)
+        yield StandBy(ASK_AGAIN_S)
     (outcome,) = answer.result.found
     # Entries outlive keys that were removed or forged. After the end none stands there, unless it was put back.
     if known and not (outcome is not None and outcome.is_genuine):
@@ -215,7 +215,7 @@ def term_before(spec: KeyValue | None, term: KeyValue | None, job_generation: in
     return NoJob.REMOVED if spec is None and term is None else NoJob.FOREIGN
 
 
-class Candidate:
+class CoordinatorCandidate:
     """One candidate's process until it has the job.
 
     Args:
@@ -250,19 +250,19 @@ class Candidate:
         """The first thing to be done."""
         return next(self._run)
 
-    def next(self, answer: Answer) -> CandidateAction:
+    def next(self, answer: StoreAnswer) -> CandidateAction:
         """What is to be done after that; nothing more after `Won` and `NoJob`."""
         self._now_s = answer.now_s
         return self._run.send(answer)
 
-    def _actions(self) -> Generator[CandidateAction, Answer, None]:
+    def _actions(self) -> Generator[CandidateAction, StoreAnswer, None]:
         watch, news = self.watch, ""
         while True:
             look = yield Ask(Transaction(reads=(SPEC, TERM, LEASE_HEARTBEAT)), news=news)
             news = ""
             if look.result is None:
                 watch.missed()
-                yield Wait(ASK_AGAIN_S)
+                yield StandBy(ASK_AGAIN_S)
                 continue
             spec, term, lease_heartbeat = look.result.found
             above = 0
@@ -275,7 +275,7 @@ class Candidate:
             holder = holder_of(term)
             watch.looked(Seen(holder, lease_heartbeat_of(lease_heartbeat, holder)), look.asked_s, self._now_s)
             if not watch.is_due(self._now_s):
-                yield Wait(POLL_S)
+                yield StandBy(POLL_S)
                 continue
             before, missed_s = watch.holder, watch.since_s
             if not above and not self.tells_term(holder):
@@ -304,8 +304,8 @@ class Candidate:
     def _term_before(self, spec: KeyValue | None, term: KeyValue | None) -> _Asking:
         return term_before(spec, term, self._job_generation, creates_job=self.watch.creates_job)
 
-    def _claim(self, claim: Claim) -> Generator[CandidateAction, Answer, Holder | None]:
+    def _claim(self, claim: Claim) -> Generator[CandidateAction, StoreAnswer, Holder | None]:
         """Says it in the same words until there is an answer: it may have been carried out (H6)."""
         while (answer := (yield Ask(claim.transaction(), claims=True))).result is None:
-            yield Wait(ASK_AGAIN_S)
+            yield StandBy(ASK_AGAIN_S)
         return claim.judge(answer.result)

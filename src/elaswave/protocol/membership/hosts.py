@@ -116,7 +116,6 @@ class Hosts:
         """Hosts with a connected agent."""
         self._gone: set[int] = set()
         """Incarnations that never count again."""
-        self._number_of: dict[int, int] = {}
         self._host_of: dict[int, Host] = {}
         """Worker -> its host: another one that has the number later has not its workers (H2)."""
         self._label_of: dict[str, str] = {}
@@ -153,7 +152,6 @@ class Hosts:
 
     def placed(self, worker: int, number: int) -> None:
         """A worker is to be started on a host."""
-        self._number_of[worker] = number
         if number in self._hosts:
             host = self._host_of[worker] = self._hosts[number]
             if not host.workers and not host.is_fruitless:
@@ -286,10 +284,6 @@ class Hosts:
     def of(self, worker: int) -> Host | None:
         """The host of a worker that was placed."""
         return self._host_of.get(worker)
-
-    def number_of(self, worker: int) -> int | None:
-        """The number of the host of a worker that was placed."""
-        return self._number_of.get(worker)
 
     def label_of(self, worker: int) -> str:
         """The failure domain of a worker that was placed; empty if there is only one host."""

@@ -177,6 +177,7 @@ class Member:
         if self.state is MemberState.FENCED_OFF:
             return Ignored("this worker is fenced off")
         if message.term < self.term:
+            # A coordinator that was replaced may not know it yet; its successor decides without it.
             return Ignored(f"it is of term {message.term}, the coordinator's is {self.term}")
         self.term = message.term
         if isinstance(message, FencedOff):
@@ -185,6 +186,7 @@ class Member:
             return self._on_prepare(message)
         if isinstance(message, Released | Dial):
             if self.state is MemberState.REPORTED:
+                # It is of the generation that this worker has left.
                 return Ignored(f"{type(message).__name__} comes while the decision is waited for")
             return self._go(MemberCause.RELEASED if isinstance(message, Released) else MemberCause.CALLED, message)
         cause = _IN_GENERATION.get(type(message))
@@ -215,4 +217,5 @@ class Member:
             return self._go(MemberCause.ASKED, message)
         if self.state is MemberState.REPORTED:
             return self._go(MemberCause.ASKED_AGAIN, message)
+        # The decision is made: a report would come too late.
         return Ignored(f"generation {message.generation} is installed already")
