@@ -58,6 +58,7 @@ class File(NamedTuple):
     path: Path
     module: str
     tree: ast.Module
+    classes: list[ast.ClassDef]
     num_lines: int
     """All of them."""
     num_code_lines: int
@@ -76,21 +77,26 @@ def files_of(source: Path) -> list[File]:
     found = []
     for package in PACKAGES:
         for path in sorted((source / package).rglob("*.py")):
-            text = path.read_text()
             parts = path.relative_to(source).with_suffix("").parts
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            tree = ast.parse(text)
-            found.append(File(path, module, tree, text.count("\n"), _num_code_lines(text, tree)))
+            found.append(file_of(path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path.read_text()))
     return found
 
 
-def _num_code_lines(text: str, tree: ast.Module) -> int:
+def file_of(path: Path, module: str, text: str) -> File:
+    """A source file, read once for all counts."""
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    return File(path, module, tree, classes, text.count("\n"), _num_code_lines(text, nodes))
+
+
+def _num_code_lines(text: str, nodes: list[ast.AST]) -> int:
     lines: set[int] = set()
     ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in ignored:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):  # docstrings, also those of attributes
+    for node in nodes:  # docstrings, also those of attributes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
@@ -169,8 +175,8 @@ def large_constructors(files: list[File]) -> list[str]:
     """Constructors with too many arguments, or that are called back too much."""
     found = []
     for file in files:
-        for node in ast.walk(file.tree):
-            if not isinstance(node, ast.ClassDef) or f"{file.module}.{node.name}" in OPTIONS_OF_A_PERSON:
+        for node in file.classes:
+            if f"{file.module}.{node.name}" in OPTIONS_OF_A_PERSON:
                 continue
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and method.name == "__init__":
@@ -209,7 +215,7 @@ def full_folders(files: list[File]) -> list[str]:
 
 def types_of(files: list[File], names: tuple[str, ...]) -> list[str]:
     """Those of some classes that there are."""
-    classes = {node.name for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)}
+    classes = {node.name for file in files for node in file.classes}
     return [name for name in names if name in classes]
 
 
@@ -259,7 +265,10 @@ class Watch:
             sys.setprofile(Noting(steps[machine.step]))
 
 steps = {}
-settings = ("layout.stages=2", "layout.replicas=1", "run.steps=8", "run.checkpoint_every=0", "elastic.spot_checks=0")
+model = ("model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.context_length=16")
+batch = ("batch.num_microbatches=2", "batch.microbatch_size=2")
+quiet = ("run.steps=8", "run.checkpoint_every=0", "elastic.spot_checks=0")
+settings = ("layout.stages=2", "layout.replicas=1", *model, *batch, *quiet)
 reporter = make_reporter(json_mode=True, stream=io.StringIO())
 train(load_config(overrides=settings), Path(os.environ["HOUSE_RUN"]), reporter=reporter, probe=Watch())
 '''
