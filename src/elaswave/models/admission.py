@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer
@@ -181,6 +182,22 @@ def _is_name(name: str) -> bool:
     return name.isprintable() and not set(name) & set("/\\") and all(name.split("."))
 
 
+_DRAWS = frozenset({nn.init.normal_, torch.Tensor.normal_})
+"""Where a tensor has no memory there is nothing to draw, but torch would load its compiler for it, for a second."""
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Leaves tensors without memory as they are."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if function in _DRAWS:
+            tensor = args[0] if args else named["tensor"]
+            if tensor.device.type == "meta":
+                return tensor
+        return function(*args, **named)
+
+
 def build_for_shapes(layer: Layer) -> nn.Module:
     """Builds a layer under ``torch.device("meta")``: without memory, and without random draws.
 
@@ -188,7 +205,7 @@ def build_for_shapes(layer: Layer) -> nn.Module:
         UsageError: the function raises, or makes something else than a module.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutDraws():
             module = layer.build()
     except Exception as error:
         raise UsageError(

@@ -8,13 +8,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave.hashing import key64
 from elaswave.models import kernels
+from elaswave.models.admission import build_for_shapes
 from elaswave.models.layers import (
     CausalAttention,
     Dropout,
     Embedding,
+    Layer,
     Linear,
     check_sequence,
     dropout_noise,
@@ -218,3 +221,34 @@ class TestLinearKernel:
 def test_seeds_of_layers_differ_in_their_low_bits():
     keys = {key64(seed_value, index, "init") & 0xFFFFFFFF for seed_value in range(50) for index in range(50)}
     assert len(keys) == 2500
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_build_for_shapes_draws_nothing_from_a_normal_distribution():
+    """Of a tensor without memory that would draw nothing either, but torch loads its compiler for it."""
+
+    def build():
+        named = torch.nn.Embedding(4, 3)
+        torch.nn.init.normal_(named.weight, std=0.5)
+        named.weight.data.normal_(0.0, 0.5)
+        assert named.weight.device.type == "meta"
+        return named
+
+    with Operators() as seen:
+        module = build_for_shapes(Layer("embedding", build))
+    assert module.weight.shape == (4, 3)
+    assert seen.names and "aten::normal_" not in seen.names
+    with Operators() as seen:
+        assert torch.nn.Embedding(4, 3).weight.std() > 0
+    assert "aten::normal_" in seen.names

@@ -104,6 +104,7 @@ def run_forkserver(setup: ForkServerSetup, link: socket.socket, inherited: Seque
 def _run(setup: ForkServerSetup, link: socket.socket, inherited: Sequence[ReadFile]) -> int:
     try:
         import torch  # late, as what follows: the launcher imports this module
+        import torch.fx.experimental.symbolic_shapes  # or each worker's first gradient loads it
 
         from elaswave.engine.blueprint import Blueprint
         from elaswave.launcher.forkserver import worker_main
