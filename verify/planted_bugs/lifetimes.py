@@ -101,6 +101,12 @@ class _OfAnyJob(_Late):
     def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
         return spec is not None
 
+    def _term_before(
+        self, spec: KeyValue | None, term: KeyValue | None
+    ) -> Generator[CandidateAction, StoreAnswer, int | NoJob]:
+        known = yield from super()._term_before(spec, term)
+        return 0 if isinstance(known, NoJob) else known
+
 
 class ClaimsAnotherJobGeneration(Agent):
     """A candidate of the last job generation claims the job that was created again."""
