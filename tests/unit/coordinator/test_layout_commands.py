@@ -9,21 +9,27 @@ import pytest
 
 from elaswave.coordinator.commands.commands import LayoutCommands, Reply
 from elaswave.coordinator.commands.job_status import JobParts
-from elaswave.coordinator.planning.run_planner import AskedLayout
 from elaswave.errors import ConfigError, InfeasiblePlan
+from elaswave.planning.programs.layout import RunningLayout
 from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.messages import LayoutChange
-from elaswave.types import Layout, Stage
+from elaswave.types import ExecutionParameters, Layout, Stage
 
 LAYOUT = Layout(stages=(Stage(start=0, stop=2, workers=(0,)), Stage(start=2, stop=6, workers=(1, 2))), routes=())
 CHANGE = cast(LayoutChange, "a change")
+
+Found = tuple[float | None, RunningLayout, LayoutChange | None]
+
+
+def running(predicted_s: float, reason: str, layout: Layout = LAYOUT) -> RunningLayout:
+    return RunningLayout(layout, ExecutionParameters(), predicted_s, reason)
 
 
 class World:
     """A job that trains in generation 1, and a planner that finds what the test says."""
 
     def __init__(self) -> None:
-        self.found: AskedLayout | Exception = AskedLayout(0.2, 0.1, LAYOUT, "as asked for", CHANGE)
+        self.found: Found | Exception = (0.2, running(0.1, "as asked for"), CHANGE)
         self.changes: list[LayoutChange] = []
         self.work: list[Coroutine[Any, Any, None]] = []
         self.in_force = SimpleNamespace(layout=LAYOUT, change=0)
@@ -40,7 +46,7 @@ class World:
         job = SimpleNamespace(core=self.core, state=self.state, planner=planner)
         self.asked = LayoutCommands(cast(JobParts, job), self.work.append, self._change)
 
-    def find(self) -> AskedLayout:
+    def find(self) -> Found:
         if isinstance(self.found, Exception):
             raise self.found
         return self.found
@@ -87,7 +93,7 @@ def test_a_layout_is_planned_told_and_in_force(world: World) -> None:
 
 
 def test_nothing_is_predicted_before_anything_is_measured(world: World) -> None:
-    world.found = AskedLayout(None, None, LAYOUT, "as asked for", CHANGE)
+    world.found = (None, running(0.1, "as asked for"), CHANGE)
     reply = world.asked.migrate((2, 4), None)
     world.plans()
     planned = next_of(reply)
@@ -108,12 +114,12 @@ def test_a_loss_before_it_is_in_force_makes_it_void(world: World) -> None:
 
 def test_nothing_better_is_no_change(world: World) -> None:
     other = Layout(stages=(Stage(start=0, stop=6, workers=(0, 1, 2)),), routes=())
-    world.found = AskedLayout(0.2, 0.199, other, "not 3 % faster", None)
+    world.found = (0.2, running(0.199, "not 3 % faster", other), None)
     reply = world.asked.rebalance()
     world.plans()
     kept = next_of(reply)
     assert (kept.decided, kept.reason, kept.layout) == ("kept", "not 3 % faster", "1x3") and world.changes == []
-    world.found = AskedLayout(0.2, 0.2, LAYOUT, "", None)
+    world.found = (0.2, running(0.2, ""), None)
     reply = world.asked.migrate((2, 4), None)
     world.plans()
     assert next_of(reply).reason == "it is in force already"

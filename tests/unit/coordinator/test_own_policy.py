@@ -156,12 +156,12 @@ def test_a_change_of_speed_is_planned_by_it_and_comes_into_force_if_it_is_faster
     run = RunPlanner(plan)
     run.measurements.stragglers.plan_with({1: 0.5})
     run.measurements.shift = Shift((1,), "worker 1 computes at 0.50 of its speed, not 1.00")
-    search = run.rebalance(plan.layout, plan.execution)
+    search = run.rebalance(1, InForce(plan.layout, plan.placement, plan.execution))
     assert search is not None
-    found = search()
+    present_s, change, _ = search()
     assert asked()[-1][:3] == ("slowed", (1,), 0.5)
-    if found.better is not None:
-        assert depth(found.better.layout) == 1 and found.better.predicted_step_s < found.predicted_step_s
+    if change is not None:
+        assert depth(change.layout) == 1 and change.predicted_step_s < present_s
 
 
 @pytest.mark.parametrize("elastic", [{"rebalance": False}])

@@ -30,6 +30,10 @@ def plan(**elastic: Any) -> RunPlan:
     return RunPlan(config, Blueprint(config).state)
 
 
+def in_force(given: RunPlan) -> InForce:
+    return InForce(given.layout, given.placement, given.execution)
+
+
 def shifted(run: RunPlanner, worker: int, speed: float) -> None:
     run.measurements.stragglers.plan_with({worker: speed})
     run.measurements.shift = Shift((worker,), f"worker {worker} computes at {speed:.2f} of its speed, not 1.00")
@@ -41,24 +45,24 @@ def test_costs_are_worked_out_only_for_a_plan(monkeypatch: pytest.MonkeyPatch) -
     run = RunPlanner(given)
     shifted(run, 1, 0.5)
     decision: Any = SimpleNamespace(generation=2, layout=given.layout, execution=given.execution, lost=(3,))
-    assert run.search(decision, given.layout) is not None and run.measurements.shift is None
+    assert run.search(decision, given.layout, in_force(given)) is not None and run.measurements.shift is None
     monkeypatch.setattr(run.measurements, "costs", lambda: pytest.fail("nothing is to be planned"))
-    assert run.search(decision, given.layout) is None
-    assert run.rebalance(given.layout, given.execution) is None
+    assert run.search(decision, given.layout, in_force(given)) is None
+    assert run.rebalance(1, in_force(given)) is None
 
 
 def test_a_shift_is_planned_for_once_and_both_are_said():
     given = plan()
     run = RunPlanner(given)
-    assert run.rebalance(given.layout, given.execution) is None
+    assert run.rebalance(1, in_force(given)) is None
     shifted(run, 1, 0.5)
-    search = run.rebalance(given.layout, given.execution)
-    assert search is not None and run.rebalance(given.layout, given.execution) is None
-    found = search()
-    assert found.better is not None and found.better.predicted_step_s < found.predicted_step_s
-    assert found.better.reason.startswith("elaswave: ")
-    assert found.better.reason.endswith("; worker 1 computes at 0.50 of its speed, not 1.00")
-    assert found.news.startswith("worker 1 computes at 0.50 of its speed, not 1.00: the layout changes (")
+    search = run.rebalance(1, in_force(given))
+    assert search is not None and run.rebalance(1, in_force(given)) is None
+    present_s, change, news = search()
+    assert change is not None and change.generation == 1 and change.predicted_step_s < present_s
+    assert change.reason.startswith("elaswave: ")
+    assert change.reason.endswith("; worker 1 computes at 0.50 of its speed, not 1.00")
+    assert news.startswith("worker 1 computes at 0.50 of its speed, not 1.00: the layout changes (")
 
 
 @pytest.mark.parametrize(
@@ -101,20 +105,19 @@ def test_a_hopeless_worker_leaves_where_the_others_suffice(
 def test_where_no_layout_is_better_that_is_said_and_a_successor_knows_the_speed():
     given = plan()
     run = RunPlanner(given)
-    layout, execution = given.layout, given.execution
-    found = None
-    for _ in range(6):  # each layout is better than the one before
+    before, change, news = in_force(given), None, ""
+    for number in range(1, 7):  # each layout is better than the one before
         shifted(run, 1, 0.5)
-        search = run.rebalance(layout, execution)
+        search = run.rebalance(1, before)
         assert search is not None
-        found = search()
-        if found.better is None:
+        _, change, news = search()
+        if change is None:
             break
-        layout, execution = found.better.layout, found.better.execution
-    assert found is not None and found.better is None
-    assert "no layout is better than the present one (" in found.news
+        before = InForce(change.layout, change.placement, change.execution, number)
+    assert change is None
+    assert "no layout is better than the present one (" in news
     successor = RunPlanner(given)
-    successor.take_over(execution)
+    successor.take_over(before.execution)
     assert successor.measurements.speeds() == {1: pytest.approx(0.5)}
 
 
@@ -123,7 +126,7 @@ def test_a_run_that_does_not_rebalance_or_has_another_policy_stays_as_it_is(elas
     given = plan(**elastic)
     run = RunPlanner(given)
     shifted(run, 1, 0.5)
-    assert run.rebalance(given.layout, given.execution) is None
+    assert run.rebalance(1, in_force(given)) is None
 
 
 @pytest.mark.parametrize("elastic", [{}, {"rebalance": False}])
@@ -132,23 +135,21 @@ def test_an_idle_worker_that_is_to_leave_is_relieved_of_what_a_loss_has_left_wit
     run = RunPlanner(given)
     before = InForce(set_idle(given.layout, [1]), given.placement, given.execution, 0)
     assert before.placement.holds(1)
-    search = run.for_members(before, {1})
+    search = run.for_members(1, before, {1})
     assert search is not None
-    found = search()
-    assert found.better is not None and found.better.layout == before.layout
-    change = run.change(found.better, 1, before)
-    assert change is not None and not change.placement.holds(1)
-    assert run.for_members(before._replace(placement=change.placement), {1}) is None
+    _, change, _ = search()
+    assert change is not None and change.layout == before.layout and not change.placement.holds(1)
+    assert run.for_members(1, before._replace(placement=change.placement), {1}) is None
 
 
 def test_others_that_are_asked_to_leave_during_a_search_do_not_disturb_it():
     given = plan()
     leaving = {1}
-    search = RunPlanner(given).for_members(InForce(given.layout, given.placement, given.execution, 0), leaving)
+    search = RunPlanner(given).for_members(1, in_force(given), leaving)
     assert search is not None
     leaving.update(given.layout.workers)
-    found = search()
-    assert found.better is not None and found.better.layout.idle == (1,)
+    _, change, _ = search()
+    assert change is not None and change.layout.idle == (1,)
 
 
 def far_plan() -> RunPlan:

@@ -46,7 +46,7 @@ from elaswave.channel.server import ControlServer
 from elaswave.channel.wire import peer_name, role_of
 from elaswave.coordinator.background import Background, in_thread
 from elaswave.coordinator.commands.job_status import JobParts
-from elaswave.coordinator.planning.run_planner import AskedLayout
+from elaswave.coordinator.planning.run_planner import Request
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.job.keys import KeyRole, secrets_for
 from elaswave.planning.search.requested_stages import requested_stages
@@ -291,7 +291,7 @@ class LayoutCommands:
             return f"the job is {core.state.value}: the layout can change when it trains; ask again then"
         return f"{self._planning} already" if self._planning else ""
 
-    def _plan(self, what: str, plan: Callable[[], AskedLayout]) -> Reply:
+    def _plan(self, what: str, plan: Request) -> Reply:
         self._planning = what
         outcome: list[Reply] = []
         core = self._job.core
@@ -299,14 +299,12 @@ class LayoutCommands:
         reason = f"{what}, with what was measured so far, while training goes on"
         return Reply("planning", reason, follow=lambda: outcome[0] if outcome else None)
 
-    async def _planned(
-        self, plan: Callable[[], AskedLayout], generation: int, change: int, outcome: list[Reply]
-    ) -> None:
+    async def _planned(self, plan: Request, generation: int, number: int, outcome: list[Reply]) -> None:
         """Plans, and has the members of a generation change, if the change in force is still this one. What the journal
         raises then is the coordinator's own."""
         core = self._job.core
         try:
-            found = await in_thread(plan)
+            present_s, found, change = await in_thread(plan)
         except (InfeasiblePlan, ValueError) as error:
             outcome.append(refusal(f"there is no such layout: {error}"))
             return
@@ -317,24 +315,24 @@ class LayoutCommands:
         finally:
             self._planning = ""
         is_free = core.state is CoordinatorState.TRAINING and not core.is_changing
-        if not is_free or (core.generation, core.in_force().change) != (generation, change):
+        if not is_free or (core.generation, core.in_force().change) != (generation, number):
             outcome.append(refusal("workers were lost, or the layout has changed, while it was planned: ask again"))
             return
         values: dict[str, Any] = {
             "layout": found.layout.describe(),
-            "predicted_step_s": found.found_step_s,
-            "present_step_s": found.present_step_s,
+            "predicted_step_s": None if present_s is None else found.predicted_step_s,
+            "present_step_s": present_s,
         }
-        if found.change is None:
+        if change is None:
             same = found.layout == core.in_force().layout
             outcome.append(Reply("kept", "it is in force already" if same else found.reason, **values))
             return
-        self._change(found.change)
+        self._change(change)
         newest = core.newest_change
         assert newest is not None
         predicted = ""
-        if found.found_step_s is not None and found.present_step_s is not None:
-            predicted = f", predicted {found.found_step_s:.3g} s per step instead of {found.present_step_s:.3g}"
+        if present_s is not None:
+            predicted = f", predicted {found.predicted_step_s:.3g} s per step instead of {present_s:.3g}"
         outcome.append(self._answered(newest, f"{found.reason}: {stages_in_words(found.layout)}{predicted}", values))
 
     def _answered(self, change: LayoutChange, reason: str, values: dict[str, Any]) -> Reply:

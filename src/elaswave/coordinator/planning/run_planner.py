@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -38,33 +38,13 @@ BLOCKS_FOLLOW = "blocks go to the workers that run their layers"
 """Why a change keeps the layout."""
 
 
-class LayoutSearch(NamedTuple):
-    """What was found for the layout of a decision."""
+Search = Callable[[], tuple[float, LayoutChange | None, str]]
+"""A search for a better layout. It returns the predicted seconds of a step of the layout in force; the change to what
+it has found, if that is better; and what people are to be told of it, empty for nothing."""
 
-    predicted_step_s: float
-    """Of the present layout."""
-    better: RunningLayout | None = None
-    news: str = ""
-    """For people: why it was looked for, and what was found."""
-
-
-class AskedLayout(NamedTuple):
-    """What a person's request for another layout has come to."""
-
-    present_step_s: float | None
-    """Predicted for the present layout; None before anything is measured."""
-    found_step_s: float | None
-    """The same of the one that was found, or asked for."""
-    layout: Layout
-    reason: str
-    change: LayoutChange | None
-    """What is to be done; None: nothing."""
-
-
-def _outcome(predicted_s: float, better: RunningLayout | None) -> str:
-    if better is None:
-        return f"no layout is better than the present one ({predicted_s:.3g} s per step)"
-    return f"the layout changes ({predicted_s:.3g} to {better.predicted_step_s:.3g} s per step)"
+Request = Callable[[], tuple[float | None, RunningLayout, LayoutChange | None]]
+"""A search on behalf of a person. It returns the predicted seconds of a step of the layout in force, None before
+anything is measured; what it has found; and the change to that, None where nothing is to be changed."""
 
 
 class RunPlanner:
@@ -135,7 +115,7 @@ class RunPlanner:
             values["execution"] = msgspec.structs.replace(execution, ratios=question.execution.ratios)
         return plan_with(question, layout, plan.blocks, plan.config.elastic.num_followers, plan.scatter_width, **values)
 
-    def first_prediction(self) -> Callable[[], LayoutSearch] | None:
+    def first_prediction(self) -> Search | None:
         """What a step of the first layout should take; None before costs are known, and afterwards: once is enough."""
         if self._has_predicted_first or not self.measurements.step_overhead_s:
             return None
@@ -144,14 +124,15 @@ class RunPlanner:
             return None
         self._has_predicted_first = True
         plan, replanner = self._plan, self._replanner.at(self.measurements.speeds())
-        return lambda: LayoutSearch(replanner.predict(plan.layout, plan.execution, costs))
+        return lambda: (replanner.predict(plan.layout, plan.execution, costs), None, "")
 
-    def search(self, decision: Decision, layout_before: Layout) -> Callable[[], LayoutSearch] | None:
+    def search(self, decision: Decision, layout_before: Layout, in_force: InForce) -> Search | None:
         """A better layout than a decision's; None before costs are known, and afterwards: once is enough.
 
         Args:
             decision: the newest one.
             layout_before: the layout that it has replaced.
+            in_force: the decision's, with the followers that have been added since.
         """
         if self._searched_generation >= decision.generation:
             return None
@@ -166,21 +147,22 @@ class RunPlanner:
             before, lost = layout_before, decision.lost
         replanner = self._replanner.at(self.measurements.speeds())
 
-        def search() -> LayoutSearch:
+        def search() -> tuple[float, LayoutChange | None, str]:
             now_s, better = replanner.improve(before, layout, execution, lost, costs)
             present = RunningLayout(layout, execution, now_s, BLOCKS_FOLLOW)
-            return LayoutSearch(now_s, better or present)
+            return now_s, self.change(better or present, decision.generation, in_force), ""
 
         improves = self._rebalances and not self._replanner.is_own  # whose plan the recovery has installed
-        return search if improves else lambda: LayoutSearch(replanner.predict(layout, execution, costs))
+        return search if improves else lambda: (replanner.predict(layout, execution, costs), None, "")
 
-    def for_members(self, before: InForce, leaving: Collection[int]) -> Callable[[], LayoutSearch] | None:
+    def for_members(self, generation: int, before: InForce, leaving: Collection[int]) -> Search | None:
         """A layout for members that are to leave, or that are idle; None if there are none, or none was found before.
 
         A member that is to leave may be idle and yet hold blocks: a loss voids the change that was to relieve it of
         them, and the decision may make it their owner. Then the layout stays, and the blocks go to others.
 
         Args:
+            generation: the present one.
             before: what is in force.
             leaving: members that are to leave.
         """
@@ -193,15 +175,16 @@ class RunPlanner:
         costs = self.measurements.known_or_estimated()
         replanner = self._replanner.at(self.measurements.speeds())
 
-        def search() -> LayoutSearch:
+        def search() -> tuple[float, LayoutChange | None, str]:
             now_s = replanner.predict(layout, before.execution, costs)
             if not going and (not new or wanted == self._planned_for):
                 reason = f"blocks leave workers {loaded}, which are to leave"
-                return LayoutSearch(now_s, RunningLayout(layout, before.execution, now_s, reason))
+                present = RunningLayout(layout, before.execution, now_s, reason)
+                return now_s, self.change(present, generation, before), ""
             found = replanner.for_members(layout, before.execution, leaving, costs)
             if found.layout == layout:
                 self._planned_for = wanted
-            return LayoutSearch(now_s, found, found.reason if replanner.is_own else "")
+            return now_s, self.change(found, generation, before), found.reason if replanner.is_own else ""
 
         return search
 
@@ -234,11 +217,12 @@ class RunPlanner:
         asked = self._replanner.policy == ELASWAVE or self._replanner.is_own
         return asked and self._plan.config.elastic.rebalance
 
-    def rebalance(self, layout: Layout, execution: ExecutionParameters) -> Callable[[], LayoutSearch] | None:
+    def rebalance(self, generation: int, before: InForce) -> Search | None:
         """A layout for workers that have become slower or faster; None unless any has since this was asked last.
 
         Args:
-            layout, execution: in force.
+            generation: the present one.
+            before: what is in force.
         """
         shift = self.measurements.shift
         if shift is None or not self._rebalances:
@@ -249,11 +233,13 @@ class RunPlanner:
         self.measurements.shift = None
         replanner = self._replanner.at(self.measurements.speeds())
 
-        def search() -> LayoutSearch:
-            predicted_s, better = replanner.rebalance(layout, execution, shift.workers, costs)
-            if better is not None:
-                better = better._replace(reason=f"{better.reason}; {shift.reason}")
-            return LayoutSearch(predicted_s, better, f"{shift.reason}: {_outcome(predicted_s, better)}")
+        def search() -> tuple[float, LayoutChange | None, str]:
+            now_s, better = replanner.rebalance(before.layout, before.execution, shift.workers, costs)
+            if better is None:
+                return now_s, None, f"{shift.reason}: no layout is better than the present one ({now_s:.3g} s per step)"
+            change = self.change(better._replace(reason=f"{better.reason}; {shift.reason}"), generation, before)
+            times = f"{now_s:.3g} to {better.predicted_step_s:.3g} s per step"
+            return now_s, change, f"{shift.reason}: the layout changes ({times})"
 
         return search
 
@@ -276,7 +262,7 @@ class RunPlanner:
         hopeless = self.measurements.stragglers.hopeless
         return next((worker for worker in hopeless if worker not in busy and worker not in leaving), None)
 
-    def look(self, generation: int, before: InForce) -> Callable[[], AskedLayout] | str:
+    def look(self, generation: int, before: InForce) -> Request | str:
         """A better layout of the workers as they are, for a person who asks; or why it cannot be looked for.
 
         Args:
@@ -290,22 +276,21 @@ class RunPlanner:
             return "the workers have not told yet how long their actions take: ask again after some steps"
         replanner = self._replanner.at(self.measurements.speeds())
 
-        def look() -> AskedLayout:
+        def look() -> tuple[float, RunningLayout, LayoutChange | None]:
             now_s, found = replanner.look(before.layout, before.execution, costs)
             if found.predicted_step_s < now_s * (1 - replanner.gain_min):
-                change = self.change(found, generation, before)
-                return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
+                return now_s, found, self.change(found, generation, before)
             reason = (
                 f"the best layout that was found is not {100 * replanner.gain_min:g} % faster than the present one, "
                 f"which a change must be worth ({found.reason})"
             )
-            return AskedLayout(now_s, found.predicted_step_s, found.layout, reason, None)
+            return now_s, found._replace(reason=reason), None
 
         return look
 
     def asked(
         self, generation: int, before: InForce, layers: Sequence[int] | None, widths: Sequence[int] | None
-    ) -> Callable[[], AskedLayout]:
+    ) -> Request:
         """The layout that a person asks for.
 
         Args:
@@ -319,17 +304,17 @@ class RunPlanner:
         costs = self.measurements.known_or_estimated()
         replanner = self._replanner.at(self.measurements.speeds())
 
-        def plan() -> AskedLayout:
+        def plan() -> tuple[float | None, RunningLayout, LayoutChange | None]:
             now_s = replanner.predict(before.layout, before.execution, costs)
             found = RunningLayout(before.layout, before.execution, now_s, BLOCKS_FOLLOW)
             if stages != before.layout.stages:
                 found = replanner.with_stages(stages, before.layout, before.execution, costs)
             change = self.change(found, generation, before)
             if is_measured:
-                return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
+                return now_s, found, change
             if change is not None:  # estimates do to divide the work, not to tell seconds
                 change = msgspec.structs.replace(change, predicted_step_s=None)
-            return AskedLayout(None, None, found.layout, found.reason, change)
+            return None, found, change
 
         return plan
 
@@ -452,52 +437,43 @@ class LayoutSearches:
         if decision is None or not self._may_search():
             return
         if core.generation == decision.generation and not core.has_planned:
-            self._begin(self._planner.search(decision, self._recorder.state.layout_before(decision.generation)))
+            layout_before = self._recorder.state.layout_before(decision.generation)
+            self._begin(self._planner.search(decision, layout_before, core.in_force()))
 
     def rebalance(self) -> None:
         """Begins to plan again if workers have become slower or faster, while no other change is under way."""
         if self._may_search() and not self._core.is_changing:
-            before = self._core.in_force()
-            self._begin(self._planner.rebalance(before.layout, before.execution))
+            self._begin(self._planner.rebalance(self._core.generation, self._core.in_force()))
 
     def plan_for_members(self) -> None:
         """Begins to plan a layout in which members that are to leave are idle, and others are not."""
         core = self._core
         if self._may_search() and not core.is_changing and not core.admissions.is_asked:
-            self._begin(self._planner.for_members(core.in_force(), core.admissions.leaving))
+            self._begin(self._planner.for_members(core.generation, core.in_force(), core.admissions.leaving))
 
     def _may_search(self) -> bool:
         return not self._is_searching and not self._is_over() and self._core.state is CoordinatorState.TRAINING
 
-    def _begin(self, search: Callable[[], LayoutSearch] | None) -> None:
+    def _begin(self, search: Search | None) -> None:
         if search is not None:
             self._is_searching = True
-            self._background.begin(self._search(self._core.generation, self._core.in_force(), search))
+            self._background.begin(self._search(self._core.generation, self._core.in_force().change, search))
 
-    async def _search(self, generation: int, before: InForce, search: Callable[[], LayoutSearch]) -> None:
+    async def _search(self, generation: int, number: int, search: Search) -> None:
         """Looks for a better layout than what is in force, and has all members change to it. A job can go on without
         one."""
-
-        def find() -> tuple[LayoutSearch, LayoutChange | None]:
-            found = search()
-            return found, None if found.better is None else self._planner.change(found.better, generation, before)
-
         try:
-            found, change = await in_thread(find)
+            predicted_s, change, news = await in_thread(search)
         except Exception:
             _log.exception("planning has failed; the layout stays as it is")
             return
         finally:
             self._is_searching = False
         core = self._core
-        if (
-            (core.generation, core.in_force().change) != (generation, before.change)
-            or core.is_changing
-            or self._is_over()
-        ):
+        if (core.generation, core.in_force().change) != (generation, number) or core.is_changing or self._is_over():
             return
-        self._recorder.predicted(found.predicted_step_s)
-        if found.news:
-            self._terminal.say(found.news)
+        self._recorder.predicted(predicted_s)
+        if news:
+            self._terminal.say(news)
         if change is not None:
             self._change(change)
