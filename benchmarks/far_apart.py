@@ -47,9 +47,12 @@ from elaswave.planning.costs.analytic import USABLE_MEMORY  # noqa: E402
 from elaswave.planning.costs.machines import Cluster  # noqa: E402
 from elaswave.planning.costs.presets import DevicePreset  # noqa: E402
 from elaswave.planning.far_apart.job import FarJob, FarPlan  # noqa: E402
-from elaswave.planning.far_apart.objective import GRADIENT_BYTES, Model  # noqa: E402
+from elaswave.planning.far_apart.objective import (  # noqa: E402
+    GRADIENT_BYTES,
+    Model,
+    time_plan,
+)
 from elaswave.planning.far_apart.op_fence import op_fence  # noqa: E402
-from elaswave.planning.far_apart.timing import time_plan  # noqa: E402
 from elaswave_rivals.far_apart import dtfm_genetic, equal_compute, equal_number  # noqa: E402
 
 RATES_MBIT = (8, 100, 1000, 10_000)

@@ -29,7 +29,7 @@ from remembering import Remembering
 from elaswave.config.policy_code import other_policies, policies
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
-from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.policy.fault_free_policies import fault_free_step_s
 from elaswave.planning.policy.policies import make_policies

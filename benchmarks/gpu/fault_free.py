@@ -36,7 +36,7 @@ from elaswave.config.cluster import own_bytes
 from elaswave.config.schema import Config
 from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter
-from elaswave.planning.costs.memory import MemoryModel
+from elaswave.planning.costs.layers import MemoryModel
 
 BENCH = Probe(0, __file__)
 OUT = Path(__file__).resolve().parents[1] / "results" / "local" / "gpu_fault_free.jsonl"

@@ -36,9 +36,8 @@ from itertools import pairwise
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import Costs, MemoryModel
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
-from elaswave.planning.costs.memory import MemoryModel
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, StateTransfer
 from elaswave.planning.policy import full_restart

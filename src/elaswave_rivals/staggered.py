@@ -27,7 +27,7 @@ import numpy as np
 from elaswave.planning.costs.layers import Costs, HeldLayers
 from elaswave.planning.costs.machines import Cluster, worker_speeds
 from elaswave.planning.costs.schedules import splits_backwards
-from elaswave.planning.costs.step_time.work import (
+from elaswave.planning.costs.step_time.exact import (
     FORWARD,
     Durations,
     StepGraph,

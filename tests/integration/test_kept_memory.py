@@ -10,8 +10,7 @@ from tests.integration.crew import Machine, train
 from tests.integration.jobs import small_config
 
 from elaswave.engine.layer_runs import Reached
-from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.memory import MemoryModel
+from elaswave.planning.costs.layers import Costs, LayerCosts, MemoryModel
 from elaswave.planning.programs.layout import make_layout
 
 NUM_MICROBATCHES = 8

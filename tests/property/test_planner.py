@@ -11,8 +11,7 @@ from tests.unit.planning_cases import plan, predict
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.costs.machines import ClusterEvent
 from elaswave.planning.costs.schedules import SCHEDULES, bounds_within
-from elaswave.planning.costs.step_time.exact import time_programs
-from elaswave.planning.costs.step_time.work import durations_of
+from elaswave.planning.costs.step_time.exact import durations_of, time_programs
 from elaswave.planning.frequency import choose_levels
 from elaswave.planning.plan import levels_of
 from elaswave.planning.policy.fault_free_policies import fault_free

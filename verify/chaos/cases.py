@@ -27,7 +27,7 @@ from elaswave.faults.injection import COORDINATOR, FaultRecord
 from elaswave.hashing import key64
 from elaswave.observability.compare import compare_results
 from elaswave.observability.result import Recovery, RunResult
-from elaswave.planning.costs.memory import num_copies
+from elaswave.planning.costs.layers import num_copies
 from elaswave.planning.search.recovery import choose_followers, promote, survivor_layout
 from elaswave.protocol.step.engine import PHASES, Phase
 from elaswave.types import Layout

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from elaswave.planning.costs.memory import num_copies
+from elaswave.planning.costs.layers import num_copies
 from verify.chaos.cases import (
     NUM_MODELS,
     ChaosCase,

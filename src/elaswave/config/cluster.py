@@ -23,8 +23,7 @@ from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
 from elaswave.fences import built_in_layer_names, codecs_at
 from elaswave.planning.costs.analytic import USABLE_MEMORY, analytic_costs, analytic_shares, multiplications
-from elaswave.planning.costs.fences import fenced_costs
-from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.layers import Costs, LayerCosts, fenced_costs
 from elaswave.planning.costs.machines import Cluster, DeviceSpec, FrequencyLevel
 from elaswave.planning.costs.network import Network, NetworkLink
 from elaswave.planning.costs.presets import ModelShape

@@ -35,7 +35,7 @@ from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.programs.validation import validate_programs
 from elaswave.planning.search.memory_limits import layout_limits
 from elaswave.planning.search.recovery import choose_followers, survivor_layout
-from elaswave.planning.state_moves.scatter_width import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
+from elaswave.planning.state_moves.target_placement import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
 from elaswave.protocol.membership.admissions import libraries
 from elaswave.protocol.step.blocks import refilled
 from elaswave.types import ExecutionParameters, Layout, Program

@@ -31,8 +31,7 @@ from elaswave.job.keys import JOB_KEY_FILE, JobKey
 from elaswave.job.network import JobNetwork, open_network, write_control_file
 from elaswave.job.role import AgentRole
 from elaswave.planning.costs.analytic import sum_bytes
-from elaswave.planning.costs.layers import Costs, LayerCosts
-from elaswave.planning.costs.memory import MemoryModel, num_copies
+from elaswave.planning.costs.layers import Costs, LayerCosts, MemoryModel, num_copies
 from elaswave.store.opening import JobStore
 from elaswave.system.grants import JobFolder
 

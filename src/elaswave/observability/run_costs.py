@@ -42,7 +42,7 @@ from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.profiled import CostMeter, prediction_error
 from elaswave.planning.costs.schedules import Schedule, bounds_within
-from elaswave.planning.costs.step_time.work import Durations, durations_of
+from elaswave.planning.costs.step_time.exact import Durations, durations_of
 from elaswave.planning.programs.execution import timed_step_s
 from elaswave.types import Layout
 

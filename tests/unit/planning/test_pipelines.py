@@ -12,8 +12,7 @@ from tests.property.clusters import make_cluster, make_costs
 from tests.unit.planning_cases import plan
 
 from elaswave.planning.costs.machines import ClusterEvent
-from elaswave.planning.costs.step_time.exact import time_programs
-from elaswave.planning.costs.step_time.work import durations_of
+from elaswave.planning.costs.step_time.exact import durations_of, time_programs
 from elaswave.planning.plan import Allocation, Chain, StageShare, levels_of
 from elaswave.planning.policy.fault_free_policies import fault_free
 from elaswave.planning.programs.layout import validate_layout

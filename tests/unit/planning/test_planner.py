@@ -13,12 +13,11 @@ from tests.unit.planning_cases import plan, predict
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
+from elaswave.planning.costs.layers import MemoryModel
 from elaswave.planning.costs.machines import ClusterEvent, DeviceSpec, FrequencyLevel, worker_power, worker_speeds
-from elaswave.planning.costs.memory import MemoryModel
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
-from elaswave.planning.costs.step_time.exact import time_programs
-from elaswave.planning.costs.step_time.work import durations_of
+from elaswave.planning.costs.step_time.exact import durations_of, time_programs
 from elaswave.planning.frequency import check_power, choose_levels, common_levels
 from elaswave.planning.plan import Plan, StageShare, StateTransfer, levels_of, num_actions
 from elaswave.planning.policy.fault_free_policies import fastest_fault_free, fault_free

@@ -2,7 +2,7 @@
 
 from elaswave.planning.costs.layers import Costs, LayerCosts
 from elaswave.planning.programs.layout import make_layout
-from elaswave.planning.state_moves.scatter_width import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
+from elaswave.planning.state_moves.target_placement import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
 
 GIB = 2.0**30
 LAYER = LayerCosts(

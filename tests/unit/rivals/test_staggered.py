@@ -15,8 +15,7 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
 from elaswave.planning.costs.schedules import SCHEDULES, Schedule, bounds_within, in_flight_bounds
-from elaswave.planning.costs.step_time.exact import time_programs
-from elaswave.planning.costs.step_time.work import Durations, durations_of
+from elaswave.planning.costs.step_time.exact import Durations, durations_of, time_programs
 from elaswave.planning.plan import Allocation
 from elaswave.planning.policy.policy_parts import rectangle
 from elaswave.planning.programs.prediction import estimate, step_s

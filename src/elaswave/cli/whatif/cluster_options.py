@@ -21,9 +21,8 @@ from elaswave.config.presets import catalog, device_preset, link_preset, model_s
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.fences import CODECS
 from elaswave.planning.costs.analytic import ACCUMULATOR_BITS, analytic_costs, preset_cluster
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs
 from elaswave.planning.costs.machines import Cluster
-from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.schedules import SCHEDULES, Schedule
 from elaswave.planning.plan import Allocation, Planner
 from elaswave.planning.policy.fault_free_policies import FaultFreeStart, fastest_fault_free, fault_free, own_starts

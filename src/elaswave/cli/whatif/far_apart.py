@@ -31,9 +31,8 @@ from elaswave.observability.output import say, wrap
 from elaswave.planning.costs.analytic import PARAMETER_BYTES, analytic_costs
 from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.far_apart.job import Copies, FarJob, FarPlan, allocation_of_plan, without_devices
-from elaswave.planning.far_apart.objective import FAR_SCHEDULES
+from elaswave.planning.far_apart.objective import FAR_SCHEDULES, survival_of_plan, time_plan
 from elaswave.planning.far_apart.op_fence import FarPlanner, op_fence
-from elaswave.planning.far_apart.timing import survival_of_plan, time_plan
 
 DEFAULT_FAR_MODEL = "gpt2-small"
 DEFAULT_FAR_MICROBATCHES = 32

@@ -6,9 +6,8 @@ import msgspec
 import numpy as np
 
 from elaswave.cli.tables import format_bytes, format_seconds, render_table
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs
 from elaswave.planning.costs.machines import Cluster
-from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.plan import Allocation, StageShare
 from elaswave.planning.programs.prediction import time_as_it_is
 

@@ -18,7 +18,7 @@ from elaswave.config.schema import ElasticConfig, RunConfig
 from elaswave.errors import DataError, UsageError
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.state_moves.placed_blocks import Placing
-from elaswave.planning.state_moves.scatter_width import DEFAULT_SCATTER_WIDTH
+from elaswave.planning.state_moves.target_placement import DEFAULT_SCATTER_WIDTH
 from elaswave.sim.cluster.failures import CHANGES_MAX, DAY_S, RATES, Rates, Scenario, draw, rates_named
 from elaswave.sim.cluster.traces import FORMATS, read_trace
 from elaswave.sim.cluster.traces.formats import read_rates

@@ -17,8 +17,7 @@ from typing import Literal
 import msgspec
 
 from elaswave.fences import built_in_layer_names, codecs_at
-from elaswave.planning.costs.fences import fenced_costs
-from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.layers import Costs, LayerCosts, fenced_costs
 from elaswave.planning.costs.machines import Cluster, DeviceSpec
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.presets import DevicePreset, ModelShape

@@ -11,11 +11,10 @@ from typing import Literal
 import numpy as np
 
 from elaswave.fences import Codec, codec_in_force, coded_bytes
-from elaswave.planning.costs.fences import fenced_costs
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import Costs, fenced_costs
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.schedules import Schedule
-from elaswave.planning.costs.step_time.work import Durations, durations_of
+from elaswave.planning.costs.step_time.exact import Durations, durations_of
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.types import Hop, Kind
 

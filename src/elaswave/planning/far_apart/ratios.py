@@ -16,7 +16,7 @@ from dataclasses import replace
 from elaswave.fences import TopK, coded_bytes, top_k_of
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.far_apart.job import FarJob, FarPlan, allocation_of_plan
-from elaswave.planning.far_apart.timing import time_plan
+from elaswave.planning.far_apart.objective import time_plan
 from elaswave.planning.programs.routes import make_routes
 from elaswave.types import Layout
 

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
-from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.schedules import SCHEDULES, Schedule
 from elaswave.planning.frequency import check_power, common_levels
 from elaswave.planning.plan import Allocation, Planner

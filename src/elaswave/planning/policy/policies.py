@@ -12,9 +12,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
-from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.policy import full_restart

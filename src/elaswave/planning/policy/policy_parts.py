@@ -12,9 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import Costs, MemoryModel
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
-from elaswave.planning.costs.memory import MemoryModel
 from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.frequency import check_power, common_levels
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer, at_levels

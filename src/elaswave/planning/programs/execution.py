@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.schedules import Schedule, bounds_within
-from elaswave.planning.costs.step_time.exact import time_programs
-from elaswave.planning.costs.step_time.work import Durations, TransferSeconds, durations_of
+from elaswave.planning.costs.step_time.exact import Durations, TransferSeconds, durations_of, time_programs
 from elaswave.planning.programs.programs import compile_programs, compiled_step_s
 from elaswave.types import ExecutionParameters, Layout, Program
 

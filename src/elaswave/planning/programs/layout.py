@@ -24,7 +24,7 @@ from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.costs.step_time.contended import simulate_step
-from elaswave.planning.costs.step_time.work import durations_of
+from elaswave.planning.costs.step_time.exact import durations_of
 from elaswave.planning.plan import Allocation, levels_of
 from elaswave.planning.programs.execution import compiled_by, execution_of, timed_step_s
 from elaswave.planning.programs.programs import compile_programs

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs
 from elaswave.planning.costs.machines import Cluster, worker_power, worker_speeds
-from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.schedules import bounds_within
 from elaswave.planning.costs.step_time import Fidelity
 from elaswave.planning.costs.step_time.bound import StageTable, busy_s, least_s, limited_s, step_per_stage, travel_s
 from elaswave.planning.costs.step_time.contended import SimulatedStep, simulate_step
-from elaswave.planning.costs.step_time.work import durations_of, transfer_of
+from elaswave.planning.costs.step_time.exact import durations_of, transfer_of
 from elaswave.planning.plan import Allocation, Chain, StageShare, levels_of, num_actions
 from elaswave.planning.programs.execution import timed_step_s
 from elaswave.planning.programs.programs import compile_programs

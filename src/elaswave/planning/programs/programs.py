@@ -48,7 +48,7 @@ from elaswave.planning.costs.schedules import (
     independent_pipelines,
     splits_backwards,
 )
-from elaswave.planning.costs.step_time.work import (
+from elaswave.planning.costs.step_time.exact import (
     BACKWARD,
     FORWARD,
     INPUT,

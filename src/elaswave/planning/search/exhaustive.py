@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import Costs, MemoryModel, fitting, num_copies
 from elaswave.planning.costs.machines import Cluster
-from elaswave.planning.costs.memory import MemoryModel, fitting, num_copies
 from elaswave.planning.costs.schedules import Schedule, splits_backwards
 from elaswave.planning.programs.shared_layers import cuts_of
 from elaswave.planning.search.apportionment import apportion

@@ -1,4 +1,4 @@
-"""What memory permits: layers for stages, micro-batches in flight for workers. Pure; the formula is `costs.memory`'s.
+"""What memory permits: layers for stages, micro-batches in flight for workers. Pure; the formula is `costs.layers`'.
 
 A schedule wants so many micro-batches in flight (`elaswave.planning.costs.schedules.in_flight_bounds`); a worker
 without the memory for them can still run it with fewer, and waits sometimes instead. A plan counts with what regular
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs, MemoryModel, MemoryParts, fitting, num_copies
 from elaswave.planning.costs.machines import Cluster
-from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS, MemoryModel, MemoryParts, fitting, num_copies
 from elaswave.planning.costs.schedules import Schedule, in_flight, in_flight_bounds
 from elaswave.planning.plan import Allocation
 from elaswave.types import Layout

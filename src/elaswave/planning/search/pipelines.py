@@ -29,9 +29,8 @@ from typing import NamedTuple
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import Costs, MemoryModel, num_copies
 from elaswave.planning.costs.machines import Cluster, worker_speeds
-from elaswave.planning.costs.memory import MemoryModel, num_copies
 from elaswave.planning.costs.schedules import Schedule, splits_backwards
 from elaswave.planning.costs.step_time.bound import pipeline_line
 from elaswave.planning.plan import Allocation, Chain, StageShare

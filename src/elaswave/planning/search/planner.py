@@ -30,7 +30,16 @@ from elaswave.planning.plan import Allocation, Plan, Planner, at_levels
 from elaswave.planning.programs.prediction import EXACT_WORKERS, estimate, time_within_memory
 from elaswave.planning.programs.shared_layers import Cut
 from elaswave.planning.search.apportionment import apportion
-from elaswave.planning.search.candidates import SLACK, Candidate, Judge, Options, contributions_of, reason_of
+from elaswave.planning.search.candidates import (
+    SLACK,
+    Candidate,
+    Judge,
+    Options,
+    contributions_of,
+    reason_of,
+    start_levels,
+    survivors_of,
+)
 from elaswave.planning.search.exhaustive import WORKERS_MAX, all_shapes
 from elaswave.planning.search.local_search import LocalSearch
 from elaswave.planning.search.memory_limits import MemoryBudget
@@ -54,7 +63,6 @@ from elaswave.planning.search.shapes import (
     shared_layers,
     whole_layers,
 )
-from elaswave.planning.search.survivors import start_levels, survivors_of
 from elaswave.planning.state_moves.transfers import shared_links
 
 FINALISTS = 8

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs
 from elaswave.planning.costs.machines import Cluster, worker_speeds
-from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.costs.step_time.bound import StageTable, busiest_s, step_per_stage, travel_s
 from elaswave.planning.plan import Allocation, Chain, StageShare

@@ -18,12 +18,11 @@ import numpy as np
 
 from elaswave.blocks.placement import FollowerChooser, default_block_size
 from elaswave.blocks.replica_peers import ReplicaPeers, choose_replica_peers
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs
 from elaswave.planning.costs.machines import Cluster
-from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.plan import Allocation
 from elaswave.planning.policy.replication import LayerRange, has, layer_ranges, place_of
-from elaswave.planning.state_moves.scatter_width import DEFAULT_SCATTER_WIDTH
+from elaswave.planning.state_moves.target_placement import DEFAULT_SCATTER_WIDTH
 
 CHOSEN_MAX = 1024
 """Workers up to which further followers are chosen as the engine does."""

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from elaswave.planning.costs.layers import Costs, HeldLayers
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs, HeldLayers, MemoryModel
 from elaswave.planning.costs.machines import Cluster
-from elaswave.planning.costs.memory import DEFAULT_FOLLOWERS, MemoryModel
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.plan import Allocation, StateTransfer
 

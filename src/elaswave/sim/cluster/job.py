@@ -27,9 +27,8 @@ import msgspec
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import Costs, MemoryModel
 from elaswave.planning.costs.machines import Cluster, ClusterEvent
-from elaswave.planning.costs.memory import MemoryModel
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.costs.schedules import Schedule
 from elaswave.planning.plan import Plan, Planner

@@ -16,8 +16,7 @@ from elaswave.planning.costs.machines import Cluster, DeviceSpec
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.schedules import SCHEDULES
 from elaswave.planning.costs.step_time.contended import simulate_step
-from elaswave.planning.costs.step_time.exact import time_programs
-from elaswave.planning.costs.step_time.work import durations_of, transfer_of
+from elaswave.planning.costs.step_time.exact import durations_of, time_programs, transfer_of
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.programs.programs import compile_programs
 from elaswave.types import Hop, Layout, Stage

@@ -5,8 +5,7 @@ import pytest
 from elaswave.config.presets import catalog
 from elaswave.fences import changing, codecs_at, coded_bytes, fence_of, fence_problems
 from elaswave.planning.costs.analytic import analytic_costs
-from elaswave.planning.costs.fences import fenced_costs
-from elaswave.planning.costs.layers import Costs, LayerCosts
+from elaswave.planning.costs.layers import Costs, LayerCosts, fenced_costs
 
 NAMES = ("embedding", "block.0", "block.1", "head")
 MODEL, DEVICE = catalog().models["gpt2-small"], catalog().devices["a100"]

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 from tests.property.clusters import make_costs
 
-from elaswave.planning.costs.memory import MemoryModel, fitting
+from elaswave.planning.costs.layers import MemoryModel, fitting
 from elaswave.types import Stage
 
 COSTS = make_costs([1.0] * 4, parameter_bytes=10.0, activation_bytes=7.0)

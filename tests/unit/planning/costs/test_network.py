@@ -9,7 +9,7 @@ from tests.far_jobs import DEVICE, far_cluster, far_costs
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.network import Network, NetworkLink
 from elaswave.planning.costs.step_time.contended import simulate_step
-from elaswave.planning.costs.step_time.work import durations_of, transfer_of
+from elaswave.planning.costs.step_time.exact import durations_of, transfer_of
 from elaswave.planning.programs.programs import compile_programs
 from elaswave.types import Hop, Layout, Stage
 

@@ -14,8 +14,7 @@ from elaswave.planning.costs.layers import Costs, LayerCosts
 from elaswave.planning.costs.machines import Cluster, DeviceSpec, FrequencyLevel
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.schedules import SCHEDULES, in_flight_bounds, independent_pipelines
-from elaswave.planning.costs.step_time.exact import time_programs
-from elaswave.planning.costs.step_time.work import StepGraph, durations_of, run_in_order, transfer_of
+from elaswave.planning.costs.step_time.exact import StepGraph, durations_of, run_in_order, time_programs, transfer_of
 from elaswave.planning.programs import programs as planning_programs
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.programs.programs import compile_programs, compiled_step_s

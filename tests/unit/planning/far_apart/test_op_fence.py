@@ -15,9 +15,8 @@ from elaswave.planning.costs.analytic import analytic_costs
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.far_apart.cuts import clusterings, orders
 from elaswave.planning.far_apart.job import FarJob, allocation_of_plan
-from elaswave.planning.far_apart.objective import Model
+from elaswave.planning.far_apart.objective import Model, time_plan
 from elaswave.planning.far_apart.op_fence import op_fence
-from elaswave.planning.far_apart.timing import time_plan
 from elaswave_rivals.genetic import genetic_stages
 
 SLOW = NetworkLink(bandwidth_bytes_per_s=1e6, latency_s=0.05)

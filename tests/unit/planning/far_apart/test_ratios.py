@@ -10,9 +10,9 @@ from elaswave.fences import TopK, coded_bytes
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.network import Network
 from elaswave.planning.far_apart.job import FarJob, FarPlan
+from elaswave.planning.far_apart.objective import time_plan
 from elaswave.planning.far_apart.op_fence import op_fence
 from elaswave.planning.far_apart.ratios import ROUNDS, adapted_ratios, plan_with_ratios
-from elaswave.planning.far_apart.timing import time_plan
 from elaswave.planning.programs.layout import make_layout
 from elaswave.types import Layout
 

@@ -7,8 +7,8 @@ from computing. That is what an executor does, and every fidelity is about it:
 - ``exact``: the programs, each worker run until it lacks an input, every transfer with its link to itself; for plans;
 - ``contended``: the same, transfers that leave a worker over one link at the same time sharing it; needs events.
 
-``work`` has what the last two share: the actions of a step with their seconds. `elaswave.planning.programs.prediction`
-asks for the step of an allocation by the fidelity's name.
+The last two share the actions of a step with their seconds (`StepGraph`). `elaswave.planning.programs.prediction` asks
+for the step of an allocation by the fidelity's name.
 """
 
 from typing import Literal

@@ -18,12 +18,12 @@ from typing import NamedTuple
 from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.network import NetworkLink
-from elaswave.planning.costs.step_time.exact import Timeline
-from elaswave.planning.costs.step_time.work import (
+from elaswave.planning.costs.step_time.exact import (
     FORWARD,
     WEIGHT,
     Durations,
     StepGraph,
+    Timeline,
     durations_of,
     run_in_order,
     transfer_of,
