@@ -2,23 +2,16 @@
 
 A worker's load is what it computes in a step, in seconds at its base level; the *pace* is the largest load over level
 speed. `choose_levels` finds the smallest pace that the levels and the limit permit and then, among all choices that
-keep it, the one that draws least: the bottleneck is lifted, slack is lowered. With a pace given it only lowers (least
-energy at equal step time).
+keep it, the one that draws least: the bottleneck is lifted, slack is lowered.
 
 That is exact for the pace. A pipeline's step also contains the way of a micro-batch through all stages, on which slow
 workers count even if they have slack; the planner therefore times the whole plan and keeps it only if it helps.
 """
 
-from typing import Literal
-
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.costs.machines import Cluster, DeviceSpec
-
-Goal = Literal["fastest", "energy"]
-"""``fastest``: smallest step time; ``energy``: least energy at a step time no longer than without this axis."""
-GOALS: tuple[Goal, ...] = ("fastest", "energy")
 
 _SLACK = 1e-9
 """Relative; differences of rounding."""
@@ -30,7 +23,6 @@ def choose_levels(
     devices: tuple[DeviceSpec, ...],
     *,
     power_limit_w: float | None = None,
-    pace_s: float | None = None,
     least_speed: float = 0.0,
 ) -> np.ndarray:
     """Levels with the smallest pace, and the least draw among those.
@@ -40,7 +32,6 @@ def choose_levels(
         device: index into devices of each worker [workers].
         devices: their levels.
         power_limit_w: of all workers together while all of them compute; None means no limit.
-        pace_s: a pace that is good enough; None means as small as possible.
         least_speed: no level below this speed is taken where power permits.
     Returns:
         int64 level of each worker.
@@ -80,8 +71,6 @@ def choose_levels(
     # The pace is some worker's load at some level.
     with np.errstate(invalid="ignore"):
         paces = np.unique(np.where(speeds > 0, loads[:, None] / np.where(speeds > 0, speeds, 1.0), 0.0))
-    if pace_s is not None:
-        paces = np.unique(np.concatenate([paces[paces >= pace_s], [pace_s]]))
     first, last = 0, len(paces) - 1
     while first < last:
         middle = (first + last) // 2

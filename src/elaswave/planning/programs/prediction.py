@@ -81,11 +81,6 @@ class Estimate:
     """The busiest worker, and where it is."""
     load: Load
 
-    @property
-    def energy_j(self) -> float:
-        """Of a step."""
-        return self.power_w * self.step_s
-
 
 def estimate(
     cluster: Cluster,

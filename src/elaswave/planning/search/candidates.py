@@ -1,7 +1,7 @@
 """What a planner chooses between, built worker by worker, timed and weighed against a horizon. Pure.
 
-In the order in which a plan is made: what it may do and what it is for (`Options`), who is left of the job and what
-they hold (`Survivors`), candidates and who judges them (`Candidate`, `Judge`), and what a plan says of itself. A
+In the order in which a plan is made: what it may do (`Options`), who is left of the job and what they hold
+(`Survivors`), candidates and who judges them (`Candidate`, `Judge`), and what a plan says of itself. A
 candidate is worth what it gets done until the next event is to be expected, the time to move its state included. One
 that cannot do as much as the best one so far is not timed to the end: its step counts as infinitely long.
 """
@@ -17,7 +17,7 @@ from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs
 from elaswave.planning.costs.machines import Cluster, ClusterEvent, EventKind, worker_power
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.costs.schedules import SCHEDULES, Schedule
-from elaswave.planning.frequency import GOALS, Goal, check_power, common_levels
+from elaswave.planning.frequency import check_power, common_levels
 from elaswave.planning.plan import Allocation, StateTransfer
 from elaswave.planning.programs.prediction import EXACT_ACTIONS, Estimate, time_within_memory
 from elaswave.planning.search.shapes import Shape, build
@@ -29,12 +29,11 @@ AXES: frozenset[Axis] = frozenset({"dataflow", "graph", "frequency", "randomness
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a plan may do and what it is for."""
+    """What a plan may do."""
 
     axes: frozenset[Axis] = AXES
     horizon_s: float | None = None
     """Expected time until the next event; None means as public failure rates say for so many workers."""
-    goal: Goal = "fastest"
     move_workers: bool = True
     """Whether workers may change stage."""
     share_layers: bool = True
@@ -73,7 +72,6 @@ class Options:
             f"{name} is {sorted(set(given) - set(known))}, needed: of {', '.join(sorted(known))}"
             for name, given, known in (
                 ("axes", self.axes, AXES),
-                ("goal", [self.goal], GOALS),
                 ("schedules", self.schedules or (), SCHEDULES),
             )
             if not set(given) <= set(known)

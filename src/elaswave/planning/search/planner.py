@@ -488,33 +488,26 @@ class _Planning:
 
     def _tune(self, best: Candidate) -> Candidate:
         """The candidate at other frequency levels, if that helps."""
-        cluster, options = self._cluster, self._options
-        if "frequency" not in options.axes or all(len(device.levels) == 1 for device in cluster.devices):
+        cluster = self._cluster
+        if "frequency" not in self._options.axes or all(len(device.levels) == 1 for device in cluster.devices):
             return best
         where = best.where
         levels = np.concatenate([share.levels for chain in best.allocation.chains for share in chain.stages])
         level_speed = worker_speeds(cluster, where, levels) / cluster.speed[where]
         loads = best.found.busy_s * level_speed
-        limit = cluster.power_limit_w
-        tuned = []
-        floors: tuple[float, ...] = (0.0,)
-        if options.goal == "fastest":  # slack below the base level saves power, but seldom leaves the step as it is
-            floors = (1.0, 0.0) if self._exact else (1.0,)
-        for floor in floors:
-            pace = None if options.goal == "fastest" else best.found.pace_s
+        tuned, bound = [best], best.step_s * (1 + 1e-9)
+        # Slack below the base level saves power, but seldom leaves the step as it is.
+        for floor in (1.0, 0.0) if self._exact else (1.0,):
             chosen = choose_levels(
-                loads, cluster.device[where], cluster.devices, power_limit_w=limit, pace_s=pace, least_speed=floor
+                loads, cluster.device[where], cluster.devices, power_limit_w=cluster.power_limit_w, least_speed=floor
             )
             if np.array_equal(chosen, levels):
                 continue
             allocation = at_levels(best.allocation, chosen)
             step_s, found = self._judge.timed(allocation, where)
-            tuned.append(replace(best, allocation=allocation, found=found, step_s=step_s))
-        bound = best.step_s * (1 + 1e-9)
-        helping = [each for each in tuned if each.step_s <= bound]
-        if options.goal == "fastest":
-            return min([best, *helping], key=lambda each: (round(each.step_s / bound, 9), each.found.power_w))
-        return min([best, *helping], key=lambda each: each.found.energy_j)
+            if step_s <= bound:
+                tuned.append(replace(best, allocation=allocation, found=found, step_s=step_s))
+        return min(tuned, key=lambda each: (round(each.step_s / bound, 9), each.found.power_w))
 
     # ------------------------------------------------------------------------------------------------------- the plan
 
