@@ -4,7 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+
+# What the processes of each job would load, for a second: here it is loaded once, and inherited.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
 from tests.integration.jobs import Calm, Job, run_job
+
+import elaswave.checkpoints.commit
+import elaswave.launcher.forkserver.worker_main  # noqa: F401
 
 
 @pytest.fixture(scope="module", autouse=True)
