@@ -214,7 +214,7 @@ def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path, ended_here:
     ],
 )
 def test_a_signal_ends_the_job_between_two_steps(
-    number: signal.Signals, code: int, to_all: bool, tmp_path: Path
+    number: signal.Signals, code: int, to_all: bool, tmp_path: Path, ended_here: Run
 ) -> None:
     run_dir = tmp_path / "run"
     endless = settings_of(run__steps=10**6, optimizer__schedule="constant")
@@ -240,9 +240,7 @@ def test_a_signal_ends_the_job_between_two_steps(
     if to_all:
         return
     steps = last["steps"] + 3
-    code, _, errors = ended(
-        tmp_path / "t2", "--run-dir", str(run_dir), "--resume", "--set", f"run.steps={steps}", "--workers", "1"
-    )
+    code, _, errors = ended_here("--run-dir", str(run_dir), "--resume", "--set", f"run.steps={steps}", "--workers", "1")
     assert code == 0, errors
     settings = {"run.steps": steps, "optimizer.schedule": "constant", "layout.widths": [1, 1]}
     assert same(run_dir, run_job(tmp_path / "whole", settings).run_dir)
