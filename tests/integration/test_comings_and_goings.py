@@ -12,7 +12,7 @@ from tests.integration.waits import WaitsFor, log_of
 from elaswave.errors import StoppedBySignalError
 from elaswave.observability.processes import read_processes
 
-STEPS = 60
+STEPS = 48
 SETTINGS = {"layout.widths": [2, 2], "run.steps": STEPS, "elastic.rebalance": True}
 
 
@@ -28,7 +28,7 @@ def _members(job: Job) -> tuple[int, ...]:
 
 def test_a_loss_a_join_a_leave_and_a_slow_worker_change_no_bit(undisturbed: Job, tmp_path: Path) -> None:
     probe = WaitsFor(log_of(tmp_path), "worker 4 has joined", step=8)
-    job = run_job(tmp_path, SETTINGS, probe=probe, faults=["kill:1@4", "join@8", "drain:0@44", "slow:2@46:0.5"])
+    job = run_job(tmp_path, SETTINGS, probe=probe, faults=["kill:1@4", "join@8", "drain:0@32", "slow:2@34:0.5"])
     assert job.computation == undisturbed.computation
     assert _members(job) == (2, 3, 4)
     assert "worker 4 has joined: generation 3" in job.messages

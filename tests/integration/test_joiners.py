@@ -18,7 +18,7 @@ from elaswave.protocol.step.ballot import ENVIRONMENT
 from elaswave.worker import process
 from elaswave.worker.setup import WorkerSetup
 
-SETTINGS = {"layout.widths": [1, 1], "run.steps": 60}
+SETTINGS = {"layout.widths": [1, 1], "run.steps": 44}
 
 
 @pytest.fixture(scope="module")

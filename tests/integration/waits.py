@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PATIENCE_OF_STEP_S = 0.7
+PATIENCE_OF_STEP_S = 1.0
 """Far below the time after which a worker that computes is held for lost."""
 
 
