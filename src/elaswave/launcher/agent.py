@@ -40,7 +40,7 @@ from elaswave.faults.injection import parse_fault
 from elaswave.job.keys import JobKey, KeyRole, tls_of
 from elaswave.job.network import JobNetwork, address_of, ports_beside
 from elaswave.job.plan import RunPlan
-from elaswave.job.role import AgentRole, new_incarnation
+from elaswave.job.setup import AgentRole, new_incarnation
 from elaswave.launcher.launcher import JobOptions, open_data, outcome_of, run_job
 from elaswave.launcher.local_job import LocalJob, error_of_refusal
 from elaswave.observability.output import say_error

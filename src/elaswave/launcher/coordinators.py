@@ -25,7 +25,7 @@ from elaswave.coordinator.process import DISPLACED, PORT_TAKEN, STORE_GONE, SUPE
 from elaswave.errors import ConfigError, RecoveryError, RetryError, StoreError
 from elaswave.job.keys import JobKey, KeyRole
 from elaswave.job.plan import StartingPoint
-from elaswave.job.role import AgentRole
+from elaswave.job.setup import AgentRole
 from elaswave.launcher.forkserver.machine import COORDINATOR
 from elaswave.launcher.forkserver.messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
 from elaswave.launcher.forkserver.setup import CommitCount

@@ -50,8 +50,8 @@ from elaswave.errors import (
 from elaswave.faults.injection import FAULTS_FILE, KILL_HOST, Fault, parse_faults
 from elaswave.job.keys import JobKey, KeyRole, new_key, own_key
 from elaswave.job.plan import RunPlan, StartingPoint
-from elaswave.job.role import AgentRole
 from elaswave.job.script import Script
+from elaswave.job.setup import AgentRole
 from elaswave.launcher.local_job import LocalJob
 from elaswave.launcher.resources import check_device, check_machine_memory, memory_bytes
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events

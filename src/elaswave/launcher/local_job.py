@@ -55,8 +55,8 @@ from elaswave.faults.injection import Fault
 from elaswave.job.keys import JobKey, KeyRole
 from elaswave.job.network import remove_control_file
 from elaswave.job.plan import RunPlan, StartingPoint
-from elaswave.job.role import AgentRole, own_role
 from elaswave.job.script import Script
+from elaswave.job.setup import AgentRole, own_role
 from elaswave.launcher.coordinators import (
     CANDIDATE,
     CandidateReports,

@@ -61,7 +61,7 @@ def forkserver_log(suffix: str) -> str:
     """The name of the forkserver's log.
 
     Args:
-        suffix: see `elaswave.job.role.Post.suffix`.
+        suffix: see `elaswave.job.setup.Post.suffix`.
     """
     return f"forkserver{suffix}.log"
 

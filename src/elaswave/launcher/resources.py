@@ -29,7 +29,7 @@ from elaswave.config.schema import Config
 from elaswave.errors import ConfigError, UsageError
 from elaswave.job.keys import JOB_KEY_FILE, JobKey
 from elaswave.job.network import JobNetwork, open_network, write_control_file
-from elaswave.job.role import AgentRole
+from elaswave.job.setup import AgentRole
 from elaswave.planning.costs.analytic import sum_bytes
 from elaswave.planning.costs.layers import Costs, LayerCosts, MemoryModel, num_copies
 from elaswave.store.opening import JobStore

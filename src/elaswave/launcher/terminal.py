@@ -14,7 +14,7 @@ from elaswave.channel.messages.agent import ShowEvaluation, ShowStep, ShowText, 
 from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.config.schema import Config
 from elaswave.errors import StoppedBySignalError
-from elaswave.job.role import AgentRole
+from elaswave.job.setup import AgentRole
 from elaswave.observability.progress import Reporter
 from elaswave.system.stop_signals import STOP_SIGNALS
 

@@ -26,7 +26,7 @@ from elaswave.config.schema import ControlConfig
 from elaswave.coordinator.process import DISPLACED, PORT_TAKEN, STORE_GONE, CoordinatorProcess
 from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError
 from elaswave.job.keys import JobKey, KeyRole, next_file
-from elaswave.job.role import AgentRole, own_role
+from elaswave.job.setup import AgentRole, own_role
 from elaswave.launcher import local_job
 from elaswave.launcher.coordinators import CandidateReports, CoordinatorStarts, CoordinatorSupervisor
 from elaswave.launcher.forkserver import messages as template_messages
