@@ -27,7 +27,8 @@ def test_each_coordinator_may_have_another_clock(tmp_path: Path, monkeypatch: py
             monkeypatch.setattr(module, "clock_here", lambda: f"{here} {offset_s:+g}")
         # What the agent beside it knows is by the clock of their host.
         ends_s = tuple(at_s + offset_s for at_s in setup.coordinator_ends_s)
-        return run(setup._replace(started_s=setup.started_s + offset_s, coordinator_ends_s=ends_s))
+        job = setup.job._replace(started_s=setup.job.started_s + offset_s)
+        return run(setup._replace(job=job, coordinator_ends_s=ends_s))
 
     offset_of = list(offsets_s)
     monkeypatch.setattr(coordinators, "run_coordinator", run_elsewhere)

@@ -30,7 +30,7 @@ def with_loaders(
     setup = local_job.ForkServerSetup
 
     def made(**options: Any) -> Any:
-        training = builtin_training(options["config"])
+        training = builtin_training(options["job"].config)
         opened = training.open_samples
         options["training"] = replace(
             training,

@@ -32,7 +32,7 @@ from elaswave.protocol.membership.effects import SpawnJoiner
 
 KILLED = int(signal.SIGKILL)
 FAILED = 1 << 8
-COORDINATOR_WANTED = SpawnCoordinator(num_samples=1, checkpoint=None, started_s=0.0, coordinator_ends_s=(), home=0)
+COORDINATOR_WANTED = SpawnCoordinator(num_samples=1, checkpoint=None, coordinator_ends_s=())
 
 
 def first(*workers: int) -> SpawnWorkers:

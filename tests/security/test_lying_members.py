@@ -185,7 +185,9 @@ def test_only_who_has_the_jobs_key_can_say_that_another_coordinator_has_the_job(
     key, job_generation = b"the job's key, of this test alone", 7
     joining = JobKey(key, None).held(KeyRole.JOINING)
     claimed = SimpleNamespace(term=SimpleNamespace(term=2))
-    coordinator._setup = SimpleNamespace(claimed=claimed, keys=Secrets((key,)), job_generation=job_generation)
+    coordinator._setup = SimpleNamespace(
+        claimed=claimed, keys=Secrets((key,)), job=SimpleNamespace(job_generation=job_generation)
+    )
     for term, proof in (
         (3, b""),
         (3, proof_of_term(joining, job_generation, 3)),

@@ -54,7 +54,7 @@ from elaswave.faults.injection import (
     read_fault_records,
     strike_coordinator,
 )
-from elaswave.job.plan import Identity, RunPlan, StartingPoint, identity_of
+from elaswave.job.plan import Identity, RunPlan, identity_of
 from elaswave.observability.events import EventLog
 from elaswave.observability.processes import clock_here
 from elaswave.observability.result import EVENTS_FILE
@@ -132,13 +132,13 @@ class JobDriver(MembersDriver):
         claimed = setup.claimed
         self._store = open_store(
             plan.config.control,
-            setup.run_dir,
-            setup.control_dir,
+            setup.job.run_dir,
+            setup.job.control_dir,
             self._store_owner(),
             setup.keys.accepted[0],
-            job=setup.job,
+            job=setup.job.name,
             term=None if claimed is None else claimed.term,
-            job_generation=setup.job_generation,
+            job_generation=setup.job.job_generation,
         )
         if claimed is not None:
             claimed.lease_heartbeats.tell(self._call_on_loop(self._background.fail))
@@ -151,9 +151,9 @@ class JobDriver(MembersDriver):
         labels = list(plan.config.hosts or ()) if plan.config.control.hosts > 1 else []
         domain_of = plan.layout.domain_of
         founders = [labels.index(domain_of[worker]) if labels else 0 for worker in workers]
-        self._hosts = Hosts(founders, labels, home=setup.home)
-        self._faults = CoordinatorFaults(setup.faults, setup.run_dir, self)
-        self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
+        self._hosts = Hosts(founders, labels, home=setup.job.home)
+        self._faults = CoordinatorFaults(setup.job.faults, setup.job.run_dir, self)
+        self._events = EventLog(setup.job.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
         self._recorder = RunRecorder(
             setup, self._store, self._events, self._terminal, records or None, self._tell_home, self._at_home
         )
@@ -171,14 +171,14 @@ class JobDriver(MembersDriver):
             first_step=self._state.first_step,
             records=core_records(records),
         )
-        terms, written = _terms_of(plan, setup.num_loaders), membership_records(records)
+        terms, written = _terms_of(plan, setup.job.num_loaders), membership_records(records)
         agents = HostAgents(
             self._hosts,
             written,
             lambda incarnation: self._server.last_heartbeat_s(agent_id(incarnation)),
             now_s=self._active_s(),
             wait_s=terms.hosts_wait_s,
-            is_local=not setup.job,
+            is_local=not setup.job.name,
         )
         joiners = Joiners(terms, self._hosts, written, self._found, self._faults.away_until_s)
         self.membership = Membership(self.core, joiners, agents, terms, self._active_time)
@@ -187,7 +187,7 @@ class JobDriver(MembersDriver):
             self._server.send,
             self._server.hang_up,
             spec=spec_of(setup),
-            checkpoint=setup.checkpoint and StartingPoint(folder=str(setup.checkpoint[0]), meta=setup.checkpoint[1]),
+            checkpoint=setup.checkpoint,
         )
         self.has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
         """Whether all members have registered before: with an earlier coordinator."""
@@ -198,7 +198,7 @@ class JobDriver(MembersDriver):
         """The workers of whose processes the agents tell."""
         self._decisions = [record for record in records if isinstance(record, Decision)]
         self._recoveries = RecoveryReports(
-            RecoveryLog(setup.run_dir, plan.config.run.steps),
+            RecoveryLog(setup.job.run_dir, plan.config.run.steps),
             self._recorder,
             self._terminal,
             num_steps=plan.config.run.steps,
@@ -230,7 +230,7 @@ class JobDriver(MembersDriver):
             self.core,
             self._recorder.checkpoints,
             plan.config,
-            setup.run_dir,
+            setup.job.run_dir,
             begins_at_seed=self._state.first_step == 1,
             is_over=lambda: self._end.is_there,
             answer=self.answer_checkpoint,
@@ -238,7 +238,7 @@ class JobDriver(MembersDriver):
         job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)
         self._keys = KeyCommands(
             setup.keys,
-            obstacle_to(plan.config.control.store, setup.listen, has_tls=setup.tls is not None),
+            obstacle_to(plan.config.control.store, setup.job.network.listen, has_tls=setup.job.network.tls is not None),
             self._server,
             self._participants,
             self._key_retired,
@@ -273,7 +273,7 @@ class JobDriver(MembersDriver):
     def _ends_to_tell(self) -> tuple[float, ...]:
         """Ends of coordinators of which no one has told yet. Those of another host are not seen, but missed."""
         setup = self._setup
-        if setup.job:
+        if setup.job.name:
             return () if setup.lost_s is None else (setup.lost_s,)
         return setup.coordinator_ends_s[self._state.num_restarts :]
 
@@ -300,7 +300,7 @@ class JobDriver(MembersDriver):
     def _found(self, vector: bytes, environment: str) -> Founders:
         """Of the first committed step. The data's facts stand in the run's folder by then."""
         plan = self._setup.plan
-        return founders_of(plan, identity_of(plan, data_facts(self._setup.run_dir)), vector, environment)
+        return founders_of(plan, identity_of(plan, data_facts(self._setup.job.run_dir)), vector, environment)
 
     def _held_up_s(self) -> Callable[[int], float]:
         """For how long the link from a worker's site may hold back what it says."""
@@ -315,7 +315,7 @@ class JobDriver(MembersDriver):
         config = self._setup.plan.config
         if config.control.hosts == 1 and config.sites.coordinator is not None:
             return [worker for worker, label in self.core.domains.items() if site_of(label) == config.sites.coordinator]
-        host = self._hosts.find(self._setup.home) if self._setup.plan.config.control.hosts > 1 else None
+        host = self._hosts.find(self._setup.job.home) if self._setup.plan.config.control.hosts > 1 else None
         return () if host is None else host.workers
 
     def _tell_home(self, message: ToAgent) -> None:
@@ -341,7 +341,7 @@ class JobDriver(MembersDriver):
     def carry_out_one(self, effect: Effect) -> None:
         """Carries out one effect."""
         if isinstance(effect, events.CoordinatorEffect):
-            self._setup.before_effect(effect)
+            self._setup.job.before_effect(effect)
         super().carry_out_one(effect)
 
     def now_s(self) -> float:
@@ -463,7 +463,7 @@ class JobDriver(MembersDriver):
     def on_finished(self) -> None:
         """Writes the result, and ends the job."""
         self._recoveries.flush()
-        self._end.finish(self._setup.run_dir, self._faults.never_struck)
+        self._end.finish(self._setup.job.run_dir, self._faults.never_struck)
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -537,7 +537,9 @@ class JobDriver(MembersDriver):
             return
         self._watched.add(worker)
         ended = partial(self.worker_ended, worker, "has ended")
-        call_at_end(self._setup.deaths, worker, partial(self._background.guarded, ended))
+        deaths = self._setup.job.deaths
+        assert deaths is not None
+        call_at_end(deaths, worker, partial(self._background.guarded, ended))
 
     def not_admitted(self, worker: int, problem: str) -> None:
         """A person who has asked for it hears of it."""

@@ -7,27 +7,22 @@ marked too, by whoever uses them first, so that a coordinator sees which hosts s
 import os
 import secrets
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from elaswave.channel.messages.agent import JobSpec
-from elaswave.checkpoints.format import CheckpointMeta
 from elaswave.config.schema import Config
 from elaswave.data.sampler import Sampler
 from elaswave.errors import DataError, RunFolderError
-from elaswave.faults.injection import Fault
 from elaswave.hashing import key64
 from elaswave.job.plan import RunPlan, StartingPoint
+from elaswave.job.setup import JobSetup
 from elaswave.observability.result import atomic_write
 from elaswave.observability.run_folder import AGENTS_FILE, CHECKPOINTS_DIR, LOGS_DIR, data_facts
-from elaswave.protocol import events
 from elaswave.store.opening import Claimed
-from elaswave.system.processes import DeathWatch
 from elaswave.transport.handshake import Secrets
-from elaswave.transport.tls import Tls
 from elaswave.untrusted import read_json
 
 _MARK_BYTES = 16
@@ -36,40 +31,20 @@ _MARK_BYTES = 16
 class CoordinatorSetup(NamedTuple):
     """What a coordinator is started with."""
 
+    job: JobSetup
     plan: RunPlan
     sampler: Sampler
-    run_dir: Path
-    control_dir: Path
-    """Private folder of the job: journal and socket."""
-    listen: str
     keys: Secrets
     """The job's: one, unless it was changed."""
-    checkpoint: tuple[Path, CheckpointMeta] | None
-    started_s: float
-    deaths: DeathWatch
-    faults: tuple[Fault, ...]
-    """Those of the coordinator are carried out here."""
+    checkpoint: StartingPoint | None
+    """Where workers begin; None: at the seed."""
     coordinator_ends_s: tuple[float, ...]
     """Monotonic times at which earlier coordinators of the job have ended."""
-    before_effect: Callable[[events.CoordinatorEffect], None]
-    """Called before each effect is carried out (fault injection and tests)."""
-    home: int = 0
-    """Incarnation of the agent of this host; see `elaswave.protocol.membership.hosts`."""
-    job: str = ""
-    """The job's name; empty: no other hosts take part."""
-    job_generation: int = 0
-    """Of the job that this agent takes part in, see `elaswave.protocol.leadership.store_position.StorePosition`."""
     lost_s: float | None = None
     """In a job of several hosts: monotonic time since when the coordinator before this one is missed; None: it is the
     first. Of a candidate that waits: at which its agent's last coordinator has ended."""
     claimed: Claimed | None = None
     """What it holds, if it has waited for that as a candidate."""
-    profile: bool = False
-    """Whether workers write traces."""
-    num_loaders: int = 0
-    """Of each worker."""
-    tls: Tls | None = None
-    """Certificate files of the control connections."""
 
 
 class JobMark(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,20 +123,21 @@ def own_folder(run_dir: Path, job: str) -> None:
 
 def spec_of(setup: CoordinatorSetup) -> JobSpec | None:
     """What the coordinator of a job of several hosts tells their agents; None for a job of one machine."""
-    if not setup.job:
+    job = setup.job
+    if not job.name:
         return None
     return JobSpec(
-        job=setup.job,
-        config=setup.plan.config.to_dict(),
-        config_digest=config_digest(setup.plan.config),
+        job=job.name,
+        config=job.config.to_dict(),
+        config_digest=config_digest(job.config),
         host=socket.gethostname(),
-        run_dir=str(setup.run_dir),
-        mark=mark_of(setup.run_dir / CHECKPOINTS_DIR),
-        data=data_facts(setup.run_dir),
-        faults=[str(fault) for fault in setup.faults],
-        profile=setup.profile,
-        checkpoint=setup.checkpoint and StartingPoint(folder=str(setup.checkpoint[0]), meta=setup.checkpoint[1]),
-        job_generation=setup.job_generation,
+        run_dir=str(job.run_dir),
+        mark=mark_of(job.run_dir / CHECKPOINTS_DIR),
+        data=data_facts(job.run_dir),
+        faults=[str(fault) for fault in job.faults],
+        profile=job.profile,
+        checkpoint=setup.checkpoint,
+        job_generation=job.job_generation,
     )
 
 

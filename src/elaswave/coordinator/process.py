@@ -79,13 +79,13 @@ class CoordinatorProcess(JobDriver):
     async def _listen(self) -> None:
         try:
             await self._server.start(
-                self._setup.listen,
-                self._keys.of_peer(self._setup.home),
+                self._setup.job.network.listen,
+                self._keys.of_peer(self._setup.job.home),
                 agent_messages.ToCoordinator,
                 self._on_message,
                 self._on_connected,
                 self._on_closed,
-                tls=self._setup.tls,
+                tls=self._setup.job.network.tls,
                 on_stranger=self._terminal.say_of_stranger,
                 on_store_position=self._on_store_position,
                 key_of=self._keys.of_peer,
@@ -94,7 +94,7 @@ class CoordinatorProcess(JobDriver):
             if error.errno != errno.EADDRINUSE:
                 raise
             raise RetryError(
-                f"another program listens at {self._setup.listen}, and keeps the coordinator out"
+                f"another program listens at {self._setup.job.network.listen}, and keeps the coordinator out"
             ) from error
 
     async def run(self) -> None:
@@ -275,7 +275,7 @@ class CoordinatorProcess(JobDriver):
             if not self._end.is_there and not self.agent_came(message.node, message.incarnation, message.slots):
                 return
             self._terminal.agent_came(peer)
-            if message.folder != mark_of(self._setup.run_dir):
+            if message.folder != mark_of(self._setup.job.run_dir):
                 self._server.send(peer, agent_messages.SendLogs())
             self._ask_agents()
             for exited in message.exited:
@@ -297,7 +297,7 @@ class CoordinatorProcess(JobDriver):
             self._on_host_leaving(peer, message.left_s)
         elif isinstance(message, agent_messages.TermTaken):
             own = self._setup.claimed
-            proof = proof_of_term(self._setup.keys.accepted[0], self._setup.job_generation, message.term)
+            proof = proof_of_term(self._setup.keys.accepted[0], self._setup.job.job_generation, message.term)
             if not hmac.compare_digest(proof, message.proof):
                 _log.warning("agent %d says that another coordinator has the job, and proves nothing", peer)
             elif own is not None and message.term > own.term.term:
@@ -312,7 +312,7 @@ class CoordinatorProcess(JobDriver):
                 self.detector.looked(worker, waited_s, time.monotonic())
         elif isinstance(message, agent_messages.LogPart):
             try:
-                add_to_copy(self._setup.run_dir, message.worker, message.text)
+                add_to_copy(self._setup.job.run_dir, message.worker, message.text)
             except OSError as error:
                 _log.warning("the log of worker %d cannot be copied: %s", message.worker, error)
         elif isinstance(message, agent_messages.CheckpointCommitted):
@@ -402,14 +402,14 @@ def run_candidate(
     """
 
     def take_over() -> CoordinatorSetup:
-        control = setup.plan.config.control
+        control = setup.job.config.control
         claimed = claim(
             control,
-            setup.job,
+            setup.job.name,
             name,
             setup.keys.accepted[0],
             creates_job=creates_job,
-            job_generation=setup.job_generation,
+            job_generation=setup.job.job_generation,
             ended_s=setup.lost_s,
             report=report,
         )

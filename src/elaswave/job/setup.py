@@ -1,10 +1,16 @@
-"""How an agent takes part in its job: as whom, where, and whether it starts coordinators."""
+"""What the processes of a job on one host are started with, and how this host's agent takes part."""
 
 import secrets
 import socket
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
+from elaswave.config.schema import Config
+from elaswave.faults.injection import Fault
 from elaswave.job.network import JobNetwork
+from elaswave.protocol.events import CoordinatorEffect
+from elaswave.system.processes import DeathWatch
 
 _INCARNATION_BITS = 30
 
@@ -37,6 +43,11 @@ class AgentRole(NamedTuple):
     """Seconds within which its workers leave after a notice; None: a notice ends the job."""
 
     @property
+    def starts_coordinators(self) -> bool:
+        """Whether it starts coordinators, now or once those of other hosts are gone."""
+        return self.creates_job or self.is_candidate
+
+    @property
     def name(self) -> str:
         """By which its coordinators hold the job."""
         return f"{self.node}/{self.incarnation}"
@@ -55,3 +66,33 @@ def new_incarnation() -> int:
 def own_role() -> AgentRole:
     """Of the launcher of a job on one machine."""
     return AgentRole(socket.gethostname(), new_incarnation())
+
+
+class JobSetup(NamedTuple):
+    """What all processes of a job on this host know of it; made once, by the launcher."""
+
+    config: Config
+    """With its layout resolved."""
+    run_dir: Path
+    control_dir: Path
+    """Private folder of the job: journal, sockets."""
+    network: JobNetwork
+    """Where coordinator and workers listen and are dialled."""
+    name: str
+    """The job's; empty: no other hosts take part."""
+    job_generation: int
+    """Of the job that this host takes part in, see `elaswave.protocol.leadership.store_position.StorePosition`."""
+    home: int
+    """Incarnation of this host's agent; see `elaswave.protocol.membership.hosts`."""
+    started_s: float
+    """Monotonic time at which the command began."""
+    faults: tuple[Fault, ...]
+    """Each is carried out in the process that it is of."""
+    before_effect: Callable[[CoordinatorEffect], None]
+    """Called in the coordinator before each effect of the protocol's core (fault injection and tests)."""
+    deaths: DeathWatch | None
+    """None only on the way to a fresh interpreter, which makes its own."""
+    profile: bool
+    """Whether workers write traces."""
+    num_loaders: int
+    """Beside each worker."""

@@ -43,6 +43,7 @@ from elaswave.job.plan import RunPlan
 from elaswave.job.setup import AgentRole, new_incarnation
 from elaswave.launcher.launcher import JobOptions, open_data, outcome_of, run_job
 from elaswave.launcher.local_job import LocalJob, error_of_refusal
+from elaswave.launcher.resources import JobPlace
 from elaswave.observability.output import say_error
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import RESULT_FILE
@@ -556,18 +557,10 @@ def _follow(
     lost_output = run_dir / LOGS_DIR / f"{options.node}-{TERMINAL_LOG}"
     reporter = make_reporter(json_mode=False, lost_output=lost_output)
     try:
-        job = LocalJob(
-            config,
-            run_dir,
-            profile=spec.profile,
-            reporter=reporter,
-            probe=None,
-            faults=tuple(map(parse_fault, spec.faults)),
-            before_effect=lambda effect: None,
-            started_s=started_s,
-            key=host.key,
-            agent_role=agent_role,
-        )
+        faults = tuple(map(parse_fault, spec.faults))
+        place = JobPlace(config, run_dir, agent_role, host.key)
+        setup = place.setup(started_s=started_s, faults=faults, profile=spec.profile)
+        job = LocalJob(setup, place, reporter, probe=None, script=None)
         try:
             data = open_data(config, run_dir, None)
             facts = msgspec.to_builtins(fingerprint_of_all(data.paths, whole=False))

@@ -24,7 +24,6 @@ from elaswave.coordinator.job_spec import CoordinatorSetup
 from elaswave.coordinator.process import DISPLACED, PORT_TAKEN, STORE_GONE, SUPERSEDED, run_candidate, run_coordinator
 from elaswave.errors import ConfigError, RecoveryError, RetryError, StoreError
 from elaswave.job.keys import JobKey, KeyRole
-from elaswave.job.plan import StartingPoint
 from elaswave.job.setup import AgentRole
 from elaswave.launcher.forkserver.machine import COORDINATOR
 from elaswave.launcher.forkserver.messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
@@ -90,7 +89,6 @@ class CoordinatorStarts:
 
     Args:
         setup: what its first coordinator is started with.
-        checkpoint: where workers begin; None: at the seed.
         agent_role: how the agent takes part.
         processes, standby, reports, waits: of the agent.
         by_forkserver: whether the forkserver forks coordinators.
@@ -99,7 +97,6 @@ class CoordinatorStarts:
     def __init__(
         self,
         setup: CoordinatorSetup,
-        checkpoint: StartingPoint | None,
         agent_role: AgentRole,
         processes: JobProcesses,
         standby: Standby,
@@ -108,7 +105,7 @@ class CoordinatorStarts:
         *,
         by_forkserver: bool,
     ) -> None:
-        self._setup, self._checkpoint, self._agent_role = setup, checkpoint, agent_role
+        self._setup, self._agent_role = setup, agent_role
         self.keys = setup.keys
         """The job's, of those that are started from now on; the forkserver has its own."""
         self._processes, self._standby, self._reports, self._waits = processes, standby, reports, waits
@@ -126,10 +123,8 @@ class CoordinatorStarts:
         if self._by_forkserver:
             message = SpawnCoordinator(
                 num_samples=setup.sampler.num_samples,
-                checkpoint=self._checkpoint,
-                started_s=setup.started_s,
+                checkpoint=setup.checkpoint,
                 coordinator_ends_s=ends_s,
-                home=setup.home,
             )
             self._processes.ask_for_coordinator(number, message)
             self._waits.for_forks((COORDINATOR,), time.monotonic())

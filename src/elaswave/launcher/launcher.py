@@ -51,9 +51,9 @@ from elaswave.faults.injection import FAULTS_FILE, KILL_HOST, Fault, parse_fault
 from elaswave.job.keys import JobKey, KeyRole, new_key, own_key
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.script import Script
-from elaswave.job.setup import AgentRole
+from elaswave.job.setup import AgentRole, own_role
 from elaswave.launcher.local_job import LocalJob
-from elaswave.launcher.resources import check_device, check_machine_memory, memory_bytes
+from elaswave.launcher.resources import JobPlace, check_device, check_machine_memory, memory_bytes
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import (
@@ -131,22 +131,19 @@ def train(
     started_s = time.monotonic()
     check_device(config.device.kind)
     check_available(config.device.frequency)
-    provide_descriptors(sum(config.widths), 0 if script is None else script.training.loaders)
+    num_loaders = 0 if script is None else script.training.loaders
+    provide_descriptors(sum(config.widths), num_loaders)
     sweep_dead()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    job = LocalJob(
-        config,
-        run_dir,
-        profile=profile,
-        reporter=reporter,
-        probe=probe,
-        faults=faults,
-        before_effect=before_effect,
+    place = JobPlace(config, run_dir, agent_role or own_role(), key or JobKey(new_key(), None))
+    setup = place.setup(
         started_s=started_s,
-        script=script,
-        key=key or JobKey(new_key(), None),
-        agent_role=agent_role,
+        faults=faults,
+        profile=profile,
+        num_loaders=num_loaders,
+        before_effect=before_effect,
     )
+    job = LocalJob(setup, place, reporter, probe=probe, script=script)
     try:
         data = open_data(config, run_dir, script)  # bad data ends here, not in a worker
         checkpoint = _look_around(config, run_dir, data, job.dataset_facts, reporter, resume=resume)

@@ -45,18 +45,15 @@ from elaswave.channel.messages.agent import (
 )
 from elaswave.channel.messages.worker import KeysNow
 from elaswave.channel.wire import agent_id
-from elaswave.config.schema import Config
 from elaswave.coordinator.job_spec import CoordinatorSetup, mark_of, write_marks
 from elaswave.data.fingerprint import DatasetFingerprint, Finding, SampleHash
 from elaswave.data.sampler import Sampler
 from elaswave.engine.checks.probe import Probe
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
-from elaswave.faults.injection import Fault
-from elaswave.job.keys import JobKey, KeyRole
 from elaswave.job.network import remove_control_file
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.script import Script
-from elaswave.job.setup import AgentRole, own_role
+from elaswave.job.setup import JobSetup
 from elaswave.launcher.coordinators import (
     CANDIDATE,
     CandidateReports,
@@ -93,14 +90,12 @@ from elaswave.launcher.terminal import StepCalls, StopRequest, TerminalView
 from elaswave.launcher.workers import AgentKeys, LogSending, WorkerLooks, WorkerSupervisor
 from elaswave.observability.processes import MappedFiles
 from elaswave.observability.progress import Reporter
-from elaswave.observability.run_folder import prepare_spare
-from elaswave.protocol.events import CoordinatorEffect
 from elaswave.protocol.leadership.standby import Standby
 from elaswave.protocol.membership.agent import Agent, JobEnded, WorkerEnded
 from elaswave.protocol.membership.effects import EndJoiner, SpawnJoiner
 from elaswave.store.claim import CandidateStage
 from elaswave.store.seal import proof_of_term
-from elaswave.system.processes import DeathWatch, how_it_ended
+from elaswave.system.processes import how_it_ended
 from elaswave.system.stop_signals import stop_signals, undisturbed
 
 LAST_WORDS_S = 1.0
@@ -120,85 +115,52 @@ class LocalJob(ClientOwner):
     """A job on this machine: its processes, its socket folder, its agent. `end` leaves none of them behind.
 
     Args:
-        config: with its layout resolved.
-        run_dir: the run's folder.
-        profile: also write a trace.
+        job: what its processes are started with.
+        place: this agent's folder, network and store; closed in the end.
         reporter: shows progress.
         probe: told of every point of every step in every worker.
-        faults: injected into workers and coordinator.
-        before_effect: called in the coordinator before each effect of the protocol's core.
-        started_s: monotonic time at which the command began.
         script: what a script trains; None: what the configuration describes.
-        key: the job's.
-        agent_role: how this agent takes part; None: it is the job's only one.
     Raises:
-        LaunchError: the system refuses a process, a folder or a port.
-        UsageError: what the script trains cannot be sent to the job's processes, or its network cannot be used.
+        LaunchError: the system refuses a process.
+        UsageError: what the script trains cannot be sent to the job's processes.
     """
 
     def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        *,
-        profile: bool,
-        reporter: Reporter,
-        probe: Probe | None,
-        faults: tuple[Fault, ...],
-        before_effect: Callable[[CoordinatorEffect], None],
-        started_s: float,
-        script: Script | None = None,
-        key: JobKey,
-        agent_role: AgentRole | None = None,
+        self, job: JobSetup, place: JobPlace, reporter: Reporter, *, probe: Probe | None, script: Script | None
     ) -> None:
-        self._agent_role = agent_role = agent_role or own_role()
+        self._job, self._place, self._agent_role = job, place, place.agent_role
+        self._run_dir = job.run_dir
+        agent_role, key = place.agent_role, place.key
         self._stop = StopRequest(agent_role.leave_s)
         self._prepared: Prepared | None = None
         """What the forkserver has said, once it is there."""
         self._script = script
         self.calls = StepCalls(script.on_step if script is not None else lambda step, loss, metrics: None)
         """Of the script's callback."""
-        self._config = config
-        self._run_dir = run_dir
         self._reporter = reporter
-        self._terminal_view = TerminalView(reporter, self.calls, config, agent_role, started_s)
-        self._profile = profile
-        self._faults = faults
-        self._before_effect = before_effect
-        self._started_s = started_s
+        self._terminal_view = TerminalView(reporter, self.calls, job.config, agent_role, job.started_s)
         self._refused: AgentRefused | None = None
         self._agent = Agent()
         self._client: ControlClient[ToAgent] | None = None
         self._ended: Ended | None = None
         self._is_over = False
         self._waits = LauncherWaits()
-        self._logs = LogSending(run_dir)
-        starts_coordinators = agent_role.creates_job or agent_role.is_candidate
-        key.held(KeyRole.JOB if starts_coordinators else KeyRole.JOINING)
-        prepare_spare(run_dir, config, agent_role.job)
-        self._place = place = JobPlace(config, run_dir, agent_role, key)
-        self._keys = AgentKeys(key, place.key_file, starts_coordinators=starts_coordinators, sent=agent_role.keys)
-        self._without_coordinator = WithoutCoordinator(
-            config.control, agent_role.job, run_dir, key, place.job_generation
+        self._logs = LogSending(job.run_dir)
+        self._keys = AgentKeys(
+            key, place.key_file, starts_coordinators=agent_role.starts_coordinators, sent=agent_role.keys
         )
-        self._deaths = DeathWatch()
+        self._without_coordinator = WithoutCoordinator(
+            job.config.control, job.name, job.run_dir, key, job.job_generation
+        )
         setup = ForkServerSetup(
-            config=config,
-            run_dir=run_dir,
-            control_dir=place.folder,
-            network=place.network,
+            job=job,
             keys=self._keys.ring.now,
             job_keys=self._keys.job,
-            deaths=self._deaths,
             commits=self._without_coordinator.commits,
-            faults=faults,
             probe=probe,
-            profile=profile,
+            suffix=agent_role.suffix,
             training=None if script is None else script.training,
             read_files=() if script is None else script.read_files,
-            before_effect=before_effect,
-            job_generation=place.job_generation,
-            suffix=agent_role.suffix,
         )
         try:
             self._processes = JobProcesses(setup, None if script is None else script.environment)
@@ -209,7 +171,7 @@ class LocalJob(ClientOwner):
             raise
         self.forkserver_pid = self._processes.forkserver_pid
         self._selector = self._processes.selector
-        self._workers = WorkerSupervisor(self._agent, self._processes, self._logs, self._waits, run_dir)
+        self._workers = WorkerSupervisor(self._agent, self._processes, self._logs, self._waits, job.run_dir)
         self._looks = WorkerLooks(self._processes)
         self._mapped = MappedFiles(time.monotonic())
         self._ends: dict[int, str] = {}
@@ -220,8 +182,8 @@ class LocalJob(ClientOwner):
         self._standby = Standby(leads=leads, is_candidate=agent_role.is_candidate)
         self._candidate_reports = CandidateReports(self._selector)
         if agent_role.creates_job:
-            if agent_role.job:
-                write_marks(run_dir, agent_role.job)
+            if job.name:
+                write_marks(job.run_dir, job.name)
             self._write_control_file()
 
     def _write_control_file(self) -> None:
@@ -290,8 +252,14 @@ class LocalJob(ClientOwner):
         self._way_on = way_on
         self.calls.begin(0 if checkpoint is None else checkpoint.meta.step)
         starts = CoordinatorStarts(
-            self._coordinator_setup(plan, sampler, checkpoint),
-            checkpoint,
+            CoordinatorSetup(
+                job=self._job,
+                plan=plan,
+                sampler=sampler,
+                keys=self._keys.job,
+                checkpoint=checkpoint,
+                coordinator_ends_s=(),
+            ),
             self._agent_role,
             self._processes,
             self._standby,
@@ -309,7 +277,7 @@ class LocalJob(ClientOwner):
             self._run_dir / "logs" / "coordinator.log",
             way_on,
         )
-        if self._agent_role.creates_job or self._agent_role.is_candidate:
+        if self._agent_role.starts_coordinators:
             self._coordinators.start()
         self._client = ControlClient(
             self._place.network.launcher_targets,
@@ -510,27 +478,6 @@ class LocalJob(ClientOwner):
             return
         self._coordinators.take_keys(self._keys.job)
         self._processes.ask_forkserver(self._keys.for_forkserver())
-
-    def _coordinator_setup(self, plan: RunPlan, sampler: Sampler, checkpoint: StartingPoint | None) -> CoordinatorSetup:
-        return CoordinatorSetup(
-            plan=plan,
-            sampler=sampler,
-            run_dir=self._run_dir,
-            control_dir=self._place.folder,
-            listen=self._place.network.listen,
-            keys=self._keys.job,
-            checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
-            started_s=self._started_s,
-            deaths=self._deaths,
-            faults=self._faults,
-            coordinator_ends_s=(),
-            before_effect=self._before_effect,
-            home=self._agent_role.incarnation,
-            job=self._agent_role.job,
-            job_generation=self._place.job_generation,
-            profile=self._profile,
-            tls=self._place.network.tls,
-        )
 
     def _on_coordinator_exit(self, text: str, at_s: float) -> None:
         assert self._client is not None

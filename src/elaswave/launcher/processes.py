@@ -61,7 +61,7 @@ def forkserver_log(suffix: str) -> str:
     """The name of the forkserver's log.
 
     Args:
-        suffix: see `elaswave.job.setup.Post.suffix`.
+        suffix: see `elaswave.job.setup.AgentRole.suffix`.
     """
     return f"forkserver{suffix}.log"
 
@@ -90,7 +90,7 @@ class ForkServerProcess:
             self._link.close()
             let_go()
 
-        log = setup.run_dir / "logs" / forkserver_log(setup.suffix)
+        log = setup.job.run_dir / "logs" / forkserver_log(setup.suffix)
         self._child: Child | None
         try:
             if environment is None:
@@ -327,7 +327,7 @@ class JobProcesses:
     """
 
     def __init__(self, setup: ForkServerSetup, environment: Mapping[str, str] | None = None) -> None:
-        self._run_dir, self._suffix = setup.run_dir, setup.suffix
+        self._run_dir, self._suffix = setup.job.run_dir, setup.suffix
         self.selector = selectors.DefaultSelector()
         self._coordinator: Child | None = None
         """The one that this process has forked."""

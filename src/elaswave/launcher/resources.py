@@ -18,7 +18,7 @@ import importlib.util
 import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -27,13 +27,17 @@ from elaswave.config.cluster import element_bytes, shape_of, state_bytes
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.errors import ConfigError, UsageError
-from elaswave.job.keys import JOB_KEY_FILE, JobKey
+from elaswave.faults.injection import Fault
+from elaswave.job.keys import JOB_KEY_FILE, JobKey, KeyRole
 from elaswave.job.network import JobNetwork, open_network, write_control_file
-from elaswave.job.setup import AgentRole
+from elaswave.job.setup import AgentRole, JobSetup
+from elaswave.observability.run_folder import prepare_spare
 from elaswave.planning.costs.analytic import sum_bytes
 from elaswave.planning.costs.layers import Costs, LayerCosts, MemoryModel, num_copies
+from elaswave.protocol.events import CoordinatorEffect
 from elaswave.store.opening import JobStore
 from elaswave.system.grants import JobFolder
+from elaswave.system.processes import DeathWatch
 
 
 class MemoryEstimate(NamedTuple):
@@ -157,10 +161,14 @@ class JobPlace:
     Raises:
         LaunchError: the system refuses a folder or a port, or the store cannot be used.
         ConfigError: the network cannot be used.
+        UsageError: the key is not good for this part.
     """
 
     def __init__(self, config: Config, run_dir: Path, agent_role: AgentRole, key: JobKey) -> None:
-        self._run_dir, self._agent_role, self._key = run_dir, agent_role, key
+        self.agent_role, self.key = agent_role, key
+        self._config, self._run_dir = config, run_dir
+        key.held(KeyRole.JOB if agent_role.starts_coordinators else KeyRole.JOINING)
+        prepare_spare(run_dir, config, agent_role.job)
         self._job_folder = JobFolder()
         self.folder = self._job_folder.path
         self.store: JobStore | None = None
@@ -172,7 +180,7 @@ class JobPlace:
                 self.network = agent_role.network
             else:
                 self.network, self._kept_port = open_network(config.net, self.folder, sum(config.widths))
-            if agent_role.creates_job or agent_role.is_candidate:
+            if agent_role.starts_coordinators:
                 self.store = JobStore(
                     config.control,
                     run_dir,
@@ -190,21 +198,51 @@ class JobPlace:
         """Which job generation this agent takes part in, see
         `elaswave.protocol.leadership.store_position.StorePosition`."""
         return (
-            self._agent_role.job_generation
+            self.agent_role.job_generation
             or (0 if self.store is None else self.store.job_generation)
-            or self._agent_role.incarnation
+            or self.agent_role.incarnation
         )
 
     @property
     def holder(self) -> str:
         """The name under which this agent's coordinators hold the job in a store that others may use; else empty."""
-        return self._agent_role.name if self._agent_role.is_candidate else ""
+        return self.agent_role.name if self.agent_role.is_candidate else ""
+
+    def setup(
+        self,
+        *,
+        started_s: float,
+        faults: tuple[Fault, ...],
+        profile: bool,
+        num_loaders: int = 0,
+        before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None,
+    ) -> JobSetup:
+        """What all processes of the job here are started with.
+
+        Args:
+            started_s, faults, profile, num_loaders, before_effect: as of `JobSetup`.
+        """
+        return JobSetup(
+            config=self._config,
+            run_dir=self._run_dir,
+            control_dir=self.folder,
+            network=self.network,
+            name=self.agent_role.job,
+            job_generation=self.job_generation,
+            home=self.agent_role.incarnation,
+            started_s=started_s,
+            faults=faults,
+            before_effect=before_effect,
+            deaths=DeathWatch(),
+            profile=profile,
+            num_loaders=num_loaders,
+        )
 
     def write_control_file(self) -> str:
         """Tells operators of this machine where the coordinator is; returns what is wrong if it cannot."""
         try:
             self._write_key()
-            write_control_file(self._run_dir, self.network, self.key_file, is_temporary=self._key.file is None)
+            write_control_file(self._run_dir, self.network, self.key_file, is_temporary=self.key.file is None)
         except OSError as error:
             return f"elaswave ctl cannot reach this run, its key cannot be written: {error}"
         return ""
@@ -212,16 +250,16 @@ class JobPlace:
     @property
     def key_file(self) -> Path:
         """Where operators of this machine read the key: no file of the run's folder holds it."""
-        return self.folder / JOB_KEY_FILE if self._key.file is None else self._key.file.resolve()
+        return self.folder / JOB_KEY_FILE if self.key.file is None else self.key.file.resolve()
 
     def _write_key(self) -> None:
         """If it was given in no file, and while it is the first one: a later one stands there already."""
-        if self._key.file is not None:
+        if self.key.file is not None:
             return
         with contextlib.suppress(FileExistsError):
             fd = os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(fd, "wb") as file:
-                file.write(self._key.text)
+                file.write(self.key.text)
 
     def close(self) -> None:
         """Gives folder and port up; the store stays as it is."""

@@ -197,7 +197,9 @@ def test_a_coordinator_that_cannot_listen_says_whether_another_one_could(
         raise OSError(number, "refused")
 
     this: Any = SimpleNamespace(
-        _server=SimpleNamespace(start=start), _setup=SimpleNamespace(listen="tcp:127.0.0.1:7077", home=1, tls=None),
+        _server=SimpleNamespace(start=start), _setup=SimpleNamespace(
+            job=SimpleNamespace(network=SimpleNamespace(listen="tcp:127.0.0.1:7077", tls=None), home=1)
+        ),
         _keys=SimpleNamespace(of_peer=lambda peer: b""),
         _on_message=None, _on_connected=None, _on_closed=None, _on_store_position=None,
         _terminal=SimpleNamespace(say_of_stranger=None),
@@ -282,11 +284,11 @@ def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
 ) -> None:
     launcher._processes.ask_for_coordinator = lambda number, message: launcher.asked.append(message)  # type: ignore[method-assign]
     sampler = SimpleNamespace(num_samples=8)
-    setup: Any = SimpleNamespace(sampler=sampler, started_s=0.0, home=3, keys=Secrets((b"the job's",)))
+    setup: Any = SimpleNamespace(sampler=sampler, checkpoint=None, keys=Secrets((b"the job's",)))
     processes, standby, waits = launcher._processes, launcher._standby, launcher._waits
     reports = CandidateReports(selectors.DefaultSelector())
     role = launcher._agent_role
-    starts = CoordinatorStarts(setup, None, role, processes, standby, reports, waits, by_forkserver=True)
+    starts = CoordinatorStarts(setup, role, processes, standby, reports, waits, by_forkserver=True)
     launcher.coordinators(starts, JobStore(ControlConfig(), tmp_path, tmp_path, b"k" * 32)).start()
     assert [type(message) for message in launcher.asked] == [SpawnCoordinator]
     stopped = ProcessFacts(state="T", parent=1, cpu_s=1.0, start_ticks=0)

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from elaswave._version import __version__
@@ -143,18 +144,18 @@ class RunRecorder:
         plan, checkpoint = setup.plan, setup.checkpoint
         self._plan = plan
         self._config = plan.config
-        self._run_dir = setup.run_dir
+        self._run_dir = setup.job.run_dir
         self._store = store
         self._events = events
         self._terminal = terminal
         self._at_home = at_home
-        self._started_s = setup.started_s
+        self._started_s = setup.job.started_s
         self._domains_reported = ""
         """What people were told last of the sites and hosts whose loss is survived."""
         self._next_timings_s = 0.0
         """When the next `TimingsMeasured` may be written."""
         self._sampler = setup.sampler
-        meta = None if checkpoint is None else checkpoint[1]
+        meta = None if checkpoint is None else checkpoint.meta
         extra = {} if meta is None else meta.extra
         val_steps = extra.get("val_steps", [])
         val_losses = map(float, extra.get("val_losses", []))
@@ -172,7 +173,7 @@ class RunRecorder:
         """Steps of checkpoints that are durable or given up, and of which the workers are still to be told."""
         self._settling: set[int] = set()
         """The same, of which the record is not durable yet."""
-        self.checkpoints = Checkpoints(plan, setup.run_dir, self, terminal, tell_committer)
+        self.checkpoints = Checkpoints(plan, setup.job.run_dir, self, terminal, tell_committer)
         self._tokens_per_sample = plan.tokens_per_sample
         if records is not None:
             self._restore(records)
@@ -183,7 +184,9 @@ class RunRecorder:
                 total_steps=self._config.run.steps,
                 first_step=self.state.first_step,
                 num_workers=len(self.state.members),
-                resumed_from=None if checkpoint is None else str(checkpoint[0].relative_to(setup.run_dir)),
+                resumed_from=None
+                if checkpoint is None
+                else str(Path(checkpoint.folder).relative_to(setup.job.run_dir)),
                 losses=list(self.state.losses),
                 config=self._config.to_dict(),
             )

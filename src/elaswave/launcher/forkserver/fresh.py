@@ -74,13 +74,13 @@ def pickled_setup(setup: ForkServerSetup) -> bytes:
     """What a fresh forkserver is started with, as it lies in its socket.
 
     Args:
-        setup: its `deaths` are left out.
+        setup: the job's `deaths` are left out.
     Raises:
         UsageError: a part of the training cannot be pickled; says which.
     """
 
     ground = _Ground(list(sys.argv), current_settings(), states_of_modules())
-    sent = _Handed(setup._replace(deaths=None, commits=None), _named_tuples_of_script())
+    sent = _Handed(setup._replace(job=setup.job._replace(deaths=None), commits=None), _named_tuples_of_script())
     try:
         return framed(pickle.dumps(ground)) + framed(dumps(sent))
     except Exception as error:
@@ -162,8 +162,8 @@ def serve_parent(parent: int, log: str, probe: int | None) -> int:
         with contextlib.suppress(OSError):
             link.sendall(pack_message(Unprepared(text=f"what the script trains cannot be loaded: {said(error)}")))
         return 1
-    deaths = DeathWatch()
-    return run_forkserver(sent.setup._replace(deaths=deaths, read_files=opened, not_taken=taken.left), link)
+    setup = sent.setup._replace(job=sent.setup.job._replace(deaths=DeathWatch()))
+    return run_forkserver(setup._replace(read_files=opened, not_taken=taken.left), link)
 
 
 def _module_folders() -> list[str]:

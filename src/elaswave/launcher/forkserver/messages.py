@@ -28,10 +28,7 @@ class SpawnCoordinator(Message, frozen=True, kw_only=True):
     num_samples: int
     """Of a data pass."""
     checkpoint: StartingPoint | None
-    started_s: float
     coordinator_ends_s: tuple[float, ...]
-    home: int
-    """As of the setup; a script's job has one host."""
 
 
 class KillWorkers(Message, frozen=True, kw_only=True):

@@ -112,9 +112,9 @@ def _run(setup: ForkServerSetup, link: socket.socket, inherited: Sequence[ReadFi
         torch.set_num_threads(1)  # a process with idle threads of a library must not fork
         open_anew(inherited)
         ours = open_descriptors().difference(*(file.fds for file in setup.read_files))
-        plan = Blueprint(setup.config, setup.training)
-        if setup.training is not None:  # whose layers may have opened more
-            setup = setup._replace(read_files=read_files(ours))
+        plan = Blueprint(setup.job.config, setup.training)
+        if setup.training is not None:
+            setup = setup._replace(read_files=read_files(ours))  # whose layers may have opened more
     except UsageError as error:
         link.sendall(pack_message(Unprepared(text=readable(str(error)), is_usage=True)))
         return 1
@@ -134,12 +134,12 @@ def _probe_dataset(setup: ForkServerSetup, plan: RunPlan) -> list[Finding]:
     """See `elaswave.launcher.forkserver.loaders`."""
     from elaswave.engine.checks.rehearsal import Rehearsal  # loads torch, as `run_forkserver` has
 
-    log = setup.run_dir / "logs" / "loader-survey.log"
+    log = setup.job.run_dir / "logs" / "loader-survey.log"
     memory, _ = memory_bytes() or (None, "")
 
     def begin() -> Rehearsal:
         # The plan is a blueprint, a class that needs torch.
-        return Rehearsal(plan, setup.training.open_samples(setup.run_dir / "data"), memory)  # type: ignore[arg-type]
+        return Rehearsal(plan, setup.training.open_samples(setup.job.run_dir / "data"), memory)  # type: ignore[arg-type]
 
     return probe_dataset(begin, log, setup.read_files)
 
@@ -285,26 +285,15 @@ class _Serving:
             self._is_over = True
 
     def _coordinator_setup(self, asked: SpawnCoordinator) -> CoordinatorSetup:
-        setup, checkpoint = self._setup, asked.checkpoint
-        assert setup.deaths is not None
+        job = self._setup.job
         _ = self._plan.programs, self._plan.placement  # computed and checked once, inherited by all coordinators
         return CoordinatorSetup(
+            job=job,
             plan=self._plan,
-            sampler=sampler_of(setup.config, asked.num_samples),
-            run_dir=setup.run_dir,
-            control_dir=setup.control_dir,
-            listen=setup.network.listen,
-            keys=setup.job_keys,
-            checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
-            started_s=asked.started_s,
-            deaths=setup.deaths,
-            faults=setup.faults,
+            sampler=sampler_of(job.config, asked.num_samples),
+            keys=self._setup.job_keys,
+            checkpoint=asked.checkpoint,
             coordinator_ends_s=asked.coordinator_ends_s,
-            before_effect=setup.before_effect,
-            home=asked.home,
-            job_generation=setup.job_generation,
-            num_loaders=self._num_loaders,
-            tls=setup.network.tls,
         )
 
     def _say(self, message: FromForkServer) -> None:
@@ -337,7 +326,7 @@ class _Serving:
             self._loading.join()
             self._loading = None
         try:
-            child = fork(what, self._setup.run_dir / "logs" / log, body, let_go=self._let_go)
+            child = fork(what, self._setup.job.run_dir / "logs" / log, body, let_go=self._let_go)
         except LaunchError as error:
             if name != COMMITTER:
                 self._say(SpawnRefused(child=name.worker if isinstance(name, Loader) else name, text=str(error)))

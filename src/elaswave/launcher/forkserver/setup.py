@@ -6,17 +6,12 @@ H12). The memory is an anonymous mapping inherited through fork, as that of `ela
 
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from elaswave.config.schema import Config
 from elaswave.engine.checks.probe import Probe
-from elaswave.faults.injection import Fault
-from elaswave.job.network import JobNetwork
 from elaswave.job.script import ReadFile
-from elaswave.protocol.events import CoordinatorEffect
-from elaswave.system.processes import DeathWatch
+from elaswave.job.setup import JobSetup
 from elaswave.transport.handshake import Secrets
 
 
@@ -43,34 +38,20 @@ class CommitCount:
 class ForkServerSetup(NamedTuple):
     """What the forkserver and the workers are started with."""
 
-    config: Config
-    run_dir: Path
-    control_dir: Path
-    """Private folder of the job."""
-    network: JobNetwork
-    """Where coordinator and workers listen and are dialled."""
+    job: JobSetup
     keys: Secrets
-    """Of those who take part, see `elaswave.job.keys.Role`."""
+    """Of those who take part, see `elaswave.job.keys.KeyRole`."""
     job_keys: Secrets
     """The job's; none where no coordinator is started."""
-    deaths: DeathWatch | None
-    """None only on the way to a fresh interpreter."""
     commits: CommitCount | None
     """None where the agent that shares it never waits for another host's coordinator."""
-    faults: tuple[Fault, ...]
-    """Those of workers are carried out in them."""
     probe: Probe | None
-    profile: bool
+    suffix: str
+    """Of the names of files of which every host has its own in the run's folder."""
     training: Any = None
     """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
     read_files: tuple[ReadFile, ...] = ()
     """Of a person's code: what it has open for reading, of which each process needs a place of its own."""
-    before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
-    """Called in the coordinator before each effect of the protocol's core."""
-    job_generation: int = 0
-    """Of the job, see `elaswave.protocol.leadership.store_position.StorePosition`."""
-    suffix: str = ""
-    """Of the names of files of which every host has its own in the run's folder."""
     not_taken: Sequence[str] = ()
     """What a fresh interpreter has not taken over of the script's modules; grows while modules are imported."""
     frozen: Any = None

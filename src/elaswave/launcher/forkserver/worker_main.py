@@ -64,8 +64,8 @@ def worker_main(
         Exit status.
     """
     clients: list[ControlClient[ToWorker]] = []
-    slow_control = slow_control_of(setup.config, worker)
-    sites = site_links(setup.config, worker)
+    slow_control = slow_control_of(setup.job.config, worker)
+    sites = site_links(setup.job.config, worker)
     parted: set[tuple[str, float]] = set()
     lock = threading.Lock()
 
@@ -100,20 +100,20 @@ def worker_main(
 
     ring = KeyRing(setup.keys)
     probe: Probe = setup.probe or NoProbe()
-    record = setup.run_dir / FAULTS_FILE
-    if setup.faults:
-        seed = setup.config.run.seed
-        faults = FaultProbe(setup.faults, seed=seed, record=record, silence=silence, slow=slow, part=part)
+    record = setup.job.run_dir / FAULTS_FILE
+    if setup.job.faults:
+        seed = setup.job.config.run.seed
+        faults = FaultProbe(setup.job.faults, seed=seed, record=record, silence=silence, slow=slow, part=part)
         probe = Probes(probe, faults)
     worker_setup = WorkerSetup(
-        config=setup.config,
+        config=setup.job.config,
         worker=worker,
-        run_dir=setup.run_dir,
+        run_dir=setup.job.run_dir,
         key=ring,
-        listen=setup.network.links,
+        listen=setup.job.network.links,
         checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
         probe=probe,
-        profile=setup.profile,
+        profile=setup.job.profile,
         training=setup.training,
         loaders=loaders,
         frozen=setup.frozen,
@@ -122,8 +122,8 @@ def worker_main(
     )
 
     def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:
-        assert setup.deaths is not None
-        setup.deaths.live(worker)
+        assert setup.job.deaths is not None
+        setup.job.deaths.live(worker)
         if setup.commits is not None:
             mailbox.on_commit = setup.commits.add
 
@@ -134,22 +134,22 @@ def worker_main(
         mailbox.on_keys = take_keys
         mailbox.on_fenced_off = lambda message: end_later(worker, message.reason)
         client: ControlClient[ToWorker] = ControlClient(
-            [(setup.network.dial, ""), *setup.network.others],
+            [(setup.job.network.dial, ""), *setup.job.network.others],
             ring,
             worker,
             ToWorker,
             mailbox,
-            tls=setup.network.tls,
+            tls=setup.job.network.tls,
             dial=addresses.dial if slow_control is None else slow_control.dial,
-            job_generation=setup.job_generation,
+            job_generation=setup.job.job_generation,
         )
         client.interval_s = HEARTBEAT_S
         clients.append(client)
         client.start()
-        AwayWatch(setup.faults, record, part)
+        AwayWatch(setup.job.faults, record, part)
 
         def tell() -> None:
-            client.send(mailbox.leaving_within(setup.config.elastic.drain_deadline_s))
+            client.send(mailbox.leaving_within(setup.job.config.elastic.drain_deadline_s))
 
         hear_notices(tell)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS)
@@ -193,6 +193,6 @@ def loader_main(setup: ForkServerSetup, line: socket.socket) -> int:
     os.setpriority(os.PRIO_PROCESS, 0, COMPUTE_NICENESS)
     offer_to_kernel()
     say_who(line)
-    samples = setup.training.open_samples(setup.run_dir / "data")
-    sampler = sampler_of(setup.config, samples.num_samples("train"), samples.sources)
-    return serve_batches(BatchMaker(setup.config, samples, sampler), line)
+    samples = setup.training.open_samples(setup.job.run_dir / "data")
+    sampler = sampler_of(setup.job.config, samples.num_samples("train"), samples.sources)
+    return serve_batches(BatchMaker(setup.job.config, samples, sampler), line)
