@@ -152,7 +152,8 @@ def train(
             _compare_with_script(config, run_dir, script, job, reporter)
         if checkpoint is not None:
             _check_same_tensors(plan, checkpoint)
-        _ = plan.programs, plan.placement  # computed and checked once, inherited by all coordinators
+        if script is None:  # else the forkserver does, from which those coordinators are forked
+            _ = plan.programs, plan.placement  # computed and checked once, inherited by all coordinators
     except BaseException:
         job.end()
         raise

@@ -114,6 +114,7 @@ def _run(setup: ForkServerSetup, link: socket.socket, inherited: Sequence[ReadFi
         ours = open_descriptors().difference(*(file.fds for file in setup.read_files))
         plan = Blueprint(setup.job.config, setup.training)
         if setup.training is not None:
+            _ = plan.programs, plan.placement  # computed and checked once, inherited by all coordinators
             setup = setup._replace(read_files=read_files(ours))  # whose layers may have opened more
     except UsageError as error:
         link.sendall(pack_message(Unprepared(text=readable(str(error)), is_usage=True)))
@@ -286,7 +287,6 @@ class _Serving:
 
     def _coordinator_setup(self, asked: SpawnCoordinator) -> CoordinatorSetup:
         job = self._setup.job
-        _ = self._plan.programs, self._plan.placement  # computed and checked once, inherited by all coordinators
         return CoordinatorSetup(
             job=job,
             plan=self._plan,
