@@ -30,8 +30,8 @@ import msgspec
 import torch
 
 from elaswave.config.load import load_config
-from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
+from elaswave.config.values import OwnModel
 from elaswave.job.script import Script
 from elaswave.launcher.launcher import train
 from elaswave.observability.progress import make_reporter

@@ -7,8 +7,8 @@ import torch
 from harness import SIZES, configuration
 from torch import nn
 
-from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
+from elaswave.config.values import OwnModel
 from elaswave.engine.blueprint import Blueprint
 from elaswave.models.layers import build_layer
 from elaswave.training.definition import Training
@@ -117,7 +117,7 @@ class Transformers:
 
     def configuration(self, *settings: str) -> Config:
         """See `Task`."""
-        from elaswave.api.model import OwnModelSpec
+        from elaswave.api.given import OwnModelSpec
 
         spec = OwnModelSpec(self._layers, self._layers.loss)
         own = OwnModel(spec.layer_parameters, "float32", has_optimizer=False, grad_clip=0.0)
@@ -125,7 +125,7 @@ class Transformers:
 
     def training(self, config: Config) -> Training:
         """See `Task`."""
-        from elaswave.api.model import OwnModelSpec
+        from elaswave.api.given import OwnModelSpec
         from elaswave.training.dataset import DatasetSamples
 
         return Training(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elaswave.api.model import OwnModelSpec
+from elaswave.api.given import OwnModelSpec
 from elaswave.config.schema import OptimizerConfig
 from elaswave.data.sampler import Draw
 from elaswave.models.layers import Layer

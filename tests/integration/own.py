@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 import elaswave
 from elaswave.api.environment import environment_to_compute
-from elaswave.api.session import ScriptSession, active
-from elaswave.launcher.launcher import JobOptions
+from elaswave.job.script import JobOptions, ScriptSession, active
 
 CONFIG: dict[str, Any] = {
     "run.steps": 8,

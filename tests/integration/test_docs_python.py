@@ -11,8 +11,7 @@ from tests.integration.scripts import ROOT
 from torch import Tensor, nn
 
 import elaswave
-from elaswave.api.session import ScriptSession, active
-from elaswave.launcher.launcher import JobOptions
+from elaswave.job.script import JobOptions, ScriptSession, active
 from elaswave.observability.run_folder import saved_config
 
 SHORT = ("run.steps=3", "batch.num_microbatches=4", "batch.microbatch_size=4", "layout.widths=[1,1]")

@@ -14,10 +14,9 @@ from tests.integration.jobs import nothing_left
 from tests.integration.scripts import ROOT, run
 
 import elaswave
-from elaswave.api.session import ScriptSession, active
 from elaswave.cli.main import cli
 from elaswave.errors import RunFolderError, UsageError
-from elaswave.launcher.launcher import JobOptions
+from elaswave.job.script import JobOptions, ScriptSession, active
 from elaswave.observability.run_folder import resume_command, saved_config
 
 TEXT = (

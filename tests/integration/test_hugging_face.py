@@ -9,7 +9,7 @@ from tests.hugging_face import CONFIGS, config_of, microbatch_losses, original, 
 from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 
 import elaswave
-from elaswave.api.model import OwnModelSpec
+from elaswave.api.given import OwnModelSpec
 from elaswave.protocol.step.engine import Phase
 from elaswave.training.dataset import DatasetSamples
 from elaswave.training.definition import Training

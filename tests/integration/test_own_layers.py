@@ -12,10 +12,9 @@ from tests.integration.own_layers import NUM_SAMPLES, SETTINGS, Sequences, Value
 from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 
 import elaswave
-from elaswave.api.session import ScriptSession, active
 from elaswave.data.sampler import Draw
 from elaswave.errors import NonFiniteError
-from elaswave.launcher.launcher import JobOptions
+from elaswave.job.script import JobOptions, ScriptSession, active
 from elaswave.models.layers import Call, LossOutput, build_layer, inside
 from elaswave.protocol.step.engine import Phase
 from elaswave.training.optimizer import learning_rate

@@ -16,11 +16,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import elaswave
-from elaswave.api.session import ScriptSession, active
 from elaswave.cli.main import main
 from elaswave.data.sampler import Sampler
 from elaswave.errors import CheckpointError, ConfigError, UsageError
-from elaswave.launcher.launcher import JobOptions
+from elaswave.job.script import JobOptions, ScriptSession, active
 from elaswave.protocol.step.engine import Phase
 from elaswave.training.builtin import builtin_training
 from elaswave.training.definition import Training

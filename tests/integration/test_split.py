@@ -14,7 +14,7 @@ from tests.networks import KINDS, LENGTH, VOCABULARY, Pictures, Texts, pictures,
 from torch import Tensor, nn
 
 import elaswave
-from elaswave.api.model import OwnModelSpec
+from elaswave.api.given import OwnModelSpec
 from elaswave.config.schema import OptimizerConfig
 from elaswave.planning.programs.layout import make_layout
 from elaswave.training.dataset import DatasetSamples

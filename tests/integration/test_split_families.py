@@ -18,7 +18,7 @@ from tests.integration.test_split import LAYOUTS
 from torch import nn
 
 import elaswave
-from elaswave.api.model import OwnModelSpec
+from elaswave.api.given import OwnModelSpec
 from elaswave.config.schema import OptimizerConfig
 from elaswave.training.dataset import DatasetSamples
 from elaswave.training.definition import Training

@@ -13,16 +13,13 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from elaswave.api.environment import RANDOM, forkserver_environment, given_key, hash_seed, use_private_cache
-from elaswave.api.held import held, refuse_connections, without_new_connections
-from elaswave.api.model import OwnModelSpec, dtype_name
+from elaswave.api.given import OwnModelSpec, dtype_name, held, refuse_connections, without_new_connections
 from elaswave.api.result import Result
-from elaswave.api.session import current_session
 from elaswave.blocks.shapes import LayerShape
 from elaswave.checkpoints.checkpoint import CheckpointRef, checkpoint_of_step, find_newest_checkpoint, verify_checkpoint
 from elaswave.config.load import load_config
-from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
-from elaswave.config.values import plain
+from elaswave.config.values import OwnModel, plain
 from elaswave.engine.batches import Microbatches
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.rehearsal import as_in_a_worker, interruptible
@@ -30,8 +27,8 @@ from elaswave.engine.compute import Compute
 from elaswave.engine.frozen import changed_frozen
 from elaswave.engine.materialise import all_layers
 from elaswave.errors import CheckpointError, UsageError, WorkerError
-from elaswave.job.script import Script, read_files
-from elaswave.launcher.launcher import JobOptions, run_job
+from elaswave.job.script import JobOptions, Script, current_session, read_files
+from elaswave.launcher.launcher import run_job
 from elaswave.models.huggingface.model import HuggingFaceModel
 from elaswave.models.layers import Layer
 from elaswave.models.splitting.split import SplitLayers

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from elaswave.config.own import OWN
+from elaswave.config.values import OWN
 from elaswave.errors import RunFolderError, UsageError
 from elaswave.observability.output import say, say_json
 from elaswave.observability.run_folder import huggingface_files, saved_config

@@ -9,7 +9,7 @@ import msgspec
 
 from elaswave.cli.groups import DefaultCommand
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
-from elaswave.config.own import SAMPLES_PER_S
+from elaswave.config.values import SAMPLES_PER_S
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.output import say, say_json, wrap
 from elaswave.observability.progress import format_loss, format_rate, sparkline, writes_unicode

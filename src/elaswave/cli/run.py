@@ -57,8 +57,7 @@ def run_command(
     if not script.is_file():
         raise UsageError(f"there is no script {script}; give the path of a Python file")
     prepare_to_compute()
-    from elaswave.api.session import ScriptSession, active
-    from elaswave.launcher.launcher import JobOptions
+    from elaswave.job.script import JobOptions, ScriptSession, active
 
     options = JobOptions(run_dir, resume, overwrite, profile, fault_specs, as_json)
     session = ScriptSession(options, workers, with_policy(overrides, policy))

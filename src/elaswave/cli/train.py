@@ -15,10 +15,10 @@ import msgspec
 from elaswave.api.environment import given_key, prepare_to_compute
 from elaswave.cli.job_options import job_options, with_policy
 from elaswave.config.load import BUILT_IN_SOURCES, load_config
-from elaswave.config.own import OWN
-from elaswave.config.values import read_toml
+from elaswave.config.values import OWN, read_toml
 from elaswave.errors import UsageError
-from elaswave.launcher.launcher import JobOptions, run_job
+from elaswave.job.script import JobOptions
+from elaswave.launcher.launcher import run_job
 from elaswave.observability.output import say
 from elaswave.observability.run_folder import is_fine_tuning, resume_command
 
@@ -140,7 +140,7 @@ def _fine_tune(
     settings = {} if config_file is None else read_toml(config_file)
     prepare_to_compute()
     from elaswave.api.fine_tuning import FineTuning, saved_fine_tuning, trainer_of
-    from elaswave.api.session import ScriptSession, active
+    from elaswave.job.script import ScriptSession, active
 
     changes: dict[str, Any] = {"folder": folder, "data": data, "context_length": context_length, "dtype": dtype}
     given = {name: value for name, value in changes.items() if value is not None}

@@ -17,9 +17,9 @@ import numpy as np
 
 from elaswave.blocks.domains import site_of
 from elaswave.config.network import NetworkFile, read_network
-from elaswave.config.own import OWN
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.config.schema import Config
+from elaswave.config.values import OWN
 from elaswave.errors import ConfigError
 from elaswave.fences import built_in_layer_names, codecs_at
 from elaswave.planning.costs.analytic import USABLE_MEMORY, analytic_costs, analytic_shares, multiplications

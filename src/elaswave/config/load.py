@@ -26,11 +26,22 @@ from elaswave.config.cluster import (
     run_network,
     shape_of,
 )
-from elaswave.config.own import OWN, OwnModel, free_keys, problems_with_own
 from elaswave.config.presets import device_preset
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
-from elaswave.config.values import check_values, parse_toml, path_problem, plain, read_toml, toml_text, unknown_section
+from elaswave.config.values import (
+    OWN,
+    OwnModel,
+    check_values,
+    free_keys,
+    parse_toml,
+    path_problem,
+    plain,
+    problems_with_own,
+    read_toml,
+    toml_text,
+    unknown_section,
+)
 from elaswave.config_format import FORMAT_KEY, format_problem
 from elaswave.data.sources import known_vocabulary
 from elaswave.errors import ConfigError, DataError, InfeasiblePlan

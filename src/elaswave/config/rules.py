@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from elaswave.config.own import OWN
 from elaswave.config.presets import catalog
+from elaswave.config.values import OWN
 from elaswave.errors import ConfigError
 from elaswave.fences import built_in_layer_names, fence_problems, ratio_problems
 from elaswave.planning.programs.layout import layout_problems, resolve_widths

@@ -12,9 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from elaswave.blocks.domains import deal_over_hosts
-from elaswave.config.own import without_unused
 from elaswave.config.rules import broken_rules, host_sizes
-from elaswave.config.values import check_values, toml_document, toml_text
+from elaswave.config.values import check_values, toml_document, toml_text, without_unused
 from elaswave.config_format import FORMAT, FORMAT_KEY
 from elaswave.data.token_files import VOCABULARY_MAX
 from elaswave.errors import ConfigError

@@ -21,8 +21,8 @@ from elaswave.blocks.shapes import LayerShape, StateShapes, TensorSlot, all_tens
 from elaswave.blocks.survival import alone_on
 from elaswave.checkpoints.format import CheckpointMeta
 from elaswave.config.cluster import cluster_of, element_bytes, emulated_costs, labels_of, own_bytes
-from elaswave.config.own import OWN
 from elaswave.config.schema import Config
+from elaswave.config.values import OWN
 from elaswave.data.fingerprint import data_hash
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.fences import adaptive, codecs_at

@@ -1,11 +1,13 @@
-"""What a script brings to its job, beside the configuration. No torch here: the launcher imports this.
+"""What a script brings to its job beside the configuration, and the options of the command that runs it. No torch here.
 
-Files that a script has open when it trains: each process of the job gets a place of its own in them.
+A script makes its `Trainer` by itself, so the options of ``elaswave run``, which are stronger than the script's own,
+wait in a `ScriptSession`, in the one process that runs the script. Without the command there are none.
 
-A fork shares open files, and with them the place up to which each has been read: of two processes that seek and read,
-one gets the bytes that the other has asked for. So each process that runs a person's code first opens anew what the
-script, or its code in the forkserver, has open for reading only, under the same number and at the same place. Never
-elaswave's own files, whose locks must last as long as a child lives, and never files that are open for writing.
+Files that a script has open when it trains: each process of the job gets a place of its own in them. A fork shares open
+files, and with them the place up to which each has been read: of two processes that seek and read, one gets the bytes
+that the other has asked for. So each process that runs a person's code first opens anew what the script, or its code in
+the forkserver, has open for reading only, under the same number and at the same place. Never elaswave's own files,
+whose locks must last as long as a child lives, and never files that are open for writing.
 """
 
 import contextlib
@@ -13,9 +15,13 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fcntl import F_GETFL, fcntl
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from elaswave.config.schema import Config
 from elaswave.errors import UsageError
+from elaswave.observability.result import RunResult
+from elaswave.observability.run_folder import saved_config
 
 _STREAMS = (0, 1, 2)
 """Every process of a job leads these elsewhere."""
@@ -32,6 +38,129 @@ class ReadFile(NamedTuple):
     """That it was opened with, as far as the kernel keeps them."""
     offset: int
     """The place, in bytes."""
+
+
+class Script(NamedTuple):
+    """A script's training, and how its processes begin.
+
+    The process that launches a script's job is the script's own: callbacks may have started threads in it, and
+    libraries have left state. So it forks nothing but the forkserver, and that only where it may.
+    """
+
+    training: Any
+    """An `elaswave.training.definition.Training`."""
+    environment: Mapping[str, str] | None
+    """Of a fresh interpreter that becomes the forkserver and gets the training pickled; None: the forkserver is
+    forked."""
+    on_step: Callable[[int, float, Mapping[str, float]], None]
+    """Called in this process after each committed step, in order and once, with its number and loss."""
+    files: Mapping[str, bytes] = {}
+    """To be kept in the run's folder, under ``huggingface``, by name: what an export needs of a transformers model."""
+    read_files: tuple[ReadFile, ...] = ()
+    """That the script has open, and that a fork inherits."""
+
+
+class JobOptions(NamedTuple):
+    """How a job is run, beside its configuration."""
+
+    run_dir: Path | None = None
+    """Folder for everything that the run writes; None: a new one below ``runs``."""
+    resume: bool = False
+    """Go on from the newest valid checkpoint of the folder."""
+    overwrite: bool = False
+    """Replace the run that the folder holds."""
+    profile: bool = False
+    """Write a trace."""
+    fault_specs: tuple[str, ...] = ()
+    """Faults to inject, as ``--fault`` takes them."""
+    as_json: bool = False
+    """Standard output belongs to a JSON document: progress goes to standard error."""
+
+    def saved_config(self) -> Config | None:
+        """The configuration of the run that is resumed, if one is.
+
+        Raises:
+            UsageError: options that contradict each other.
+            RunFolderError: there is no run to resume.
+        """
+        if self.resume and self.overwrite:
+            raise UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
+        if self.resume and self.run_dir is None:
+            raise UsageError("--resume needs --run-dir, the folder of the run to go on with (a Trainer its run_dir)")
+        return saved_config(self.run_dir) if self.resume and self.run_dir is not None else None
+
+
+class FinishedJob(NamedTuple):
+    """A job that has ended well."""
+
+    run_dir: Path
+    result: RunResult
+
+
+class ScriptSession:
+    """The command's options, and the jobs that the script has run.
+
+    Args:
+        options: of the jobs.
+        workers: number of workers; None: the script decides.
+        overrides: as ``--set`` takes them.
+    """
+
+    def __init__(self, options: JobOptions, workers: int | None, overrides: tuple[str, ...]) -> None:
+        self.workers = workers
+        self.overrides = overrides
+        self.jobs: list[FinishedJob] = []
+        """Those that have ended well."""
+        self._options = options
+        self._num_begun = 0
+
+    def begin_job(self, run_dir: Path | None, resume: bool) -> JobOptions:
+        """The options of the script's next job.
+
+        Args:
+            run_dir, resume: as the script has them.
+        Raises:
+            UsageError: the command's options are for one job, and the script runs another one.
+        """
+        self._num_begun += 1
+        given = self._options
+        for option, is_set in (
+            ("--run-dir", given.run_dir is not None),
+            ("--resume", given.resume),
+            ("--overwrite", given.overwrite),
+            ("--json", given.as_json),
+        ):
+            if is_set and self._num_begun > 1:
+                raise UsageError(
+                    f"the script trains a second time, and {option} is for one training: leave it out, and give "
+                    "run_dir to each Trainer"
+                )
+        return given._replace(run_dir=given.run_dir or run_dir, resume=given.resume or (resume and not given.overwrite))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the script has begun to train."""
+        return self._num_begun > 0
+
+
+_NO_COMMAND = ScriptSession(JobOptions(), None, ())
+_current: ScriptSession | None = None
+
+
+def current_session() -> ScriptSession:
+    """The session of the command that runs this process's script; one without options where there is none."""
+    return _NO_COMMAND if _current is None else _current
+
+
+@contextlib.contextmanager
+def active(session: ScriptSession) -> Iterator[ScriptSession]:
+    """While inside, the script's trainers get their options from this session."""
+    global _current
+    before, _current = _current, session
+    try:
+        yield session
+    finally:
+        _current = before
 
 
 def open_descriptors() -> frozenset[int]:
@@ -165,23 +294,3 @@ def _refusal(file: ReadFile, reason: str) -> UsageError:
         f"({reason}); processes that share an open file read each other's bytes: open it where it is first read (in "
         "__getitem__), or close it before train()"
     )
-
-
-class Script(NamedTuple):
-    """A script's training, and how its processes begin.
-
-    The process that launches a script's job is the script's own: callbacks may have started threads in it, and
-    libraries have left state. So it forks nothing but the forkserver, and that only where it may.
-    """
-
-    training: Any
-    """An `elaswave.training.definition.Training`."""
-    environment: Mapping[str, str] | None
-    """Of a fresh interpreter that becomes the forkserver and gets the training pickled; None: the forkserver is
-    forked."""
-    on_step: Callable[[int, float, Mapping[str, float]], None]
-    """Called in this process after each committed step, in order and once, with its number and loss."""
-    files: Mapping[str, bytes] = {}
-    """To be kept in the run's folder, under ``huggingface``, by name: what an export needs of a transformers model."""
-    read_files: tuple[ReadFile, ...] = ()
-    """That the script has open, and that a fork inherits."""

@@ -40,8 +40,9 @@ from elaswave.faults.injection import parse_fault
 from elaswave.job.keys import JobKey, KeyRole, tls_of
 from elaswave.job.network import JobNetwork, address_of, ports_beside
 from elaswave.job.plan import RunPlan
+from elaswave.job.script import JobOptions
 from elaswave.job.setup import AgentRole, new_incarnation
-from elaswave.launcher.launcher import JobOptions, open_data, outcome_of, run_job
+from elaswave.launcher.launcher import open_data, outcome_of, run_job
 from elaswave.launcher.local_job import LocalJob, error_of_refusal
 from elaswave.launcher.resources import JobPlace
 from elaswave.observability.output import say_error
@@ -52,7 +53,7 @@ from elaswave.protocol.leadership.job_creation import CreatorAction, JobCreator
 from elaswave.store.etcd_store import foreign_job
 from elaswave.store.opening import FILE, look_for_earlier, remove_earlier
 from elaswave.system.grants import provide_descriptors, sweep_dead
-from elaswave.system.stop_signals import ending_early
+from elaswave.system.processes import ending_early
 from elaswave.transport.addresses import Endpoint, reserve, tcp_address
 from elaswave.transport.tls import Tls
 

@@ -26,8 +26,13 @@ from elaswave.errors import ConfigError, RecoveryError, RetryError, StoreError
 from elaswave.job.keys import JobKey, KeyRole
 from elaswave.job.setup import AgentRole
 from elaswave.launcher.forkserver.machine import COORDINATOR
-from elaswave.launcher.forkserver.messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
-from elaswave.launcher.forkserver.setup import CommitCount
+from elaswave.launcher.forkserver.messages import (
+    AbandonCommits,
+    CommitCount,
+    CommitDone,
+    CommitShards,
+    SpawnCoordinator,
+)
 from elaswave.launcher.processes import JobProcesses, LauncherWaits
 from elaswave.observability.result import RESULT_FILE
 from elaswave.protocol.leadership.standby import ORPHAN_S, CoordinatorTimeout, Standby, TimeoutAction
@@ -290,11 +295,11 @@ _log = logging.getLogger("elaswave.launcher")
 
 
 class WithoutCoordinator:
-    """Of one agent.
+    """Of one agent of a job of several hosts. (That of a job of one starts its coordinators itself.)
 
     Args:
         config: which store.
-        job: the name of a job of several hosts; empty of a job of one.
+        job: the job's name.
         run_dir: the run's folder on this host.
         key: the job's.
         job_generation: which job generation it takes part in.
@@ -311,7 +316,7 @@ class WithoutCoordinator:
         self._coordinator_timeout = CoordinatorTimeout(
             ORPHAN_S if config.store == FILE else max(ORPHAN_S, config.store_patience_s)
         )
-        self.commits = CommitCount() if job else None
+        self.commits = CommitCount()
         """Counts the steps that this host's workers commit."""
         self.gives_up = False
         """Whether it has been alone for too long."""
@@ -327,8 +332,8 @@ class WithoutCoordinator:
         Returns:
             How the job has ended, if that was found out.
         """
-        num_commits = 0 if self.commits is None else self.commits.value
-        due = self._coordinator_timeout.look(time.monotonic(), has_coordinator=has_coordinator, num_commits=num_commits)
+        now_s, num_commits = time.monotonic(), self.commits.value
+        due = self._coordinator_timeout.look(now_s, has_coordinator=has_coordinator, num_commits=num_commits)
         self.gives_up = due is TimeoutAction.END
         if due is not TimeoutAction.SEEK:
             return None

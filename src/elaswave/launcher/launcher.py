@@ -1,12 +1,8 @@
-"""Runs a training job on this machine: checks what it is given, starts it, says how it ended.
-
-What runs it is `elaswave.launcher.local_job`. This process holds no torch, unless it is a script's: the forkserver
-process, which is started first, loads it while the data and the checkpoints are looked at here.
-
-A job from its options to its result: the folder, the faults, the display, the launcher.
+"""A job on this machine from its options to its result: checks what it is given, starts it, says how it ended.
 
 Every entry point calls it: ``elaswave train`` for what a configuration describes, `elaswave.Trainer` for what a script
-brings.
+brings. What runs the job is `elaswave.launcher.local_job`. This process holds no torch, unless it is a script's: the
+forkserver, which is started first, loads it while the data and the checkpoints are looked at here.
 """
 
 import contextlib
@@ -50,7 +46,7 @@ from elaswave.errors import (
 from elaswave.faults.injection import FAULTS_FILE, KILL_HOST, Fault, parse_faults
 from elaswave.job.keys import JobKey, KeyRole, new_key, own_key
 from elaswave.job.plan import RunPlan, StartingPoint
-from elaswave.job.script import Script
+from elaswave.job.script import FinishedJob, JobOptions, Script
 from elaswave.job.setup import AgentRole, own_role
 from elaswave.launcher.local_job import LocalJob
 from elaswave.launcher.resources import JobPlace, check_device, check_machine_memory, memory_bytes
@@ -72,13 +68,12 @@ from elaswave.observability.run_folder import (
     keep_huggingface,
     open_run_dir,
     resume_command,
-    saved_config,
     write_data_facts,
 )
 from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.system.grants import provide_descriptors, sweep_dead
-from elaswave.system.stop_signals import ending_early
+from elaswave.system.processes import ending_early
 from elaswave.training.tokens import open_tokens, sampler_of
 from elaswave.worker.frequency import check_available, remove_groups
 
@@ -383,43 +378,6 @@ def _close_log(run_dir: Path, started_s: float, reporter: Reporter) -> None:
                 reason=str(error),
             )
         )
-
-
-class JobOptions(NamedTuple):
-    """How a job is run, beside its configuration."""
-
-    run_dir: Path | None = None
-    """Folder for everything that the run writes; None: a new one below ``runs``."""
-    resume: bool = False
-    """Go on from the newest valid checkpoint of the folder."""
-    overwrite: bool = False
-    """Replace the run that the folder holds."""
-    profile: bool = False
-    """Write a trace."""
-    fault_specs: tuple[str, ...] = ()
-    """Faults to inject, as ``--fault`` takes them."""
-    as_json: bool = False
-    """Standard output belongs to a JSON document: progress goes to standard error."""
-
-    def saved_config(self) -> Config | None:
-        """The configuration of the run that is resumed, if one is.
-
-        Raises:
-            UsageError: options that contradict each other.
-            RunFolderError: there is no run to resume.
-        """
-        if self.resume and self.overwrite:
-            raise UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
-        if self.resume and self.run_dir is None:
-            raise UsageError("--resume needs --run-dir, the folder of the run to go on with (a Trainer its run_dir)")
-        return saved_config(self.run_dir) if self.resume and self.run_dir is not None else None
-
-
-class FinishedJob(NamedTuple):
-    """A job that has ended well."""
-
-    run_dir: Path
-    result: RunResult
 
 
 def run_job(

@@ -2,8 +2,8 @@
 
 It is told at once when a process ends: a worker's end it reports to the coordinator, a coordinator's end it answers
 with a new coordinator, the forkserver's end is the job's. It passes signals on, shows what the coordinator has to say,
-and has checkpoints committed. This is the loop, and who is told what. The parts are `elaswave.launcher.processes`,
-`worker_supervisor`, `coordinator_supervisor`, `alone`, `shown`, and `job_place`: folder, network and store.
+and has checkpoints committed. This is the loop, and who is told what. Its parts are in `elaswave.launcher.processes`,
+`workers`, `coordinators`, `terminal`, and `resources`: folder, network and store.
 """
 
 import contextlib
@@ -65,6 +65,7 @@ from elaswave.launcher.forkserver.machine import COORDINATOR
 from elaswave.launcher.forkserver.messages import (
     ChildGone,
     CommitDone,
+    ForkServerSetup,
     FromForkServer,
     KeysHeld,
     KillWorkers,
@@ -74,7 +75,6 @@ from elaswave.launcher.forkserver.messages import (
     Spawned,
     SpawnRefused,
 )
-from elaswave.launcher.forkserver.setup import ForkServerSetup
 from elaswave.launcher.processes import (
     COORDINATOR_EXIT,
     FORKSERVER,
@@ -95,8 +95,7 @@ from elaswave.protocol.membership.agent import Agent, JobEnded, WorkerEnded
 from elaswave.protocol.membership.effects import EndJoiner, SpawnJoiner
 from elaswave.store.claim import CandidateStage
 from elaswave.store.seal import proof_of_term
-from elaswave.system.processes import how_it_ended
-from elaswave.system.stop_signals import stop_signals, undisturbed
+from elaswave.system.processes import how_it_ended, stop_signals, undisturbed
 
 LAST_WORDS_S = 1.0
 """After the forkserver's end, how long the coordinator may take to say whether the job was over before."""
@@ -149,14 +148,14 @@ class LocalJob(ClientOwner):
         self._keys = AgentKeys(
             key, place.key_file, starts_coordinators=agent_role.starts_coordinators, sent=agent_role.keys
         )
-        self._without_coordinator = WithoutCoordinator(
-            job.config.control, job.name, job.run_dir, key, job.job_generation
+        self._without_coordinator = (
+            WithoutCoordinator(job.config.control, job.name, job.run_dir, key, job.job_generation) if job.name else None
         )
         setup = ForkServerSetup(
             job=job,
             keys=self._keys.ring.now,
             job_keys=self._keys.job,
-            commits=self._without_coordinator.commits,
+            commits=None if self._without_coordinator is None else self._without_coordinator.commits,
             probe=probe,
             suffix=agent_role.suffix,
             training=None if script is None else script.training,
@@ -392,13 +391,16 @@ class LocalJob(ClientOwner):
             RetryError: it could not be for too long, and this host's workers have not committed a step either.
         """
         assert self._client is not None
-        found = self._without_coordinator.look(has_coordinator=self._standby.leads or self._client.connected)
+        without = self._without_coordinator
+        if without is None:
+            return
+        found = without.look(has_coordinator=self._standby.leads or self._client.connected)
         if found is not None:  # its workers wait for a coordinator, which does not come any more
             self._ended = msgspec.structs.replace(found, lost=self._processes.workers)
-        elif self._without_coordinator.gives_up:
+        elif without.gives_up:
             trouble = self._client.trouble or "nobody answers"
             raise RetryError(
-                f"no coordinator for {self._without_coordinator.for_s:.0f} s at "
+                f"no coordinator for {without.for_s:.0f} s at "
                 f"{self._place.network.launcher_dials} ({trouble}), "
                 f"and no step committed here; {self._way_on()}"
             )

@@ -29,6 +29,7 @@ from elaswave.launcher.forkserver.machine import COMMITTER, COORDINATOR, Loader
 from elaswave.launcher.forkserver.messages import (
     ChildGone,
     CommitDone,
+    ForkServerSetup,
     FromForkServer,
     KillWorkers,
     LoaderGone,
@@ -42,7 +43,6 @@ from elaswave.launcher.forkserver.messages import (
     pack_message,
 )
 from elaswave.launcher.forkserver.server import run_forkserver
-from elaswave.launcher.forkserver.setup import ForkServerSetup
 from elaswave.observability.processes import (
     ProcessFacts,
     Role,

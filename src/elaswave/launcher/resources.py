@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elaswave.config.cluster import element_bytes, shape_of, state_bytes
-from elaswave.config.own import OWN
 from elaswave.config.schema import Config
+from elaswave.config.values import OWN
 from elaswave.errors import ConfigError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.job.keys import JOB_KEY_FILE, JobKey, KeyRole

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from elaswave.channel.messages.agent import ShowEvaluation, ShowStep, ShowText, StepLosses
-from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.config.schema import Config
+from elaswave.config.values import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.errors import StoppedBySignalError
 from elaswave.job.setup import AgentRole
 from elaswave.observability.progress import Reporter
-from elaswave.system.stop_signals import STOP_SIGNALS
+from elaswave.system.processes import STOP_SIGNALS
 
 STARTING_S = 10.0
 """Between two lines about a start that lasts."""

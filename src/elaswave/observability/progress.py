@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elaswave.config.own import OWN, SAMPLES_PER_S, TOKENS_PER_S
+from elaswave.config.values import OWN, SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.observability.output import lead_elsewhere, printable, wrap
 from elaswave.observability.result import RunResult, from_json_float
 from elaswave.types import Layout

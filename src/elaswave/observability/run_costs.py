@@ -23,8 +23,8 @@ from elaswave.config.cluster import (
     own_bytes,
     state_bytes,
 )
-from elaswave.config.own import OWN
 from elaswave.config.schema import Config
+from elaswave.config.values import OWN
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
     AnyEvent,

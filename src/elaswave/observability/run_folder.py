@@ -26,9 +26,8 @@ import msgspec
 from elaswave._version import __version__
 from elaswave.checkpoints.checkpoint import CHECKPOINTS, SPARE, link_spare
 from elaswave.config.load import load_config
-from elaswave.config.own import OWN
 from elaswave.config.schema import SECTIONS, Config
-from elaswave.config.values import path_problem
+from elaswave.config.values import OWN, path_problem
 from elaswave.errors import CheckpointError, ConfigError, DataError, RunFolderError, UsageError
 from elaswave.hashing import key64
 from elaswave.observability.processes import PROCESSES_FILE

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from elaswave.config.own import OWN
 from elaswave.config.schema import Config
+from elaswave.config.values import OWN
 from elaswave.errors import ConfigError, UsageError
 from elaswave.models.gpt import gpt
 from elaswave.models.layers import ModelSpec

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import torch
 
-from elaswave.api import held
-from elaswave.api.held import refuse_connections, without_new_connections
+from elaswave.api import given
+from elaswave.api.given import refuse_connections, without_new_connections
 from elaswave.errors import UsageError
 from elaswave.training.dataset import DatasetSamples
 
@@ -192,9 +192,9 @@ def test_what_processes_may_share_is_not_refused(
 def test_no_more_is_looked_at_than_a_bound_and_the_nearest_first(
     line: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "OBJECTS_MAX", 50)
+    monkeypatch.setattr(given, "OBJECTS_MAX", 50)
     many = [[index] for index in range(100)]
-    assert len(list(held.held({"dataset": many}))) == 50
+    assert len(list(given.held({"dataset": many}))) == 50
     assert refusal(Data(many=many, line=line)) is not None
     assert refusal(Data(many=[many, [line]])) is None
 

@@ -16,10 +16,9 @@ from torch.utils.data import IterableDataset
 import elaswave
 from elaswave.api import result, trainer
 from elaswave.api.environment import RANDOM
-from elaswave.api.model import OwnModelSpec
-from elaswave.api.session import ScriptSession, active, current_session
+from elaswave.api.given import OwnModelSpec
 from elaswave.errors import ConfigError, UsageError
-from elaswave.launcher.launcher import JobOptions
+from elaswave.job.script import JobOptions, ScriptSession, active, current_session
 from elaswave.models.admission import CopyOf
 
 SAMPLES = [(torch.zeros(2), torch.zeros(1))] * 8

@@ -8,7 +8,7 @@ import pytest
 
 from elaswave.config.cluster import emulated_costs
 from elaswave.config.load import load_config
-from elaswave.config.own import OwnModel
+from elaswave.config.values import OwnModel
 from elaswave.errors import ConfigError, RunFolderError
 from elaswave.observability.run_folder import check_same_computation
 

@@ -6,7 +6,7 @@ import pytest
 
 from elaswave.config.cluster import estimated_costs
 from elaswave.config.load import load_config
-from elaswave.config.own import OWN, OwnModel
+from elaswave.config.values import OWN, OwnModel
 from elaswave.errors import ConfigError
 from elaswave.launcher.resources import least_memory
 

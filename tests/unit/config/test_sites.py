@@ -18,8 +18,8 @@ from elaswave.config.cluster import (
     sites_that_may_part,
 )
 from elaswave.config.load import far_job, load_config
-from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
+from elaswave.config.values import OwnModel
 from elaswave.errors import ConfigError
 from elaswave.fences import coded_bytes
 from elaswave.planning.programs.layout import make_layout

@@ -11,8 +11,9 @@ from elaswave.channel.wire import agent_id
 from elaswave.coordinator.agents import Agents
 from elaswave.errors import NeedlessError, RetryError, UsageError
 from elaswave.job.keys import JobKey
+from elaswave.job.script import JobOptions
 from elaswave.job.setup import AgentRole
-from elaswave.launcher.launcher import JobOptions, run_job
+from elaswave.launcher.launcher import run_job
 from elaswave.launcher.local_job import error_of_refusal
 from elaswave.protocol.events import Suspected
 from elaswave.protocol.membership.agents import HostAgents

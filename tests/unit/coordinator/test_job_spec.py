@@ -16,7 +16,8 @@ from elaswave.coordinator.job_spec import (
     write_marks,
 )
 from elaswave.errors import ConfigError, DataError, RunFolderError, UsageError
-from elaswave.launcher.launcher import JobOptions, run_job
+from elaswave.job.script import JobOptions
+from elaswave.launcher.launcher import run_job
 
 DATA = {"num_bytes": 100, "sample": "ab", "content": ""}
 

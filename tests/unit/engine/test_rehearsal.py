@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import elaswave
-from elaswave.api.model import OwnModelSpec
+from elaswave.api.given import OwnModelSpec
 from elaswave.config.load import load_config
-from elaswave.config.own import OwnModel
+from elaswave.config.values import OwnModel
 from elaswave.data.fingerprint import FIRST_LOSS, Finding
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks import rehearsal as module

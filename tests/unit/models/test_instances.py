@@ -5,7 +5,7 @@ import torch
 from tests.own_models import Mix
 from torch import nn
 
-from elaswave.api.model import OwnModelSpec
+from elaswave.api.given import OwnModelSpec
 from elaswave.errors import UsageError
 from elaswave.models.admission import CopyOf
 from elaswave.models.layers import Layer, ModelSpec

@@ -33,7 +33,7 @@ CHECKED = (
 EXCEPTED = {
     "config.presets:catalog": PACKAGED,
     "config.values:parse_toml": CHECKED,
-    "launcher.forkserver.setup:CommitCount.__init__": MEMORY,
+    "launcher.forkserver.messages:CommitCount.__init__": MEMORY,
     "launcher.forkserver.loaders:_received": OWN,
     "system.processes:redirect_output": "opens /dev/null",
     "launcher.forkserver.fresh:serve_parent": OWN,

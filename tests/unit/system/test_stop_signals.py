@@ -11,7 +11,7 @@ from tests.signals import hearing_signals
 
 from elaswave.errors import StoppedBySignalError
 from elaswave.launcher.terminal import StopRequest
-from elaswave.system.stop_signals import STOP_SIGNALS, USER_SIGNALS, ending_early, is_ours, stop_signals, undisturbed
+from elaswave.system.processes import STOP_SIGNALS, USER_SIGNALS, ending_early, is_ours, stop_signals, undisturbed
 
 
 @pytest.fixture(autouse=True)

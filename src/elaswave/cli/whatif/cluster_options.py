@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from elaswave.config.own import TOKENS_PER_S
 from elaswave.config.policy_code import policies
 from elaswave.config.presets import catalog, device_preset, link_preset, model_shape
+from elaswave.config.values import TOKENS_PER_S
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.fences import CODECS
 from elaswave.planning.costs.analytic import ACCUMULATOR_BITS, analytic_costs, preset_cluster

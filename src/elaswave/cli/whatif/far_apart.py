@@ -22,9 +22,9 @@ from elaswave.cli.whatif.cluster_options import (
     with_speeds,
 )
 from elaswave.cli.whatif.layout_table import as_json
-from elaswave.config.own import TOKENS_PER_S
 from elaswave.config.policy_code import registered
 from elaswave.config.presets import model_shape
+from elaswave.config.values import TOKENS_PER_S
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.fences import CODEC_WORDS, Codec, is_codec
 from elaswave.observability.output import say, wrap

@@ -22,7 +22,7 @@ from elaswave.cli.whatif.cluster_options import (
 )
 from elaswave.cli.whatif.far_apart import FarOptions, check_far, far_options, plan_far_apart
 from elaswave.cli.whatif.layout_table import as_json, render_stages, stage_rows
-from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
+from elaswave.config.values import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.errors import UsageError
 from elaswave.observability.output import say, wrap
 from elaswave.planning.costs.machines import Cluster, ClusterEvent

@@ -13,8 +13,8 @@ from elaswave.channel.messages.operator import (
 )
 from elaswave.channel.messages.worker import Heartbeat
 from elaswave.config.cluster import base_level
-from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.config.schema import Config
+from elaswave.config.values import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.coordinator.planning.run_planner import RunPlanner
 from elaswave.coordinator.records.checkpoints import Checkpoints
 from elaswave.coordinator.records.run_state import RunState

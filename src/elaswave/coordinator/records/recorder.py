@@ -42,7 +42,7 @@ from elaswave.channel.server import ControlServer
 from elaswave.checkpoints.checkpoint import newest_committed_step
 from elaswave.checkpoints.format import CheckpointMeta
 from elaswave.config.cluster import planned_speeds
-from elaswave.config.own import OWN
+from elaswave.config.values import OWN
 from elaswave.coordinator.job_spec import CoordinatorSetup
 from elaswave.coordinator.records.checkpoints import Checkpoints
 from elaswave.coordinator.records.recoveries import RecoveryLog

@@ -35,10 +35,9 @@ import numpy
 
 from elaswave.errors import LaunchError, UsageError
 from elaswave.job.script import open_descriptors, read_files
-from elaswave.launcher.forkserver.messages import Unprepared, framed, pack_message, read_framed
+from elaswave.launcher.forkserver.messages import ForkServerSetup, Unprepared, framed, pack_message, read_framed
 from elaswave.launcher.forkserver.module_state import ModuleState, TakenOver, states_of_modules
 from elaswave.launcher.forkserver.server import run_forkserver
-from elaswave.launcher.forkserver.setup import ForkServerSetup
 from elaswave.system.grants import refused
 from elaswave.system.processes import Child, DeathWatch, end_with_parent, leave_signals_to_launcher, redirect_output
 from elaswave.training.raised import said

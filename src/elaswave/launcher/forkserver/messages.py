@@ -1,17 +1,76 @@
-"""What launcher and forkserver say to each other, and how it lies in their socket: a length, then msgpack."""
+"""What the forkserver is started with, and what launcher and forkserver say to each other. Loads no torch.
 
+A message lies in their socket as a length, then msgpack.
+
+An agent hears of steps from its coordinator. While it has none, `CommitCount` tells whether its workers get on (rule
+H12). The memory is an anonymous mapping inherited through fork, as that of `elaswave.system.processes.DeathWatch`.
+"""
+
+import ctypes
+import mmap
 import socket
 import struct
-from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from elaswave.blocks.shapes import StateShapes
 from elaswave.channel.messages.worker import Message
 from elaswave.data.fingerprint import Finding
+from elaswave.engine.checks.probe import Probe
 from elaswave.job.plan import StartingPoint
+from elaswave.job.script import ReadFile
+from elaswave.job.setup import JobSetup
 from elaswave.protocol.membership.effects import SpawnJoiner
+from elaswave.transport.handshake import Secrets
+
+_T = TypeVar("_T")
+_LENGTH = struct.Struct("<Q")
+
+
+class CommitCount:
+    """One number that every worker adds to. Made before any worker is forked.
+
+    Two workers that add at once may count as one: what matters is that the number changes.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._count = ctypes.c_int64.from_buffer(self._memory)
+
+    def add(self) -> None:
+        """A worker has committed a step."""
+        self._count.value += 1
+
+    @property
+    def value(self) -> int:
+        """Changes whenever a worker commits a step."""
+        return self._count.value
+
+
+class ForkServerSetup(NamedTuple):
+    """What the forkserver and the workers are started with."""
+
+    job: JobSetup
+    keys: Secrets
+    """Of those who take part, see `elaswave.job.keys.KeyRole`."""
+    job_keys: Secrets
+    """The job's; none where no coordinator is started."""
+    commits: CommitCount | None
+    """None where the agent that shares it never waits for another host's coordinator."""
+    probe: Probe | None
+    suffix: str
+    """Of the names of files of which every host has its own in the run's folder."""
+    training: Any = None
+    """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
+    read_files: tuple[ReadFile, ...] = ()
+    """Of a person's code: what it has open for reading, of which each process needs a place of its own."""
+    not_taken: Sequence[str] = ()
+    """What a fresh interpreter has not taken over of the script's modules; grows while modules are imported."""
+    frozen: Any = None
+    """Frozen parameters that the checkpoint has otherwise than they are built, by full name; the forkserver reads them
+    before it forks workers."""
 
 
 class SpawnWorkers(Message, frozen=True, kw_only=True):
@@ -146,9 +205,6 @@ ToForkServer = SpawnWorkers | SpawnJoiner | SpawnCoordinator | KillWorkers | Com
 FromForkServer = (
     Prepared | Unprepared | Spawned | LoaderSpawned | LoaderGone | SpawnRefused | ChildGone | CommitDone | KeysHeld
 )
-
-_T = TypeVar("_T")
-_LENGTH = struct.Struct("<Q")
 
 
 def pack_message(message: ToForkServer | FromForkServer) -> bytes:

@@ -54,6 +54,7 @@ from elaswave.launcher.forkserver.machine import (
 from elaswave.launcher.forkserver.messages import (
     ChildGone,
     CommitDone,
+    ForkServerSetup,
     FromForkServer,
     KeysHeld,
     LoaderGone,
@@ -69,7 +70,6 @@ from elaswave.launcher.forkserver.messages import (
     Unprepared,
     pack_message,
 )
-from elaswave.launcher.forkserver.setup import ForkServerSetup
 from elaswave.launcher.resources import memory_bytes
 from elaswave.observability.run_folder import worker_log
 from elaswave.system.processes import Child, end_children, end_group, fork, holding_notices, parent_of_orphans

@@ -23,7 +23,7 @@ from elaswave.engine.checks.probe import NoProbe, Probe, Probes
 from elaswave.engine.loading import say_who, serve_batches
 from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
 from elaswave.job.plan import StartingPoint
-from elaswave.launcher.forkserver.setup import ForkServerSetup
+from elaswave.launcher.forkserver.messages import ForkServerSetup
 from elaswave.system.grants import offer_to_kernel
 from elaswave.system.processes import hear_notices, hold_notices
 from elaswave.training.tokens import sampler_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elaswave
-from elaswave.api.model import OwnModelSpec
+from elaswave.api.given import OwnModelSpec
 from elaswave.models.layers import Call, inside
 from elaswave.models.splitting import split as splitting
 from elaswave.models.splitting.check import bits_of, difference
