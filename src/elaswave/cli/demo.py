@@ -27,7 +27,6 @@ from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
 from elaswave.faults.injection import FAULTS_FILE, Fault, FaultRecord, parse_faults, read_fault_records
 from elaswave.hashing import key64
-from elaswave.launcher.resources import check_machine_memory
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.output import say_json
 from elaswave.observability.progress import format_loss, make_reporter, writes_unicode
@@ -126,6 +125,8 @@ def demo_command(seed: int, run_dir: Path | None, overwrite: bool, overrides: tu
     own_layout = any(override.strip().startswith(_SHAPE) for override in overrides)
     defaults = [default for default in DEFAULTS if not (own_layout and default.startswith(_SHAPE))]
     config = load_config(None, [*defaults, *overrides])
+    from elaswave.launcher.resources import check_machine_memory  # late: --help needs none of it
+
     check_machine_memory(config)
     specs = draw_faults(seed, sum(config.widths), config.run.steps)
     now = datetime.now(UTC)

@@ -18,7 +18,6 @@ from elaswave.config.load import BUILT_IN_SOURCES, load_config
 from elaswave.config.values import OWN, read_toml
 from elaswave.errors import UsageError
 from elaswave.job.script import JobOptions
-from elaswave.launcher.launcher import run_job
 from elaswave.observability.output import say
 from elaswave.observability.run_folder import is_fine_tuning, resume_command
 
@@ -121,6 +120,9 @@ def train_command(
     if print_config:
         say(_as_json(config.to_dict()) if as_json else config.to_toml(), nl=as_json)
         return
+    # late: bad input and --help are answered before what runs a job is loaded
+    from elaswave.launcher.launcher import run_job
+
     finished = run_job(config, options, prepare=prepare_to_compute, key=given_key())
     if as_json:
         say(_as_json(finished.result))
