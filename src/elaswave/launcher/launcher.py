@@ -49,7 +49,7 @@ from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.script import FinishedJob, JobOptions, Script
 from elaswave.job.setup import AgentRole, own_role
 from elaswave.launcher.local_job import LocalJob
-from elaswave.launcher.resources import JobPlace, check_device, check_machine_memory, memory_bytes
+from elaswave.launcher.resources import JobPlace, check_device, check_frequency, check_machine_memory, memory_bytes
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import (
@@ -75,7 +75,6 @@ from elaswave.protocol.events import CoordinatorEffect
 from elaswave.system.grants import provide_descriptors, sweep_dead
 from elaswave.system.processes import ending_early
 from elaswave.training.tokens import open_tokens, sampler_of
-from elaswave.worker.frequency import check_available, remove_groups
 
 NOT_TAKEN_SHOWN = 5
 """Names of values that a warning lists."""
@@ -125,7 +124,7 @@ def train(
     """
     started_s = time.monotonic()
     check_device(config.device.kind)
-    check_available(config.device.frequency)
+    check_frequency(config.device.frequency)
     num_loaders = 0 if script is None else script.training.loaders
     provide_descriptors(sum(config.widths), num_loaders)
     sweep_dead()
@@ -166,6 +165,8 @@ def train(
     finally:
         job.end()
         if config.device.frequency == "cgroup":
+            from elaswave.worker.frequency import remove_groups  # late: few jobs have such groups
+
             remove_groups(job.forkserver_pid, os.getpid())
         if profile:
             merge_traces(run_dir)  # an interrupted run has recorded something too

@@ -328,6 +328,20 @@ def check_device(kind: str) -> None:
         )
 
 
+def check_frequency(kind: str) -> None:
+    """Refuses, before any process is started, what sets the speed of devices if its library is missing.
+
+    Args:
+        kind: ``device.frequency``.
+    Raises:
+        ConfigError: says what to install.
+    """
+    if kind == "nvidia" and importlib.util.find_spec("zeus") is None:
+        raise ConfigError(
+            ["device.frequency: nvidia needs the zeus library: pip install 'elaswave[gpu]', or use none, the default"]
+        )
+
+
 def _without_cuda() -> str:
     """What shows that no GPU can be used here; empty: nothing does."""
     version = cuda_of_torch()

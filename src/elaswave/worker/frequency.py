@@ -11,13 +11,12 @@ An actuator is made for one worker, is told a level whenever it changes, and giv
 
 import contextlib
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from elaswave.errors import ConfigError, FrequencyError
+from elaswave.errors import FrequencyError
 from elaswave.planning.costs.machines import FrequencyLevel
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -224,18 +223,6 @@ def _zeus_gpus() -> Any:
         raise FrequencyError(
             f"zeus finds no GPU: {type(error).__name__}: {error}; use device.frequency = none"
         ) from error
-
-
-def check_available(kind: str) -> None:
-    """Refuses, before any process is started, a kind of actuator whose library is missing.
-
-    Raises:
-        ConfigError: says what to install.
-    """
-    if kind == "nvidia" and importlib.util.find_spec("zeus") is None:
-        raise ConfigError(
-            ["device.frequency: nvidia needs the zeus library: pip install 'elaswave[gpu]', or use none, the default"]
-        )
 
 
 def make_actuator(

@@ -16,7 +16,7 @@ from elaswave.devices.loopback import Loopback
 from elaswave.devices.opening import PLACE_TIMEOUT_S, open_device, take_place, with_room
 from elaswave.errors import ConfigError, DeviceError
 from elaswave.launcher import resources
-from elaswave.launcher.resources import check_device, cuda_of_torch
+from elaswave.launcher.resources import check_device, check_frequency, cuda_of_torch
 from elaswave.protocol.membership.membership import JOINER_STILL_S
 
 
@@ -190,3 +190,10 @@ def test_what_is_needed_is_asked_only_of_devices_with_memory_of_their_own(tmp_pa
     assert asked == ["loopback"]
     free, total = Loopback().memory()
     assert 0 < free <= total and HOST.memory() is None  # type: ignore[func-returns-value]
+
+
+def test_a_missing_library_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="nvidia needs the zeus library"):
+        check_frequency("nvidia")
+    check_frequency("none")

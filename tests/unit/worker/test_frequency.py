@@ -1,6 +1,5 @@
 """Frequency actuators: what they write, that they give the device back, and what they say where they cannot work."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.errors import ConfigError, FrequencyError
+from elaswave.errors import FrequencyError
 from elaswave.planning.costs.machines import FrequencyLevel
 from elaswave.worker import frequency
 from elaswave.worker.frequency import (
@@ -18,7 +17,6 @@ from elaswave.worker.frequency import (
     EmulatedFrequency,
     NoFrequency,
     NvidiaFrequency,
-    check_available,
     make_actuator,
 )
 
@@ -283,10 +281,3 @@ def test_a_machine_without_gpus_is_told(monkeypatch):
     monkeypatch.setattr(frequency.importlib, "import_module", lambda name: Device)
     with pytest.raises(FrequencyError, match="zeus finds no GPU: RuntimeError: NVML not found"):
         make_actuator("nvidia", 0, lambda speed: None)
-
-
-def test_a_missing_library_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="nvidia needs the zeus library"):
-        check_available("nvidia")
-    check_available("none")
