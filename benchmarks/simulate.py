@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
                 pauses = msgspec.structs.replace(
                     pauses, checkpoint_interval_s=60 * minutes, backup_interval_s=60 * minutes
                 )
-            planner = make_policies(pauses, followers=followers, local_search=False, others=other_policies())[policy]
+            planner = make_policies(pauses, followers=followers, others=other_policies())[policy]
             if len(options.checkpoint_minutes) > 1:  # else no plan is wanted twice, and they may be large
                 copies = followers if policy == "elaswave" else 0  # the others plan with what is published of them
                 if (policy, copies, index) not in planners:

@@ -189,7 +189,7 @@ def of_trace(options: argparse.Namespace) -> list[dict[str, Any]]:
     pauses = RecoveryTimes().for_mtbf(life.mtbf_s)
     rows = []
     for followers in (1, 2):
-        policies = make_policies(pauses, followers=followers, local_search=False, others=other_policies())
+        policies = make_policies(pauses, followers=followers, others=other_policies())
         planner = Remembering(policies["elaswave"])
         placings = [Placing(followers=followers, scatter_width=None, knows_hosts=False)]
         placings += [Placing(followers=followers, scatter_width=width) for width in options.widths]

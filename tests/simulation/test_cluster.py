@@ -44,7 +44,7 @@ def joined(at_s: float, *workers: int) -> ClusterChange:
 
 
 def planner_of(policy: str, pauses: RecoveryTimes, **more) -> Planner:
-    return make_policies(pauses, local_search=False, others=other_policies(), **more)[policy]
+    return make_policies(pauses, others=other_policies(), **more)[policy]
 
 
 def run(

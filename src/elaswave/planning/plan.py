@@ -57,9 +57,6 @@ class Allocation:
 
     chains: tuple[Chain, ...]
     schedule: Schedule
-    spares_slow: bool = False
-    """Where stages share layers: whether slow workers get still fewer of these than their speed says. By speed the
-    workers of a stage end together; but others wait for a slow one's long micro-batches on their way."""
 
     @property
     def num_microbatches(self) -> int:
@@ -177,7 +174,6 @@ class Plan:
             "from_checkpoint": self.from_checkpoint,
             "num_microbatches": self.allocation.num_microbatches,
             "schedule": self.allocation.schedule,
-            "spares_slow": self.allocation.spares_slow,
             "chains": [
                 {
                     "num_microbatches": chain.num_microbatches,

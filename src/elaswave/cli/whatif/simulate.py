@@ -230,7 +230,7 @@ def simulate_policies(life: Life, policies: Sequence[str], redundancy: Redundanc
 
 
 def _named(policy: str, pauses: RecoveryTimes, followers: int) -> Planner:
-    return make_policies(pauses, followers=followers, local_search=False, others=other_policies())[policy]
+    return make_policies(pauses, followers=followers, others=other_policies())[policy]
 
 
 def fault_free_s_of(life: Life) -> float:

@@ -84,7 +84,6 @@ def _elaswave(
         axes=AXES if config.device.frequency != "none" else AXES - {"frequency"},
         horizon_s=config.elastic.horizon_s,
         followers=config.elastic.num_followers,
-        local_search=False,
         # What a backward costs in two halves is not known of a real device before it has run any.
         schedules=None if is_emulated else (allocation.schedule,),
     )

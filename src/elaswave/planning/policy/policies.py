@@ -71,7 +71,6 @@ def make_policies(
     times: RecoveryTimes | None = None,
     *,
     followers: int = DEFAULT_FOLLOWERS,
-    local_search: bool = True,
     others: Mapping[str, TimedPlanner] = MappingProxyType({}),
 ) -> Mapping[str, Planner]:
     """The policies with these times of recovery.
@@ -79,7 +78,6 @@ def make_policies(
     Args:
         times: how long training stands still; None means `RecoveryTimes`' defaults.
         followers: live copies of every block, which take memory from elaswave's plans.
-        local_search: whether elaswave's plans may take the time that is asked of `Options.local_search`.
         others: that other packages have registered.
     Returns:
         Name -> planner; elaswave first.
@@ -94,7 +92,6 @@ def make_policies(
         move_pause_s=given.move_s,
         horizon_s=given.horizon_s,
         copy_share=given.copy_share,
-        local_search=local_search,
     )
     candidates = tuple(each for each in known.values() if policy_metadata_of(each).is_candidate)
     own = declares(ELASWAVE)(partial(_elaswave, options=options, baselines=candidates, times=given))

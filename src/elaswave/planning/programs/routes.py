@@ -66,7 +66,7 @@ def make_routes(allocation: Allocation, costs: Costs, cluster: Cluster, *, previ
     for chain, microbatches in zip(allocation.chains, _take_turns([c.num_microbatches for c in allocation.chains])):
         stages = [numbers[share.start, share.stop] for share in chain.stages]
         homes = [home.get(number, frozenset()) for number in microbatches]
-        pieces = _chain_routes(chain, costs, cluster, homes, spares_slow=allocation.spares_slow)
+        pieces = _chain_routes(chain, costs, cluster, homes)
         for microbatch, route in zip(microbatches, pieces, strict=True):
             routes[microbatch] = tuple(
                 Hop(piece.worker, stage, piece.start, piece.stop) for stage, piece in zip(stages, route, strict=True)
@@ -156,7 +156,7 @@ def _take_turns(shares: Sequence[int]) -> list[list[int]]:
 
 
 def _chain_routes(
-    chain: Chain, costs: Costs, cluster: Cluster, homes: Sequence[frozenset[int]], *, spares_slow: bool
+    chain: Chain, costs: Costs, cluster: Cluster, homes: Sequence[frozenset[int]]
 ) -> list[list[_RoutePiece]]:
     """Pieces of every micro-batch of a chain, in order of stages."""
     prefix = costs.prefix["busy_s"].tolist()
@@ -166,8 +166,6 @@ def _chain_routes(
         last = index + 1 == len(chain.stages)
         cut = {share.stop: chain.num_microbatches} if last else chain.cuts[index]
         speeds = _speeds(cluster, share)
-        if spares_slow:  # twice as slow counts as four times
-            speeds = [speed * speed for speed in speeds]
         workers = _deal_microbatches(share, speeds, prefix, starts, cut, homes)
         stops = _deal_cuts(workers, speeds, prefix, starts, cut)
         _exchange(workers, speeds, prefix, starts, stops)

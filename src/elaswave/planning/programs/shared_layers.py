@@ -56,25 +56,6 @@ def share_layers(
     return best
 
 
-def loads_with_waits(speeds: Sequence[np.ndarray], num_microbatches: int, way: float) -> np.ndarray:
-    """Work of each stage, up to a factor, with which all stages end together though each one begins, or ends its
-    backwards, a micro-batch's way through those before it apart from the first: what `share_layers` takes as
-    capacities where micro-batches are so few that these waits count.
-
-    Args:
-        speeds: of the workers of each stage, above 0.
-        num_microbatches: of the step.
-        way: of the seconds of a micro-batch, the part that keeps later stages waiting: that of the forward where
-            backwards are split, since weight gradients fill the end of the step, else all.
-    """
-    loads, left = [], 1.0
-    for own in speeds:
-        loads.append(left * own.sum())
-        rounds = num_microbatches * own.max() / own.sum()
-        left *= 1 - min(way / rounds, 0.5)  # with a round or two it matters little what a stage has
-    return np.array(loads)
-
-
 def held_ranges(cuts: Sequence[Cut], num_layers: int) -> list[tuple[int, int]]:
     """Layers that the workers of each stage hold under these cuts."""
     starts = [0, *(min(cut) for cut in cuts)]

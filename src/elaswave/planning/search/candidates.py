@@ -43,10 +43,6 @@ class Options:
     leave_out: bool = True
     """Whether workers may be left without work, as spares that hold copies: slow ones, or those that make a layout
     uneven."""
-    local_search: bool = True
-    """Whether plans of small jobs are made better step by step with exact times, which takes some 0.4 s. A running job,
-    whose layout would change again and again (docs/planning.md), and a simulation, which plans for thousands of events,
-    do without."""
     schedules: tuple[Schedule, ...] | None = None
     """To choose from; None means the job's own and ``zero-bubble-h2``."""
     followers: int = DEFAULT_FOLLOWERS

@@ -5,10 +5,9 @@ their stage) over moving layers and workers to sharing layers between neighbours
 chosen, of all workers or of all but some (`elaswave.planning.search.pipelines`); the same in some stages fewer or more
 than before; in small jobs every layout of whole layers (`elaswave.planning.search.exhaustive`); pipelines of several
 depths and speeds (`elaswave.planning.search.pipelines`); and the baselines' plans. All are scored in closed form, the
-best are built and timed exactly where that is quick, a local search makes those of small jobs better
-(`elaswave.planning.search.local_search`), and the one is taken that gets most done until the next event is to be
-expected, the time to move state included. Since leaving everything as it is and the baselines are among those timed, a
-plan is never slower than they are.
+best are built and timed exactly where that is quick, and the one is taken that gets most done until the next event is
+to be expected, the time to move state included. Since leaving everything as it is and the baselines are among those
+timed, a plan is never slower than they are.
 
 Source: ElasWave (arXiv 2510.00606). Differs: workers change stage, neighbours share layers, cuts are spread over
 several layers, pipelines of several depths run side by side, workers may be left out, schedules and baselines are
@@ -41,9 +40,7 @@ from elaswave.planning.search.candidates import (
     survivors_of,
 )
 from elaswave.planning.search.exhaustive import WORKERS_MAX, all_shapes
-from elaswave.planning.search.local_search import LocalSearch
 from elaswave.planning.search.memory_limits import MemoryBudget
-from elaswave.planning.search.neighbours import Neighbourhood
 from elaswave.planning.search.partition import choose_widths
 from elaswave.planning.search.pipelines import (
     LONGER,
@@ -168,7 +165,6 @@ class _Planning:
             candidates += self._finalists(self._shapes(subset, own), self._most(subset))
         candidates += self._finalists(self._of_other_depths(), FINALISTS_OF_OTHER_DEPTHS)
         candidates += self._whole_shapes(stay) + mixed + self._from_baselines()
-        candidates += self._improved(candidates)
         if not candidates:
             assert self._judge.failure is not None
             raise self._judge.failure
@@ -312,40 +308,6 @@ class _Planning:
             )  # fmt: skip
             found += [self._judge.of_shape(each.shape, schedule) for each in ranked]
         return [each for each in found if each is not None]
-
-    def _improved(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """What a local search makes of the best candidates of a small job: each better than the one before."""
-        cluster, options, judge = self._cluster, self._options, self._judge
-        may_be = self._exact and options.local_search and {"dataflow", "graph"} <= options.axes
-        if not may_be or self._subsets[0].num_workers > WORKERS_MAX:
-            return []
-        where = np.arange(cluster.num_workers)
-        where = where[~np.isin(cluster.ids, self._left.gone)]
-        workers = cluster.ids[where].tolist()
-        steps = Neighbourhood(
-            costs=self._costs,
-            speeds=dict(zip(workers, worker_speeds(cluster, where, self._levels[where]).tolist(), strict=True)),
-            levels=dict(zip(workers, self._levels[where].tolist(), strict=True)),
-            move_workers=options.move_workers,
-            share_layers=options.share_layers,
-        )
-        search = LocalSearch(cluster, self._costs, steps, followers=options.followers)
-        ranked = sorted(
-            candidates, key=lambda each: (-each.done_until(judge.horizon_s), search.least_s(each.allocation))
-        )
-        found: list[Candidate] = []
-        for place in search.starts([each.allocation for each in ranked]):
-            start = ranked[place]
-            step_s = start.step_s
-            if step_s == float("inf"):  # it was given up
-                step_s, _ = judge.timed(start.allocation, start.where)
-            allocation, improved_s = search.improved(start.allocation, step_s)
-            if improved_s < min(each.step_s for each in (ranked[0], *found)):
-                try:
-                    found.append(judge.of_allocation(allocation, f"{start.origin}, improved step by step"))
-                except InfeasiblePlan as failure:
-                    judge.failure = judge.failure or failure
-        return found
 
     def _only_workers(self, stay: Shape | None, subset: WorkerSubset) -> list[Shape]:
         """Shapes in which only workers move: where a worker is missed least, and evenly."""
