@@ -57,7 +57,7 @@ class Alternating:
         return call
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        """See `elaswave.engine.checks.probe.Probe`."""
+        """See `elaswave.faults.injection.Probe`."""
         if (phase, index, machine.attempt) != ("forward", 0, 1 + (machine.step == 1)):
             return
         self.times.append((time.thread_time() - self.since_s, self.sums_s))

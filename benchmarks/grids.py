@@ -32,7 +32,7 @@ from elaswave.models.gpt import gpt
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.observability.progress import make_reporter
 from elaswave.state.sums import ExactAccumulator, offset, reduced_gradient
-from elaswave.training import builtin
+from elaswave.training import definition as builtin
 
 SCALES = tuple(10.0**-decade for decade in range(3, 14))
 """Size of a row, as a share of the tensor's largest gradient."""
@@ -85,7 +85,7 @@ class Watch:
         self.rows: Counter[int] = Counter()
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        """See `elaswave.engine.checks.probe.Probe`."""
+        """See `elaswave.faults.injection.Probe`."""
         global _step
         _step = machine.step
         if (phase, machine.attempt) == ("vote", 1) and machine.step % SAMPLE_PERIOD == 0:

@@ -112,7 +112,7 @@ class _GateProbe:
         self._step = 0
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        """See `elaswave.engine.checks.probe.Probe`; a step that is tried again does not count twice."""
+        """See `elaswave.faults.injection.Probe`; a step that is tried again does not count twice."""
         if phase == "forward" and index == 0 and machine.step != self._step:
             self._step = machine.step
             activity = machine.observer.activity

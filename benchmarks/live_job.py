@@ -79,7 +79,7 @@ class Watch:
         self._has_run = False
 
     def reached(self, phase: Phase, index: int, machine: Any) -> None:
-        """See `elaswave.engine.checks.probe.Probe`."""
+        """See `elaswave.faults.injection.Probe`."""
         end_s = time.monotonic() + self._seconds.get(phase, 0.0)
         while (left_s := end_s - time.monotonic()) > 0.0:
             time.sleep(min(LAYER_S, left_s))

@@ -32,7 +32,7 @@ from elaswave.engine.blueprint import Blueprint
 from elaswave.launcher.launcher import train
 from elaswave.models.layers import build_layer
 from elaswave.observability.progress import make_reporter
-from elaswave.state.buffers import BlockStore
+from elaswave.state.flat import BlockStore
 
 NUM_STEPS = 3
 SMALL_HIDDEN_SIZE = 64
@@ -147,7 +147,7 @@ class _Marker:
         self._folder = folder
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        """See `elaswave.engine.checks.probe.Probe`."""
+        """See `elaswave.faults.injection.Probe`."""
         if (machine.step, phase, index) != (NUM_STEPS, "apply", 0):
             return
         store = BlockStore(machine.copies)

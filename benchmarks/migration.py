@@ -29,7 +29,7 @@ from elaswave.protocol.step.engine import FrameKind, Key
 from elaswave.protocol.step.execution import Execution, Life
 from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 
 STAGES, REPLICAS = 2, 2
 MICROBATCHES = {"10m": 4, "100m": 2, "tiny": 4}

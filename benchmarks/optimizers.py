@@ -22,9 +22,8 @@ from elaswave.blocks.shapes import LayerShape
 from elaswave.checkpoints.format import MASTER
 from elaswave.config.load import load_config
 from elaswave.config.schema import OptimizerConfig
-from elaswave.state.buffers import HeldBlock
-from elaswave.state.flat import model_shapes
-from elaswave.training.builtin import build_model
+from elaswave.state.flat import HeldBlock, model_shapes
+from elaswave.training.definition import build_model
 from elaswave.training.optimizer import ConfiguredOptimizer, Optimizer
 from elaswave.training.own_optimizer import OwnOptimizer
 from elaswave.training.parameters import Parameters

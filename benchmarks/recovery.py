@@ -60,7 +60,7 @@ class Pace:
         self._seconds: dict[Phase, float] = {"forward": FORWARD_S * num_workers, "backward": BACKWARD_S * num_workers}
 
     def reached(self, phase: Phase, index: int, machine: Any) -> None:
-        """See `elaswave.engine.checks.probe.Probe`; sleeps layer by layer, as computing looks up between layers."""
+        """See `elaswave.faults.injection.Probe`; sleeps layer by layer, as computing looks up between layers."""
         end_s = time.monotonic() + self._seconds.get(phase, 0.0)
         while (left_s := end_s - time.monotonic()) > 0.0:
             time.sleep(min(LAYER_S, left_s))

@@ -40,10 +40,9 @@ import torch.distributed as dist
 from harness import SIZES, configuration, machine, print_header
 
 from elaswave.config.schema import Config
-from elaswave.engine.activity import Activity
+from elaswave.engine.activity import ActionTimer, Activity
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.materialise import materialise
-from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
 from elaswave.protocol.step.blocks import WorkerBlocks
 from elaswave.protocol.step.engine import Pause, Ports, StepObserver, Wait

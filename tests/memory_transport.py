@@ -25,8 +25,7 @@ from elaswave.transport.interface import (
     encode_header,
     fail,
 )
-from elaswave.transport.link import Inbox, make_recv
-from elaswave.transport.waiter import Waiter
+from elaswave.transport.link import Inbox, Waiter, make_recv
 
 
 class MemoryNetwork:

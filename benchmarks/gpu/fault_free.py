@@ -298,7 +298,7 @@ class Marker:
         self._path, self._last_step = path, last_step
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        """See `elaswave.engine.checks.probe.Probe`."""
+        """See `elaswave.faults.injection.Probe`."""
         if (machine.step, phase, index) != (self._last_step, "apply", 0):
             return
         place = machine.engine.device.place

@@ -16,7 +16,7 @@ LANES = 1024
 
 
 def position_keys(length: int, device: torch.device) -> torch.Tensor:
-    """The keys of `elaswave.state.hashes.run_hash`, int64 [length], computed on the device."""
+    """The keys of `elaswave.state.seals.run_hash`, int64 [length], computed on the device."""
     keys = torch.arange(length, dtype=torch.int64, device=device) + signed64(key64("run_hash"))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         keys = (keys ^ (keys >> shift & (1 << 64 - shift) - 1)) * signed64(factor)

@@ -12,7 +12,7 @@ import torch
 from parts import Bench, Probe, Row, SkipPart
 from timing import launches_of, time_issue, time_on_host
 
-from elaswave.state.hashes import run_hash
+from elaswave.state.seals import run_hash
 from elaswave.state.sums import square_sum
 
 PROBE = Probe(7, __file__)

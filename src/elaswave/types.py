@@ -1,4 +1,4 @@
-"""The terms of elaswave as values: ids, stages, routes, layouts, execution parameters, programs. No torch, no IO.
+"""The terms of elaswave as values: ids, stages, routes, layouts, programs, what a device tells. No torch, no IO.
 
 Ranges are half-open. Worker ids are given once and never reused. A layout says who runs what; who *holds* which
 block of state is the placement (``elaswave.blocks.placement``), which follows from the layout and the model alone. A
@@ -189,3 +189,20 @@ def struct_hash(value: msgspec.Struct) -> int:
         content = msgspec.json.encode(msgspec.to_builtins(value, str_keys=True), order="deterministic")
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return (int.from_bytes(digest, "little") & MASK64) >> 2
+
+
+class Gauges(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Readings of one worker's device at one instant; what a device does not tell is None, and never 0."""
+
+    memory_used_bytes: int | None = None
+    """Of the device's memory, by all processes, contexts included."""
+    memory_total_bytes: int | None = None
+    allocated_bytes: int | None = None
+    """Of the worker's own tensors."""
+    peak_allocated_bytes: int | None = None
+    """The most of those so far."""
+    utilization: float | None = None
+    """Share of the last instants in which it computed, 0 to 1."""
+    power_w: float | None = None
+    energy_j: float | None = None
+    """Since its driver was loaded: the difference of two readings counts."""

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from elaswave.devices.host import HOST
+from elaswave.devices.interface import HOST
 from elaswave.devices.loopback import Loopback
 
 SOURCE = Path(__file__).with_name("device.cpp")

@@ -9,7 +9,7 @@ from tests.conformance.coordinators import KEY, KINDS, Hello, Owner, RawPeer, Sa
 
 from elaswave.channel.client import ControlClient
 from elaswave.channel.wire import COORDINATOR, PROTOCOL_VERSION, ControlFrameKind, encode_payload
-from elaswave.transport import unauthenticated
+from elaswave.transport import handshake as unauthenticated
 from elaswave.transport.handshake import Dialler
 
 HELLO_BYTES = 50

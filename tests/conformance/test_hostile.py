@@ -12,8 +12,10 @@ import torch
 from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads, link, until
 
 from elaswave.errors import AuthenticationError, FrameError, PeerLostError, WaitTimeoutError
-from elaswave.transport import acceptor, addresses, unauthenticated
+from elaswave.transport import addresses
+from elaswave.transport import handshake as unauthenticated
 from elaswave.transport import link as link_module
+from elaswave.transport import stream as acceptor
 from elaswave.transport.handshake import MAGIC, VERSION, Dialler, KeyRing, Listener, Secrets
 from elaswave.transport.interface import HEADER_BYTES, Tag, encode_header
 from elaswave.transport.stream import StreamTransport

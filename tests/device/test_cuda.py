@@ -25,7 +25,7 @@ from elaswave.state.device_sums import (
     pieces_of,
     reduced_gradient_on_device,
 )
-from elaswave.state.hashes import Found, run_hash, run_hashes, square_sums
+from elaswave.state.seals import Found, run_hash, run_hashes, square_sums
 from elaswave.state.sums import ExactAccumulator
 from elaswave.training.optimizer import RULES
 

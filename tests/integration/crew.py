@@ -14,11 +14,11 @@ from tests.memory_transport import MemoryNetwork
 
 from elaswave.blocks.placement import ReplicaRole, place_blocks
 from elaswave.data.sampler import Draw
+from elaswave.engine.activity import ActionTimer
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.checks.probe import NoProbe
 from elaswave.engine.materialise import materialise
-from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
+from elaswave.faults.injection import NoProbe
 from elaswave.observability.trace import ACTION, TraceRecorder
 from elaswave.planning.programs.layout import validate_layout
 from elaswave.protocol.messages import InForce
@@ -27,13 +27,12 @@ from elaswave.protocol.step.engine import Ports
 from elaswave.protocol.step.execution import Life, T
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.replayed_state import ReplayedState
-from elaswave.state.buffers import BlockStore, HeldBlock
+from elaswave.state.flat import BlockStore, HeldBlock
 from elaswave.training.definition import Training as Definition
 from elaswave.types import Layout, Program
+from elaswave.worker.control import Mailbox, StepWatch
 from elaswave.worker.links import TransportLinks
-from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.process import terms_of
-from elaswave.worker.watch import StepWatch
 
 Machine = WorkerMachine[HeldBlock]
 

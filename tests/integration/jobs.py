@@ -14,8 +14,7 @@ import torch
 from elaswave.config.cluster import labels_of, sites_that_may_part
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
-from elaswave.engine.checks.probe import Probe
-from elaswave.faults.injection import parse_faults
+from elaswave.faults.injection import Probe, parse_faults
 from elaswave.launcher import launcher
 from elaswave.observability.processes import read_processes
 from elaswave.observability.result import RunResult, read_digests

@@ -19,7 +19,7 @@ from elaswave.devices.interface import Batch
 from elaswave.devices.loopback import Loopback
 from elaswave.protocol.messages import Report
 from elaswave.protocol.step.engine import Phase
-from elaswave.training.builtin import builtin_training
+from elaswave.training.definition import builtin_training
 from elaswave.training.own_optimizer import OwnOptimizer
 
 SETTINGS: dict[str, Any] = {"run.steps": 6, "device.kind": "loopback"}

@@ -12,8 +12,8 @@ from elaswave.channel.messages.worker import ShardFailed, ShardWritten
 from elaswave.checkpoints.format import WrittenItem
 from elaswave.coordinator.records import checkpoints
 from elaswave.coordinator.records.recorder import RunRecorder
-from elaswave.engine.checks.probe import Probes
 from elaswave.errors import CheckpointError, RecoveryError
+from elaswave.faults.injection import Probes
 from elaswave.launcher.launcher import _way_on
 from elaswave.worker import shard_writer
 

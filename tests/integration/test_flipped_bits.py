@@ -20,7 +20,7 @@ from elaswave.data.sampler import Draw, Source
 from elaswave.errors import StateError, VoteError
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.protocol.step.soundness import MAX_CHANGES, STATE_SAMPLE_PERIOD
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 from elaswave.state.seals import is_working
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from elaswave.checkpoints import commit as checkpoint_commit
 from elaswave.checkpoints.checkpoint import CheckpointSearch, find_newest_checkpoint
 from elaswave.coordinator.records import checkpoints, job_end
-from elaswave.engine.checks.probe import Phase
 from elaswave.errors import LaunchError, RecoveryError
+from elaswave.faults.injection import Phase
 from elaswave.launcher import launcher, processes
 from elaswave.launcher.forkserver import server
 from elaswave.launcher.forkserver.machine import COMMITTER
@@ -27,7 +27,7 @@ from elaswave.launcher.forkserver.messages import Spawned
 from elaswave.observability.events import RunFinished, read_events
 from elaswave.observability.processes import RunProcess, lives, read_processes
 from elaswave.protocol.events import CoordinatorEffect, FindCheckpoint
-from elaswave.training import builtin
+from elaswave.training import definition as builtin
 
 WAIT_S = 120.0
 PATIENT = ["run.steps=100000", "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "layout.widths=[2]"]

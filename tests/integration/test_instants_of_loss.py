@@ -18,7 +18,7 @@ from elaswave.engine import torch_engine
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.messages import Decision, Installed
 from elaswave.protocol.step.engine import Phase
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 from verify.planted_bugs.mutants import MUTANTS
 
 SETTINGS: dict[str, Any] = {"run.steps": 8, "run.eval_every": 3}

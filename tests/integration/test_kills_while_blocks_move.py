@@ -16,7 +16,7 @@ from tests.integration.waits import WaitsFor, log_of
 
 from elaswave.channel.messages.worker import StepReport
 from elaswave.coordinator.driver import JobDriver
-from elaswave.engine.checks.probe import Probes
+from elaswave.faults.injection import Probes
 from elaswave.planning.programs.layout import RunningLayout, make_layout
 from elaswave.types import ExecutionParameters
 from elaswave.worker import process

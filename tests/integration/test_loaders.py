@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from tests.integration.jobs import Job, run_job
 
-from elaswave.engine.checks.probe import Phase
+from elaswave.data.sources import TokenSamples
 from elaswave.errors import RecoveryError, WorkerError
+from elaswave.faults.injection import Phase
 from elaswave.launcher import local_job
 from elaswave.observability.events import StepCommitted, read_events
 from elaswave.observability.processes import RunProcess, lives, read_processes
-from elaswave.training.builtin import builtin_training
 from elaswave.training.dataset import UserDataError
-from elaswave.training.tokens import TokenSamples
+from elaswave.training.definition import builtin_training
 
 SETTINGS = {"run.steps": 8, "layout.widths": "[2, 2]", "run.eval_every": 4, "run.eval_microbatches": 3}
 
@@ -100,8 +100,8 @@ class StrikesLoaders:
 def test_loaders_that_die_or_hang_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Job, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr("elaswave.engine.loading.HANG_S", 0.3)
-    monkeypatch.setattr("elaswave.engine.loading.HANG_FLOOR_S", 0.3)
+    monkeypatch.setattr("elaswave.engine.batches.HANG_S", 0.3)
+    monkeypatch.setattr("elaswave.engine.batches.HANG_FLOOR_S", 0.3)
     with_loaders(monkeypatch, 2)
     job = run_job(tmp_path, SETTINGS, probe=StrikesLoaders(tmp_path, number))
     assert job.computation == plain.computation

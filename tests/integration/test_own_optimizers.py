@@ -21,8 +21,7 @@ from elaswave.data.sampler import Sampler
 from elaswave.errors import CheckpointError, ConfigError, UsageError
 from elaswave.job.script import JobOptions, ScriptSession, active
 from elaswave.protocol.step.engine import Phase
-from elaswave.training.builtin import builtin_training
-from elaswave.training.definition import Training
+from elaswave.training.definition import Training, builtin_training
 from elaswave.training.own_optimizer import OwnOptimizer
 from elaswave.training.parameters import Parameters
 

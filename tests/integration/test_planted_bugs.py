@@ -16,7 +16,7 @@ from tests.integration.jobs import Job, QuietReporter, flip_bit, run_job
 from elaswave.blocks.placement import ReplicaRole
 from elaswave.errors import WorkerError
 from elaswave.protocol.step.soundness import STATE_SAMPLE_PERIOD
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 from elaswave.types import Action
 
 Machine = Any

@@ -14,7 +14,7 @@ from tests.reference import Recipe, Reference, microbatch_gradients, reference_r
 from elaswave.blocks.placement import ReplicaRole
 from elaswave.engine.blueprint import Blueprint
 from elaswave.models.layers import ModelSpec, build_layer
-from elaswave.state.buffers import BlockStore
+from elaswave.state.flat import BlockStore
 
 RECIPE: dict[str, Any] = {
     "layout.widths": [2, 2],

@@ -10,7 +10,7 @@ from tests.integration.jobs import flip_bit, run_job
 from elaswave.blocks.placement import ReplicaRole
 from elaswave.coordinator.records.run_state import add_digests
 from elaswave.errors import RecoveryError, StateError
-from elaswave.state.buffers import BlockStore
+from elaswave.state.flat import BlockStore
 
 SHORT: dict[str, Any] = {"run.steps": 4}
 

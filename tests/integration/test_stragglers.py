@@ -8,7 +8,7 @@ from tests.integration.jobs import Calm, Job, run_job
 from elaswave.coordinator.planning import measurements
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
 from elaswave.types import Layout
-from elaswave.worker import outbox
+from elaswave.worker import control as outbox
 
 
 @pytest.mark.slow

@@ -33,8 +33,8 @@ from elaswave.channel.messages.worker import (
 from elaswave.devices.opening import open_device
 from elaswave.engine import torch_engine
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.checks.probe import NoProbe, Probe
 from elaswave.errors import FencedOffError
+from elaswave.faults.injection import NoProbe, Probe
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.protocol import events
 from elaswave.protocol.coordinator.decisions import MemberEnd, plan_survivors
@@ -56,12 +56,11 @@ from elaswave.protocol.step.blocks import refilled
 from elaswave.protocol.step.due_work import pending_after
 from elaswave.protocol.step.engine import Phase
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 from elaswave.training.definition import Training
 from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker import process as worker_module
-from elaswave.worker.failure import failure_message
-from elaswave.worker.mailbox import Mailbox
+from elaswave.worker.control import Mailbox, failure_message
 from elaswave.worker.process import Worker
 from elaswave.worker.setup import WorkerSetup
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from elaswave.models.gpt import gpt
 from elaswave.models.layers import Layer, ModelSpec
-from elaswave.training import builtin
+from elaswave.training import definition as builtin
 
 UNLUCKY_LAYER = 2
 """``block.1``: the layer that fails."""

@@ -14,7 +14,7 @@ from tests.integration.jobs import run_job
 from elaswave.channel import wire
 from elaswave.channel.messages.operator import AskCheckpoint, AskStatus, Request
 from elaswave.cli.operator_client import OperatorClient
-from elaswave.engine.checks.probe import NoProbe
+from elaswave.faults.injection import NoProbe
 from elaswave.transport import stream
 from elaswave.transport.interface import HEADER_BYTES, decode_header
 

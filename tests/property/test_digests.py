@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave.hashing import MASK64, mix64
-from elaswave.state.hashes import _mix, run_hash, tensor_digest
+from elaswave.state.flat import mix_words, tensor_digest
+from elaswave.state.seals import run_hash
 
 bits32 = st.integers(0, 2**32 - 1)
 """Any bits, so also every kind of nan."""
@@ -49,5 +50,5 @@ def test_exchanged_values_change_digest_and_hash(bits, data) -> None:
 
 @given(values=st.lists(st.integers(0, MASK64), min_size=1, max_size=20))
 def test_the_mixing_of_arrays_is_that_of_single_numbers(values) -> None:
-    mixed = _mix(np.array(values, dtype=np.uint64))
+    mixed = mix_words(np.array(values, dtype=np.uint64))
     assert mixed.tolist() == [mix64(value) for value in values]

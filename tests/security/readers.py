@@ -17,7 +17,6 @@ from tests.unit.observability.samples import make_result, write_events
 
 from elaswave.api.export import export_safetensors
 from elaswave.api.fine_tuning import FineTuning, saved_fine_tuning
-from elaswave.checkpoints.archives import elements_in, load_plain
 from elaswave.checkpoints.checkpoint import find_newest_checkpoint, folder_of, shard_folder, verify_checkpoint
 from elaswave.checkpoints.commit import commit_checkpoint
 from elaswave.checkpoints.format import (
@@ -29,7 +28,7 @@ from elaswave.checkpoints.format import (
     checksum_of,
     model_name,
 )
-from elaswave.checkpoints.shards import Piece, read_pieces, write_shard
+from elaswave.checkpoints.shards import Piece, elements_in, load_plain, read_pieces, write_shard
 from elaswave.cli.whatif.scenario_options import ScenarioOptions, read_scenarios
 from elaswave.config.load import load_config
 from elaswave.config.network import read_network

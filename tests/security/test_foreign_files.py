@@ -17,10 +17,10 @@ import pytest
 import torch
 from tests.security.readers import STEP, kinds, resealed, seal
 
-from elaswave.checkpoints.archives import elements_in, load_plain
 from elaswave.checkpoints.checkpoint import folder_of, verify_checkpoint
 from elaswave.checkpoints.commit import commit_in_one_of
 from elaswave.checkpoints.format import MANIFEST_FILE, decode_manifest
+from elaswave.checkpoints.shards import elements_in, load_plain
 from elaswave.data.token_files import read_header
 from elaswave.errors import CheckpointError, DataError, ElaswaveError, RunFolderError, UsageError
 from elaswave.models.huggingface.model import hf

@@ -35,8 +35,7 @@ from elaswave.models.huggingface.model import CONFIG_FILE, DTYPES
 from elaswave.models.huggingface.parts import FAMILIES
 from elaswave.models.huggingface.stored import INDEX, SINGLE
 from elaswave.models.layers import ModelSpec, build_layer
-from elaswave.state.buffers import buffer_from_float32
-from elaswave.state.flat import model_shapes, slot_values
+from elaswave.state.flat import buffer_from_float32, model_shapes, slot_values
 from elaswave.untrusted import decode_json, open_binary, read_json, reason
 
 DEFAULT_OUTPUT = Path("export") / "model.safetensors"

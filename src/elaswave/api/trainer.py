@@ -24,8 +24,7 @@ from elaswave.engine.batches import Microbatches
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.rehearsal import as_in_a_worker, interruptible
 from elaswave.engine.compute import Compute
-from elaswave.engine.frozen import changed_frozen
-from elaswave.engine.materialise import all_layers
+from elaswave.engine.materialise import all_layers, changed_frozen
 from elaswave.errors import CheckpointError, UsageError, WorkerError
 from elaswave.job.script import JobOptions, Script, current_session, read_files
 from elaswave.launcher.launcher import run_job

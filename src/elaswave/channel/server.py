@@ -39,9 +39,15 @@ from elaswave.protocol.detection.host_silence import Counters
 from elaswave.protocol.leadership.store_position import StorePosition
 from elaswave.system.grants import counters_of
 from elaswave.transport import addresses
-from elaswave.transport.handshake import Key, secrets_of
+from elaswave.transport.handshake import (
+    CROWDED_OUT,
+    Key,
+    LimitedLines,
+    UnauthenticatedPeers,
+    secrets_of,
+    source_network,
+)
 from elaswave.transport.tls import Tls
-from elaswave.transport.unauthenticated import CROWDED_OUT, LimitedLines, UnauthenticatedPeers, source_network
 
 HANDSHAKE_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 30.0

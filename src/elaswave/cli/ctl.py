@@ -33,11 +33,11 @@ from elaswave.channel.messages.operator import (
 )
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
-from elaswave.devices.gauges import Gauges
 from elaswave.errors import ControlError
 from elaswave.observability.output import printable, say, say_error, say_json, wrap
 from elaswave.observability.progress import format_loss, format_rate
 from elaswave.observability.result import from_json_float
+from elaswave.types import Gauges
 from elaswave.visible import visible_lines
 
 _RECOVERIES_SHOWN = 5

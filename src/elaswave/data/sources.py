@@ -15,12 +15,14 @@ import mmap
 import os
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from elaswave.data.fingerprint import SampleHash
+from elaswave.data.sampler import Draw, Source
 from elaswave.data.token_files import HEADER_BYTES, SUFFIX, TokenHeader, read_header
 from elaswave.errors import DataError
 from elaswave.untrusted import open_binary, read_bytes, reason
@@ -179,6 +181,28 @@ class MappedTokens:
                     f"{path} was cut short while it was in use: it had {size} bytes, and has {now}. Put it back, and "
                     "go on with --resume; write new data to another file, and rename that"
                 )
+
+
+class TokenSamples:
+    """Tokens as samples; see `elaswave.training.definition.Samples`. Nothing in them is random.
+
+    Args:
+        tokens: the source.
+    """
+
+    sources: tuple[Source, ...] = ()
+
+    def __init__(self, tokens: TokenSource) -> None:
+        self._tokens = tokens
+        self.num_samples = tokens.num_samples
+
+    def hashes(self, num_hashes: int) -> Iterator[SampleHash]:
+        """None: tokens are compared as files (`elaswave.data.fingerprint`)."""
+        return iter(())
+
+    def batch(self, draws: Sequence[Draw], split: Split) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Inputs and targets, int64 [samples, context_length] each."""
+        return self._tokens.batch([draw.sample for draw in draws], split)
 
 
 def open_source(

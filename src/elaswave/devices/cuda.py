@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from elaswave.devices.gauges import Gauges
-from elaswave.devices.generators import seed_at
-from elaswave.devices.interface import Batch, DeviceMemory, Mark
+from elaswave.devices.interface import Batch, DeviceMemory, Mark, seed_at
 from elaswave.errors import DeviceError
+from elaswave.types import Gauges
 
 
 class Nvml:
@@ -49,7 +48,7 @@ class Nvml:
         }
 
     def gauges(self) -> dict[str, Any]:
-        """Fields of `elaswave.devices.gauges.Gauges`, as far as they are told."""
+        """Fields of `elaswave.types.Gauges`, as far as they are told."""
         found: dict[str, Any] = {}
         for name, ask in list(self._ask.items()):
             try:

@@ -1,23 +1,32 @@
-"""What the rest of a worker needs of the device that it computes on. One implementation per kind, each in one file.
+"""What a worker computes on, as the rest of it sees that: `Device`, and the processor as the first device.
 
 A device may compute behind the caller's back: a call returns when its kernels are queued. What the host has to know of
 that is a `Mark`, a moment in the device's queue that has passed or not. Nothing here blocks but `wait_for`, which asks
-again and again, so that bytes move and interrupts arrive meanwhile.
+again and again, so that bytes move and interrupts arrive meanwhile. Numbers that a device computes and the host is to
+know (`Readings`) are read together, by one wait.
 
-No device is touched when this module is imported, nor by the processes that compute nothing (launcher, coordinator,
-forkserver): a worker opens its own (`elaswave.devices.opening`).
+The processor (`HOST`) copies nothing and waits for nothing. Each other kind is in a file of its own; a worker opens its
+own device (`elaswave.devices.opening`), and processes that compute nothing open none.
 
-Numbers that a device computes and the host is to know, read together by one wait.
+Draws come from generators at the device. Every draw is keyed by what it is for, never by who makes it or what came
+before, so no draw depends on the layout. Nothing outside of this folder seeds a generator by itself: one that is keyed
+by the processor's alone would depend on what was drawn there before.
 """
 
+import contextlib
+import platform
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from elaswave.devices.gauges import Gauges
+from elaswave.hashing import key64
+from elaswave.types import Gauges
 
 WAIT_TURN_S = 50e-6
 """Between two looks at a mark."""
@@ -92,7 +101,7 @@ class Device(Protocol):
         ...
 
     def seed(self, key: int) -> None:
-        """Seeds the device's own generator; the host's are `elaswave.devices.generators`'s.
+        """Seeds the device's own generator; the host's are `elaswave.devices.interface`'s.
 
         Args:
             key: in [0, 2**64).
@@ -241,3 +250,131 @@ class Readings:
             for (reading, _), value in zip(self._unread, found.tolist(), strict=True):
                 reading.learn(value)
             self._unread.clear()
+
+
+class _Now:
+    """A moment of the host: it has passed."""
+
+    def __init__(self) -> None:
+        self._at_s = time.monotonic()
+
+    def has_passed(self) -> bool:
+        """It has."""
+        return True
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """By the monotonic clock."""
+        assert isinstance(earlier, _Now)
+        return self._at_s - earlier._at_s
+
+
+class CpuDevice:
+    """See `Device` for what its methods promise."""
+
+    place = torch.device("cpu")
+    is_host = True
+    batch = Batch(blocks=1, elements=1 << 62)
+    """One block: its update begins when the call does, and calls cost little."""
+
+    @property
+    def name(self) -> str:
+        """Instruction set and model of the processor."""
+        return f"{torch.backends.cpu.get_cpu_capability()}, {_processor()}"
+
+    def memory(self) -> None:
+        """The kernel gives memory as it is needed, and no worker waits for it."""
+
+    def gauges(self) -> None:
+        """Other programs tell of processors."""
+
+    def seed(self, key: int) -> None:
+        """The host's generators are seeded elsewhere."""
+
+    def generator_kept(self) -> AbstractContextManager[None]:
+        """It has none of its own."""
+        return nullcontext()
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def bring_into(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """Copies it, if it is elsewhere."""
+        if tensor.data_ptr() != out.data_ptr():
+            out.copy_(tensor)
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def mark(self) -> Mark:
+        """It has passed."""
+        return _Now()
+
+
+HOST = CpuDevice()
+"""The only one there is."""
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def seed_host(key: int) -> None:
+    """Seeds the processor's.
+
+    Args:
+        key: in [0, 2**64); torch's generator uses only the low 32 bits.
+    """
+    torch.default_generator.manual_seed(key & 0xFFFFFFFF)
+
+
+def seed_at(place: torch.device, key: int) -> None:
+    """Seeds the one that draws at a place come from.
+
+    Args:
+        place: where the drawn tensor is to lie.
+        key: in [0, 2**64).
+    """
+    if place.type == "cpu":
+        seed_host(key)
+        return
+    module = torch.get_device_module(place.type)
+    generators = getattr(module, "default_generators", ())
+    if generators:
+        generators[place.index or 0].manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+    else:
+        module.manual_seed_all(key & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Gives the generators that `seed_everything` seeds their states back: in a person's own process, where they are
+    not ours."""
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def seed_everything(*parts: int | str) -> None:
+    """Seeds torch's, Python's and numpy's global generators for one purpose.
+
+    Args:
+        parts: what the draws are for, such as (run seed, step, micro-batch, layer, "forward").
+    """
+    key = key64(*parts)
+    seed_host(key)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)

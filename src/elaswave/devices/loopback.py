@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from elaswave.devices.gauges import Gauges
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Batch, DeviceMemory, Mark
+from elaswave.devices.interface import HOST, Batch, DeviceMemory, Mark
+from elaswave.types import Gauges
 
 LOOKS = 2
 """So many times a mark that has copies before it says that it has not passed."""

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elaswave.devices.faults import FaultClass, fault_of
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device
+from elaswave.devices.interface import HOST, Device
 from elaswave.errors import DeviceError
 from elaswave.untrusted import open_regular
 

@@ -21,10 +21,8 @@ from elaswave.job.plan import RunPlan
 from elaswave.models.admission import CopyOf, check_is_module, check_not_meta, check_sizes_known
 from elaswave.models.foreign.layer import check_kinds
 from elaswave.models.layers import Layer, ModelSpec, build_layer, describe
-from elaswave.state.buffers import persistent_buffers
-from elaswave.state.flat import FlatLayer, FlatUnit, model_shapes
-from elaswave.training.builtin import builtin_training
-from elaswave.training.definition import Samples, Training
+from elaswave.state.flat import FlatLayer, FlatUnit, model_shapes, persistent_buffers
+from elaswave.training.definition import Samples, Training, builtin_training
 from elaswave.training.raised import said
 from elaswave.training.tokens import sampler_of
 
@@ -164,7 +162,7 @@ class Blueprint(RunPlan):
         slots = (MASTER, *averages, *optimizer.slots)
         shapes = with_states(optimizer.shapes(shapes), averages) + buffers
         self.frozen: Mapping[str, torch.Tensor] = {}
-        """Values of frozen parameters that are not as built, by full name; see `elaswave.engine.frozen`."""
+        """Values of frozen parameters that are not as built, by full name; see `elaswave.engine.materialise`."""
         super().__init__(config, StateShapes(names, shapes, slots, optimizer.late))
         if self.state.lowest_trained == len(names):
             raise UsageError(

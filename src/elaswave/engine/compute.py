@@ -6,7 +6,7 @@ A backward runs whole (B), or in two halves (I, W) with the same bits. No commun
 values between workers.
 
 A layer never shares the memory that it is given with another one that could still read it: a layer that writes its
-input gets copies of it (`elaswave.engine.checks.unwritten`).
+input gets copies of it (`elaswave.engine.checks.values`).
 
 Layers through ``torch.compile``, for fixed shapes. Whether a compilation gives the bits of every other process, the
 determinism check finds out, and again after each further compilation.
@@ -21,9 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from elaswave.devices.generators import seed_everything
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device, Reading, Readings
+from elaswave.devices.interface import HOST, Device, Reading, Readings, seed_everything
 from elaswave.engine.batches import BatchError
 from elaswave.engine.blueprint import leaves_of_others, refuse_leaf
 from elaswave.engine.boundaries.fences import NO_MASKS, Fences
@@ -36,24 +34,22 @@ from elaswave.engine.checks.determinism_check import (
     made_up_tree,
 )
 from elaswave.engine.checks.spot_checks import CheckKind, SpotChecks, check_probe
-from elaswave.engine.checks.unwritten import (
+from elaswave.engine.checks.values import (
+    TENSOR,
     Guarded,
     Lending,
     Lent,
+    Signatures,
     Unwritten,
     WatchedTensors,
     Watching,
-    refuse_writing_loss,
-    refuse_written_gradient,
-    refuse_written_parameter,
-)
-from elaswave.engine.checks.values import (
-    TENSOR,
-    Signatures,
     at_boundary,
     check_dense,
     flatten,
     is_differentiable,
+    refuse_writing_loss,
+    refuse_written_gradient,
+    refuse_written_parameter,
     unflatten,
 )
 from elaswave.engine.layer_runs import (

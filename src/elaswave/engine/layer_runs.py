@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elaswave.engine.boundaries.fences import NO_MASKS, Masks
-from elaswave.engine.checks.unwritten import Lent
-from elaswave.engine.checks.values import Structure, at_boundary, unflatten
+from elaswave.engine.checks.values import Lent, Structure, at_boundary, unflatten
 from elaswave.protocol.step.salvage import InFlightMicrobatch
 
 

@@ -13,13 +13,12 @@ import torch
 
 from elaswave.blocks.placement import Block
 from elaswave.blocks.shapes import WIDE_BITS, LayerShape
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Batch, Device, batches_of, read_tensors
+from elaswave.devices.interface import HOST, Batch, Device, batches_of, read_tensors
 from elaswave.hashing import MASK64, signed64
 from elaswave.protocol.step.engine import Imbalance
 from elaswave.state import device_sums, sums
-from elaswave.state.buffers import HeldBlock
 from elaswave.state.device_sums import DeviceAccumulator, Pieces, pieces_of
+from elaswave.state.flat import HeldBlock
 from elaswave.state.sums import ExactAccumulator, FloatAccumulator, Planes, Scratch, add_planes, cut, plane_dtypes
 
 Accumulator = ExactAccumulator | DeviceAccumulator | FloatAccumulator

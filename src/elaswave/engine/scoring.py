@@ -9,7 +9,7 @@ import torch
 
 from elaswave.config.values import plain
 from elaswave.devices.interface import Reading, Readings
-from elaswave.engine.checks.unwritten import Watching
+from elaswave.engine.checks.values import Watching
 from elaswave.errors import UsageError
 from elaswave.models.layers import ModelSpec, describe
 from elaswave.protocol.step.scores import MetricSum, Scores

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from elaswave.models.kernels import gradients_along
+from elaswave.models.layers import gradients_along
 
 Gradients = list[torch.Tensor | None]
 

@@ -15,25 +15,22 @@ import torch
 from elaswave.blocks.placement import Placement, ReplicaRole
 from elaswave.checkpoints.checkpoint import folder_there, read_meta
 from elaswave.checkpoints.format import EMA, MASTER
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device, Mark, batches_of, read_tensors, wait_for
+from elaswave.devices.interface import HOST, Device, Mark, batches_of, read_tensors, wait_for
+from elaswave.engine.activity import ActionTimer
 from elaswave.engine.batches import Microbatches
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.determinism_check import changed_operator, environment_of
 from elaswave.engine.checks.spot_checks import SpotChecks
 from elaswave.engine.compute import Compute
 from elaswave.engine.materialise import materialise, updater_after
-from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.reduction import Reduction
 from elaswave.hashing import MASK64
 from elaswave.protocol.step.ballot import ENVIRONMENT, Environment
 from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, MemoryKind, Unfinished
 from elaswave.protocol.step.salvage import Keep
 from elaswave.protocol.step.scores import Scores
-from elaswave.state.buffers import HeldBlock
-from elaswave.state.flat import FlatLayer, FlatUnit
-from elaswave.state.hashes import Found, run_hash, run_hashes, square_sums
-from elaswave.state.seals import Seals, is_working
+from elaswave.state.flat import FlatLayer, FlatUnit, HeldBlock
+from elaswave.state.seals import Found, Seals, is_working, run_hash, run_hashes, square_sums
 from elaswave.state.sums import square_sum
 from elaswave.training.optimizer import Updater, average, clip_factor
 from elaswave.types import Action, ExecutionParameters, Layout

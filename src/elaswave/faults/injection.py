@@ -425,8 +425,45 @@ class Parting(Protocol):
         ...
 
 
+class Probe(Protocol):
+    """Is told when a worker reaches a point of a step."""
+
+    def reached(self, phase: Phase, index: int, machine: Any) -> None:
+        """Called just before the index-th action (from 0) of a phase.
+
+        Args:
+            phase: where the step is.
+            index: counts the phase's actions in this attempt.
+            machine: the `elaswave.protocol.step.machine.WorkerMachine`; has the worker's id, the step and the attempt.
+        """
+        ...
+
+
+class NoProbe:
+    """The probe of an ordinary run."""
+
+    def reached(self, phase: Phase, index: int, machine: Any) -> None:
+        """Does nothing."""
+
+
+class Probes:
+    """Several probes as one, told in their order.
+
+    Args:
+        probes: each is told of every point.
+    """
+
+    def __init__(self, *probes: Probe) -> None:
+        self._probes = probes
+
+    def reached(self, phase: Phase, index: int, machine: Any) -> None:
+        """Tells all of them."""
+        for probe in self._probes:
+            probe.reached(phase, index, machine)
+
+
 class FaultProbe:
-    """Injects faults into the workers: a probe (see `elaswave.engine.checks.probe`) that strikes where it is told to.
+    """Injects faults into the workers: a `Probe` that strikes where it is told to.
 
     Made once per job, before the workers are forked: each strikes only the faults that are its own.
 
@@ -452,7 +489,7 @@ class FaultProbe:
         """The own faults that have not struck yet; None until this probe knows whose it is."""
 
     def reached(self, phase: Phase, index: int, machine: Any) -> None:
-        """Strikes if a fault is due here; see `elaswave.engine.checks.probe.Probe`."""
+        """Strikes if a fault is due here; see `Probe.reached`."""
         if self._pending is None:
             self._pending = [item for item in self._faults.items() if item[1].worker == machine.worker]
         for item in self._pending:

@@ -32,7 +32,6 @@ from elaswave.data.fingerprint import (
     script_in_force,
 )
 from elaswave.data.sampler import Sampler
-from elaswave.engine.checks.probe import Probe
 from elaswave.errors import (
     CheckpointError,
     RecoveryError,
@@ -43,7 +42,7 @@ from elaswave.errors import (
     UsageError,
     WorkerError,
 )
-from elaswave.faults.injection import FAULTS_FILE, KILL_HOST, Fault, parse_faults
+from elaswave.faults.injection import FAULTS_FILE, KILL_HOST, Fault, Probe, parse_faults
 from elaswave.job.keys import JobKey, KeyRole, new_key, own_key
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.script import FinishedJob, JobOptions, Script

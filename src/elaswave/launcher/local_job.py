@@ -48,8 +48,8 @@ from elaswave.channel.wire import agent_id
 from elaswave.coordinator.job_spec import CoordinatorSetup, mark_of, write_marks
 from elaswave.data.fingerprint import DatasetFingerprint, Finding, SampleHash
 from elaswave.data.sampler import Sampler
-from elaswave.engine.checks.probe import Probe
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
+from elaswave.faults.injection import Probe
 from elaswave.job.network import remove_control_file
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.script import Script

@@ -22,7 +22,6 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from elaswave.blocks.survival import Survival
-from elaswave.devices.gauges import Gauges
 from elaswave.errors import RunFolderError
 from elaswave.observability.result import (
     CheckpointRecord,
@@ -33,7 +32,7 @@ from elaswave.observability.result import (
     set_json_floats,
 )
 from elaswave.planning.costs.profiled import ActionTiming
-from elaswave.types import Layout
+from elaswave.types import Gauges, Layout
 from elaswave.untrusted import decode_json, open_binary, open_regular
 from elaswave.untrusted import reason as why
 

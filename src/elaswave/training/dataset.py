@@ -17,7 +17,7 @@ from elaswave.config.values import plain
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Draw, Source
 from elaswave.data.sources import Split
-from elaswave.devices.generators import seed_everything
+from elaswave.devices.interface import seed_everything
 from elaswave.errors import SIGNALS, DataError
 from elaswave.hashing import key64
 from elaswave.models.admission import why_not_computed

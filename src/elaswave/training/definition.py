@@ -1,10 +1,11 @@
-"""What is trained, as every worker of a run needs it.
+"""What is trained, as every worker of a run needs it: by a script, or by a configuration alone.
 
 A run's configuration says how training is carried out; a `Training` holds what cannot be written into a file: the
 layers, the loss, the samples, the optimizer. The forkserver has it before it forks, so that none of it is ever
 sent; a process that cannot inherit it gets it pickled.
 
-Which samples an evaluation looks at. No torch.
+A configuration alone describes a GPT or Llama on tokens, with AdamW or SGD (`builtin_training`). A family of models is
+a function of keyword-only sizes that returns a list of layers and a loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,17 @@ from typing import Any, Protocol
 import torch
 
 from elaswave.blocks.shapes import LayerShape
+from elaswave.config.schema import Config
+from elaswave.config.values import OWN
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Draw, Source
-from elaswave.data.sources import Split
+from elaswave.data.sources import Split, TokenSamples
+from elaswave.errors import ConfigError, UsageError
+from elaswave.models.gpt import gpt
 from elaswave.models.layers import ModelSpec
-from elaswave.training.optimizer import Optimizer
+from elaswave.models.llama import llama
+from elaswave.training.optimizer import ConfiguredOptimizer, Optimizer
+from elaswave.training.tokens import open_tokens
 
 
 class Samples(Protocol):
@@ -78,3 +85,87 @@ def evaluation_draws(microbatch: int, size: int, num_samples: int) -> list[Draw]
     """
     numbers = range(microbatch * size, (microbatch + 1) * size)
     return [Draw(number % num_samples, 0, number % num_samples) for number in numbers]
+
+
+MODELS: dict[str, Callable[..., ModelSpec]] = {"gpt": gpt, "llama": llama}
+"""Every family takes vocab_size, num_layers, hidden_size, num_heads, context_length and dropout."""
+
+FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {"gpt": (), "llama": ("num_kv_heads", "intermediate_size", "rope_theta")}
+"""What a family takes beyond that."""
+
+
+def build_model(
+    family: str,
+    *,
+    vocab_size: int,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    context_length: int,
+    dropout: float,
+    **options: int | float | None,
+) -> ModelSpec:
+    """The layers and the loss of a model.
+
+    Args:
+        family: a key of `MODELS`.
+        options: of `FAMILY_OPTIONS`; those of another family are ignored, those of none are refused, so that a
+            caller can pass all that a configuration holds.
+    Raises:
+        ConfigError: an unknown family, or impossible sizes, all of them listed.
+        TypeError: an option that no family has.
+    """
+    if family not in MODELS:
+        raise ConfigError([f"model.family: {family!r} is not known, choose one of {', '.join(sorted(MODELS))}"])
+    unknown = set(options) - {name for names in FAMILY_OPTIONS.values() for name in names}
+    if unknown:
+        raise TypeError(f"no model family has the option {', '.join(sorted(unknown))}")
+    return MODELS[family](
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        context_length=context_length,
+        dropout=dropout,
+        **{name: value for name, value in options.items() if name in FAMILY_OPTIONS[family]},
+    )
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def builtin_training(config: Config) -> Training:
+    """What ``elaswave train`` trains.
+
+    Args:
+        config: with its layout resolved.
+    Raises:
+        ConfigError: impossible sizes, all of them listed.
+        UsageError: the model is a script's.
+    """
+    if config.model.family == OWN:
+        raise UsageError(
+            "the model of this run is a script's, and is known to the script only: run it with elaswave run SCRIPT.py"
+        )
+    return Training(
+        model=_model(config).with_fences(config.model.fences, config.model.fence_ratios),
+        dtype=DTYPES[config.model.dtype],
+        make_optimizer=lambda shapes: ConfiguredOptimizer(config.optimizer, config.run.steps),
+        open_samples=lambda folder: TokenSamples(open_tokens(config, folder)),
+    )
+
+
+def _model(config: Config) -> ModelSpec:
+    model = config.model
+    return build_model(
+        model.family,
+        vocab_size=config.data.resolved_vocab_size,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        context_length=model.context_length,
+        dropout=model.dropout,
+        num_kv_heads=model.num_kv_heads,
+        intermediate_size=model.intermediate_size,
+        rope_theta=model.rope_theta,
+    )

@@ -22,7 +22,7 @@ from elaswave.blocks.shapes import ALIGNMENT_ELEMENTS, LayerShape, TensorSlot, a
 from elaswave.checkpoints.format import EMA, MASTER
 from elaswave.checkpoints.shards import DTYPE_NAMES
 from elaswave.errors import OptimizerError
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 from elaswave.training.lent_steps import State, attributes_of, lend_and_step, options_of
 from elaswave.training.parameters import (
     Parameters,

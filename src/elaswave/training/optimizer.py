@@ -22,7 +22,7 @@ import torch
 from elaswave.blocks.shapes import LayerShape, TensorSlot
 from elaswave.config.schema import OptimizerConfig
 from elaswave.errors import CheckpointError
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

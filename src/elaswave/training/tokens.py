@@ -1,16 +1,15 @@
 """The tokens that a configuration names, and the order of their samples. No torch: the launcher checks them too."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaswave.config.schema import Config
-from elaswave.data.fingerprint import SampleHash
-from elaswave.data.sampler import Draw, MixedSampler, Sampler, Source
-from elaswave.data.sources import Split, TokenSource, open_source
+from elaswave.data.sampler import MixedSampler, Sampler, Source
+from elaswave.data.sources import TokenSource, open_source
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def open_tokens(config: Config, cache_dir: Path) -> TokenSource:
@@ -33,28 +32,6 @@ def open_tokens(config: Config, cache_dir: Path) -> TokenSource:
     if config.run.eval_every:
         source.require_sample("validation")
     return source
-
-
-class TokenSamples:
-    """Tokens as samples; see `elaswave.training.definition.Samples`. Nothing in them is random.
-
-    Args:
-        tokens: the source.
-    """
-
-    sources: tuple[Source, ...] = ()
-
-    def __init__(self, tokens: TokenSource) -> None:
-        self._tokens = tokens
-        self.num_samples = tokens.num_samples
-
-    def hashes(self, num_hashes: int) -> Iterator[SampleHash]:
-        """None: tokens are compared as files (`elaswave.data.fingerprint`)."""
-        return iter(())
-
-    def batch(self, draws: Sequence[Draw], split: Split) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Inputs and targets, int64 [samples, context_length] each."""
-        return self._tokens.batch([draw.sample for draw in draws], split)
 
 
 def sampler_of(config: Config, num_samples: int, sources: Sequence[Source] = ()) -> Sampler:

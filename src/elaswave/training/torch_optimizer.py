@@ -23,13 +23,12 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from elaswave.blocks.shapes import Segment
-from elaswave.checkpoints.archives import load_plain
 from elaswave.checkpoints.format import MASTER
-from elaswave.checkpoints.shards import DTYPES
+from elaswave.checkpoints.shards import DTYPES, load_plain
 from elaswave.config.values import plain
 from elaswave.errors import SIGNALS, CheckpointError, OptimizerError
 from elaswave.hashing import key64
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 from elaswave.training.given import options_given
 from elaswave.training.lent_steps import (
     State,

@@ -21,8 +21,14 @@ from typing import Any
 from elaswave.errors import AuthenticationError, CommError, ProbeError
 from elaswave.planning.costs.link_probes import PROBE_BYTES_MAX, LinkProbe, MeasuredLinks, probing
 from elaswave.transport.addresses import tune
-from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener
-from elaswave.transport.unauthenticated import LimitedLines, UnauthenticatedPeers, source_network
+from elaswave.transport.handshake import (
+    NONCE_BYTES,
+    Dialler,
+    LimitedLines,
+    Listener,
+    UnauthenticatedPeers,
+    source_network,
+)
 
 PROBER = 2**32 - 1
 """Id of both sides in the handshake; no process of a job has it."""

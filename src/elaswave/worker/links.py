@@ -1,11 +1,13 @@
 """The machine's links over a transport: keys become tags and handles, waits move bytes and say for whom is waited.
 
-Trees of tensors as one frame, and back.
-
-A single tensor travels as itself, with type and shape in the transport's header. Anything else is one run of bytes: a
-description (structure, types and shapes, as JSON), then the tensors, each at a multiple of 64 bytes. Single tensors of
-bytes, of no dimension or of many travel in this way too, so that a frame of uint8 is always one of these. A receiver
+A single tensor travels as itself, with type and shape in the transport's header. A tree of tensors is one run of bytes:
+a description (structure, types and shapes, as JSON), then the tensors, each at a multiple of 64 bytes. Single tensors
+of bytes, of no dimension or of many travel in this way too, so that a frame of uint8 is always one of these. A receiver
 needs to know nothing beforehand; it checks every number of a description before it uses it.
+
+Peers may be at other sites, over links that are emulated or paced (`SiteLinks`). Where a member is stands in its label
+(`elaswave.blocks.domains`), which comes with each layout. Of a worker of which nothing is known yet, such as one that
+is about to join, the site follows from its number.
 """
 
 import struct
@@ -14,15 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from elaswave.blocks.placement import Block, Placement
-from elaswave.channel.messages.worker import Unreached
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device, Mark, wait_for
+from elaswave.channel.messages.worker import FromWorker, Unreached
+from elaswave.config.cluster import Sites, configured_sites
+from elaswave.config.schema import Config
+from elaswave.devices.interface import HOST, Device, Mark, wait_for
 from elaswave.engine.activity import Activity
 from elaswave.engine.checks.values import MAX_DEPTH, NOTHING, TENSOR, Structure, flatten, num_leaves, unflatten
 from elaswave.errors import FrameError, InterruptedWaitError, UsageError, WaitTimeoutError
@@ -30,9 +33,9 @@ from elaswave.planning.programs.layout import peers_of
 from elaswave.protocol.step.activity import FIRST_S, LINK
 from elaswave.protocol.step.engine import FrameKind, Key, Pause, Wait
 from elaswave.protocol.step.traffic import doubling_partners
+from elaswave.transport.emulated import EmulatedLinks, EmulatedPath, PacedLinks
 from elaswave.transport.interface import DTYPES, MAX_NDIM, Handle, Tag, Transport
 from elaswave.types import Layout
-from elaswave.worker.mailbox import WorkerClient, check_coordinator
 
 _ALIGN = 64
 _MAGIC = b"ELWV"
@@ -161,6 +164,35 @@ _WORDS = (FrameKind.VOTE, FrameKind.DIAGNOSIS, FrameKind.EVALUATION_LOSS)
 """Kinds whose payload is a sequence of whole numbers."""
 _VALUES = (FrameKind.ACTIVATION, FrameKind.GRADIENT, FrameKind.EVALUATION)
 """Kinds whose payload is a tensor or a tree of tensors."""
+
+
+NO_COORDINATOR_S = 120.0
+"""Bound of waiting without a coordinator: for the start, for links, for a decision, for the end of the job. While there
+is one it watches all that are waited for, and bounds the wait: by what it sees of them, not by a constant."""
+
+
+class WorkerClient(Protocol):
+    """The connection to the coordinator; outlives coordinators."""
+
+    def send(self, message: FromWorker, durable: bool = False) -> object:
+        """Sends a message; thread-safe. A durable one is repeated until a coordinator has handled it."""
+        ...
+
+    @property
+    def disconnected_s(self) -> float:
+        """Seconds without a coordinator that answers; 0 while there is one."""
+        ...
+
+
+def check_coordinator(client: WorkerClient, waited_for: str) -> None:
+    """Ends a wait whose end only a coordinator can see to, if there is none.
+
+    Raises:
+        WaitTimeoutError: there has been none for `NO_COORDINATOR_S`.
+    """
+    gone_s = client.disconnected_s
+    if gone_s > NO_COORDINATOR_S:
+        raise WaitTimeoutError(f"{waited_for}, and no coordinator has answered for {gone_s:.0f} s")
 
 
 class TransportLinks:
@@ -427,3 +459,73 @@ def _like_all(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device="meta")
+
+
+class SiteLinks:
+    """See the module.
+
+    Args:
+        sites: of the run.
+        worker: whose links they are.
+    """
+
+    def __init__(self, sites: Sites, worker: int) -> None:
+        self.emulated = None if sites.are_real else EmulatedLinks(self._path_to)
+        self.paced = PacedLinks(self._path_to) if sites.are_real else None
+        self._sites = sites
+        self._worker = worker
+        self._labels: Mapping[int, str] = {}
+
+    def use_layout(self, layout: Layout) -> None:
+        """Members are where their labels say."""
+        self._labels = layout.domain_of
+
+    def slow_down(self, factor: float) -> None:
+        """Leaves every link to another site this share of its rate.
+
+        Args:
+            factor: above 0; 1 ends it.
+        """
+        for links in (self.emulated, self.paced):
+            if links is not None:
+                links.slow_down(factor)
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether a frame stands on an emulated link: somebody has to let time pass."""
+        return self.emulated is not None and self.emulated.has_frames
+
+    def part(self, site: str, until_s: float) -> bool:
+        """From now on nothing goes between a site and the others.
+
+        Args:
+            site: its name.
+            until_s: monotonic time at which that ends.
+        Returns:
+            Whether this worker is there.
+        """
+        away = self._sites.network.sites.index(site)
+
+        def is_cut(there: int) -> bool:
+            return (there == away) != (self._here == away)
+
+        assert self.emulated is not None, "a real link cannot be cut"
+        self.emulated.part(is_cut, until_s)
+        return self._here == away
+
+    @property
+    def _here(self) -> int:
+        return self._sites.site_of(self._worker, self._labels)
+
+    def _path_to(self, peer: int) -> EmulatedPath | None:
+        if peer == self._worker:
+            return None
+        there = self._sites.site_of(peer, self._labels)
+        link = self._sites.network.link(self._here, there)
+        return EmulatedPath(there, link.latency_s, link.bandwidth_bytes_per_s)
+
+
+def site_links(config: Config, worker: int) -> SiteLinks | None:
+    """The links of a worker; None: all are at one place."""
+    sites = configured_sites(config)
+    return None if sites is None else SiteLinks(sites, worker)

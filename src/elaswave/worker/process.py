@@ -6,9 +6,8 @@ Two threads: the main one computes, waits for peers and does everything that cha
 receives messages, puts them into the mailbox, and wakes the main thread. Whatever happens (a lost peer, a new
 generation), the machine leaves what it does and goes on as the coordinator's decision says.
 
-A transport that records its transfers for the trace; used only with ``--profile``.
-
-How a worker gets its memory from the system: once, and in huge pages.
+With ``--profile`` a transport stands before the worker's own that records each transfer (`TracedTransport`). The
+process takes its memory from the system once, and in huge pages (`tune_allocator`).
 """
 
 import ctypes
@@ -27,12 +26,10 @@ from elaswave.config.cluster import base_level, device_of, emulated_costs, speed
 from elaswave.devices.faults import fault_of
 from elaswave.devices.interface import Device
 from elaswave.devices.opening import open_device
-from elaswave.engine.batches import Batches, BatchMaker, Supply
+from elaswave.engine.activity import ActionTimer, Pace
+from elaswave.engine.batches import Batches, BatchMaker, LoaderSupply, Supply, loader_log
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.frozen import changed_frozen
-from elaswave.engine.loading import LoaderSupply, loader_log
-from elaswave.engine.materialise import materialise, updater_after
-from elaswave.engine.pacing import ActionTimer, Pace
+from elaswave.engine.materialise import changed_frozen, materialise, updater_after
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
 from elaswave.errors import FencedOffError, InterruptedWaitError, PeerLostError, WaitTimeoutError
 from elaswave.models.foreign.connection import close_all
@@ -43,20 +40,23 @@ from elaswave.protocol.step.activity import FOREIGN, START
 from elaswave.protocol.step.ballot import BufferTensor
 from elaswave.protocol.step.engine import JobTerms, Pause, Ports, Wait
 from elaswave.protocol.step.machine import WorkerMachine
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 from elaswave.training.raised import traceback_of
 from elaswave.transport.interface import Handle, Tag, Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
-from elaswave.worker.failure import UNKNOWN_LOCATION, FailureLocation, failure_message
+from elaswave.worker.control import (
+    UNKNOWN_LOCATION,
+    ControlOutbox,
+    FailureLocation,
+    Mailbox,
+    StepWatch,
+    failure_message,
+)
 from elaswave.worker.frequency import make_actuator
-from elaswave.worker.joining import first_words
-from elaswave.worker.links import TransportLinks
-from elaswave.worker.mailbox import NO_COORDINATOR_S, Mailbox, WorkerClient, check_coordinator
-from elaswave.worker.outbox import ControlOutbox
-from elaswave.worker.setup import WorkerSetup
+from elaswave.worker.links import NO_COORDINATOR_S, TransportLinks, WorkerClient, check_coordinator
+from elaswave.worker.setup import WorkerSetup, first_words
 from elaswave.worker.shard_writer import ShardDisk, ShardWriter
-from elaswave.worker.watch import StepWatch
 
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2

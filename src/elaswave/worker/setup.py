@@ -1,99 +1,40 @@
-"""What a worker's process is given when it starts.
+"""What a worker's process is given when it starts, and what one says of itself that is no member yet.
 
-The links of a worker whose peers may be at other sites, emulated or paced: which path frames to a peer take.
-
-Where a member is stands in its label (`elaswave.blocks.domains`), which comes with each layout. Of a worker of which
-nothing is known yet, such as one that is about to join, the site follows from its number.
+A joiner says which libraries, configuration, model, data and bits it has (`first_words`). It finds that out by itself,
+before it connects, so that the others wait for nothing. Bits are those of the determinism check
+(`elaswave.engine.checks.determinism_check`), of the first layer of each kind: forward, backward and update at the run's
+shapes, on made-up numbers. Layers are built one after the other, and never are two of them here.
 """
 
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
+from torch import nn
 
 from elaswave.checkpoints.format import CheckpointMeta
-from elaswave.config.cluster import Sites, configured_sites
 from elaswave.config.schema import Config
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device
-from elaswave.engine.checks.probe import Probe
+from elaswave.data.fingerprint import fingerprint_of_all
+from elaswave.devices.interface import HOST, Device
+from elaswave.engine.batches import BatchMaker, BatchName
+from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.checks.determinism_check import environment_of
+from elaswave.engine.checks.values import flatten, unflatten
+from elaswave.engine.compute import Compute
+from elaswave.faults.injection import Probe
+from elaswave.job.plan import identity_of
+from elaswave.models.foreign.layer import kinds_here
+from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
+from elaswave.protocol.step.ballot import ENVIRONMENT
+from elaswave.state.flat import FlatLayer, FlatUnit
 from elaswave.training.definition import Training
+from elaswave.training.tokens import open_tokens
 from elaswave.transport.addresses import Endpoint
-from elaswave.transport.emulated import EmulatedLinks, EmulatedPath, PacedLinks
 from elaswave.transport.handshake import Key
-from elaswave.types import Layout
-
-
-class SiteLinks:
-    """See the module.
-
-    Args:
-        sites: of the run.
-        worker: whose links they are.
-    """
-
-    def __init__(self, sites: Sites, worker: int) -> None:
-        self.emulated = None if sites.are_real else EmulatedLinks(self._path_to)
-        self.paced = PacedLinks(self._path_to) if sites.are_real else None
-        self._sites = sites
-        self._worker = worker
-        self._labels: Mapping[int, str] = {}
-
-    def use_layout(self, layout: Layout) -> None:
-        """Members are where their labels say."""
-        self._labels = layout.domain_of
-
-    def slow_down(self, factor: float) -> None:
-        """Leaves every link to another site this share of its rate.
-
-        Args:
-            factor: above 0; 1 ends it.
-        """
-        for links in (self.emulated, self.paced):
-            if links is not None:
-                links.slow_down(factor)
-
-    @property
-    def has_frames(self) -> bool:
-        """Whether a frame stands on an emulated link: somebody has to let time pass."""
-        return self.emulated is not None and self.emulated.has_frames
-
-    def part(self, site: str, until_s: float) -> bool:
-        """From now on nothing goes between a site and the others.
-
-        Args:
-            site: its name.
-            until_s: monotonic time at which that ends.
-        Returns:
-            Whether this worker is there.
-        """
-        away = self._sites.network.sites.index(site)
-
-        def is_cut(there: int) -> bool:
-            return (there == away) != (self._here == away)
-
-        assert self.emulated is not None, "a real link cannot be cut"
-        self.emulated.part(is_cut, until_s)
-        return self._here == away
-
-    @property
-    def _here(self) -> int:
-        return self._sites.site_of(self._worker, self._labels)
-
-    def _path_to(self, peer: int) -> EmulatedPath | None:
-        if peer == self._worker:
-            return None
-        there = self._sites.site_of(peer, self._labels)
-        link = self._sites.network.link(self._here, there)
-        return EmulatedPath(there, link.latency_s, link.bandwidth_bytes_per_s)
-
-
-def site_links(config: Config, worker: int) -> SiteLinks | None:
-    """The links of a worker; None: all are at one place."""
-    sites = configured_sites(config)
-    return None if sites is None else SiteLinks(sites, worker)
+from elaswave.worker.links import SiteLinks
 
 
 class WorkerSetup(NamedTuple):
@@ -123,3 +64,117 @@ class WorkerSetup(NamedTuple):
     """Where it runs, as a joiner says it, see `elaswave.blocks.domains`; empty: the coordinator knows, or nobody."""
     device: Device = HOST
     """What it computes on; `run_worker` opens the configured one."""
+
+
+def first_words(setup: WorkerSetup, address: str) -> Joining:
+    """Finds out what a joiner has to say.
+
+    Args:
+        setup: what it is started with.
+        address: where its data plane listens.
+    Raises:
+        BatchError, DataError: the data cannot be read.
+        LayerError: a layer cannot be run.
+        ForeignError: a foreign part's server does not say what it is.
+    """
+    blueprint = Blueprint(setup.config, setup.training)
+    identity = identity_of(blueprint, _data_facts(setup, blueprint))
+    text, determinism_hashes = "", {}
+    pinned = setup.config.model.foreign
+    foreign = kinds_here(blueprint.model.layers) if pinned else ()
+    if setup.config.elastic.verify:
+        own = environment_of(blueprint, setup.device)
+        text = own.text
+        if foreign == pinned:  # else it is refused for that
+            inputs = _first_inputs(setup, blueprint)
+            determinism_hashes = {
+                ENVIRONMENT: own.determinism_hash,
+                **layer_determinism_hashes(blueprint, inputs, setup.device),
+            }
+    return Joining(
+        worker=setup.worker,
+        address=address,
+        protocol=PROTOCOL_VERSION,
+        libraries=identity.libraries,
+        environment=text,
+        config_hash=identity.config_hash,
+        model_hash=identity.model_hash,
+        data_hash=identity.data_hash,
+        domain=setup.domain,
+        foreign=foreign,
+        determinism_hashes=determinism_hashes,
+    )
+
+
+def _data_facts(setup: WorkerSetup, blueprint: Blueprint) -> Mapping[str, object]:
+    """What is known of the data here, as the launcher has written it for those that began."""
+    if setup.training is None:
+        paths = open_tokens(setup.config, setup.run_dir / "data").paths
+        facts: dict[str, object] = msgspec.to_builtins(fingerprint_of_all(paths, whole=False))
+        return facts
+    samples: Any = blueprint.open_samples(setup.run_dir / "data")
+    return {"num_samples": samples.sizes}
+
+
+def _first_inputs(setup: WorkerSetup, blueprint: Blueprint) -> Any:
+    """Inputs of the first micro-batch of all; only their shapes count."""
+    samples = blueprint.open_samples(setup.run_dir / "data")
+    inputs, _ = BatchMaker(setup.config, samples, blueprint.sampler(samples)).get(BatchName("train", 1, 0))
+    return inputs
+
+
+def layer_determinism_hashes(blueprint: Blueprint, inputs: Any, device: Device = HOST) -> dict[int, int]:
+    """Determinism hashes of the first layer of each kind, by place.
+
+    Args:
+        blueprint: the run.
+        inputs: of a micro-batch, on the host.
+        device: that is to run them.
+    """
+    structure, leaves = flatten(inputs)
+    inputs = unflatten(structure, list(map(device.bring, leaves)))
+    layers: dict[int, FlatLayer] = {}
+    compute = Compute(
+        blueprint.model,
+        layers,
+        {},
+        seed=blueprint.config.run.seed,
+        recompute=False,
+        between_layers=lambda: None,
+        inputs=lambda step, microbatch, train: inputs,
+        has_determinism_check=True,
+        lowest_trained=blueprint.state.lowest_trained,
+        device=device,
+    )
+    place = None if device.is_host else device.place
+    kinds: set[str] = set()
+    value = inputs
+    for index in range(blueprint.state.num_layers):
+        module = blueprint.build(index)
+        kind = _kind(module)
+        layers[index] = _alone(blueprint, index, module, place)
+        value = compute.try_out(index, value, prove=kind not in kinds)
+        kinds.add(kind)
+        del layers[index], module
+    return {ENVIRONMENT + 1 + index: determinism_hash for index, determinism_hash in compute.determinism_hashes.items()}
+
+
+def _kind(module: nn.Module) -> str:
+    """What layers have in common of which one is enough: modules, and shapes and types of parameters."""
+    parameters = [
+        f"{name} {tuple(values.shape)} {values.dtype} {values.requires_grad}"
+        for name, values in module.named_parameters()
+    ]
+    return f"{module!r} {parameters}"
+
+
+def _alone(blueprint: Blueprint, index: int, module: nn.Module, place: torch.device | None) -> FlatLayer:
+    """A layer with what it shares with others, which are not here."""
+    first = blueprint.state.num_layers
+    shared = range(first, len(blueprint.shapes))
+    units = {
+        unit: FlatUnit(blueprint.shapes[unit], blueprint.dtype, place)
+        for unit in shared
+        if index in blueprint.shapes[unit].users
+    }
+    return blueprint.flat_layer(index, units, module, place)

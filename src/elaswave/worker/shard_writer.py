@@ -12,12 +12,11 @@ from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Training
 from elaswave.checkpoints.checkpoint import places, shard_folder, shard_name, temporary_folder
 from elaswave.checkpoints.format import SHARD_SUFFIX
 from elaswave.checkpoints.shards import Piece, write_shard
-from elaswave.engine.frozen import frozen_pieces
-from elaswave.engine.materialise import owned_pieces
+from elaswave.engine.materialise import frozen_pieces, owned_pieces
 from elaswave.engine.torch_engine import TorchEngine
 from elaswave.errors import CheckpointError, WaitTimeoutError
-from elaswave.state.buffers import BlockStore, Scalars
-from elaswave.worker.outbox import ControlOutbox
+from elaswave.state.flat import BlockStore, Scalars
+from elaswave.worker.control import ControlOutbox
 
 WRITE_TIMEOUT_S = 1800.0
 """Bound of waiting for one shard's writing."""

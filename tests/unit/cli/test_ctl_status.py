@@ -18,7 +18,7 @@ from elaswave.channel.messages.operator import (
     WorkerStatus,
 )
 from elaswave.cli.ctl import StatusDisplay, ctl_group, render_status
-from elaswave.devices.gauges import Gauges
+from elaswave.types import Gauges
 
 RUN = Path("runs/a")
 WORKER = WorkerStatus(

@@ -23,7 +23,7 @@ from elaswave.config.values import OwnModel
 from elaswave.errors import ConfigError
 from elaswave.fences import coded_bytes
 from elaswave.planning.programs.layout import make_layout
-from elaswave.worker.setup import site_links
+from elaswave.worker.links import site_links
 
 FILE = "examples/far_apart/four_regions_small.toml"
 EXAMPLE = Path("examples/far_apart/gpt2.toml")

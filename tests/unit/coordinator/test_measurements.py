@@ -11,9 +11,8 @@ from elaswave.channel.messages.worker import StepReport, Timings
 from elaswave.config.cluster import base_level, cluster_of, device_of, emulated_costs
 from elaswave.config.load import build_config
 from elaswave.coordinator.planning.measurements import HYSTERESIS, Measurements
-from elaswave.devices.gauges import Gauges
 from elaswave.planning.costs.profiled import ActionTiming
-from elaswave.types import ExecutionParameters
+from elaswave.types import ExecutionParameters, Gauges
 
 CPU = build_config({"layout": {"widths": [2, 2], "layers": [3, 3]}})
 EMULATED = build_config({"device": {"kind": "emulated", "model": "gpt2-small", "name": "a100", "time_scale": 2.0},

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from elaswave.devices.cuda import Cuda, Nvml
-from elaswave.devices.gauges import Gauges
-from elaswave.devices.host import HOST
+from elaswave.devices.interface import HOST
 from elaswave.devices.loopback import Loopback
+from elaswave.types import Gauges
 
 
 class NVMLError(Exception):

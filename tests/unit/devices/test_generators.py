@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from elaswave.devices import generators
+from elaswave.devices import interface as generators
 from elaswave.models.layers import Call, inside
 from elaswave.models.splitting import program
 from elaswave.models.splitting.split import LINK_BYTES_PER_S, TracedNetwork

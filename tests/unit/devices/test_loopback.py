@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Readings, read_tensors, wait_for
+from elaswave.devices.interface import HOST, Readings, read_tensors, wait_for
 from elaswave.devices.loopback import LOOKS, Loopback
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from elaswave.devices import opening
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import DeviceMemory
+from elaswave.devices.interface import HOST, DeviceMemory
 from elaswave.devices.loopback import Loopback
 from elaswave.devices.opening import PLACE_TIMEOUT_S, open_device, take_place, with_room
 from elaswave.errors import ConfigError, DeviceError

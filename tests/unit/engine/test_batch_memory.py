@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from elaswave.engine.loading import from_memory, to_memory
+from elaswave.engine.batches import from_memory, to_memory
 
 
 class Pair(NamedTuple):

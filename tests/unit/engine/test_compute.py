@@ -9,11 +9,10 @@ from torch import nn
 
 from elaswave.engine.checks.values import at_boundary
 from elaswave.engine.compute import Compute, LayerError
-from elaswave.models.kernels import linear
-from elaswave.models.layers import Layer, ModelSpec, build_layer
+from elaswave.models.layers import Layer, ModelSpec, build_layer, linear
 from elaswave.protocol.step.ballot import LOSS, NonFinite, coverage_key, expected_coverage, loss_key
 from elaswave.state.sums import ExactAccumulator
-from elaswave.training.builtin import build_model
+from elaswave.training.definition import build_model
 
 SEED, STEP = 5, 3
 GPT = build_model("gpt", vocab_size=50, num_layers=2, hidden_size=16, num_heads=2, context_length=8, dropout=0.2)

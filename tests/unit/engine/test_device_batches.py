@@ -15,12 +15,12 @@ from elaswave.data.sampler import Draw
 from elaswave.devices.cuda import Cuda
 from elaswave.devices.interface import Batch, Mark, batches_of
 from elaswave.devices.loopback import Loopback
+from elaswave.engine.activity import ActionTimer
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.materialise import materialise
-from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.torch_engine import RUN_AHEAD_ACTIONS, EngineContext, TorchEngine
 from elaswave.errors import InterruptedWaitError
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 from elaswave.types import Action
 
 ALONE = {"layout.stages": 1, "layout.replicas": 1, "elastic.num_followers": 0}

@@ -11,13 +11,12 @@ from tests.integration.jobs import small_config
 
 from elaswave.blocks.placement import place_blocks
 from elaswave.data.sampler import Draw
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device
+from elaswave.devices.interface import HOST, Device
 from elaswave.devices.loopback import Loopback
+from elaswave.engine.activity import ActionTimer
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.spot_checks import CheckKind, SpotChecks
 from elaswave.engine.materialise import materialise
-from elaswave.engine.pacing import ActionTimer
 from elaswave.engine.torch_engine import RUN_AHEAD_ACTIONS, EngineContext, TorchEngine
 from elaswave.types import Action
 

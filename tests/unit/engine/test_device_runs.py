@@ -10,13 +10,13 @@ from tests.unit.held import make_held
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elaswave.devices.host import HOST
+from elaswave.devices.interface import HOST
 from elaswave.devices.loopback import LOOKS, Loopback
 from elaswave.engine.compute import Compute
 from elaswave.protocol.step.ballot import NonFinite
 from elaswave.state.device_sums import DeviceAccumulator
 from elaswave.state.sums import ExactAccumulator
-from elaswave.training.builtin import build_model
+from elaswave.training.definition import build_model
 
 SEED, STEP = 5, 3
 MODEL = build_model("gpt", vocab_size=50, num_layers=2, hidden_size=16, num_heads=2, context_length=8, dropout=0.2)

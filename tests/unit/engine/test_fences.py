@@ -15,7 +15,7 @@ from elaswave.engine.compute import Compute
 from elaswave.errors import FrameError
 from elaswave.fences import FenceRatio
 from elaswave.models.layers import build_layer
-from elaswave.training.builtin import build_model
+from elaswave.training.definition import build_model
 from elaswave.worker.links import pack_value, unpack_value
 
 FENCED = replace(GPT, fences={0: "int4", 2: "int8"})

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from elaswave.engine import loading
+from elaswave.engine import batches as loading
 from elaswave.engine.activity import Activity
-from elaswave.engine.batches import BatchError, Batches, BatchName
-from elaswave.engine.loading import AHEAD, LoaderSupply, serve_batches
+from elaswave.engine.batches import AHEAD, BatchError, Batches, BatchName, LoaderSupply, serve_batches
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
 from elaswave.launcher.forkserver.loaders import LoaderSockets
 from elaswave.launcher.forkserver.machine import Loader

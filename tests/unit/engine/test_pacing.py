@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from elaswave.engine import pacing
-from elaswave.engine.pacing import ActionTimer, ActionTimes, Pace
+from elaswave.engine import activity as pacing
+from elaswave.engine.activity import ActionTimer, ActionTimes, Pace
 from elaswave.planning.costs.profiled import ActionTiming
 from elaswave.types import Action
 

@@ -1,6 +1,6 @@
 """Points inside a step, told to several probes."""
 
-from elaswave.engine.checks.probe import NoProbe, Probes
+from elaswave.faults.injection import NoProbe, Probes
 
 
 class Notes:

@@ -26,17 +26,16 @@ from torch import nn
 
 from elaswave.channel.messages.worker import Failed
 from elaswave.data.sampler import Draw
-from elaswave.engine import loading
-from elaswave.engine.batches import BatchError, BatchMaker, BatchName
+from elaswave.engine import batches as loading
+from elaswave.engine.batches import BatchError, BatchMaker, BatchName, NotMade
 from elaswave.engine.checks.rehearsal import interruptible
 from elaswave.engine.compute import Compute, ErrorPlace, LayerError
-from elaswave.engine.loading import NotMade
 from elaswave.errors import EndedBySignal, InterruptedWaitError, StoppedBySignalError
 from elaswave.models.admission import CopyOf
 from elaswave.models.layers import Layer, ModelSpec, batch
 from elaswave.training.dataset import DatasetSamples, UserDataError
 from elaswave.worker import process as worker_process
-from elaswave.worker.failure import failure_message
+from elaswave.worker.control import failure_message
 
 PLACE = ErrorPlace(2, 3, 1, "middle")
 

@@ -9,12 +9,12 @@ import torch
 from tests.unit.shapes import make_shape
 
 from elaswave.blocks.placement import ReplicaRole, make_blocks
-from elaswave.devices.host import HOST
+from elaswave.devices.interface import HOST
 from elaswave.devices.loopback import Loopback
 from elaswave.engine.reduction import Reduction
 from elaswave.hashing import key64
 from elaswave.state import sums
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 
 SHAPE = make_shape([(40,), (3, 5)])
 BLOCKS = make_blocks([SHAPE.size], 32)

@@ -20,10 +20,9 @@ from tests.unit.engine.test_layer_calls import (
 from tests.unit.engine.test_layer_calls import model_of as plain_model_of
 from torch import nn
 
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Readings
+from elaswave.devices.interface import HOST, Readings
 from elaswave.engine.checks.determinism_check import elsewhere
-from elaswave.engine.checks.unwritten import Guarded, Lending, WatchedTensors, Watching, aligned_clone, sums_of
+from elaswave.engine.checks.values import Guarded, Lending, WatchedTensors, Watching, aligned_clone, sums_of
 from elaswave.engine.compute import LayerError
 from elaswave.models.layers import batch
 

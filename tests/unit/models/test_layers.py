@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave.hashing import key64
-from elaswave.models import kernels
+from elaswave.models import layers as kernels
 from elaswave.models.admission import build_for_shapes
 from elaswave.models.layers import (
     CausalAttention,

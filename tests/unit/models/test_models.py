@@ -16,7 +16,7 @@ from elaswave.errors import ConfigError
 from elaswave.models.layers import ModelSpec, build_layer
 from elaswave.models.llama import RMS_NORM_EPS, default_intermediate_size, huggingface_llama_name, rotary_tables
 from elaswave.state.flat import model_shapes
-from elaswave.training.builtin import FAMILY_OPTIONS, MODELS, build_model
+from elaswave.training.definition import FAMILY_OPTIONS, MODELS, build_model
 
 SIZES = {"vocab_size": 50, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "context_length": 16, "dropout": 0.0}
 
@@ -330,7 +330,7 @@ def test_a_gpu_uses_the_same_dropout_and_computes_nearly_the_same(family: str):
 IN_ANOTHER_PROCESS = """
 import sys, hashlib
 from elaswave.models.layers import build_layer
-from elaswave.training.builtin import build_model
+from elaswave.training.definition import build_model
 for family in sys.argv[1:]:
     model = build_model(family, vocab_size=50, num_layers=2, hidden_size=32, num_heads=4, context_length=16,
                         dropout=0.0, num_kv_heads=2, intermediate_size=48)

@@ -8,8 +8,16 @@ from torch import nn
 from elaswave.blocks.shapes import WHOLE_BYTES
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer, ModelSpec
-from elaswave.state.buffers import FLOATS, buffer_from_float32, buffer_to_float32, persistent_buffers
-from elaswave.state.flat import FlatLayer, FlatUnit, initial_values, model_shapes
+from elaswave.state.flat import (
+    FLOATS,
+    FlatLayer,
+    FlatUnit,
+    buffer_from_float32,
+    buffer_to_float32,
+    initial_values,
+    model_shapes,
+    persistent_buffers,
+)
 
 
 def made(build):

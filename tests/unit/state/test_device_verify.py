@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from elaswave.state import hashes
-from elaswave.state.hashes import Found, queued_tensor_hash, run_hash, run_hashes, square_sums, tensor_hash
+from elaswave.state import seals as hashes
+from elaswave.state.seals import Found, queued_tensor_hash, run_hash, run_hashes, square_sums, tensor_hash
 from elaswave.state.sums import square_sum
 
 MASK64 = (1 << 64) - 1

@@ -7,7 +7,7 @@ from torch import nn
 from elaswave.blocks.shapes import ALIGNMENT_ELEMENTS, Segment, align, all_tensors, segments
 from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.state.flat import FlatLayer, initial_values, model_shapes
-from elaswave.training.builtin import build_model
+from elaswave.training.definition import build_model
 
 
 class Odd(nn.Module):

@@ -9,9 +9,8 @@ import torch
 from elaswave.blocks.placement import Block
 from elaswave.coordinator.records.run_state import add_digests, state_digest
 from elaswave.hashing import MASK64
-from elaswave.state.flat import FlatUnit
-from elaswave.state.hashes import row_hashes, run_hash, tensor_digest, tensor_hash
-from elaswave.state.seals import Seals
+from elaswave.state.flat import FlatUnit, tensor_digest
+from elaswave.state.seals import Seals, row_hashes, run_hash, tensor_hash
 
 STANDING = {"step": 3, "num_updates": 3, "data_cursor": (0, 48), "grids": [40, 41], "tensor_digests": {"a": 1, "b": 2}}
 

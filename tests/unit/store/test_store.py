@@ -9,8 +9,7 @@ from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.coordinator.records.run_state import add_digests
 from elaswave.hashing import MASK64
 from elaswave.planning.programs.layout import make_layout
-from elaswave.state.buffers import BlockStore, HeldBlock
-from elaswave.state.hashes import tensor_digest
+from elaswave.state.flat import BlockStore, HeldBlock, tensor_digest
 
 SHAPES = [make_shape([(10, 7), (9,), (3, 5)]), make_shape([(40,)], layer=1, first_id=3)]
 BLOCKS = make_blocks([shape.size for shape in SHAPES], 64)

@@ -13,7 +13,7 @@ from tests.unit.shapes import make_shape
 from elaswave.blocks.placement import Block, ReplicaRole
 from elaswave.blocks.shapes import LayerShape
 from elaswave.checkpoints.format import MASTER
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 from elaswave.training.own_optimizer import OwnOptimizer, TorchOptimizer
 from elaswave.training.parameters import Parameters
 

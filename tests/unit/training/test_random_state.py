@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from elaswave.devices.generators import generators_kept, seed_everything
+from elaswave.devices.interface import generators_kept, seed_everything
 
 
 def drawn() -> tuple[float, float, float]:

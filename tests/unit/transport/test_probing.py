@@ -13,8 +13,7 @@ from elaswave.errors import AuthenticationError, ProbeError
 from elaswave.planning.costs.link_probes import PROBE_BYTES_MAX
 from elaswave.transport import probing
 from elaswave.transport.addresses import reserve
-from elaswave.transport.handshake import NONCE_BYTES, Dialler
-from elaswave.transport.unauthenticated import MAX_LINES_PER_PERIOD
+from elaswave.transport.handshake import MAX_LINES_PER_PERIOD, NONCE_BYTES, Dialler
 
 KEY = b"k" * 32
 

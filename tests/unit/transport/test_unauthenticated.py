@@ -2,8 +2,8 @@
 
 import pytest
 
-from elaswave.transport import unauthenticated
-from elaswave.transport.unauthenticated import LimitedLines, UnauthenticatedPeers, source_network
+from elaswave.transport import handshake as unauthenticated
+from elaswave.transport.handshake import LimitedLines, UnauthenticatedPeers, source_network
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,7 @@ import torch
 from tests.memory_transport import MemoryNetwork
 from tests.unit.worker.test_worker_start import mailbox
 
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device
+from elaswave.devices.interface import HOST, Device
 from elaswave.devices.loopback import LOOKS, Loopback
 from elaswave.protocol.step.engine import FrameKind, Key, Pause
 from elaswave.worker.links import TransportLinks

@@ -11,8 +11,7 @@ from tests.unit.reports import report_of
 from elaswave.channel.messages.worker import Leaving, LinkLost, StepReport
 from elaswave.protocol.step.ballot import Request
 from elaswave.protocol.step.engine import Committed
-from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.outbox import ControlOutbox
+from elaswave.worker.control import ControlOutbox, Mailbox
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from elaswave.engine.compute import ErrorPlace, LayerError
 from elaswave.errors import DeviceError, FencedOffError, SpotCheckError, UsageError
 from elaswave.worker import process as worker_process
-from elaswave.worker.failure import FailureLocation, failure_message
+from elaswave.worker.control import FailureLocation, failure_message
 
 ASSERTED = "CUDA error: device-side assert triggered"
 LOST = "CUDA error: uncorrectable ECC error encountered"

@@ -12,7 +12,7 @@ from elaswave.errors import InterruptedWaitError
 from elaswave.protocol.step.ballot import LOSS, expected_coverage
 from elaswave.protocol.step.engine import Unfinished
 from elaswave.protocol.step.salvage import InFlightMicrobatch, Keep, decode_rows, mask_of
-from elaswave.training.builtin import build_model
+from elaswave.training.definition import build_model
 
 L, N = 4, 3
 GPT = build_model("gpt", vocab_size=50, num_layers=2, hidden_size=32, num_heads=4, context_length=8, dropout=0.1)

@@ -13,17 +13,16 @@ from torch import nn
 from elaswave.channel.messages.worker import Exit
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.determinism_check import UPDATE, environment, environment_of, update_hash
-from elaswave.engine.checks.probe import NoProbe
+from elaswave.faults.injection import NoProbe
 from elaswave.job.plan import identity_of
 from elaswave.planning.programs.layout import make_layout
 from elaswave.protocol.messages import PROTOCOL_VERSION, FencedOff, Joining
 from elaswave.protocol.step.ballot import ENVIRONMENT
 from elaswave.transport.stream import StreamTransport
-from elaswave.worker import joining
-from elaswave.worker.joining import first_words, layer_determinism_hashes
-from elaswave.worker.mailbox import Mailbox
+from elaswave.worker import setup as joining
+from elaswave.worker.control import Mailbox
 from elaswave.worker.process import Worker, run_worker
-from elaswave.worker.setup import WorkerSetup
+from elaswave.worker.setup import WorkerSetup, first_words, layer_determinism_hashes
 
 FACTS = {"num_bytes": 12, "sample": "ab", "content": ""}
 

@@ -6,7 +6,7 @@ from typing import cast
 from elaswave.channel.messages.worker import Stop, TakeCheckpoint
 from elaswave.protocol.step.ballot import Request
 from elaswave.transport.interface import Transport
-from elaswave.worker.mailbox import Mailbox
+from elaswave.worker.control import Mailbox
 
 
 def mailbox() -> Mailbox:

@@ -8,7 +8,7 @@ import pytest
 
 from elaswave.channel.messages.worker import ShardWritten, TrainingStanding
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
-from elaswave.state.buffers import BlockStore
+from elaswave.state.flat import BlockStore
 from elaswave.worker import shard_writer
 from elaswave.worker.shard_writer import ShardWriter
 

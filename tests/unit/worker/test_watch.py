@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from elaswave.devices.gauges import Gauges
 from elaswave.engine.activity import Activity
-from elaswave.engine.checks.probe import NoProbe
+from elaswave.faults.injection import NoProbe
 from elaswave.observability.trace import TracePart, TraceRecorder, build_trace
-from elaswave.worker.watch import StepWatch
+from elaswave.types import Gauges
+from elaswave.worker.control import StepWatch
 
 
 class Clock:

@@ -16,8 +16,8 @@ from elaswave.protocol.step.due_work import WorkBetweenSteps
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.worker import process as worker_module
 from elaswave.worker import shard_writer
+from elaswave.worker.control import Mailbox
 from elaswave.worker.links import TransportLinks
-from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.process import Worker
 from elaswave.worker.shard_writer import ShardDisk
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from elaswave.channel.messages.worker import Message
-from elaswave.devices.gauges import Gauges
 from elaswave.observability.result import JsonFloat
+from elaswave.types import Gauges
 
 # ------------------------------------------------------------------------------------------------------------ requests
 

@@ -12,7 +12,6 @@ from typing import Annotated
 import msgspec
 
 from elaswave.checkpoints.format import WrittenItem
-from elaswave.devices.gauges import Gauges
 from elaswave.planning.costs.profiled import ActionTiming
 from elaswave.protocol.messages import (
     CoreToWorker,
@@ -24,6 +23,7 @@ from elaswave.protocol.messages import (
     Report,
     Unsound,
 )
+from elaswave.types import Gauges
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -28,10 +28,9 @@ import msgspec
 from elaswave.channel.messages.worker import StepReport, Timings
 from elaswave.config.cluster import device_of, emulated_costs, estimated_costs, planned_speeds, speed_of
 from elaswave.config.schema import Config
-from elaswave.devices.gauges import Gauges
 from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.profiled import ActionTiming, CostMeter
-from elaswave.types import ExecutionParameters
+from elaswave.types import ExecutionParameters, Gauges
 
 TRIAL_ROUNDS = 16
 """Of the others, until a worker without work is tried again for the first time."""

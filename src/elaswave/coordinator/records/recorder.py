@@ -48,7 +48,6 @@ from elaswave.coordinator.records.checkpoints import Checkpoints
 from elaswave.coordinator.records.recoveries import RecoveryLog
 from elaswave.coordinator.records.run_state import RunState, by_step, describe_checkpoint, make_result
 from elaswave.coordinator.records.terminal import Terminal
-from elaswave.devices.gauges import Gauges
 from elaswave.errors import CheckpointError, StateError, StoreError, SupersededError
 from elaswave.job.plan import RunPlan
 from elaswave.observability.events import (
@@ -75,7 +74,7 @@ from elaswave.protocol.events import NewGeneration, PendingWork, Suspected
 from elaswave.protocol.messages import Decision, LayoutChange
 from elaswave.protocol.step.due_work import pending_after
 from elaswave.store.store import CheckpointGivenUp, Entered, JournalRecord, Published, RecorderRecord, Store
-from elaswave.types import ExecutionParameters, Layout
+from elaswave.types import ExecutionParameters, Gauges, Layout
 
 
 def holdings_of(plan: RunPlan, layout: Layout, placement: Placement) -> dict[int, Holdings]:

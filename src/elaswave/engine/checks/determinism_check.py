@@ -10,7 +10,7 @@ Three questions are answered once, and cost nothing later:
   same in every process at every time, so whoever holds the layer later can be compared with whoever held it first.
 
 Nothing is left behind: parameters are as before, buffers are put back before every run of a layer
-(`elaswave.state.buffers`), and every draw of the engine is seeded anew.
+(`elaswave.state.flat`), and every draw of the engine is seeded anew.
 
 What a run's optimizer makes of made-up numbers, as one more operator of the environment
 (`elaswave.engine.checks.determinism_check`).
@@ -31,23 +31,24 @@ from torch import nn
 
 from elaswave.blocks.placement import Block, ReplicaRole
 from elaswave.checkpoints.format import MASTER
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device
+from elaswave.devices.interface import HOST, Device
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.checks.unwritten import (
+from elaswave.engine.checks.values import (
     WRITES_NOW,
     aligned_clone,
+    flatten,
+    is_differentiable,
     refuse_written_gradient,
     refuse_written_parameter,
     same_bits,
+    unflatten,
 )
-from elaswave.engine.checks.values import flatten, is_differentiable, unflatten
 from elaswave.engine.layer_runs import Again, Done, LayerInputs, LayerRun, Reached
 from elaswave.errors import ForeignError, ForeignPartError, InterruptedWaitError, UsageError
 from elaswave.hashing import key64
-from elaswave.models.kernels import linear
+from elaswave.models.layers import linear
 from elaswave.protocol.step.ballot import Environment
-from elaswave.state.buffers import HeldBlock
+from elaswave.state.flat import HeldBlock
 
 _HASH_BITS = 62
 """So that a hash and its negative are both signed 64-bit integers."""

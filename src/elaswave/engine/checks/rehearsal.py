@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from elaswave.data.fingerprint import FIRST_LOSS, Finding
-from elaswave.devices.generators import generators_kept
+from elaswave.devices.interface import generators_kept
 from elaswave.engine.batches import BatchMaker, BatchName, Microbatches
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.values import flatten

@@ -20,9 +20,7 @@ from contextlib import contextmanager
 from enum import Enum
 from math import ceil
 
-from elaswave.devices.generators import generators_kept
-from elaswave.devices.host import HOST
-from elaswave.devices.interface import Device
+from elaswave.devices.interface import HOST, Device, generators_kept
 from elaswave.errors import SpotCheckError, UsageError
 from elaswave.hashing import key64
 

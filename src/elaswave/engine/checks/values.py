@@ -1,17 +1,36 @@
-"""Values that travel between layers: a tensor, or a tree of tensors in tuples, named tuples, lists, dictionaries, None.
+"""Values that layers and the loss are given and return: what can travel, and that nobody writes what it was only lent.
 
-A tree is taken apart into its *structure* and its *leaves*, the tensors. A structure is plain data, nested tuples, so
-that it can be compared, named and sent. Our own few containers rather than `torch.utils._pytree`: what travels to
-another process must be rebuilt there from its description alone, without running code that a frame names.
+A value is a tensor, or a tree of tensors in tuples, named tuples, lists, dictionaries, None. It is taken apart into its
+*structure* and its *leaves*, the tensors. A structure is plain data, nested tuples, so that it can be compared, named
+and sent. Our own few containers rather than `torch.utils._pytree`: what travels to another process must be rebuilt
+there from its description alone, without running code that a frame names.
+
+A layer or the loss is lent its inputs, its parameters and the gradients that come to it. All of it is memory that
+somebody reads again: the layer before in its backward, copies of the parameters, another attempt of the step. By which
+look a write is found:
+
+- *by bits*, at a layer's first micro-batch in each process, in training and in evaluation, and wherever a run is done
+  again (`elaswave.engine.checks.determinism_check.check_again`): all that was lent is compared with what it was.
+- *by sums*, at every run, from before a forward until after its backward: inputs, what `elaswave.batch` returns, and
+  targets. The words of a tensor are added up, in some parts. It costs a thousandth of what a layer computes.
+- *by versions*, at every run, after forward and backward: what torch counts of writes in place, of parameters and
+  inputs, and whether a parameter is still the same object at the same place.
+
+Writes to parameters past torch's counting (`.data`, numpy) that begin later show in the vote's hash of what workers
+compute with. Nothing here decides what is lent: see `elaswave.engine.compute`.
 """
 
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
+from elaswave.devices.interface import Reading, Readings
 from elaswave.errors import UsageError
 from elaswave.models.admission import why_not_computed
 from elaswave.models.layers import describe
@@ -243,3 +262,322 @@ def check_dense(who: str, names: Sequence[str], gradients: Sequence[torch.Tensor
                 f"{who} makes a sparse gradient of {names[index]}: look vectors up with sparse=False, sums of "
                 "gradients are dense"
             )
+
+
+_PARTS = 16
+"""Of a tensor, each with a sum of its own, so that a sum sees most changes of order too."""
+_WORD_BYTES = 8
+_PAGE_BYTES = 4096
+_BOUNDARY_BYTES = 64
+_ORDINARY = (torch.float32, torch.bfloat16, torch.int64)
+_version, _place = attrgetter("_version"), torch.Tensor.data_ptr
+
+
+def sums_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of the words of a tensor, in parts, modulo 2**64; int64, where it lies. Nothing is waited for."""
+    part_bytes, shape = _PARTS * _WORD_BYTES, tensor.shape
+    is_even = shape and not (shape[-1] * tensor.itemsize % _WORD_BYTES or tensor.nbytes % part_bytes)
+    is_even = is_even and not tensor.storage_offset() * tensor.itemsize % _WORD_BYTES
+    if is_even and tensor.dtype in _ORDINARY and tensor.is_contiguous():  # in half of the time
+        return [tensor.detach().view(torch.int64).view(_PARTS, -1).sum(1)]
+    if tensor.storage_offset() * tensor.itemsize % _WORD_BYTES:
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if tensor.is_complex() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    size = flat.numel() // part_bytes * part_bytes
+    found = [flat[:size].view(torch.int64).view(_PARTS, -1).sum(1)] if size else []
+    return found if size == flat.numel() else [*found, flat[size:].sum()]
+
+
+class WatchedTensors:
+    """Tensors that are lent, as they were.
+
+    Args:
+        tensors: that are lent.
+        by_sums: whether their content is looked at too, and not only torch's count of writes.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, by_sums: bool) -> None:
+        self._tensors = [each for each in tensors if not each.is_inference() and each.layout is torch.strided]
+        self._versions = [*map(_version, self._tensors)]
+        self._sums = self._summed() if by_sums else None
+
+    def _summed(self) -> list[torch.Tensor]:
+        return [part for tensor in self._tensors for part in sums_of(tensor)]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether torch has counted a write."""
+        return [*map(_version, self._tensors)] != self._versions
+
+    def differs(self, *, waits: bool = True) -> bool | torch.Tensor:
+        """Whether one was written; for who does not wait for the device, a number there that is 0 if none was."""
+        if self.is_counted or self._sums is None:
+            return self.is_counted
+        before, now = self._sums, self._summed()
+        if [part.shape for part in before] != [part.shape for part in now]:
+            return True
+        if waits:
+            return not all(map(torch.equal, before, now))
+        return torch.stack([(one != other).sum() for one, other in zip(before, now, strict=True)]).sum()
+
+
+class Watching:
+    """Refuses what was written; at once on the host, before the vote on a device.
+
+    Args:
+        readings: of the device.
+        by_sums: as of `Watched`.
+    """
+
+    def __init__(self, readings: Readings, *, by_sums: bool) -> None:
+        self._readings, self._by_sums = readings, by_sums
+        self._late: list[tuple[Reading, tuple[int, int], Callable[[], str]]] = []
+        self.at = (0, 0)
+        """Micro-batch and layer that are being computed."""
+
+    def watch(self, *values: Any) -> WatchedTensors:
+        """Looks at the tensors of some values, whatever containers they stand in."""
+        return self.watch_tensors(tensors_of(*values))
+
+    def watch_tensors(self, tensors: Sequence[torch.Tensor]) -> WatchedTensors:
+        """Looks at tensors."""
+        return WatchedTensors(tensors, by_sums=self._by_sums)
+
+    def expect(self, watched: WatchedTensors, message: Callable[[], str]) -> None:
+        """Refuses them if they were written.
+
+        Raises:
+            UsageError: has the message.
+        """
+        found = watched.differs(waits=self._readings.are_known_at_once)
+        if isinstance(found, torch.Tensor):
+            self._late.append((self._readings.note(found), self.at, message))
+        elif found:
+            raise UsageError(message())
+
+    def late(self) -> tuple[tuple[int, int], str] | None:
+        """Micro-batch and layer, and message, of the first refusal that was not known when it was expected; waits for
+        the device."""
+        late, self._late = self._late, []
+        return next(((at, message()) for reading, at, message in late if reading.value), None)
+
+
+class Lent(NamedTuple):
+    """What a run of a layer or the loss is called with."""
+
+    leaves: list[torch.Tensor]
+    """Of its input, or copies that it may write."""
+    watched: WatchedTensors
+    are_copies: bool
+
+
+def aligned_clone(tensor: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
+    """A copy, in the same graph, that lies as far into a page as the tensor, aligned to 64 bytes as every boundary is.
+
+    Args:
+        tensor: of any strides; they are kept where they leave no gap, as `torch.clone` does.
+        shift: by how many bytes further into the page.
+    """
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return tensor.clone()
+    like = torch.empty_like(tensor, device="meta")
+    room = torch.empty(like.nbytes + _PAGE_BYTES, dtype=torch.uint8, device=tensor.device)
+    start = (tensor.data_ptr() + shift - room.data_ptr()) % _PAGE_BYTES
+    start += -(room.data_ptr() + start) % _BOUNDARY_BYTES
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(room.untyped_storage(), start // tensor.itemsize, like.shape, like.stride())
+    return copy.copy_(tensor)
+
+
+class Lending:
+    """Lends layers and the loss of a worker their inputs: the very tensors that others read too, or copies of them to
+    those that write them. Which do is found out at their first micro-batch here, in training and in evaluation.
+
+    Args:
+        who: names a layer, or the loss.
+        watching: looks after what is lent.
+    """
+
+    def __init__(self, who: Callable[[int], str], watching: Watching) -> None:
+        self._who, self._watching = who, watching
+        self._writes: dict[tuple[int, bool], bool] = {}
+        """By layer (or loss), and whether in training."""
+
+    def lends(self, index: int) -> bool:
+        """Whether a layer is lent its very input in training."""
+        return self._writes.get((index, True)) is False
+
+    def lend(self, index: int, leaves: Sequence[torch.Tensor], *, train: bool) -> Lent:
+        """For one run.
+
+        Args:
+            index: of the layer.
+            leaves: of its input.
+            train: whether in training.
+        """
+        if self._writes.get((index, train)) is False:
+            # Other objects, so that nobody can make a leaf of them that wants a gradient.
+            own = [leaf if leaf.requires_grad else leaf.detach() for leaf in leaves]
+            return Lent(own, self._watching.watch_tensors(leaves), are_copies=False)
+        # Each at its leaf's place within a page: a run that is done again elsewhere has its copies elsewhere too.
+        copies = [aligned_clone(leaf) for leaf in leaves]
+        return Lent(copies, WatchedTensors(copies, by_sums=False), are_copies=True)
+
+    def look(self, index: int, leaves: Sequence[torch.Tensor], lent: Lent, *, train: bool, is_over: bool) -> bool:
+        """After a forward, and after a backward.
+
+        Args:
+            index, leaves, train: as they were given to `lend`.
+            lent: what it has answered.
+            is_over: nothing that could write follows.
+        Returns:
+            Whether the layer writes its input, which were copies.
+        Raises:
+            UsageError: it has written an input that it was lent itself.
+        """
+        if not lent.are_copies:
+            if is_over or lent.watched.is_counted:
+                self._watching.expect(lent.watched, lambda: WRITES_NOW.format(who=self._who(index)))
+            return False
+        known = self._writes.get((index, train))
+        if known:
+            return True
+        wrote = lent.watched.is_counted or not all(map(same_bits, leaves, lent.leaves))
+        if wrote or (is_over and known is None):
+            self._writes[index, train] = wrote
+        return wrote
+
+
+class Guarded:
+    """Parameters of a module as they are from one update to the next: each the same object, at the same place, with as
+    many writes as before.
+
+    Args:
+        module: a layer, or the loss.
+        buffers: whether buffers are looked at too, but for those of batch normalisation.
+    """
+
+    def __init__(self, module: nn.Module, *, buffers: bool = False) -> None:
+        self.module = module
+        found = []
+        for path, owner in module.named_modules():
+            of_owner = (
+                [owner._parameters]
+                if isinstance(owner, _NormBase) or not buffers
+                else [owner._parameters, owner._buffers]
+            )
+            found += [
+                (f"{path}.{key}" if path else key, where, key, tensor, *_state(tensor))
+                for where in of_owner
+                for key, tensor in where.items()
+                if tensor is not None
+            ]
+        self._found = found
+        self._tensors = [tensor for _, _, _, tensor, _, _ in found]
+        self._states = [*map(_place, self._tensors)], [*map(_version, self._tensors)]
+        by_owner: dict[int, tuple[Callable[[str], Any], list[str], list[torch.Tensor]]] = {}
+        for _, where, key, tensor, _, _ in found:
+            _, keys, tensors = by_owner.setdefault(id(where), (where.get, [], []))
+            keys.append(key)
+            tensors.append(tensor)
+        self._by_owner = [*by_owner.values()]
+
+    def written(self, *, elsewhere: bool = False) -> str | None:
+        """The name of the first that is not as it was.
+
+        Args:
+            elsewhere: their values lie at other places for a while.
+        """
+        places, versions = self._states
+        # After each run of each layer: a few calls, however many there are.
+        if (
+            [*map(_version, self._tensors)] == versions
+            and (elsewhere or [*map(_place, self._tensors)] == places)
+            and all(all(map(is_, map(get, keys), tensors)) for get, keys, tensors in self._by_owner)
+        ):
+            return None
+        for name, where, key, tensor, place, version in self._found:
+            if where.get(key) is not tensor or tensor._version != version:
+                return name
+            if tensor.data_ptr() != place and not elsewhere:
+                return name
+        return None
+
+
+class Unwritten:
+    """Compares the parameters of a layer before and after a forward.
+
+    Args:
+        module: of the layer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = [(name, each, *_state(each), each.detach().clone()) for name, each in module.named_parameters()]
+
+    def check(self, who: str) -> None:
+        """Refuses a forward that has written parameters, or put others in their place.
+
+        Args:
+            who: the layer, for errors.
+        Raises:
+            UsageError: names the first one.
+        """
+        now = dict(self._module.named_parameters())
+        for name, parameter, place, version, values in self._before:
+            found = now.pop(name, None)
+            # Not the bits alone: a clamp may write what was there, at first. Not the version alone: .data has its own.
+            is_same = found is parameter and _state(parameter) == (place, version) and same_bits(parameter, values)
+            if not is_same:
+                refuse_written_parameter(f"the forward of {who}", name)
+        for name in now:
+            refuse_written_parameter(f"the forward of {who}", name)
+
+
+def _state(parameter: torch.Tensor) -> tuple[int, int]:
+    return parameter.data_ptr(), parameter._version
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, type and bits."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    first, second = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return bool(torch.equal(first, second))
+
+
+def refuse_written_parameter(what: str, name: str) -> NoReturn:
+    """A parameter was written.
+
+    Args:
+        what: the forward or backward of a layer.
+        name: of the parameter.
+    """
+    raise UsageError(
+        f"{what} writes its parameter {name}: parameters change in updates only, so that every copy has the same bits. "
+        "Compute with a changed copy, or make it a buffer, which a layer's forward may write"
+    )
+
+
+WRITES_NOW = (
+    "{who} writes its input now, but did not in its first micro-batch: write to a copy. (A layer that writes its input "
+    "from its first micro-batch on gets copies of it)"
+)
+
+
+def refuse_writing_loss(name: str) -> NoReturn:
+    """The loss has written what it has as a module."""
+    raise UsageError(
+        f"the loss writes its {name}: every worker has a loss of its own, so what it keeps from one micro-batch to the "
+        "next depends on the layout. Make what is kept a buffer of a layer, or compute the loss without it"
+    )
+
+
+def refuse_written_gradient(who: str) -> NoReturn:
+    """A gradient was written."""
+    raise UsageError(
+        f"the backward of {who} writes the gradient that it is given, which others read too: torch.autograd.Function "
+        "forbids it. Work on a copy (gradient = gradient.clone())"
+    )

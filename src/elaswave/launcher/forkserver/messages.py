@@ -18,7 +18,7 @@ import msgspec
 from elaswave.blocks.shapes import StateShapes
 from elaswave.channel.messages.worker import Message
 from elaswave.data.fingerprint import Finding
-from elaswave.engine.checks.probe import Probe
+from elaswave.faults.injection import Probe
 from elaswave.job.plan import StartingPoint
 from elaswave.job.script import ReadFile
 from elaswave.job.setup import JobSetup

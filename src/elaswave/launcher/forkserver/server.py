@@ -237,7 +237,7 @@ class _Serving:
         """Reads what the checkpoint has otherwise than it is built, once for all workers, also those to come."""
         if self._setup.frozen is not None or self._checkpoint is None:
             return
-        from elaswave.engine.frozen import changed_frozen  # loaded by `run_forkserver`
+        from elaswave.engine.materialise import changed_frozen  # loaded by `run_forkserver`
 
         checkpoint = (Path(self._checkpoint.folder), self._checkpoint.meta)
         with contextlib.suppress(CheckpointError):  # the workers meet it too, and say so
@@ -313,7 +313,7 @@ class _Serving:
             line.close()
 
     def _fork_loader(self, loader: Loader) -> None:
-        from elaswave.engine.loading import loader_log  # loaded by the forkserver
+        from elaswave.engine.batches import loader_log  # loaded by the forkserver
 
         with self._loader_sockets.hand_over(loader) as line:
             what = f"loader {loader.number} of worker {loader.worker}"

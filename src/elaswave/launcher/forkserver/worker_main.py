@@ -18,10 +18,8 @@ import torch
 from elaswave.channel.client import ControlClient
 from elaswave.channel.messages.worker import KeysNow, KeysTaken, ToWorker
 from elaswave.channel.slow_dial import slow_control_of
-from elaswave.engine.batches import BatchMaker
-from elaswave.engine.checks.probe import NoProbe, Probe, Probes
-from elaswave.engine.loading import say_who, serve_batches
-from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
+from elaswave.engine.batches import BatchMaker, say_who, serve_batches
+from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe, NoProbe, Probe, Probes
 from elaswave.job.plan import StartingPoint
 from elaswave.launcher.forkserver.messages import ForkServerSetup
 from elaswave.system.grants import offer_to_kernel
@@ -29,9 +27,10 @@ from elaswave.system.processes import hear_notices, hold_notices
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
 from elaswave.transport.handshake import KeyRing, Secrets
-from elaswave.worker.mailbox import Mailbox
+from elaswave.worker.control import Mailbox
+from elaswave.worker.links import site_links
 from elaswave.worker.process import run_worker
-from elaswave.worker.setup import WorkerSetup, site_links
+from elaswave.worker.setup import WorkerSetup
 
 HEARTBEAT_S = 0.25
 COMPUTE_NICENESS = 5

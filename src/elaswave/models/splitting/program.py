@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elaswave.devices.generators import seed_at
+from elaswave.devices.interface import seed_at
 from elaswave.hashing import key64
 from elaswave.models.layers import aux_loss, draw_key
 
