@@ -191,7 +191,7 @@ def stepper(module: ModuleType, fences: dict[int, str]) -> Callable[[], None]:
         for index, layer in enumerate(spec.layers)
     }
     sums = {index: ExactAccumulator(shapes[index]) for index in layers}
-    computed = module.Compute(spec, layers, sums, seed=1, recompute=False, between_layers=lambda: None)
+    computed = module.Compute(module.ComputeRules(spec, 1), layers, sums)
     computed.begin(1, [[40] * len(shape.tensors) for shape in shapes])
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, vocabulary, (config.batch.microbatch_size, model.context_length + 1), generator=generator)

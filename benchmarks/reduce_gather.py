@@ -42,6 +42,7 @@ from harness import SIZES, configuration, machine, print_header
 from elaswave.config.schema import Config
 from elaswave.engine.activity import ActionTimer, Activity
 from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.compute import Surroundings
 from elaswave.engine.materialise import materialise
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
 from elaswave.protocol.step.blocks import WorkerBlocks
@@ -58,6 +59,21 @@ GRID_EXPONENT = 40
 OURS, ZERO, ALL_REDUCE = "elaswave", "gloo reduce-scatter + all-gather", "gloo all-reduce"
 _TCP_BYTES_RECEIVED = 128
 """Where a connection's count stands in the kernel's ``struct tcp_info``."""
+
+
+class Polling(Surroundings):
+    """Lets a transport move bytes.
+
+    Args:
+        transport: of the worker.
+    """
+
+    def __init__(self, transport: StreamTransport) -> None:
+        self._transport = transport
+
+    def check(self) -> None:
+        """Moves what can move."""
+        self._transport.poll()
 
 
 class Ours:
@@ -78,9 +94,9 @@ class Ours:
             worker=worker,
             batches=_no_batches,
             evaluation_batches=_no_batches,
-            check=transport.poll,
             timer=ActionTimer(worker, None, transport.rest),
             run_dir=Path(),
+            surroundings=Polling(transport),
         )
         self._transport = transport
         self._engine = TorchEngine(context, layers)

@@ -22,7 +22,7 @@ from harness import SIZES, configuration, machine, print_header, quartiles
 
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.spot_checks import COST, CheckKind, SpotChecks
-from elaswave.engine.compute import Compute
+from elaswave.engine.compute import Compute, ComputeRules
 from elaswave.engine.reduction import Reduction
 
 
@@ -45,13 +45,9 @@ def measure(size: str, num_pairs: int) -> dict:
     reduction.hold(list(layers))
     spots = Chosen(config.run.seed, 1.0, 1, 1)
     compute = Compute(
-        blueprint.model,
+        ComputeRules(blueprint.model, config.run.seed, has_determinism_check=True),
         layers,
         reduction.accumulators,
-        seed=config.run.seed,
-        recompute=False,
-        between_layers=lambda: None,
-        has_determinism_check=True,
         spots=spots,
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -97,7 +97,6 @@ def train(
             worker=worker,
             batches=lambda step, microbatch: source.batch(sampler.draws(step, microbatch), "train"),
             evaluation_batches=lambda step, microbatch: source.batch([Draw(microbatch, 0, microbatch)], "validation"),
-            check=lambda: None,
             timer=timer,
             run_dir=folder,
         )

@@ -23,7 +23,7 @@ from elaswave.config.values import OwnModel, plain
 from elaswave.engine.batches import Microbatches
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.rehearsal import as_in_a_worker, interruptible
-from elaswave.engine.compute import Compute
+from elaswave.engine.compute import Compute, ComputeRules
 from elaswave.engine.materialise import all_layers, changed_frozen
 from elaswave.errors import CheckpointError, UsageError, WorkerError
 from elaswave.job.script import JobOptions, Script, current_session, read_files
@@ -64,14 +64,11 @@ def evaluation_means(config: Config, training: Training, run_dir: Path, checkpoi
 
         microbatches = Microbatches(fetch, fetch)
         compute = Compute(
-            blueprint.model,
+            # The determinism check looks at backwards only.
+            ComputeRules(blueprint.model, config.run.seed, has_determinism_check=True),
             layers,
             {},
-            seed=config.run.seed,
-            recompute=False,
-            between_layers=lambda: None,
             inputs=microbatches.inputs,
-            has_determinism_check=True,  # which looks at backwards only
         )
         compute.begin(found.step, ())
         for microbatch in range(config.run.eval_microbatches):

@@ -147,6 +147,44 @@ def no_inputs(step: int, microbatch: int, *, train: bool) -> Any:
     raise UsageError(f"no inputs of micro-batch {microbatch} are known here")
 
 
+class ComputeRules(NamedTuple):
+    """How a run computes: the same on every worker and under every layout."""
+
+    model: ModelSpec
+    """The whole model's layers and loss."""
+    seed: int
+    """The run's."""
+    recompute: bool = False
+    """Whether only layer inputs are kept, and each layer runs again in backward; a layer's own wish counts as well."""
+    lowest_trained: int = 0
+    """The first layer with a parameter that is trained; those below run forward only."""
+    has_determinism_check: bool = False
+    """Whether each layer's first micro-batch runs again, and a made-up one
+    (`elaswave.engine.checks.determinism_check`)."""
+
+
+class Surroundings:
+    """What a worker does beside its computation where that lets it; a computation that is alone has these, and nothing
+    happens."""
+
+    def check(self) -> None:
+        """Called between layers, and while something is waited for that ends by itself: bytes may move.
+
+        Raises:
+            InterruptedWaitError: the generation is over.
+        """
+
+    def move(self) -> None:
+        """The device is waited for: bytes may move. Never raises."""
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """Stands around a wait for a foreign part."""
+        return nullcontext()
+
+
+ALONE = Surroundings()
+
+
 class _Deferred(NamedTuple):
     """A layer without a gradient of its input: all of its backward is left to W."""
 
@@ -185,46 +223,34 @@ class Compute:
     """Runs layers [start, ...) of a stage for single micro-batches and adds up their gradients.
 
     Args:
-        model: the whole model's layers and loss.
+        rules: of the run.
         layers: the materialised layers of this worker, by layer index.
         accumulators: one per materialised layer.
-        seed: the run's seed.
-        recompute: keep only layer inputs and run each layer again in backward; a layer's own wish counts as well.
-        between_layers: called after each layer, so that transfers make progress while this worker computes.
         inputs: fetches the inputs of a micro-batch for layers that ask for them.
-        has_determinism_check: run each layer's first micro-batch again, and a made-up one
-            (`elaswave.engine.checks.determinism_check`).
-        lowest_trained: the first layer with a parameter that is trained; those below run forward only.
-        elsewhere: stands around waits for foreign parts.
         device: where the layers are.
-        move: called while the device is waited for; never raises.
+        surroundings: what the worker does beside it.
         spots: what is run again later than at a first micro-batch; None: nothing.
     """
 
     def __init__(
         self,
-        model: ModelSpec,
+        rules: ComputeRules,
         layers: Mapping[int, FlatLayer],
         accumulators: Mapping[int, Accumulator],
         *,
-        seed: int,
-        recompute: bool,
-        between_layers: Callable[[], None],
         inputs: FetchInputs = no_inputs,
-        has_determinism_check: bool = False,
-        lowest_trained: int = 0,
-        elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
         device: Device = HOST,
-        move: Callable[[], None] = lambda: None,
+        surroundings: Surroundings = ALONE,
         spots: SpotChecks | None = None,
     ) -> None:
-        self.model = model
+        self.rules = rules
+        self.model = model = rules.model
         self.layers = layers
         self.accumulators = accumulators
         self._device = device
-        self._readings = Readings(device, move)
+        self._readings = Readings(device, surroundings.move)
         """What the device has computed and the host is to know: losses, and whether gradients were finite."""
-        self._watching = Watching(self._readings, by_sums=has_determinism_check)
+        self._watching = Watching(self._readings, by_sums=rules.has_determinism_check)
         self._lending = Lending(self._who, self._watching)
         self.scoring = Scoring(model, self._readings, self._watching)
         """Losses and metrics of the micro-batches whose last layer ran here."""
@@ -237,20 +263,15 @@ class Compute:
         """Micro-batch, layer, and a number that is finite if all was, which has not been looked at."""
         self.determinism_hashes: dict[int, int] = {}
         """By layer, what it makes of made-up numbers; of those that have run here."""
-        self._has_determinism_check = has_determinism_check
         self._spots = spots
-        if not has_determinism_check and (names := [layer.name for layer in model.layers if layer.compile]):
+        if not rules.has_determinism_check and (names := [layer.name for layer in model.layers if layer.compile]):
             raise UsageError(
                 f"layers {', '.join(names)} are to be compiled: whether they compute the same bits in every process is "
                 "found out in votes. Set elastic.verify=true, or leave out compile=True"
             )
         self.fences = Fences(model.fences) if model.fences else None
         """None of a model without any."""
-        self._seed = seed
-        self._recompute = recompute
-        self._between_layers = between_layers
-        self._elsewhere = elsewhere
-        self._lowest_trained = lowest_trained
+        self._surroundings = surroundings
         self._fetch = inputs
         self._step = 0
         self._in_flight_microbatches = InFlight()
@@ -448,7 +469,7 @@ class Compute:
                     masks = NO_MASKS if self.fences is None else self.fences.masks(before, value)
                     self._saved[index, microbatch] = Saved(given, kept, left, masks)
                     self._in_flight_microbatches.went(microbatch, layers, index + 1, value)
-            self._between_layers()
+            self._surroundings.check()
         if layers.stop == self.num_layers:
             value = value if self.fences is None else self.fences.opened(value)
             self._forward_loss(microbatch, value, targets, train, keeps)
@@ -501,7 +522,7 @@ class Compute:
                     self._backward_layer(index, microbatch, *left)
                 else:
                     self._add(index, microbatch, left.gradients, left.buffers)
-            self._between_layers()
+            self._surroundings.check()
 
     def _back(
         self,
@@ -535,8 +556,8 @@ class Compute:
                 reached = reached._replace(gradients=passed_on)
             del self._saved[index, microbatch]
             self._in_flight_microbatches.returned(microbatch, layers, index, reached)
-            self._between_layers()
-        if layers.start <= self._lowest_trained:
+            self._surroundings.check()
+        if layers.start <= self.rules.lowest_trained:
             self._in_flight_microbatches.end(microbatch)
             return None
         return to_send(reached)
@@ -585,7 +606,7 @@ class Compute:
         return given
 
     def _begin_graph(self, index: int, given: LayerInputs) -> None:
-        if index > self._lowest_trained:
+        if index > self.rules.lowest_trained:
             for leaf in given.leaves:
                 if is_differentiable(leaf):
                     leaf.requires_grad_(True)
@@ -600,7 +621,7 @@ class Compute:
         self._seed_draws(microbatch, index)
         has_graph = train and self._has_backward(index)
         is_first = admits and (index, train) not in self._admitted
-        unwritten = Unwritten(layer.module) if is_first and self._has_determinism_check else None
+        unwritten = Unwritten(layer.module) if is_first and self.rules.has_determinism_check else None
         guard = self._guard(index, layer.module)
         with inside(call), torch.set_grad_enabled(has_graph or index in self._needs_graph):
             lent = self._lending.lend(index, given.leaves, train=train)
@@ -614,7 +635,7 @@ class Compute:
         self._signatures.check(index, train, structure, leaves)
         wrote = self._look(index, given, lent, train=train, is_over=not has_graph)
         if wrote and train and self._is_recomputed(index):
-            off = "model.recompute=false" if self._recompute else "Layer(recompute=False)"
+            off = "model.recompute=false" if self.rules.recompute else "Layer(recompute=False)"
             raise UsageError(
                 f"{self._who(index)} writes its input, and is to be run again from it: use operations that do not "
                 f"work in place, or switch recomputation off ({off})"
@@ -681,7 +702,7 @@ class Compute:
             given, run: of the first run.
             again: the second run.
         """
-        if self._has_determinism_check and (index, False) not in self._proven:
+        if self.rules.has_determinism_check and (index, False) not in self._proven:
             module = self._loss_module if index == self.num_layers else self.layers[index].module
             done = Done(given, run, Reached([], None), [])
             self._run_again(index, module, [], done, lambda given, reached: (again(given), []))
@@ -711,17 +732,17 @@ class Compute:
 
     def _seed_draws(self, microbatch: int, index: int) -> None:
         """Whatever a forward draws is keyed by what it is for."""
-        parts = (self._seed, self._step, microbatch, index, "forward")
+        parts = (self.rules.seed, self._step, microbatch, index, "forward")
         seed_everything(*parts)
         self._device.seed(key64(*parts))
 
     def _has_backward(self, index: int) -> bool:
         """Whether anything runs backward in a layer: not below the lowest that is trained."""
-        return index >= self._lowest_trained
+        return index >= self.rules.lowest_trained
 
     def _keeps_run(self, index: int) -> bool:
         """Whether a layer's outputs are needed once more: by its backward, or by the determinism check."""
-        return self._has_backward(index) or (self._has_determinism_check and index not in self.determinism_hashes)
+        return self._has_backward(index) or (self.rules.has_determinism_check and index not in self.determinism_hashes)
 
     def _callable(self, index: int) -> Callable[[Any], Any]:
         module = self.layers[index].module
@@ -729,8 +750,9 @@ class Compute:
 
     def _call(self, microbatch: int, train: bool) -> Call:
         """For one run of a layer; what a part that is run again says goes to a call of its own, which is forgotten."""
-        key = (self._seed, self._step, microbatch)
-        return Call(lambda: self._lend_batch(microbatch, train), key, self._between_layers, self._elsewhere)
+        key = (self.rules.seed, self._step, microbatch)
+        around = self._surroundings
+        return Call(lambda: self._lend_batch(microbatch, train), key, around.check, around.elsewhere)
 
     def _lend_batch(self, microbatch: int, train: bool) -> Any:
         value = self._fetch(self._step, microbatch, train=train)
@@ -738,7 +760,7 @@ class Compute:
         return value
 
     def _is_recomputed(self, index: int) -> bool:
-        return self._recompute or self.model.layers[index].recompute
+        return self.rules.recompute or self.model.layers[index].recompute
 
     def _admit(
         self,
@@ -787,7 +809,7 @@ class Compute:
     def _nothing(self, index: int, microbatch: int, saved: Saved) -> Gradients:
         """What a layer in which nothing runs backward brings; the determinism check looks at its forward."""
         none: Gradients = [None] * len(self.layers[index].parameters)
-        if self._has_determinism_check and index not in self.determinism_hashes:
+        if self.rules.has_determinism_check and index not in self.determinism_hashes:
             run = self._output(index, microbatch, saved)
             zeros = [torch.zeros_like(leaf) for leaf in run.leaves if is_differentiable(leaf)]
             self._prove(index, microbatch, saved, run, Reached(zeros, None), none)
@@ -851,7 +873,7 @@ class Compute:
         self._check_backward(index, microbatch, Done(saved.given, run, reached, found))
         if self.model.layers[index].compile and self._compiled.has_grown():
             self.determinism_hashes.pop(index, None)
-        if self._has_determinism_check and index not in self.determinism_hashes:
+        if self.rules.has_determinism_check and index not in self.determinism_hashes:
             self._prove(index, microbatch, saved, run, reached, found)
         return found[:num_parameters], zeros_where_none(inputs, found[num_parameters:])
 
@@ -970,7 +992,7 @@ class Compute:
         kind = self._due(index, microbatch)
         if self._spots is None or kind is None or (kind is CheckKind.PROBE and index not in self.determinism_hashes):
             return
-        self._between_layers()  # a check takes longer than a layer
+        self._surroundings.check()  # a check takes longer than a layer
         layer, who, done = self.layers[index], self._who(index), Done(given, run, Reached([], None), [])
         left_again: list[torch.Tensor] = []
 
@@ -1146,7 +1168,7 @@ class Compute:
             found: Gradients = list(torch.autograd.grad(loss.scored.total, inputs, allow_unused=True))
             self._look(index, loss.given, loss.lent, train=True, is_over=True)
             self._check_loss(microbatch, loss, found)
-            if self._has_determinism_check and (index, True) not in self._proven:
+            if self.rules.has_determinism_check and (index, True) not in self._proven:
                 self.check_loss_again(microbatch, loss, found)
                 self._proven.add((index, True))
         return Reached(zeros_where_none(inputs, found), loss.scored.count)

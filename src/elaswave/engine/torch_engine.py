@@ -21,7 +21,7 @@ from elaswave.engine.batches import Microbatches
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.determinism_check import changed_operator, environment_of
 from elaswave.engine.checks.spot_checks import SpotChecks
-from elaswave.engine.compute import Compute
+from elaswave.engine.compute import ALONE, Compute, ComputeRules, Surroundings
 from elaswave.engine.materialise import materialise, updater_after
 from elaswave.engine.reduction import Reduction
 from elaswave.hashing import MASK64
@@ -56,19 +56,17 @@ class EngineContext(NamedTuple):
     batches: MicrobatchSource
     """Of training."""
     evaluation_batches: MicrobatchSource
-    check: Callable[[], None]
-    """Called between layers: moves bytes, and raises InterruptedWaitError if the generation is over."""
     timer: ActionTimer
     """Measures every action, and makes it last on an emulated device."""
     run_dir: Path
+    surroundings: Surroundings = ALONE
+    """What the worker does beside the computation."""
     on_execution: Callable[[ExecutionParameters], None] = lambda execution: None
     """Told of the execution parameters in force."""
     on_layout: Callable[[Layout], None] = lambda layout: None
     """Told of the layout in force."""
     on_begin: Callable[[int], None] = lambda step: None
     """Told of each step that begins, perhaps again."""
-    elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Stands around waits for foreign parts."""
     building: Callable[[], AbstractContextManager[None]] = nullcontext
     """Stands around the making and loading of layers."""
     slow_down: Callable[[float], None] = lambda factor: None
@@ -77,8 +75,18 @@ class EngineContext(NamedTuple):
     """Leaves its emulated links a share of their bandwidth (fault injection)."""
     device: Device = HOST
     """What computes."""
-    move: Callable[[], None] = lambda: None
-    """Called while numbers of the device are waited for: moves bytes, and never raises."""
+
+
+def compute_rules(blueprint: Blueprint) -> ComputeRules:
+    """How a run computes."""
+    config = blueprint.config
+    return ComputeRules(
+        blueprint.model,
+        config.run.seed,
+        recompute=config.model.recompute,
+        lowest_trained=blueprint.state.lowest_trained,
+        has_determinism_check=config.elastic.verify,
+    )
 
 
 class TorchEngine:
@@ -117,7 +125,7 @@ class TorchEngine:
             checked=elastic.verify,
             width=elastic.accumulator_bits,
             device=context.device,
-            check=context.move,
+            check=context.surroundings.move,
         )
         self.reduction.hold(list(self.layers))
         self.device = device = context.device
@@ -128,18 +136,12 @@ class TorchEngine:
         """Actions whose beginning and end the device has still to come to."""
         self._microbatches = Microbatches(context.batches, context.evaluation_batches, device)
         self.compute = Compute(
-            blueprint.model,
+            compute_rules(blueprint),
             self._own,
             self.reduction.accumulators,
-            seed=blueprint.config.run.seed,
-            recompute=blueprint.config.model.recompute,
-            between_layers=context.check,
             inputs=self._microbatches.inputs,
-            has_determinism_check=elastic.verify,
-            lowest_trained=blueprint.state.lowest_trained,
-            elsewhere=context.elsewhere,
             device=device,
-            move=context.move,
+            surroundings=context.surroundings,
             spots=self._spot_checks(),
         )
         self._num_microbatches = blueprint.layout.num_microbatches
@@ -147,7 +149,7 @@ class TorchEngine:
         self.updater = updater or blueprint.optimizer.updater()
         self._environment = environment_of(blueprint, device) if elastic.verify else None
         """Found out now, since that takes as long as a small step."""
-        self.seals = Seals(self.blocks, device, context.move) if elastic.verify else None
+        self.seals = Seals(self.blocks, device, context.surroundings.move) if elastic.verify else None
         if self.seals is not None:
             self.seals.written_all(self.layers, held)
         self._incoming: dict[int, list[torch.Tensor]] = {}
@@ -269,7 +271,7 @@ class TorchEngine:
         self._microbatches.release(step, microbatch, train=True, is_over=action.kind in ("B", "W") or not keeps)
         end = self.device.mark()
         if self.device.is_host or self.context.timer.holds:
-            wait_for(end, self.context.check)
+            wait_for(end, self.context.surroundings.check)
             if left:
                 self.context.timer.on_computed(action, left, start_ns + compute.checking_ns - checking_ns)
             return output
@@ -285,14 +287,14 @@ class TorchEngine:
             InterruptedWaitError: the generation is over.
         """
         while len(self._running) >= RUN_AHEAD_ACTIONS:
-            wait_for(self._running[0], self.context.check)
+            wait_for(self._running[0], self.context.surroundings.check)
             self._running.popleft()
 
     def _note_times(self) -> None:
         """Tells how long the device has taken for the actions of an attempt."""
         if self._untimed:
             # What was read for the vote need not lie behind them: it may have been nothing.
-            wait_for(self._untimed[-1][-1], self.context.move)
+            wait_for(self._untimed[-1][-1], self.context.surroundings.move)
         for action, left, start, end in self._untimed:
             self.context.timer.on_measured(action, left, end.seconds_since(start))
         self._untimed.clear()
@@ -431,7 +433,7 @@ class TorchEngine:
 
     def _read(self, found: Found) -> list[Any]:
         """Numbers of runs, by one wait."""
-        (numbers,) = read_tensors(self.device, [found.numbers], self.context.move)
+        (numbers,) = read_tensors(self.device, [found.numbers], self.context.surroundings.move)
         return found.in_order(numbers)
 
     def gradient_hashes(self, copies: Sequence[HeldBlock]) -> list[int]:

@@ -386,9 +386,11 @@ class StepWatch(StepObserver):
         end_ns = self._end_phase(phase)
         if phase == "apply":
             self.activity.has_run()
+        if not self._trace.enabled:
+            return
         where = {"step": self.machine.step, "attempt": self.machine.attempt}
         self._trace.add(phase.upper(), PHASE, self._phase_ns, end_ns, where)
-        if phase == "vote" and self._trace.enabled and (gauges := self._gauges()) is not None:
+        if phase == "vote" and (gauges := self._gauges()) is not None:
             for name, value in msgspec.structs.asdict(gauges).items():
                 if value is not None and name in COUNTED:
                     self._trace.count(name, end_ns, value)

@@ -15,6 +15,7 @@ import gc
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from elaswave.devices.opening import open_device
 from elaswave.engine.activity import ActionTimer, Pace
 from elaswave.engine.batches import Batches, BatchMaker, LoaderSupply, Supply, loader_log
 from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.compute import Surroundings
 from elaswave.engine.materialise import changed_frozen, materialise, updater_after
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
 from elaswave.errors import FencedOffError, InterruptedWaitError, PeerLostError, WaitTimeoutError
@@ -245,8 +247,8 @@ FLUSH_TIMEOUT_S = 5.0
 """Bound of waiting, at the end, for the coordinator to have handled the last messages."""
 
 
-class Worker:
-    """A worker with its state, ready to run.
+class Worker(Surroundings):
+    """A worker with its state, ready to run; while it computes it lets bytes move, and listens.
 
     Args:
         setup: what it is started with.
@@ -299,25 +301,23 @@ class Worker:
             worker=setup.worker,
             batches=batches.training,
             evaluation_batches=batches.evaluation,
-            check=self._check,
             timer=self._timer,
             run_dir=setup.run_dir,
+            surroundings=self,
             on_execution=self._set_level,
             on_layout=self._use_layout,
             on_begin=batches.begin,
-            elsewhere=lambda: mailbox.activity.during(FOREIGN),
             building=mailbox.activity.building,
             slow_down=self._slow_down,
             slow_links=(lambda factor: None) if setup.sites is None else setup.sites.slow_down,
             device=setup.device,
-            move=self._move,
         )
         self._links = TransportLinks(
             setup.worker,
             blueprint.blocks,
             self._transport,
             mailbox.activity,
-            self._check,
+            self.check,
             client,
             setup.device,
         )
@@ -352,7 +352,7 @@ class Worker:
             num_loaders=blueprint.training.loaders,
             num_steps=run.steps,
             eval_microbatches=run.eval_microbatches if run.eval_every else 0,
-            check=self._check,
+            check=self.check,
             activity=self._mailbox.activity,
             log=setup.run_dir / "logs" / loader_log(setup.worker),
         )
@@ -448,20 +448,24 @@ class Worker:
 
     def _wait(self, wait: Wait) -> None:
         if wait is Pause.DISK:
-            self._disk.finish(self._check)
+            self._disk.finish(self.check)
         else:
             self._links.wait(wait)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Between layers and blocks: lets bytes move, and leaves the step if a new generation has begun."""
-        self._move()
+        self.move()
         if self._mailbox.urgent:
             raise InterruptedWaitError("the coordinator asks for a report")
 
-    def _move(self) -> None:
+    def move(self) -> None:
         """Lets bytes move: from the device to its links, and over these."""
         self._links.hand_over()
         self._transport.poll()
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """Heartbeats tell that a foreign part is waited for."""
+        return self._mailbox.activity.during(FOREIGN)
 
     def _hand_over(self, message: ToWorker) -> None:
         """Gives a message to the machine."""
@@ -500,7 +504,7 @@ class Worker:
         moves = links.is_dialling or links.is_fetching or (sites is not None and sites.has_frames)
         is_at_rest = machine.is_paused or machine.is_done
         if moves or is_at_rest:
-            self._move()
+            self.move()
         machine.look_at_sent()
         try:
             self._hand_over(self._mailbox.next(DIAL_TURN_S if moves else REST_TURN_S if is_at_rest else TURN_S))

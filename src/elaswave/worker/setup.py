@@ -23,7 +23,7 @@ from elaswave.engine.batches import BatchMaker, BatchName
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.determinism_check import environment_of
 from elaswave.engine.checks.values import flatten, unflatten
-from elaswave.engine.compute import Compute
+from elaswave.engine.compute import Compute, ComputeRules
 from elaswave.faults.injection import Probe
 from elaswave.job.plan import identity_of
 from elaswave.models.foreign.layer import kinds_here
@@ -135,15 +135,15 @@ def layer_determinism_hashes(blueprint: Blueprint, inputs: Any, device: Device =
     inputs = unflatten(structure, list(map(device.bring, leaves)))
     layers: dict[int, FlatLayer] = {}
     compute = Compute(
-        blueprint.model,
+        ComputeRules(
+            blueprint.model,
+            blueprint.config.run.seed,
+            lowest_trained=blueprint.state.lowest_trained,
+            has_determinism_check=True,
+        ),
         layers,
         {},
-        seed=blueprint.config.run.seed,
-        recompute=False,
-        between_layers=lambda: None,
         inputs=lambda step, microbatch, train: inputs,
-        has_determinism_check=True,
-        lowest_trained=blueprint.state.lowest_trained,
         device=device,
     )
     place = None if device.is_host else device.place

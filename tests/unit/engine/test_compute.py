@@ -8,7 +8,7 @@ from tests.unit.held import make_held
 from torch import nn
 
 from elaswave.engine.checks.values import at_boundary
-from elaswave.engine.compute import Compute, LayerError
+from elaswave.engine.compute import ALONE, Compute, ComputeRules, LayerError, Surroundings
 from elaswave.models.layers import Layer, ModelSpec, build_layer, linear
 from elaswave.protocol.step.ballot import LOSS, NonFinite, coverage_key, expected_coverage, loss_key
 from elaswave.state.sums import ExactAccumulator
@@ -56,15 +56,13 @@ def mean_square(output, targets):
     return output.square().mean()
 
 
-def make_compute(model, layers=None, *, recompute=False, between=lambda: None, dtype=torch.float32):
+def make_compute(model, layers=None, *, recompute=False, surroundings=ALONE, dtype=torch.float32):
     held, units, shapes = make_held(model, layers, SEED, dtype)
     compute = Compute(
-        model,
+        ComputeRules(model, SEED, recompute=recompute),
         held,
         {index: ExactAccumulator(shapes[index]) for index in (*held, *units)},
-        seed=SEED,
-        recompute=recompute,
-        between_layers=between,
+        surroundings=surroundings,
     )
     compute.begin(STEP, [[40] * len(shape.tensors) for shape in shapes])
     return compute
@@ -203,7 +201,12 @@ def test_a_layer_without_parameters_is_covered_as_well():
 
 def test_transfers_are_looked_after_between_layers():
     calls = []
-    compute = make_compute(GPT, between=lambda: calls.append(1))
+
+    class Counting(Surroundings):
+        def check(self):
+            calls.append(1)
+
+    compute = make_compute(GPT, surroundings=Counting())
     run(compute, [0], 4)
     assert len(calls) == 8
 

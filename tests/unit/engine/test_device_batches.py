@@ -17,6 +17,7 @@ from elaswave.devices.interface import Batch, Mark, batches_of
 from elaswave.devices.loopback import Loopback
 from elaswave.engine.activity import ActionTimer
 from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.compute import Surroundings
 from elaswave.engine.materialise import materialise
 from elaswave.engine.torch_engine import RUN_AHEAD_ACTIONS, EngineContext, TorchEngine
 from elaswave.errors import InterruptedWaitError
@@ -49,7 +50,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Alone:
+class Alone(Surroundings):
     """An engine that has all layers and blocks, on a device with an accelerator's rules."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], batch: Batch) -> None:
@@ -66,15 +67,15 @@ class Alone:
             worker=0,
             batches=lambda step, microbatch: source.batch([Draw(microbatch, 0, microbatch)], "train"),
             evaluation_batches=lambda step, microbatch: source.batch([Draw(microbatch, 0, microbatch)], "validation"),
-            check=self._check,
             timer=ActionTimer(0, None, lambda until_s: None),
             run_dir=folder,
+            surroundings=self,
             device=self.device,
         )
         self.engine = TorchEngine(context, here)
         self.layers = layout.layers_of(0)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self.interrupts:
             raise InterruptedWaitError("the generation is over")
 

@@ -46,7 +46,6 @@ def engine_of(tmp_path: Path, device: Device, settings: Mapping[str, Any]) -> To
         worker=0,
         batches=lambda step, microbatch: source.batch([Draw(microbatch, 0, microbatch)], "train"),
         evaluation_batches=lambda step, microbatch: source.batch([Draw(microbatch, 0, microbatch)], "validation"),
-        check=lambda: None,
         timer=ActionTimer(0, None, lambda until_s: None),
         run_dir=tmp_path,
         device=device,

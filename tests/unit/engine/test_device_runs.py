@@ -1,7 +1,6 @@
 """While micro-batches run on a device the host reads nothing of it: what it has to know comes at the vote, at once."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave.devices.interface import HOST
 from elaswave.devices.loopback import LOOKS, Loopback
-from elaswave.engine.compute import Compute
+from elaswave.engine.compute import ALONE, Compute, ComputeRules, Surroundings
 from elaswave.protocol.step.ballot import NonFinite
 from elaswave.state.device_sums import DeviceAccumulator
 from elaswave.state.sums import ExactAccumulator
@@ -41,18 +40,15 @@ class _NoReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def make_compute(device: Any, move: Callable[[], None] = lambda: None) -> Compute:
+def make_compute(device: Any, surroundings: Surroundings = ALONE) -> Compute:
     held, units, shapes = make_held(MODEL, None, SEED, torch.float32)
     make = ExactAccumulator if device.is_host else lambda shape: DeviceAccumulator(shape, device.place)
     compute = Compute(
-        MODEL,
+        ComputeRules(MODEL, SEED),
         held,
         {index: make(shapes[index]) for index in (*held, *units)},
-        seed=SEED,
-        recompute=False,
-        between_layers=lambda: None,
         device=device,
-        move=move,
+        surroundings=surroundings,
     )
     compute.begin(STEP, [[40] * len(shape.tensors) for shape in shapes])
     return compute
@@ -67,7 +63,12 @@ def run(compute: Compute, microbatch: int) -> None:
 
 def test_nothing_is_read_while_microbatches_run_and_all_at_once_then():
     looked: list[int] = []
-    device, host = make_compute(Loopback(), lambda: looked.append(1)), make_compute(HOST)
+
+    class Looking(Surroundings):
+        def move(self) -> None:
+            looked.append(1)
+
+    device, host = make_compute(Loopback(), Looking()), make_compute(HOST)
     for microbatch in range(3):
         if microbatch == 0:  # the first one of a layer is looked at
             run(device, microbatch)

@@ -11,7 +11,7 @@ from torch import nn
 from elaswave.engine.boundaries import fences as fences_module
 from elaswave.engine.boundaries.codecs import decode_tensor, encode_tensor, places_of
 from elaswave.engine.boundaries.fences import CodedValue, Fences
-from elaswave.engine.compute import Compute
+from elaswave.engine.compute import Compute, ComputeRules, Surroundings
 from elaswave.errors import FrameError
 from elaswave.fences import FenceRatio
 from elaswave.models.layers import build_layer
@@ -245,26 +245,18 @@ def test_a_codec_never_runs_inside_a_layer(monkeypatch):
     monkeypatch.setattr(fences_module, "encode_tensor", counting)
     held = make_compute(FENCED)
     compute = Compute(
-        FENCED,
+        ComputeRules(FENCED, SEED, recompute=True, has_determinism_check=True),
         held.layers,
         held.accumulators,
-        seed=SEED,
-        recompute=True,
-        between_layers=lambda: None,
-        has_determinism_check=True,
     )
     compute.begin(3, [[40] * len(layer.shape.tensors) for layer in held.layers.values()])
     run(compute, [0], 4)
     assert set(compute.determinism_hashes) == {0, 1, 2, 3}
     assert sorted(calls) == ["int4", "int4", "int8", "int8"]
     without = Compute(
-        GPT,
+        ComputeRules(GPT, SEED, recompute=True, has_determinism_check=True),
         held.layers,
         held.accumulators,
-        seed=SEED,
-        recompute=True,
-        between_layers=lambda: None,
-        has_determinism_check=True,
     )
     without.begin(3, [[40] * len(layer.shape.tensors) for layer in held.layers.values()])
     run(without, [0], 4)
@@ -281,12 +273,13 @@ def test_an_interrupted_computation_goes_on_from_what_was_coded(model):
 
     left = [3]
 
-    def between():
-        left[0] -= 1
-        if left[0] == 0:
-            raise Interrupt
+    class Interrupting(Surroundings):
+        def check(self):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Interrupt
 
-    whole, compute = make_compute(model), make_compute(model, between=between)
+    whole, compute = make_compute(model), make_compute(model, surroundings=Interrupting())
     run(whole, [0], 4)
     tokens, targets = batch(0)
     with pytest.raises(Interrupt):

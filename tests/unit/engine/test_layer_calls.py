@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elaswave.engine.checks.values import flatten, unflatten
-from elaswave.engine.compute import Compute, LayerError
+from elaswave.engine.compute import Compute, ComputeRules, LayerError
 from elaswave.errors import UsageError
 from elaswave.models.layers import Call, Layer, LossOutput, ModelSpec, aux_loss, batch, build_layer, inside
 from elaswave.protocol.step.ballot import expected_coverage
@@ -185,14 +185,9 @@ def make_compute(model, layers=None, **options):
     held, units, shapes = make_held(model, layers, SEED)
     accumulators = {index: ExactAccumulator(shapes[index]) for index in (*held, *units)}
     compute = Compute(
-        model,
+        ComputeRules(model, SEED, **options),
         held,
         accumulators,
-        seed=SEED,
-        recompute=options.get("recompute", False),
-        has_determinism_check=options.get("has_determinism_check", False),
-        lowest_trained=options.get("lowest_trained", 0),
-        between_layers=lambda: None,
         inputs=lambda step, microbatch, *, train: inputs_of(microbatch),
     )
     compute.begin(STEP, [[40] * len(shape.tensors) for shape in shapes])
@@ -218,7 +213,7 @@ def train(computes, cuts, microbatches, *, split=False):
         for compute, layers in zip(reversed(computes), reversed(cuts), strict=True):
             step = compute.backward_input if split else compute.backward
             gradient = step(layers, microbatch, gradient)
-            assert (gradient is None) is (layers.start <= compute._lowest_trained)
+            assert (gradient is None) is (layers.start <= compute.rules.lowest_trained)
             gradient = None if gradient is None else travel(gradient)
     if split:
         for compute, layers in zip(computes, cuts, strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 
 from elaswave.blocks.shapes import StateShapes
 from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.compute import Compute, LayerError
+from elaswave.engine.compute import Compute, ComputeRules, LayerError
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.protocol.step.ballot import expected_coverage
@@ -27,13 +27,9 @@ def make(kind, layers=None, *, recompute=False):
     held, units, shapes = make_held(model, layers, SEED)
     state = StateShapes(tuple(layer.name for layer in model.layers), shapes, ("master",))
     compute = Compute(
-        model,
+        ComputeRules(model, SEED, recompute=recompute, lowest_trained=state.lowest_trained),
         held,
         {unit: ExactAccumulator(shapes[unit]) for unit in (*held, *units)},
-        seed=SEED,
-        recompute=recompute,
-        between_layers=lambda: None,
-        lowest_trained=state.lowest_trained,
     )
     compute.begin(STEP, [[EXPONENT] * len(shape.tensors) for shape in shapes])
     return compute, state

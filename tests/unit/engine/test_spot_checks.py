@@ -25,7 +25,7 @@ from torch import nn
 
 from elaswave.engine.checks.determinism_check import changed_operator, environment
 from elaswave.engine.checks.spot_checks import DENSE_STEPS, CheckKind, SpotChecks, window_of
-from elaswave.engine.compute import Compute, LayerError
+from elaswave.engine.compute import Compute, ComputeRules, LayerError
 from elaswave.errors import SpotCheckError
 from elaswave.hashing import key64
 from elaswave.models.layers import aux_loss
@@ -55,13 +55,9 @@ def checked(model, kind, layers=None, *, recompute=False, **options):
     held, units, shapes = make_held(model, layers, SEED)
     spots = Everywhere(kind, **options)
     compute = Compute(
-        model,
+        ComputeRules(model, SEED, recompute=recompute, has_determinism_check=True),
         held,
         {index: ExactAccumulator(shapes[index]) for index in (*held, *units)},
-        seed=SEED,
-        recompute=recompute,
-        has_determinism_check=True,
-        between_layers=lambda: None,
         inputs=lambda step, microbatch, *, train: inputs_of(microbatch),
         spots=spots,
     )

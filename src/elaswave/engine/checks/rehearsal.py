@@ -25,7 +25,7 @@ from elaswave.devices.interface import generators_kept
 from elaswave.engine.batches import BatchMaker, BatchName, Microbatches
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.checks.values import flatten
-from elaswave.engine.compute import Compute, LayerError
+from elaswave.engine.compute import Compute, ComputeRules, LayerError
 from elaswave.engine.materialise import all_layers
 from elaswave.errors import SIGNALS, DataError, StoppedBySignalError, UsageError
 from elaswave.models.foreign.connection import close_all
@@ -104,14 +104,15 @@ class Rehearsal:
 def _loss_of(blueprint: Blueprint, pair: tuple[Any, Any]) -> float:
     microbatches = Microbatches(lambda *_: pair, lambda *_: pair)
     compute = Compute(
-        blueprint.model,
+        ComputeRules(
+            blueprint.model,
+            blueprint.config.run.seed,
+            recompute=blueprint.config.model.recompute,
+            lowest_trained=blueprint.state.lowest_trained,
+        ),
         all_layers(blueprint, None),
         {},
-        seed=blueprint.config.run.seed,
-        recompute=blueprint.config.model.recompute,
-        between_layers=lambda: None,
         inputs=microbatches.inputs,
-        lowest_trained=blueprint.state.lowest_trained,
     )
     compute.begin(_FIRST.step, ())
     inputs, targets = microbatches.get(_FIRST.step, _FIRST.microbatch, train=True)
