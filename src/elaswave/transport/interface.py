@@ -1,6 +1,6 @@
 """What every transport promises: ``Transport`` is the protocol, a ``Handle`` one send or receive that goes on.
 
-No sockets, threads or clocks here. The rules by which frames meet receives are in ``inbox``.
+No sockets, threads or clocks here. The rules by which frames meet receives are in ``link``.
 
 What travels on a link: a fixed 64-byte header, then the raw bytes of one or more tensors.
 

@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -76,18 +75,6 @@ _log = logging.getLogger("elaswave.transport")
 _MAX_ACCEPTS_PER_TURN = 16
 
 
-class _Side(Protocol):
-    """One side of the handshake (see ``handshake``)."""
-
-    peer: int
-    done: bool
-    bytes_needed: int
-
-    def opening(self) -> bytes: ...
-
-    def receive(self, data: bytes) -> bytes: ...
-
-
 class _Visit:
     """A connection in the handshake.
 
@@ -102,7 +89,7 @@ class _Visit:
     def __init__(
         self,
         sock: socket.socket,
-        make_side: Callable[[Key], _Side],
+        make_side: Callable[[Key], Dialler | Listener],
         deadline: float,
         peer: int | None,
         host: str | None,
@@ -116,7 +103,7 @@ class _Visit:
         self.host = host
         self.received = b""
         self.greeting = b""
-        self.side: _Side | None = None
+        self.side: Dialler | Listener | None = None
         self.is_connected = peer is None
 
     def begin(self, key: Key) -> None:
@@ -279,7 +266,7 @@ class Acceptor:
         return Listener(key, self._worker, os.urandom(NONCE_BYTES), self._refusal)
 
     def _begin(
-        self, sock: socket.socket, make_side: Callable[[Key], _Side], peer: int | None, host: str | None
+        self, sock: socket.socket, make_side: Callable[[Key], Dialler | Listener], peer: int | None, host: str | None
     ) -> _Visit:
         visit = _Visit(sock, make_side, time.monotonic() + self._timeout_s, peer, host)
         if self._listening is None:
@@ -373,8 +360,6 @@ def _send(sock: socket.socket | TlsSocket, data: bytes) -> None:
     if not complete:
         raise ConnectionError("its connection does not take a whole message of the handshake")
 
-
-_log = logging.getLogger("elaswave.transport")
 
 EMULATED_TAG = Tag(0, 0, 0, 0, 0)
 """Of the second send of a frame that an emulated link has brought: nobody waits for it."""

@@ -43,6 +43,7 @@ REASONS = {
     "state/device_sums.py: .cpu()": "figures that the vote has not had read: of a sum that is asked outside of a step",
     "state/device_sums.py: .tolist()": "figures that were read behind a mark",
     "state/device_sums.py: device.type": "whether Triton's kernel computes here",
+    "state/seals.py: .cpu()": "constants of a layer, of the processor's: those of a device are hashed there",
     "state/flat.py: device.type": "bits of what is built in host memory",
     "state/seals.py: .tolist()": "hashes that were read behind a mark",
     "training/dataset.py: device.type": "a dataset's samples are in host memory",
