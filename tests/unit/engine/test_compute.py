@@ -56,10 +56,12 @@ def mean_square(output, targets):
     return output.square().mean()
 
 
-def make_compute(model, layers=None, *, recompute=False, surroundings=ALONE, dtype=torch.float32):
+def make_compute(
+    model, layers=None, *, recompute=False, has_determinism_check=False, surroundings=ALONE, dtype=torch.float32
+):
     held, units, shapes = make_held(model, layers, SEED, dtype)
     compute = Compute(
-        ComputeRules(model, SEED, recompute=recompute),
+        ComputeRules(model, SEED, recompute=recompute, has_determinism_check=has_determinism_check),
         held,
         {index: ExactAccumulator(shapes[index]) for index in (*held, *units)},
         surroundings=surroundings,

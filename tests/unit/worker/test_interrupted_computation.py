@@ -7,7 +7,7 @@ import torch
 from tests.unit.engine.test_compute import STEP, batch, make_compute, model_of, sums
 from torch import nn
 
-from elaswave.engine.compute import Compute
+from elaswave.engine.compute import Compute, Surroundings
 from elaswave.errors import InterruptedWaitError
 from elaswave.protocol.step.ballot import LOSS, expected_coverage
 from elaswave.protocol.step.engine import Unfinished
@@ -18,13 +18,13 @@ L, N = 4, 3
 GPT = build_model("gpt", vocab_size=50, num_layers=2, hidden_size=32, num_heads=4, context_length=8, dropout=0.1)
 
 
-class Interrupts:
+class Interrupts(Surroundings):
     """Raises between two layers, once."""
 
     def __init__(self) -> None:
         self.after = 0
 
-    def __call__(self) -> None:
+    def check(self) -> None:
         self.after -= 1
         if self.after == 0:
             raise InterruptedWaitError("a new generation begins")
@@ -71,7 +71,7 @@ def undisturbed() -> Compute:
 def test_it_goes_on_where_it_was_interrupted(undisturbed: Compute, after: int, recompute: bool) -> None:
     interrupts = Interrupts()
     interrupts.after = after
-    compute = make_compute(GPT, between=interrupts, recompute=recompute)
+    compute = make_compute(GPT, surroundings=interrupts, recompute=recompute)
     todo = actions(compute)
     with pytest.raises(InterruptedWaitError):
         while todo:
@@ -108,7 +108,7 @@ def test_a_whole_backward_goes_on_in_two_halves(after: int) -> None:
     alone.forward(range(L), 0, tokens, targets)
     alone.backward(range(L), 0, None)
     interrupts = Interrupts()
-    compute = make_compute(GPT, between=interrupts)
+    compute = make_compute(GPT, surroundings=interrupts)
     compute.forward(range(L), 0, tokens, targets)
     interrupts.after = after
     with pytest.raises(InterruptedWaitError):
@@ -171,7 +171,7 @@ def test_a_forward_whose_output_alone_is_needed_keeps_nothing_for_a_backward() -
 def test_an_output_is_made_again_beside_a_backward_that_goes_on() -> None:
     """Whoever had the output is lost, and its gradient has come before."""
     interrupts = Interrupts()
-    compute, other = make_compute(GPT, range(2), between=interrupts), make_compute(GPT, range(2, 4))
+    compute, other = make_compute(GPT, range(2), surroundings=interrupts), make_compute(GPT, range(2, 4))
     tokens, targets = batch(0)
     output = compute.forward(range(2), 0, tokens, None).clone()
     other.forward(range(2, 4), 0, output.clone(), targets)
