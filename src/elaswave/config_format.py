@@ -13,7 +13,7 @@ FORMAT = 2
 
 
 def format_problem(values: Mapping[str, Any], *, is_saved: bool = False) -> str | None:
-    """Why the keys of a configuration cannot be trusted, or None.
+    """Tells why the keys of a configuration cannot be trusted, or returns None.
 
     Args:
         values: by key, by section.

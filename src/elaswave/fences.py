@@ -80,7 +80,7 @@ class TopKRows(NamedTuple):
 
 
 def top_k_of(codec: Codec) -> TopK | None:
-    """What a codec's name says of ``topk``; None: it is no such codec."""
+    """Reads what a codec's name says of ``topk``; None: it is no such codec."""
     if re.fullmatch(_TOP_K, codec) is None:
         return None
     adaptive, _, rest = codec.partition("topk")
@@ -102,14 +102,14 @@ class FenceRatio(NamedTuple):
 
 
 def fence_ratio_of(text: str) -> FenceRatio:
-    """What is written as ``STEP:LAYER:RATIO``; the name may have colons itself."""
+    """Parses what is written as ``STEP:LAYER:RATIO``; the name may have colons itself."""
     step, _, rest = text.partition(":")
     after, _, ratio = rest.rpartition(":")
     return FenceRatio(int(step), after, int(ratio))
 
 
 def ratio_problems(ratios: Iterable[str], fences: Iterable[str]) -> list[str]:
-    """What is wrong with the ratios of adaptive fences: one line for each.
+    """Lists what is wrong with the ratios of adaptive fences: one line for each.
 
     Args:
         ratios: as they are written, each good in itself.
@@ -134,7 +134,7 @@ def ratio_problems(ratios: Iterable[str], fences: Iterable[str]) -> list[str]:
 
 
 def ratios_at(recorded: Iterable[FenceRatio], step: int) -> dict[str, int]:
-    """The ratio in force in a step, by layer.
+    """Finds the ratio in force in a step, by layer.
 
     Args:
         recorded: in the order of their steps.
@@ -144,7 +144,7 @@ def ratios_at(recorded: Iterable[FenceRatio], step: int) -> dict[str, int]:
 
 
 def with_ratios(recorded: Iterable[FenceRatio], first_step: int, ratios: Mapping[str, int]) -> list[FenceRatio]:
-    """The list once other ratios are in force.
+    """Returns the list once other ratios are in force.
 
     Args:
         recorded: before. What is later than the step is void: the run has gone back.
@@ -158,7 +158,7 @@ def with_ratios(recorded: Iterable[FenceRatio], first_step: int, ratios: Mapping
 
 
 def codec_in_force(codec: Codec, ratio: int | None) -> Codec:
-    """What an adaptive codec stands for at a ratio; any other one for itself.
+    """Finds what an adaptive codec stands for at a ratio; any other one stands for itself.
 
     Args:
         codec: of a fence.
@@ -172,25 +172,25 @@ def codec_in_force(codec: Codec, ratio: int | None) -> Codec:
 
 
 def adaptive(codecs: Mapping[int, Codec]) -> dict[int, int]:
-    """The largest ratio of each adaptive fence, by position of the layer before it."""
+    """Maps the position of the layer before each adaptive fence to the largest ratio of that fence."""
     found = {boundary: top_k_of(codec) for boundary, codec in codecs.items()}
     return {boundary: top_k.ratio for boundary, top_k in found.items() if top_k is not None and top_k.is_adaptive}
 
 
 def is_codec(text: str) -> bool:
-    """Whether a text names a codec."""
+    """Tells whether a text names a codec."""
     return text in CODECS or top_k_of(text) is not None
 
 
 def rows_of(ratio: int, num_elements: int) -> tuple[TopKRows, ...]:
-    """The rows of a tensor under ``topk``: the full ones, then what is left."""
+    """Lists the rows of a tensor under ``topk``: the full ones, then what is left."""
     full, rest = divmod(num_elements, ROW_ELEMENTS)
     found = [TopKRows(full, ROW_ELEMENTS, -(-ROW_ELEMENTS // ratio))] if full else []
     return (*found, *([TopKRows(1, rest, -(-rest // ratio))] if rest else ()))
 
 
 def fence_of(text: str) -> Fence:
-    """A fence as it is written: ``LAYER:CODEC``. The name may have colons itself.
+    """Reads a fence as it is written: ``LAYER:CODEC``. The name may have colons itself.
 
     Raises:
         ValueError: it is none.
@@ -202,12 +202,12 @@ def fence_of(text: str) -> Fence:
 
 
 def built_in_layer_names(num_blocks: int) -> tuple[str, ...]:
-    """Names of the layers of a built-in model."""
+    """Lists the names of the layers of a built-in model."""
     return ("embedding", *(f"block.{index}" for index in range(num_blocks)), "head")
 
 
 def codecs_at(fences: Iterable[str], names: Sequence[str]) -> dict[int, Codec]:
-    """The codec behind each layer that has a fence, by position.
+    """Finds the codec behind each layer that has a fence, by position.
 
     Args:
         fences: as they are written.
@@ -223,7 +223,7 @@ def codecs_at(fences: Iterable[str], names: Sequence[str]) -> dict[int, Codec]:
 
 
 def fence_problems(fences: Iterable[str], names: Sequence[str]) -> list[str]:
-    """What is wrong with the fences of a model: one line for each.
+    """Lists what is wrong with the fences of a model: one line for each.
 
     Args:
         fences: as they are written, each good in itself.
@@ -245,18 +245,18 @@ def fence_problems(fences: Iterable[str], names: Sequence[str]) -> list[str]:
 
 
 def changing(fences: Iterable[str]) -> tuple[str, ...]:
-    """Those whose codec changes bits, sorted: ``none`` leaves a value as it is."""
+    """Lists those whose codec changes bits, sorted: ``none`` leaves a value as it is."""
     return tuple(sorted(text for text in fences if fence_of(text).codec != "none"))
 
 
 def head_bytes(num_dims: int) -> int:
-    """What stands before the numbers of a coded tensor: codec, type and shape."""
+    """Counts the bytes of what stands before the numbers of a coded tensor: codec, type and shape."""
     return _HEAD_BYTES + _DIM_BYTES * num_dims
 
 
 def payload_bytes(codec: str, num_elements: int) -> int:
-    """The numbers of a coded tensor: under ``int8`` and ``int4`` whole groups, each with its scale; under ``topk`` what
-    is kept, and its places."""
+    """Counts the bytes of the numbers of a coded tensor: under ``int8`` and ``int4`` whole groups, each with its scale;
+    under ``topk`` what is kept, and its places."""
     if codec == "bf16":
         return _NARROW_BYTES * num_elements
     if top_k := top_k_of(codec):
@@ -266,24 +266,26 @@ def payload_bytes(codec: str, num_elements: int) -> int:
 
 
 def values_bytes(ratio: int, num_elements: int) -> int:
-    """The ratio and the numbers that ``topk`` keeps: all that travels where the places are known."""
+    """Computes the bytes of the ratio and the numbers that ``topk`` keeps: all that travels where the places are
+    known."""
     kept = sum(rows.num_rows * rows.num_kept for rows in rows_of(ratio, num_elements))
     return RATIO_BYTES + _NARROW_BYTES * kept
 
 
 def places_bytes(ratio: int, num_elements: int) -> int:
-    """Where the numbers lie that ``topk`` keeps."""
+    """Counts the bytes that tell where the numbers lie that ``topk`` keeps."""
     return sum(rows.num_rows * rows.place_bytes for rows in rows_of(ratio, num_elements))
 
 
 def kept_places_bytes(codec: Codec, num_elements: int) -> int:
-    """What either side of a fence keeps of a tensor until its gradient comes: the places, where gradients use them."""
+    """Counts the bytes of what either side of a fence keeps of a tensor until its gradient comes: the places, where
+    gradients use them."""
     top_k = top_k_of(codec)
     return places_bytes(top_k.ratio, num_elements) if top_k and not top_k.has_own_mask else 0
 
 
 def coded_bytes(codec: str, shape: Sequence[int], element_bytes: int) -> int:
-    """Bytes of a floating-point tensor behind a fence, known from its shape alone.
+    """Computes the bytes of a floating-point tensor behind a fence, known from its shape alone.
 
     A tensor that a codec would not make smaller stays as it is.
 

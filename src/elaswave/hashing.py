@@ -15,7 +15,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix64(value: int) -> int:
-    """A bijection of 64-bit integers that scatters every input bit over all output bits.
+    """Maps 64-bit integers by a bijection that scatters every input bit over all output bits.
 
     Args:
         value: any integer; only its low 64 bits count.
@@ -29,7 +29,8 @@ def mix64(value: int) -> int:
 
 
 def key64(*parts: int | str) -> int:
-    """A 64-bit key for a tuple of integers and strings, such as ``key64(seed, step, microbatch, layer, "forward")``.
+    """Computes a 64-bit key for a tuple of integers and strings, such as ``key64(seed, step, microbatch, layer,
+    "forward")``.
 
     Args:
         parts: what the key stands for; order matters, and ("ab",) differs from ("a", "b").
@@ -49,11 +50,11 @@ def key64(*parts: int | str) -> int:
 
 @functools.lru_cache(maxsize=4096)  # purposes and names, the same ones again and again
 def text64(text: str) -> int:
-    """A 64-bit hash of a string, the same in every process (unlike ``hash``)."""
+    """Computes a 64-bit hash of a string, the same in every process (unlike ``hash``)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def signed64(value: int) -> int:
-    """The same 64 bits read as a signed integer, for int64 tensors whose sums wrap."""
+    """Reads the same 64 bits as a signed integer, for int64 tensors whose sums wrap."""
     value &= MASK64
     return value - (1 << 64) if value >> 63 else value

@@ -80,18 +80,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict
         return len(self.routes)
 
     def shared_units(self, layers: range) -> tuple[int, ...]:
-        """The shared units that any of these layers uses, ascending."""
+        """Lists the shared units that any of these layers uses, ascending."""
         first = self.num_layers
         return tuple(
             first + index for index, users in enumerate(self.shared) if any(layer in layers for layer in users)
         )
 
     def num_uses(self, unit: int) -> int:
-        """How often each micro-batch adds to a unit: once, or once for each use of a shared one."""
+        """Counts how often each micro-batch adds to a unit: once, or once for each use of a shared one."""
         return 1 if unit < self.num_layers else len(self.shared[unit - self.num_layers])
 
     def layer_of(self, unit: int) -> int:
-        """The layer that a unit is, or the first of those that share it."""
+        """Finds the layer that a unit is, or the first of those that share it."""
         return unit if unit < self.num_layers else self.shared[unit - self.num_layers][0]
 
     @cached_property
@@ -110,7 +110,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict
         return tuple(sorted(worker for stage in self.stages for worker in stage.workers))
 
     def layers_of(self, worker: int) -> range:
-        """The layers of a worker's stage; none for an idle one.
+        """Returns the layers of a worker's stage; none for an idle one.
 
         Raises:
             KeyError: the worker is not in the layout.
@@ -121,7 +121,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict
         return range(stage.start, stage.stop)
 
     def stage_of(self, worker: int) -> int:
-        """Index of the stage that a worker belongs to.
+        """Finds the index of the stage that a worker belongs to.
 
         Raises:
             KeyError: the worker is in no stage; an idle one is in none.
@@ -132,7 +132,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict
         raise KeyError(worker)
 
     def describe(self) -> str:
-        """A short name: "2x2" (stages x replicas), or "[1,3]" for stages of unequal width; "2x2+1" with one idle."""
+        """Makes a short name: "2x2" (stages x replicas), or "[1,3]" for stages of unequal width; "2x2+1" with one
+        idle."""
         widths = [stage.width for stage in self.stages]
         idle = f"+{len(self.idle)}" if self.idle else ""
         if len(set(widths)) == 1:
@@ -182,7 +183,7 @@ Program = tuple[Action, ...]
 
 
 def struct_hash(value: msgspec.Struct) -> int:
-    """A 62-bit hash of a struct's content, the same in every process; workers compare layouts by it."""
+    """Computes a 62-bit hash of a struct's content, the same in every process; workers compare layouts by it."""
     try:
         content = msgspec.json.encode(value, order="deterministic")
     except TypeError:  # a dict whose keys are no strings; made strings they can be sorted

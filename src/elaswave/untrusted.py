@@ -69,7 +69,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 
 def open_binary(path: str | os.PathLike[str], most_bytes: int | None = None) -> BinaryIO:
-    """A file to read bytes from, as of `open_regular`.
+    """Opens a file to read bytes from, as of `open_regular`.
 
     Args:
         path: of the file.
@@ -85,7 +85,7 @@ def open_binary(path: str | os.PathLike[str], most_bytes: int | None = None) -> 
 
 
 def open_to_write(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file to write bytes into, made or emptied first, as of `open_regular`.
+    """Opens a file to write bytes into, made or emptied first, as of `open_regular`.
 
     Raises:
         OSError: as of `open_regular`.
@@ -94,7 +94,7 @@ def open_to_write(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def open_text(path: str | os.PathLike[str], *, errors: str = "strict", newline: str | None = None) -> TextIO:
-    """A file to read UTF-8 text from, as of `open_regular`.
+    """Opens a file to read UTF-8 text from, as of `open_regular`.
 
     Args:
         path: of the file.
@@ -106,7 +106,7 @@ def open_text(path: str | os.PathLike[str], *, errors: str = "strict", newline: 
 
 
 def read_bytes(path: str | os.PathLike[str], most_bytes: int = JSON_BYTES_MAX) -> bytes:
-    """What a file holds.
+    """Reads what a file holds.
 
     Args:
         path: of the file.
@@ -128,7 +128,7 @@ def _too_long(path: str | os.PathLike[str], most_bytes: int) -> OSError:
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = JSON_BYTES_MAX) -> str:
-    """The UTF-8 text in a file.
+    """Reads the UTF-8 text in a file.
 
     Raises:
         OSError: as of `read_bytes`.
@@ -138,7 +138,7 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = JSON_BYTES_MAX) ->
 
 
 def decode_json(data: bytes | str, type: Any = None) -> Any:
-    """What a JSON document says.
+    """Decodes what a JSON document says.
 
     Args:
         data: the document.
@@ -161,7 +161,7 @@ def decode_json(data: bytes | str, type: Any = None) -> Any:
 
 
 def read_json(path: str | os.PathLike[str], type: Any = None, most_bytes: int = JSON_BYTES_MAX) -> Any:
-    """What a file of JSON says.
+    """Reads what a file of JSON says.
 
     Args:
         path: of the file.
@@ -175,17 +175,17 @@ def read_json(path: str | os.PathLike[str], type: Any = None, most_bytes: int = 
 
 
 def reason(error: Exception) -> str:
-    """An error of this module in words, without the file's name."""
+    """Describes an error of this module in words, without the file's name."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or error.__class__.__name__
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name from elsewhere is that of a file in a folder, and leads nowhere else."""
+    """Tells whether a name from elsewhere is that of a file in a folder, and leads nowhere else."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\0"}
 
 
 def stays_inside(path: Path) -> bool:
-    """Whether what stands at a path in a folder is in that folder, whatever links there are.
+    """Tells whether what stands at a path in a folder is in that folder, whatever links there are.
 
     The folder of a snapshot in Hugging Face's cache holds links to files beside it, in ``blobs``.
     """

@@ -31,7 +31,7 @@ def visible(text: str) -> str:
 
 
 def visible_lines(lines: Iterable[str]) -> str:
-    """Lines, some of which may be `Styled`, as one text."""
+    """Joins lines, some of which may be `Styled`, as one text."""
     return "\n".join(map(visible, lines))
 
 

@@ -24,20 +24,21 @@ GENETIC_DEPTHS = 2
 
 
 def equal_number(job: FarJob, *, schedules: Sequence[Schedule] = FAR_SCHEDULES) -> FarPlan:
-    """As many layers in each stage, as many devices, in the order of the file."""
+    """Puts as many layers in each stage, and as many devices, in the order of the file."""
     model = Model(job)
     return _best(model, "equal_number", ((each, _equal_cuts(model, len(each))) for each in _in_order(model)), schedules)
 
 
 def equal_compute(job: FarJob, *, schedules: Sequence[Schedule] = FAR_SCHEDULES) -> FarPlan:
-    """The same devices, and layers such that the stage that computes longest computes as short as it can."""
+    """Takes the same devices as `equal_number`, and layers such that the stage that computes longest computes as short
+    as it can."""
     model = Model(job)
     chains = ((each, _balanced_cuts(model, [model.group(stage) for stage in each])) for each in _in_order(model))
     return _best(model, "equal_compute", chains, schedules)
 
 
 def dtfm_genetic(job: FarJob, *, schedules: Sequence[Schedule] = FAR_SCHEDULES) -> FarPlan:
-    """Devices to stages as DT-FM's genetic search finds them, as many layers in each."""
+    """Assigns devices to stages as DT-FM's genetic search finds them, with as many layers in each."""
     model = Model(job)
     depths = [depth for depth in _depths(model) if 1 < depth <= GENETIC_DEPTH_MAX][-GENETIC_DEPTHS:]
     chains = ((genetic_stages(model, depth), _equal_cuts(model, depth)) for depth in depths)
@@ -87,7 +88,7 @@ def _best(
     chains: Iterator[tuple[tuple[tuple[int, ...], ...], list[int]]],
     schedules: Sequence[Schedule],
 ) -> FarPlan:
-    """The plan of the chain and schedule with the shortest step.
+    """Finds the plan of the chain and schedule with the shortest step.
 
     Raises:
         InfeasiblePlan: none fits into memory.

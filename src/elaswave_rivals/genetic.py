@@ -34,7 +34,7 @@ class _Costs(NamedTuple):
 def genetic_stages(
     model: Model, depth: int, *, population: int = POPULATION, offspring: int = OFFSPRING
 ) -> tuple[tuple[int, ...], ...]:
-    """The devices of each stage, in order.
+    """Finds the devices of each stage, in order.
 
     Args:
         model: of the job; its number of devices is a multiple of the depth.
@@ -63,7 +63,7 @@ def genetic_stages(
 
 
 def _shuffled(count: int, *key: int) -> list[int]:
-    """A permutation by a key: planners have no random sources."""
+    """Makes a permutation by a key: planners have no random sources."""
     return sorted(range(count), key=lambda place: key64("shuffle", *key, place))
 
 
@@ -97,7 +97,7 @@ class _Search:
         self._matchings: dict[object, float] = {}
 
     def cost(self, labels: tuple[int, ...]) -> float:
-        """Of data parallelism, and twice that of the pipeline."""
+        """Adds the cost of data parallelism and twice that of the pipeline."""
         groups = _groups(labels, self._depth)
         parallel = 0.0
         for group in groups:
@@ -108,7 +108,7 @@ class _Search:
         return parallel + 2 * self.path(groups)[0]
 
     def path(self, groups: list[tuple[int, ...]]) -> tuple[float, list[int]]:
-        """The shortest open path through the groups, and its length (Held and Karp)."""
+        """Finds the shortest open path through the groups, and its length (Held and Karp)."""
         depth = self._depth
         between = np.zeros((depth, depth))
         for first in range(depth):
@@ -135,7 +135,7 @@ class _Search:
         return length, order[::-1]
 
     def _matched(self, first: tuple[int, ...], second: tuple[int, ...]) -> float:
-        """Of the perfect matching whose slowest pair is fastest, that pair."""
+        """Finds, of the perfect matching whose slowest pair is fastest, that pair."""
         key = (tuple(sorted(self._site[each] for each in first)), tuple(sorted(self._site[each] for each in second)))
         if key not in self._matchings:
             seconds = self._costs.activation_s[np.ix_(first, second)]
@@ -152,7 +152,7 @@ class _Search:
 
 
 def _has_perfect_matching(may: np.ndarray) -> bool:
-    """Whether every row has a column of its own (augmenting paths)."""
+    """Tells whether every row has a column of its own (augmenting paths)."""
     partner: dict[int, int] = {}
     columns = [np.flatnonzero(row).tolist() for row in may]
 
@@ -169,7 +169,7 @@ def _has_perfect_matching(may: np.ndarray) -> bool:
 
 
 def _crossed(first: tuple[int, ...], second: tuple[int, ...], depth: int, points: list[int]) -> list[int]:
-    """The second parent with some labels of the first, repaired to groups of equal size."""
+    """Returns the second parent with some labels of the first, repaired to groups of equal size."""
     labels = list(second)
     for point in points:
         labels[point] = first[point]
@@ -185,8 +185,8 @@ def _crossed(first: tuple[int, ...], second: tuple[int, ...], depth: int, points
 
 
 def _moved_in_cycles(seconds: np.ndarray, labels: list[int], depth: int) -> list[int]:
-    """One pass of cyclic moves: each cycle moves a device from group to group until one comes back to the first group;
-    of each cycle, and of the cycles, the beginning with the largest sum of gains is kept."""
+    """Makes one pass of cyclic moves: each cycle moves a device from group to group until one comes back to the first
+    group; of each cycle, and of the cycles, the beginning with the largest sum of gains is kept."""
     locked = np.zeros(len(labels), dtype=bool)
     touched: set[int] = set()
     stages = [labels]
@@ -206,7 +206,7 @@ def _moved_in_cycles(seconds: np.ndarray, labels: list[int], depth: int) -> list
 def _cycle(
     seconds: np.ndarray, labels: list[int], depth: int, locked: np.ndarray, touched: set[int]
 ) -> tuple[list[int] | None, float]:
-    """One cycle, and the gains of the part that is kept; None: no device can move."""
+    """Makes one cycle, and returns it with the gains of the part that is kept; None: no device can move."""
     current = list(labels)
     moves: list[tuple[int, int, int]] = []
     gains: list[float] = []
@@ -243,8 +243,9 @@ def _cycle(
 
 
 def _gains(seconds: np.ndarray, labels: list[int], depth: int, locked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What moving a device from each group to each other one brings, float64 [depth, depth], and which device it is:
-    the one that is nearest to another one of its group (the code's "default" gain); -1: all are locked."""
+    """Computes what moving a device from each group to each other one brings, float64 [depth, depth], and finds which
+    device it is: the one that is nearest to another one of its group (the code's "default" gain); -1: all are
+    locked."""
     own = np.array(labels)
     member = own[None, :] == np.arange(depth)[:, None]
     sizes = np.maximum(member.sum(1), 1)

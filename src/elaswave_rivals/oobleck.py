@@ -115,7 +115,8 @@ def plan_oobleck(
 
 
 def is_nested(allocation: Allocation) -> bool:
-    """Whether a stage of one pipeline lies inside a stage of another, so that they are no layout of this engine."""
+    """Tells whether a stage of one pipeline lies inside a stage of another, so that they are no layout of this
+    engine."""
     keys = sorted({(stage.start, stage.stop) for chain in allocation.chains for stage in chain.stages})
     return any(before[1] > after[1] for before, after in pairwise(keys))
 
@@ -181,7 +182,7 @@ class _Fleet:
         return len(self._columns[0]) + len(self._odd)
 
     def depths(self) -> dict[int, int]:
-        """Workers of a pipeline -> number of such pipelines."""
+        """Maps workers of a pipeline to the number of such pipelines."""
         found = {self.depth: len(self._columns[0])} if len(self._columns[0]) else {}
         for pipeline in self._odd:
             found[len(pipeline.workers)] = found.get(len(pipeline.workers), 0) + 1
@@ -205,7 +206,7 @@ class _Fleet:
         self._spare = [worker for worker in self._spare if worker not in lost]
 
     def covers_model(self) -> bool:
-        """Whether a worker is left that holds each layer."""
+        """Tells whether a worker is left that holds each layer."""
         if len(self._columns[0]):
             return True
         held = self._held([worker for pipeline in self._odd for worker in pipeline.workers] + self._spare)
@@ -265,11 +266,11 @@ class _Fleet:
             self._insert(target, spare.pop(0))
 
     def _longer(self) -> list[_Pipeline]:
-        """Those of the unusual pipelines that can have another worker."""
+        """Lists those of the unusual pipelines that can have another worker."""
         return [each for each in self._odd if self._can_have(len(each.workers) + 1)]
 
     def _new_pipeline(self, fewest_pipelines: int) -> int:
-        """Workers of the next new pipeline: as few as can be while there are too few pipelines."""
+        """Counts the workers of the next new pipeline: as few as can be while there are too few pipelines."""
         if self.num_pipelines < fewest_pipelines:
             return next(depth for depth in range(1, self.depth + 1) if depth == self.depth or self._can_have(depth))
         return self.depth
@@ -296,7 +297,7 @@ class _Fleet:
         return Allocation(chains=chains, schedule=self._before.schedule)
 
     def transfers(self) -> tuple[StateTransfer, ...]:
-        """What workers have to be sent: the layers of their new stage that they did not hold."""
+        """Lists what workers have to be sent: the layers of their new stage that they did not hold."""
         held = self._held([worker for pipeline in self._odd for worker in pipeline.workers])
         lacking: dict[tuple[int, int], list[int]] = {}
         for pipeline in self._odd:
@@ -339,7 +340,7 @@ class _Fleet:
         pipeline.workers.insert(best[1], worker)
 
     def _held(self, workers: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Layers that these workers held before; those that are new are left out."""
+        """Finds the layers that these workers held before; those that are new are left out."""
         wanted = np.array(sorted(workers), dtype=np.int64)
         return {
             int(stage.workers[position]): (stage.start, stage.stop)
@@ -349,7 +350,7 @@ class _Fleet:
         }
 
     def _can_have(self, depth: int) -> bool:
-        """Whether a pipeline of so many workers holds the model, and can run beside the others if it has to."""
+        """Tells whether a pipeline of so many workers holds the model, and can run beside the others if it has to."""
         if depth in self._ranges and depth >= self.depth:
             return True
         return self._fewest_workers() <= depth <= self._costs.num_layers and self._find_template(depth) is not None
@@ -371,7 +372,7 @@ class _Fleet:
         return found
 
     def _fewest_workers(self) -> int:
-        """n0: stages of the shortest pipeline whose workers' memory holds the model and what is in flight."""
+        """Computes n0: stages of the shortest pipeline whose workers' memory holds the model and what is in flight."""
         room = float(self._cluster.memory_bytes.min())
         model = MemoryModel.of_width(self._costs, max(1, self.num_pipelines), copies=2)
         depth = self.depth
@@ -384,7 +385,7 @@ class _Fleet:
 
 
 def _difference(wanted: tuple[int, int], held: tuple[int, int] | None) -> list[tuple[int, int]]:
-    """The layers wanted that are not held, as ranges."""
+    """Finds the layers wanted that are not held, as ranges."""
     if held is None:
         return [wanted]
     (start, stop), (first, last) = wanted, held
@@ -394,5 +395,5 @@ def _difference(wanted: tuple[int, int], held: tuple[int, int] | None) -> list[t
 
 @lru_cache(maxsize=256)
 def _balanced(costs: Costs, depth: int) -> Ranges:
-    """The template of this depth by itself."""
+    """Makes the template of this depth by itself."""
     return balanced_ranges(costs, depth)

@@ -145,7 +145,7 @@ def _slowed(
 
 
 def _fastest(make: Callable[..., Plan], offers: Sequence[tuple[Any, ...]], shortest_s: float = float("inf")) -> Plan:
-    """The plan with the shortest step of those that can be, of equals the first.
+    """Chooses the plan with the shortest step of those that can be, of equals the first.
 
     Args:
         make: a plan of an offer and of the shortest step so far, below which alone it need be timed exactly.
@@ -173,7 +173,7 @@ def _best_schedule(
     name: str, cluster: Cluster, costs: Costs, allocation: Allocation, pause_s: float, lost_steps: float, what: str,
     transfers: tuple[StateTransfer, ...], staggered_optimizer: bool, within_s: float = float("inf"),
 ) -> Plan:  # fmt: skip
-    """The schedule of before or one with split backwards, whichever is faster in the memory there is."""
+    """Chooses the schedule of before or one with split backwards, whichever is faster in the memory there is."""
     schedules = dict.fromkeys((allocation.schedule, "zero-bubble", "zero-bubble-h2"))
     suffix = _PREDICTED if staggered_optimizer else ""
     return _fastest(
@@ -188,7 +188,8 @@ def _best_schedule(
 
 
 def _without(chain: Chain, gone: np.ndarray) -> Chain | None:
-    """The chain without these workers, their micro-batches dealt to their stage; None if a stage is left empty."""
+    """Makes the chain without these workers, their micro-batches dealt to their stage; None if a stage is left
+    empty."""
     stages = list(chain.stages)
     for index, stage in enumerate(chain.stages):
         where = is_in(stage.workers, gone)
@@ -240,7 +241,7 @@ def _readmit(
 
 
 def _widened(cluster: Cluster, stage: StageShare, new: np.ndarray) -> StageShare:
-    """The stage with more workers, its micro-batches shared evenly among all."""
+    """Makes the stage with more workers, its micro-batches shared evenly among all."""
     workers = np.concatenate([stage.workers, new])
     levels = np.concatenate([stage.levels, base_levels(cluster, new)])
     before = np.concatenate([stage.num_microbatches, np.zeros(len(new), dtype=np.int64)])

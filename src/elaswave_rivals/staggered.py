@@ -56,8 +56,8 @@ _SLACK = 1e-9
 
 
 def period_s(cluster: Cluster, costs: Costs, allocation: Allocation, timed: Prediction, within_s: float) -> float:
-    """Seconds from step to step if no stage waits for others: exact where the step with a barrier is, and they may be
-    below `within_s`.
+    """Computes the seconds from step to step if no stage waits for others: exact where the step with a barrier is, and
+    they may be below `within_s`.
 
     Args: as of `elaswave.planning.policy.policy_parts.PeriodOf`.
     """
@@ -121,7 +121,7 @@ def staggered_step_s(
     max_in_flight: Mapping[int, int] | None = None,
     least_s: float = 0.0,
 ) -> float:
-    """The period of an allocation's steps, its programs compiled and timed.
+    """Computes the period of an allocation's steps, its programs compiled and timed.
 
     Args:
         cluster: with all workers of the allocation.
@@ -150,7 +150,7 @@ def staggered_step_s(
 
 
 def _sharing_layers(stages: Sequence[HeldLayers]) -> list[list[int]]:
-    """For each stage those that hold one of its layers, itself among them."""
+    """Lists for each stage those that hold one of its layers, itself among them."""
     return [
         [index for index, other in enumerate(stages) if other.start < stage.stop and stage.start < other.stop]
         for stage in stages
@@ -158,12 +158,13 @@ def _sharing_layers(stages: Sequence[HeldLayers]) -> list[list[int]]:
 
 
 def _overheads_s(costs: Costs, stages: Sequence[HeldLayers]) -> list[float]:
-    """Seconds of each stage's step beside its actions: of those that reduce with it, not of all stages."""
+    """Computes the seconds of each stage's step beside its actions: of those that reduce with it, not of all stages."""
     return [costs.overhead_s([stages[index] for index in others]) for others in _sharing_layers(stages)]
 
 
 def _first_arrivals_s(layout: Layout, durations: Durations, transfer_s: TransferSeconds) -> dict[int, float]:
-    """Worker -> when the first micro-batch can be at its stage: where stages end up that never wait for each other."""
+    """Maps worker to when the first micro-batch can be at its stage: where stages end up that never wait for each
+    other."""
     flow = StepGraph(layout, durations, transfer_s)
     first = [float("inf")] * len(layout.stages)
     arrives = 0.0
@@ -186,7 +187,7 @@ def staggered_bound_s(
     *,
     max_in_flight: Mapping[int, int] | None = None,
 ) -> float:
-    """What no order of actions gets below, in closed form: for steps of too many actions.
+    """Computes what no order of actions gets below, in closed form: for steps of too many actions.
 
     Every cycle of the event graph that takes one step to the next is a bound; the longest of these is taken. For a
     worker of stage s with n micro-batches, f, i and w the seconds of a micro-batch's forward, input and weight gradient
@@ -219,7 +220,8 @@ def _longest_cycle_s(
     cluster: Cluster, costs: Costs, chain: Chain, allocation: Allocation, overheads_s: Sequence[float],
     max_in_flight: Mapping[int, int] | None,
 ) -> float:  # fmt: skip
-    """The cycles of one chain but the pace; 0 where stages share layers, whose micro-batches take different ways."""
+    """Computes the longest of the cycles of one chain but the pace; 0 where stages share layers, whose micro-batches
+    take different ways."""
     if any(len(cut) > 1 for cut in chain.cuts) or not chain.num_microbatches:
         return 0.0
     bounds = [chain.stages[0].start, *(next(iter(cut)) for cut in chain.cuts), chain.stages[-1].stop]

@@ -151,7 +151,7 @@ class _Groups:
         return formed
 
     def allocation(self, num_microbatches: int | None) -> Allocation:
-        """The groups' pipelines; None means as many micro-batches as each group had."""
+        """Makes the allocation of the groups' pipelines; None means as many micro-batches as each group had."""
         total = self._per_group * self.number if num_microbatches is None else num_microbatches
         chain = chain_of(self._cluster, self._ranges, self._columns, evenly(total, self.number))
         return Allocation(chains=(chain,), schedule=self._schedule)

@@ -35,17 +35,19 @@ _COMPILED = "compiled"
 
 
 def use_one_thread() -> None:
-    """To be called before any numeric library is imported: numpy starts its threads then."""
+    """Sets one thread for each numeric library. It is to be called before any numeric library is imported: numpy starts
+    its threads then."""
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
 
 
 def prepare_to_compute() -> None:
-    """To be called before torch is imported."""
+    """Sets `environment_to_compute` in this process. It is to be called before torch is imported."""
     os.environ.update(environment_to_compute())
 
 
 def environment_to_compute() -> dict[str, str]:
-    """The environment of a process that computes: this process's, with one thread for each library, without the key."""
+    """Makes the environment of a process that computes: this process's, with one thread for each library, without the
+    key."""
     inherited = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     if _COMPILER_FOLDER not in inherited:
         inherited[_COMPILER_FOLDER] = str(private_folder(_COMPILED))
@@ -53,15 +55,15 @@ def environment_to_compute() -> dict[str, str]:
 
 
 def use_private_cache() -> None:
-    """What this process and its children compile is kept where nobody else can put code, unless the environment says
-    where. To be called before layers are compiled: torch looks when it compiles."""
+    """Keeps what this process and its children compile where nobody else can put code, unless the environment says
+    where. It is to be called before layers are compiled: torch looks when it compiles."""
     if _COMPILER_FOLDER not in os.environ:
         os.environ[_COMPILER_FOLDER] = str(private_folder(_COMPILED))
 
 
 def private_folder(name: str, *, stays: bool = False) -> Path:
-    """A folder that only this user can write to: in the user's cache folder, or, where that is not safe, a new one that
-    goes with this process.
+    """Finds or makes a folder that only this user can write to: in the user's cache folder, or, where that is not safe,
+    a new one that goes with this process.
 
     Args:
         name: of the folder.
@@ -85,7 +87,7 @@ def private_folder(name: str, *, stays: bool = False) -> Path:
 
 
 def _own_temporary(name: str) -> Path | None:
-    """A folder of this user's whose name anybody can guess, and make first: then there is none."""
+    """Finds or makes a folder of this user's whose name anybody can guess, and make first: then there is none."""
     folder = Path(tempfile.gettempdir()) / f"elaswave-{name}-{os.geteuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -97,7 +99,7 @@ def _own_temporary(name: str) -> Path | None:
 
 
 def _is_safe(folder: Path) -> bool:
-    """Whether nobody but this user and root can replace what is in a folder."""
+    """Tells whether nobody but this user and root can replace what is in a folder."""
     found = folder.stat()
     may_others_write = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
     return found.st_uid in (0, os.geteuid()) and (not may_others_write or bool(found.st_mode & stat.S_ISVTX))
@@ -127,8 +129,8 @@ def begin_with_fixed_hashes() -> None:
 
 
 def hash_seed() -> str:
-    """The seed of this process's hashes, or `RANDOM`. It is the one that the process began with: what a script writes
-    to its environment counts for processes to come."""
+    """Returns the seed of this process's hashes, or `RANDOM`. It is the one that the process began with: what a script
+    writes to its environment counts for processes to come."""
     if not sys.flags.hash_randomization:
         return "0"
     name = f"{HASH_SEED_VARIABLE}=".encode()
@@ -138,7 +140,7 @@ def hash_seed() -> str:
 
 
 def given_key() -> JobKey | None:
-    """The job's key, if the environment gives it: in a file, or itself.
+    """Reads the job's key, if the environment gives it: in a file, or itself.
 
     Raises:
         UsageError: both do, the file could be read by others, or cannot be read, or the key is too short.
@@ -159,8 +161,8 @@ _taken: list[bytes] = []
 
 
 def _taken_from_environment() -> bytes | None:
-    """The variable's value, which is erased, also where ``/proc/PID/environ`` of this process and of those that it
-    forks reads: from the memory that the environment was passed in (proc(5))."""
+    """Takes the variable's value, which is erased, also where ``/proc/PID/environ`` of this process and of those that
+    it forks reads: from the memory that the environment was passed in (proc(5))."""
     name = KEY_VARIABLE.encode()
     value = os.environb.pop(name, None)
     if value is not None:
@@ -176,12 +178,13 @@ def _taken_from_environment() -> bytes | None:
 
 
 def forkserver_environment() -> dict[str, str] | None:
-    """The environment for a fresh forkserver, with this process's hashes; None where this process may fork one."""
+    """Makes the environment for a fresh forkserver, with this process's hashes; None where this process may fork
+    one."""
     return None if may_fork() else environment_to_compute() | {HASH_SEED_VARIABLE: hash_seed()}
 
 
 def may_fork() -> bool:
-    """Whether a child that is forked now can compute: only this thread would be in it, and no device's state."""
+    """Tells whether a child that is forked now can compute: only this thread would be in it, and no device's state."""
     return len(os.listdir("/proc/self/task")) == 1 and not _has_accelerator_state()
 
 

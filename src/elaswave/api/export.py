@@ -85,7 +85,7 @@ class Weights(NamedTuple):
 
 
 def newest_weights(run_dir: Path, *, ema: bool = False) -> Weights:
-    """The weights of a run's newest valid checkpoint.
+    """Returns the weights of a run's newest valid checkpoint.
 
     Args:
         run_dir: the run's folder.
@@ -105,7 +105,7 @@ def newest_weights(run_dir: Path, *, ema: bool = False) -> Weights:
 
 
 def stored_weights(ref: CheckpointRef, skipped: tuple[SkippedCheckpoint, ...] = (), *, ema: bool = False) -> Weights:
-    """The weights of a checkpoint that has been checked.
+    """Returns the weights of a checkpoint that has been checked.
 
     Args:
         ref: the checkpoint.
@@ -132,7 +132,7 @@ def _with_prefix(meta: CheckpointMeta, prefix: str) -> dict[str, TensorInfo]:
 
 
 def initial_weights(model: ModelSpec, seed: int, config: Mapping[str, Any]) -> Weights:
-    """The weights with which a run begins.
+    """Makes the weights with which a run begins.
 
     Args:
         model: its layers.
@@ -276,7 +276,7 @@ def _as_gpt2(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Expo
 
 
 def safetensors_writer() -> Callable[[dict[str, torch.Tensor], Path, dict[str, str]], None]:
-    """What writes tensors and metadata as a file of safetensors, which appears under its name when it is whole.
+    """Makes what writes tensors and metadata as a file of safetensors, which appears under its name when it is whole.
 
     Raises:
         UsageError: the safetensors package is missing; what is returned: the file cannot be written.
@@ -392,7 +392,7 @@ def export_folder(
 
 
 def _described(run_dir: Path, kept: Mapping[str, bytes]) -> dict[str, Any]:
-    """The configuration of a transformers model that a run keeps.
+    """Decodes the configuration of a transformers model that a run keeps.
 
     Raises:
         UsageError: no run has written it.
@@ -432,7 +432,7 @@ def _prepare(folder: Path) -> None:
 
 
 def _as_stored(described: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors as transformers' files have them, in the type that the model computes in."""
+    """Converts tensors to those that transformers' files have, in the type that the model computes in."""
     family, dtype = FAMILIES[described["model_type"]], DTYPES[described["dtype"]]
     tensors = {}
     for name, tensor in own.items():

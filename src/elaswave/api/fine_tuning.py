@@ -40,7 +40,7 @@ class FineTuning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def saved_fine_tuning(run_dir: Path) -> FineTuning:
-    """What the command was given that began a run.
+    """Reads what the command was given that began a run.
 
     Raises:
         RunFolderError: the file is not there, or damaged.
@@ -74,7 +74,7 @@ class Windows:
 def trainer_of(
     given: FineTuning, *, settings: Mapping[str, Any] = {}, run_dir: Path | None = None, resume: bool = False
 ) -> Trainer:
-    """The trainer of a command.
+    """Makes the trainer of a command.
 
     Args:
         given: checkpoint and data.
@@ -100,7 +100,7 @@ def trainer_of(
 
 
 def _tokens(given: FineTuning, layers: HuggingFaceModel) -> MappedTokens:
-    """The tokens of the text, or of the files, as the model takes them."""
+    """Makes the tokens of the text, or of the files, as the model takes them."""
     positions, vocab_size = layers.config.max_position_embeddings, layers.config.vocab_size
     context_length = given.context_length or min(positions, CONTEXT_LENGTH_MAX)
     if context_length > positions:

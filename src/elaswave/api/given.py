@@ -111,18 +111,18 @@ class OwnModelSpec:
 
 
 def _num_parameters(layer: Layer, module: nn.Module) -> int:
-    """Of a layer; one that it uses several times counts once."""
+    """Counts the parameters of a layer; one that it uses several times counts once."""
     found = {layer.ties.get(name, layer.full_name(name)): each.numel() for name, each in module.named_parameters()}
     return sum(found.values())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A type as the configuration calls it."""
+    """Names a type as the configuration calls it."""
     return _DTYPES[dtype]
 
 
 def _named(model: Any) -> list[tuple[str, nn.Module | Layer]]:
-    """The layers of a model, with the names that ``nn.Sequential`` would give them.
+    """Lists the layers of a model, with the names that ``nn.Sequential`` would give them.
 
     Raises:
         UsageError: it is no model.
@@ -146,7 +146,7 @@ def _named(model: Any) -> list[tuple[str, nn.Module | Layer]]:
 
 
 def _layers_of(named: Sequence[tuple[str, nn.Module | Layer]]) -> tuple[tuple[Layer, ...], list[str]]:
-    """All layers, those of instances with their ties, and what is wrong with how they are put together.
+    """Makes all layers, those of instances with their ties, and lists what is wrong with how they are put together.
 
     Raises:
         UsageError: layers that cannot be looked at further.
@@ -200,7 +200,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _modules(layers: Sequence[Layer], problems: list[str]) -> list[nn.Module]:
-    """Every layer's module for its shapes.
+    """Makes every layer's module for its shapes.
 
     Args:
         layers: of the model.
@@ -220,7 +220,7 @@ def _modules(layers: Sequence[Layer], problems: list[str]) -> list[nn.Module]:
 
 
 def _problems_with_builders(layers: Sequence[Layer], modules: Sequence[nn.Module]) -> list[str]:
-    """What functions have not made themselves."""
+    """Lists what functions have not made themselves."""
     both = list(zip(layers, modules, strict=True))
     problems = problems_with_captured(
         [(layer, module) for layer, module in both if not isinstance(layer.build, CopyOf)],
@@ -269,7 +269,7 @@ def _problems_with_metrics(metrics: Any) -> list[str]:
 
 
 def _problems_with_layer(layer: Layer, module: nn.Module) -> list[str]:
-    """What of a layer cannot be trained, by its full names."""
+    """Lists what of a layer cannot be trained, by its full names."""
     try:
         check_module(layer.name, module)
         check_hooks(layer.name, module)
@@ -337,7 +337,8 @@ def _put_back(holder: Any, name: str, *, is_missing: bool) -> None:
 
 
 def held(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All that can be reached from objects, each once, the nearest first, with the way to it: ``dataset.files[3]``.
+    """Yields all that can be reached from objects, each once, the nearest first, with the way to it:
+    ``dataset.files[3]``.
 
     Args:
         parts: the objects by name.
@@ -359,7 +360,7 @@ def held(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, and the step that leads there. Methods of its own are not called."""
+    """Yields what an object holds, and the step that leads there. Methods of its own are not called."""
     kind = type(value)
     if issubclass(kind, dict):
         for key, item in list(dict.items(value)):
@@ -427,7 +428,7 @@ def _globals_of(code: types.CodeType) -> Iterator[str]:
 
 @functools.cache
 def _is_own(module: str | None) -> bool:
-    """Whether a person has written a module: it is the script, or lies beside no library."""
+    """Tells whether a person has written a module: it is the script, or lies beside no library."""
     if not isinstance(module, str) or module.partition(".")[0] == _OWN:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -436,7 +437,7 @@ def _is_own(module: str | None) -> bool:
 
 
 def _shared(value: Any) -> str | None:
-    """What an object is that processes must not share; None for all others."""
+    """Tells what an object is that processes must not share; None for all others."""
     kind = type(value)
     sqlite3 = sys.modules.get("sqlite3")
     if sqlite3 is not None and issubclass(kind, sqlite3.Connection | sqlite3.Cursor):
@@ -458,7 +459,7 @@ def _of_sqlite(value: Any) -> str | None:
 
 
 def _descriptor(value: Any) -> int | None:
-    """What `fileno` gives, beyond the standard streams."""
+    """Returns what `fileno` gives, beyond the standard streams."""
     if not hasattr(type(value), "fileno"):
         return None
     try:

@@ -54,7 +54,8 @@ class Result:
         return list(self.record.recoveries)
 
     def state_dict(self, *, ema: bool = False) -> dict[str, torch.Tensor]:
-        """The final weights, under the names that ``nn.Sequential`` of all layers gives them, in the layers' type.
+        """Returns the final weights, under the names that ``nn.Sequential`` of all layers gives them, in the layers'
+        type.
 
         They are read from the run's last checkpoint, with persistent buffers and frozen parameters. A tied tensor is
         there under each of its names. What a module's ``get_extra_state`` returns is as the module has it now.

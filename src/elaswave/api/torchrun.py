@@ -35,7 +35,7 @@ class OneNode(RendezvousHandler):
         self._is_closed = False
 
     def get_backend(self) -> str:
-        """The name by which torchrun knows it."""
+        """Returns the name by which torchrun knows it."""
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -44,7 +44,7 @@ class OneNode(RendezvousHandler):
         return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=nowhere)
 
     def is_closed(self) -> bool:
-        """Whether torchrun has said that this node's part is over."""
+        """Tells whether torchrun has said that this node's part is over."""
         return self._is_closed
 
     def set_closed(self) -> None:
@@ -52,11 +52,11 @@ class OneNode(RendezvousHandler):
         self._is_closed = True
 
     def num_nodes_waiting(self) -> int:
-        """None: torchrun would end this node's agent for them."""
+        """Counts none: torchrun would end this node's agent for them."""
         return 0
 
     def get_run_id(self) -> str:
-        """torchrun's ``--rdzv-id``."""
+        """Returns torchrun's ``--rdzv-id``."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -65,7 +65,7 @@ class OneNode(RendezvousHandler):
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point: gives what makes the rendezvous of a node."""
+    """Serves as the entry point: gives what makes the rendezvous of a node."""
     return _one_node
 
 

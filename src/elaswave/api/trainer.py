@@ -209,7 +209,7 @@ class Trainer:
         return Result(job.run_dir, job.result, self._model.spec.layers)
 
     def evaluate(self, checkpoint: str | Path | int | None = None) -> dict[str, float]:
-        """The mean loss over the first ``run.eval_microbatches`` micro-batches of the evaluation dataset.
+        """Computes the mean loss over the first ``run.eval_microbatches`` micro-batches of the evaluation dataset.
 
         The same samples as evaluations while training, and the same number. It is computed in this process.
 
@@ -300,7 +300,7 @@ def _warn_of_sets(samples: DatasetSamples) -> None:
 
 
 def _step_function(callback: Any) -> Callable[[int, float, Mapping[str, float]], Any]:
-    """The function of a callback.
+    """Finds the function of a callback.
 
     Raises:
         UsageError: it is neither a function nor an object with ``on_step``.

@@ -22,7 +22,7 @@ class Rectangle(NamedTuple):
 
 
 def decompose_run(shape: Sequence[int], start: int, length: int) -> list[Rectangle]:
-    """The fewest rectangles that make up a run of the flattened tensor, in the order of the run.
+    """Finds the fewest rectangles that make up a run of the flattened tensor, in the order of the run.
 
     Args:
         shape: of the whole tensor; () is a scalar, which has one element.
@@ -70,7 +70,7 @@ def _decompose(shape: tuple[int, ...], start: int, stop: int) -> list[Rectangle]
 
 
 def run_of_rectangle(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-    """The run of the flattened tensor that a rectangle of :func:`decompose_run` stands for.
+    """Finds the run of the flattened tensor that a rectangle of :func:`decompose_run` stands for.
 
     Args:
         shape: of the whole tensor.
@@ -101,7 +101,7 @@ def run_of_rectangle(shape: Sequence[int], offsets: Sequence[int], sizes: Sequen
 
 
 def find_cover_fault(num_elements: int, runs: Iterable[tuple[int, int]]) -> str | None:
-    """Whether runs cover [0, num_elements) exactly once.
+    """Checks whether runs cover [0, num_elements) exactly once.
 
     Args:
         num_elements: of the whole tensor.

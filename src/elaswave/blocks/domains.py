@@ -25,13 +25,13 @@ Domains = tuple[Mapping[int, str], ...]
 
 
 def prefixes(label: str) -> tuple[str, ...]:
-    """The domains that a label is in, coarse to fine: ``("rack-1", "rack-1/host-3")``."""
+    """Lists the domains that a label is in, coarse to fine: ``("rack-1", "rack-1/host-3")``."""
     parts = label.split("/")
     return tuple("/".join(parts[: depth + 1]) for depth in range(len(parts)))
 
 
 def domains_of(layout: Layout, excluded: Collection[int] = (), holders: Collection[int] = ()) -> Domains:
-    """By what the copies of a layout's blocks are kept apart.
+    """Finds by what the copies of a layout's blocks are kept apart.
 
     Args:
         layout: with the labels of its members.
@@ -57,12 +57,13 @@ def domains_of(layout: Layout, excluded: Collection[int] = (), holders: Collecti
 
 
 def site_of(label: str) -> str:
-    """The coarsest domain of a label."""
+    """Finds the coarsest domain of a label."""
     return label.partition("/")[0]
 
 
 def workers_by_site(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The members at each site, sites in the order of their first workers; empty where nothing is known of sites."""
+    """Lists the members at each site, sites in the order of their first workers; empty where nothing is known of
+    sites."""
     found: dict[str, list[int]] = {}
     for worker in layout.workers if layout.copies else ():
         found.setdefault(site_of(layout.domain_of.get(worker, "")), []).append(worker)
@@ -70,14 +71,15 @@ def workers_by_site(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 def realms_of(layout: Layout) -> Mapping[int, str]:
-    """Worker -> site, where copies do not leave their owner's site; else empty: they may be anywhere."""
+    """Maps worker to site, where copies do not leave their owner's site; else the map is empty: they may be
+    anywhere."""
     if layout.copies != "inside":
         return {}
     return {worker: site for site, members in workers_by_site(layout).items() for worker in members}
 
 
 def num_followers_of(owner: int, workers: Collection[int], realms: Mapping[int, str], num_followers: int) -> int:
-    """How many followers an owner's blocks have, of so many that are wanted.
+    """Computes how many followers an owner's blocks have, of so many that are wanted.
 
     Args:
         owner: of the blocks.
@@ -90,8 +92,8 @@ def num_followers_of(owner: int, workers: Collection[int], realms: Mapping[int, 
 
 
 def hosts_of(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The members of each host, hosts in the order of their first workers. Where labels name sites and nothing finer,
-    nothing is known of hosts: all members are on one, without a name."""
+    """Lists the members of each host, hosts in the order of their first workers. Where labels name sites and nothing
+    finer, nothing is known of hosts: all members are on one, without a name."""
     if layout.copies and not any("/" in label for _, label in layout.domains):
         return {"": layout.workers} if layout.workers else {}
     found: dict[str, list[int]] = {}
@@ -101,13 +103,13 @@ def hosts_of(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 def label_members(layout: Layout, labels: Mapping[int, str]) -> tuple[tuple[int, str], ...]:
-    """What `Layout.domains` is for the members of a layout: nothing if none of them has a label."""
+    """Makes what `Layout.domains` is for the members of a layout: nothing if none of them has a label."""
     known = {worker: labels.get(worker, "") for worker in layout.workers}
     return tuple(known.items()) if any(known.values()) else ()
 
 
 def deal_over_hosts(widths: Sequence[int], hosts: Mapping[str, int]) -> tuple[tuple[int, str], ...]:
-    """Which worker is on which host, so that each stage is spread over as many as it can be.
+    """Chooses which worker is on which host, so that each stage is spread over as many as it can be.
 
     Worker ids are given stage by stage from 0. A worker of a stage comes to the domain, then the host, that has the
     fewest workers of that stage; of equals to the one with the most room. A stage of one worker stays on a host of the

@@ -58,11 +58,11 @@ class Placement(msgspec.Struct, frozen=True):
     """``followers[b]`` are the workers that hold a live copy of block b."""
 
     def holders(self, block: int) -> tuple[int, ...]:
-        """Owner and followers of a block."""
+        """Lists owner and followers of a block."""
         return (self.owner[block], *self.followers[block])
 
     def holds(self, worker: int) -> bool:
-        """Whether a worker holds any block."""
+        """Tells whether a worker holds any block."""
         return worker in self.owner or any(worker in others for others in self.followers)
 
 
@@ -74,7 +74,7 @@ class ReplicaRole(IntEnum):
 
 
 def default_block_size(num_elements: int) -> int:
-    """The block size of a model of which none was asked for.
+    """Computes the block size of a model of which none was asked for.
 
     Small blocks are dealt out evenly; large ones cost less, since all that is done per block is done less often (an
     update takes 1.5 instead of 2.4 ms per million parameters). So: as large as leaves enough blocks to deal out, and
@@ -115,8 +115,8 @@ def make_blocks(layer_sizes: Sequence[int], block_size: int = DEFAULT_BLOCK_SIZE
 
 @functools.lru_cache(maxsize=4096)
 def holders_of_layers(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """For each layer the workers, ascending, that run it: of its stage, or of both stages that share it; then for each
-    shared unit those that run a layer which uses it."""
+    """Lists for each layer the workers, ascending, that run it: of its stage, or of both stages that share it; then for
+    each shared unit those that run a layer which uses it."""
     workers: list[set[int]] = [set() for _ in range(layout.num_layers)]
     for stage in layout.stages:
         for layer in range(stage.start, stage.stop):
@@ -178,7 +178,8 @@ def replica_peers_under(
     copies: Iterable[tuple[int, tuple[int, ...]]] = (),
     firm: bool = False,
 ) -> ReplicaPeers:
-    """The replica peers of the workers of a layout's stages; those that run a layer, or a shared unit, are a group.
+    """Chooses the replica peers of the workers of a layout's stages; those that run a layer, or a shared unit, are a
+    group.
 
     Args:
         layout: who runs which layer, and where.
@@ -221,7 +222,7 @@ def replica_peers_under(
 
 
 def _cover(copies: Iterable[tuple[int, Collection[int], int]]) -> dict[int, list[int]]:
-    """As few followers of each owner as hold all of its blocks that have any, those of most blocks first.
+    """Chooses as few followers of each owner as hold all of its blocks that have any, those of most blocks first.
 
     With several followers for each block it is one of them: the others follow from it (`FollowerChooser`).
 
@@ -242,7 +243,7 @@ def _cover(copies: Iterable[tuple[int, Collection[int], int]]) -> dict[int, list
 
 
 def _counts(copies: Iterable[tuple[Collection[int], int]]) -> Counter[int]:
-    """How many blocks each worker follows."""
+    """Counts how many blocks each worker follows."""
     counts = Counter[int]()
     for followers, num_blocks in copies:
         for worker in followers:
@@ -251,7 +252,7 @@ def _counts(copies: Iterable[tuple[Collection[int], int]]) -> Counter[int]:
 
 
 def _deal_owners(members_of_layer: Sequence[tuple[int, ...]], blocks: Sequence[Block]) -> list[int]:
-    """The least loaded worker of each block's stage; ties go to the one that has waited longest."""
+    """Chooses the least loaded worker of each block's stage; ties go to the one that has waited longest."""
     load: dict[int, int] = {}
     last_turn: dict[int, int] = {}
     owners = []
@@ -345,7 +346,7 @@ class FollowerChooser:
             self._num_fixed[follower] += 1
 
     def fixed(self, members: tuple[int, ...], owner: int, chosen: Collection[int]) -> int | None:
-        """Who is noted as the next follower of an owner's blocks that have these followers."""
+        """Returns who is noted as the next follower of an owner's blocks that have these followers."""
         return self._further.get((members, owner, frozenset(chosen)))
 
     def choose(
@@ -356,7 +357,7 @@ class FollowerChooser:
         num_elements: int,
         full: Container[int] = (),
     ) -> int | None:
-        """The next follower of a block, and takes note of it.
+        """Chooses the next follower of a block, and takes note of it.
 
         Args:
             members: workers of the block's stage.
@@ -392,12 +393,13 @@ class FollowerChooser:
         return follower
 
     def lacks_replica_peer(self, owner: int, chosen: Collection[int]) -> bool:
-        """Whether none of a block's followers is a replica peer of its owner, though it has replica peers."""
+        """Tells whether none of a block's followers is a replica peer of its owner, though it has replica peers."""
         replica_peers = self._replica_peers.get(owner, frozenset())
         return bool(replica_peers) and replica_peers.isdisjoint(chosen)
 
     def candidates(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...]) -> tuple[int, ...]:
-        """The workers of the best kind that is there for the next follower, in a ring that starts after the owner.
+        """Lists the workers of the best kind that is there for the next follower, in a ring that starts after the
+        owner.
 
         Args:
             members, owner, chosen: as of `choose`.
@@ -435,7 +437,8 @@ class FollowerChooser:
         return self._apart(fitting, (owner, *chosen))
 
     def _apart(self, workers: list[int], holders: Sequence[int]) -> list[int]:
-        """Those in domains without a copy, by the coarsest level at which there are any; all if there are none."""
+        """Selects those in domains without a copy, by the coarsest level at which there are any; all if there are
+        none."""
         for domain in self._domains:
             used = {domain[holder] for holder in holders}
             if elsewhere := [worker for worker in workers if domain[worker] not in used]:
@@ -444,7 +447,7 @@ class FollowerChooser:
 
 
 def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, ReplicaRole]:
-    """Which blocks a worker holds under a placement, and as what."""
+    """Lists which blocks a worker holds under a placement, and as what."""
     roles: dict[int, ReplicaRole] = {}
     for block in blocks:
         if placement.owner[block.id] == worker:

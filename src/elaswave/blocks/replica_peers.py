@@ -38,7 +38,7 @@ def choose_replica_peers(
     kept: Mapping[int, Iterable[int]] | None = None,
     firm: bool = False,
 ) -> ReplicaPeers:
-    """The replica peers of every worker; a deterministic function of its arguments.
+    """Chooses the replica peers of every worker; it is a deterministic function of its arguments.
 
     A worker gets `width` replica peers on other hosts, or as many as there are; where all are on one host, `width` in
     each of its groups, or as many as those have. Nothing kept and all on one host: the neighbours at distance 1, 2, ...
@@ -76,8 +76,8 @@ def choose_replica_peers(
 
 
 def replica_peer_pairs(replica_peers: Mapping[int, Iterable[int]]) -> set[tuple[int, int]]:
-    """All pairs (lower id first) of which one follows the other's blocks: with one follower, those pairs whose loss at
-    one instant loses state."""
+    """Lists all pairs (lower id first) of which one follows the other's blocks: with one follower, those pairs whose
+    loss at one instant loses state."""
     return {(min(one, other), max(one, other)) for one, others in replica_peers.items() for other in others}
 
 
@@ -153,7 +153,7 @@ class _Graph:
         )
 
     def _fits(self, worker: int, other: int) -> bool:
-        """Whether one may be a replica peer of another at all."""
+        """Tells whether one may be a replica peer of another at all."""
         if self.num_hosts > 1:
             return self._hosts[worker] != self._hosts[other]
         return self._kin(worker, other) or all(self._num_members[index] == 1 for index in self._groups_of[worker])
@@ -265,7 +265,7 @@ class _Graph:
     # ---------------------------------------------------------------------------------------------------------- hosts
 
     def _by_host(self, workers: Iterable[int]) -> dict[str | int, list[int]]:
-        """Workers by host, hosts in the order of their first workers."""
+        """Groups workers by host, hosts in the order of their first workers."""
         found: dict[str | int, list[int]] = {}
         for worker in workers:
             found.setdefault(self._hosts[worker], []).append(worker)
@@ -344,7 +344,7 @@ class _Graph:
                 self._need[one] -= 1
 
     def _near(self, worker: int, members: Sequence[int], place: Mapping[int, int]) -> Iterator[int]:
-        """Members near a worker: those it would keep, those on linked hosts, then the ring of all."""
+        """Lists members near a worker: those it would keep, those on linked hosts, then the ring of all."""
         yield from (wished for wished in self._wished.get(worker, ()) if wished in place)
         start = place[worker]
         if self.num_hosts > 1:
@@ -381,7 +381,7 @@ class _Graph:
         return mutual and one != other and other not in self.replica_peers[one] and one not in self.replica_peers[other]
 
     def _as_near(self, worker: int, replica_peer: int, instead: int) -> bool:
-        """Whether a worker that loses a replica peer gets another of the same groups for it."""
+        """Tells whether a worker that loses a replica peer gets another of the same groups for it."""
         shared = set(self._groups_of[worker]).intersection(self._groups_of[replica_peer])
         return shared.issubset(self._groups_of[instead])
 
@@ -431,7 +431,7 @@ class _Graph:
 
 
 def _interleaved(rows: Iterable[Sequence[int]]) -> Iterator[int]:
-    """The first of each row, then the second of each, and so on."""
+    """Lists the first of each row, then the second of each, and so on."""
     lists = list(rows)
     for index in range(max(map(len, lists), default=0)):
         yield from (row[index] for row in lists if index < len(row))

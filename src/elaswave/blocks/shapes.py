@@ -56,7 +56,7 @@ class TensorSlot(NamedTuple):
     is_buffer: bool = False
 
     def has(self, slot: str) -> bool:
-        """Whether the tensor has one of the run's float32 states."""
+        """Tells whether the tensor has one of the run's float32 states."""
         return self.states is None or slot in self.states
 
     @property
@@ -200,7 +200,7 @@ class StateShapes(NamedTuple):
         return tuple(tensor for shape in self.layers for tensor in shape.frozen)
 
     def slots_of(self, tensors: Iterable[TensorSlot], num_updates: int) -> tuple[str, ...]:
-        """The float32 states of a run of elements.
+        """Lists the float32 states of a run of elements.
 
         Args:
             tensors: that have elements in it.
@@ -213,7 +213,7 @@ class StateShapes(NamedTuple):
         return tuple(slot for slot in there if any(tensor.has(slot) for tensor in tensors))
 
     def stored(self, num_updates: int) -> Iterator[StoredState]:
-        """All states that a checkpoint holds after so many updates."""
+        """Lists all states that a checkpoint holds after so many updates."""
         for tensor in all_tensors(self.layers):
             for slot in self.slots_of((tensor,), num_updates):
                 yield StoredState(slot, tensor.name, tensor.shape, tensor.dtype)
@@ -225,7 +225,7 @@ class StateShapes(NamedTuple):
 
 
 def align(num_elements: int) -> int:
-    """The next multiple of `ALIGNMENT_ELEMENTS`."""
+    """Computes the next multiple of `ALIGNMENT_ELEMENTS`."""
     return -(-num_elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
@@ -252,7 +252,7 @@ class Segment(NamedTuple):
 
 
 def segments(shape: LayerShape, start: int, stop: int) -> Iterator[Segment]:
-    """The tensors' parts inside [start, stop), padding left out, in order."""
+    """Lists the tensors' parts inside [start, stop), padding left out, in order."""
     tensors = shape.tensors
     for index in range(bisect_right(tensors, start, key=_stop), len(tensors)):
         slot = tensors[index]
@@ -268,7 +268,7 @@ def _stop(slot: TensorSlot) -> int:
 
 
 def with_states(shapes: tuple[LayerShape, ...], states: tuple[str, ...]) -> tuple[LayerShape, ...]:
-    """The same tensors with more states."""
+    """Makes shapes of the same tensors with more states."""
     return tuple(
         shape._replace(
             tensors=tuple(
@@ -280,7 +280,7 @@ def with_states(shapes: tuple[LayerShape, ...], states: tuple[str, ...]) -> tupl
 
 
 def all_tensors(shapes: Sequence[LayerShape]) -> tuple[TensorSlot, ...]:
-    """Every tensor of the model, in the order of `TensorSlot.id`."""
+    """Lists every tensor of the model, in the order of `TensorSlot.id`."""
     return tuple(slot for shape in shapes for slot in shape.tensors)
 
 
@@ -308,12 +308,12 @@ INITIAL_EXPONENT = 40
 
 
 def magnitude_bits(maximum: float) -> int:
-    """The smallest x with ``maximum < 2**x``, for a positive finite maximum."""
+    """Computes the smallest x with ``maximum < 2**x``, for a positive finite maximum."""
     return math.frexp(maximum)[1]
 
 
 def next_exponent(maximum: float, exponent: int, num_microbatches: int, width: int = WIDE_BITS) -> int:
-    """The grid exponent of the next step.
+    """Computes the grid exponent of the next step.
 
     Args:
         maximum: largest absolute gradient of the tensor in any micro-batch of this step, finite.
@@ -329,18 +329,19 @@ def next_exponent(maximum: float, exponent: int, num_microbatches: int, width: i
 
 
 def count_bits(count: int) -> int:
-    """The smallest x with ``count <= 2**x``."""
+    """Computes the smallest x with ``count <= 2**x``."""
     return (count - 1).bit_length()
 
 
 def could_overflow(maximum: float, exponent: int, num_microbatches: int, width: int = WIDE_BITS) -> bool:
-    """Whether the sum of num_microbatches values up to maximum could leave the range of signed words of that width."""
+    """Tells whether the sum of num_microbatches values up to maximum could leave the range of signed words of that
+    width."""
     num_bits = magnitude_bits(maximum) + exponent + count_bits(num_microbatches)
     return maximum > 0.0 and num_bits > GRID_RULES[width].sum_bits
 
 
 def is_too_coarse(maximum: float, exponent: int) -> bool:
-    """Whether a grid leaves the largest gradient, if there is any, fewer bits than float32 would."""
+    """Tells whether a grid leaves the largest gradient, if there is any, fewer bits than float32 would."""
     return maximum > 0.0 and magnitude_bits(maximum) + exponent < FEWEST_BITS
 
 
@@ -352,7 +353,7 @@ _ALL_LIMBS = (1 << _LIMB_BITS * NORM_LIMBS) - 1
 
 
 def norm_limbs(square_sums: Sequence[float]) -> list[int]:
-    """An exact sum of finite non-negative float64 values as 32-bit limbs, least significant first.
+    """Computes an exact sum of finite non-negative float64 values as 32-bit limbs, least significant first.
 
     Limbs of several workers may be added in any order (as int64, without carrying) before `norm_from_limbs`.
 
@@ -367,6 +368,6 @@ def norm_limbs(square_sums: Sequence[float]) -> list[int]:
 
 
 def norm_from_limbs(limbs: Sequence[int]) -> float:
-    """The square root of what `norm_limbs` (added over workers) holds."""
+    """Computes the square root of what `norm_limbs` (added over workers) holds."""
     total = sum(int(limb) << (_LIMB_BITS * i) for i, limb in enumerate(limbs) if limb)
     return math.sqrt(total / (1 << _NORM_SHIFT))

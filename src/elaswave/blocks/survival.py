@@ -37,11 +37,12 @@ class Survival(msgspec.Struct, frozen=True, kw_only=True):
         return 1 - self.num_fatal / comb(self.num_workers, self.num_copies)
 
     def describe(self) -> str:
-        """For people."""
+        """Describes for people which losses the placement survives."""
         return "; it ".join(filter(None, (self._describe_workers(), self.describe_domains())))
 
     def describe_domains(self) -> str:
-        """For people: what becomes of the job when it loses a site or a host; empty where there is one only."""
+        """Describes for people what becomes of the job when it loses a site or a host; empty where there is one
+        only."""
         parts = [_of_domains("site", self.num_sites, self.fatal_sites)] if self.num_sites > 1 else []
         parts += [_of_domains("host", self.num_hosts, self.fatal_hosts)] if self.num_hosts > 1 else []
         return "; it ".join(parts)
@@ -70,7 +71,7 @@ def _of_domains(kind: str, number: int, fatal: Mapping[str, str]) -> str:
 def survival_of(
     placement: Placement, layout: Layout, problem_without: Callable[[Collection[int]], str | None] = lambda lost: None
 ) -> Survival | None:
-    """Which losses a placement survives; None for one without blocks.
+    """Finds which losses a placement survives; None for one without blocks.
 
     Args:
         placement: of a job.
@@ -117,7 +118,7 @@ def _fatal(
 
 
 def alone_on(placement: Placement, hosts: dict[str, tuple[int, ...]]) -> Counter[str]:
-    """Host -> the number of blocks of which all copies are on it.
+    """Maps host to the number of blocks of which all copies are on it.
 
     Args:
         placement: of a job.

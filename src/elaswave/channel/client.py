@@ -66,7 +66,7 @@ _T = TypeVar("_T")
 
 
 def next_heartbeat_s(now_s: float, interval_s: float) -> float:
-    """When the next heartbeat is due: at a multiple of the interval on the machine's clock.
+    """Computes when the next heartbeat is due: at a multiple of the interval on the machine's clock.
 
     So all clients of a machine send theirs at one instant, and the coordinator wakes once for them instead of once for
     each: on busy cores waking costs it more than reading.
@@ -107,14 +107,15 @@ class ClientOwner(Protocol):
         """A message has arrived."""
 
     def hello(self) -> msgspec.Struct:
-        """The first message on each new connection."""
+        """Returns the first message on each new connection."""
 
     def standing(self) -> Sequence[msgspec.Struct]:
-        """The messages on each new connection that follow what was not acknowledged."""
+        """Lists the messages on each new connection that follow what was not acknowledged."""
         return ()
 
     def heartbeat(self) -> msgspec.Struct | None:
-        """What is sent every `ControlClient.interval_s` while connected (`next_heartbeat_s`); None: an empty one."""
+        """Returns what is sent every `ControlClient.interval_s` while connected (`next_heartbeat_s`); None: an empty
+        one."""
         return None
 
 
@@ -246,7 +247,7 @@ class ControlClient(Generic[_T]):
         self._thread.start()
 
     def fileno(self) -> int:
-        """Readable when `turn` has something to do; for owners without a thread."""
+        """Returns a descriptor that is readable when `turn` has something to do; for owners without a thread."""
         return self._epoll.fileno()
 
     def turn(self, max_wait_s: float = 0.0) -> float:
@@ -534,7 +535,7 @@ class ControlClient(Generic[_T]):
         self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
 
     def _look_up(self, address: str) -> list[str]:
-        """The addresses of the target's name; none while that is being looked up.
+        """Finds the addresses of the target's name; none while that is being looked up.
 
         Raises:
             OSError: it has none, or the look-up takes long, and none was known before.

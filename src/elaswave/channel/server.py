@@ -222,12 +222,12 @@ class ControlServer(Generic[_T]):
         return sorted(self._peers)
 
     def last_heartbeat_s(self, peer: int) -> float | None:
-        """Seconds since something came from a peer; None if it is not connected."""
+        """Computes the seconds since something came from a peer; None if it is not connected."""
         connection = self._peers.get(peer)
         return None if connection is None else self.now_s() - connection.last_heartbeat_s
 
     def look(self, peers: Iterable[int]) -> list[Counters]:
-        """What the kernel has counted on the connections to some peers. On those where nothing waits for an
+        """Lists what the kernel has counted on the connections to some peers. On those where nothing waits for an
         acknowledgement it sends a sign of life, so that the other kernel has something to acknowledge."""
         found = []
         for peer in peers:
@@ -316,7 +316,7 @@ class ControlServer(Generic[_T]):
     # --------------------------------------------------------------------------------------------- from connections
 
     def new_session(self) -> Session[_T]:
-        """For a connection that was accepted."""
+        """Makes a session for a connection that was accepted."""
         return Session.listening(
             self._key,
             COORDINATOR,
@@ -328,7 +328,7 @@ class ControlServer(Generic[_T]):
         )
 
     def next_number(self) -> int:
-        """For a connection: one that no other has had."""
+        """Returns a number for a connection: one that no other has had."""
         self._num_connections += 1
         return self._num_connections
 
@@ -532,7 +532,7 @@ class _Connection(asyncio.Protocol):
             self.write(ControlFrameKind.STORE_POSITION, 0, encode_payload(store_position))
 
     def look(self) -> Counters | None:
-        """What the kernel has counted; None if it is no TCP connection, or is ending."""
+        """Reads what the kernel has counted; None if it is no TCP connection, or is ending."""
         if self._refused or self.is_hung_up or self.transport.is_closing():
             return None
         return counters_of(self.transport.get_extra_info("socket"), self._number)

@@ -47,7 +47,8 @@ class SlowControl:
         self._factor = factor
 
     def dial(self, address: str) -> socket.socket:
-        """As `elaswave.transport.addresses.dial`: a socket that is connected over the link, or soon closed."""
+        """Does the same as `elaswave.transport.addresses.dial`: returns a socket that is connected over the link, or
+        soon closed."""
         there = addresses.dial(address)
         near, far = socket.socketpair()
         near.setblocking(False)
@@ -91,7 +92,7 @@ def _wait(masks: dict[socket.socket, int], wait_s: float) -> dict[socket.socket,
 
 
 def slow_control_of(config: Config, worker: int) -> SlowControl | None:
-    """How a worker reaches the coordinator; None: as fast as it can.
+    """Tells how a worker reaches the coordinator; None: as fast as it can.
 
     Args:
         config: of the run.

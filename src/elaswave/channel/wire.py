@@ -65,7 +65,7 @@ _T = TypeVar("_T")
 
 
 def agent_id(incarnation: int) -> int:
-    """The id of an agent on control connections.
+    """Computes the id of an agent on control connections.
 
     Args:
         incarnation: drawn at random when the agent starts, so that two agents of a job hardly ever have the same one.
@@ -74,7 +74,7 @@ def agent_id(incarnation: int) -> int:
 
 
 def is_agent(peer: int) -> bool:
-    """Whether an id is an agent's."""
+    """Tells whether an id is an agent's."""
     return FIRST_AGENT <= peer < FIRST_OPERATOR
 
 
@@ -86,7 +86,7 @@ _OPERATORS = {
 
 
 def operator_id(number: int, role: KeyRole = KeyRole.STEERING) -> int:
-    """The id of an operator on control connections. It says which key it proves.
+    """Computes the id of an operator on control connections. It says which key it proves.
 
     Args:
         number: drawn at random, so that two operators of a job hardly ever have the same one.
@@ -97,23 +97,23 @@ def operator_id(number: int, role: KeyRole = KeyRole.STEERING) -> int:
 
 
 def role_of(peer: int) -> KeyRole:
-    """Of which key a participant of an id must prove that it holds it: a worker and an agent of the joining key, an
-    operator of the one that its id says. So nobody is more than its key is for, whatever id it claims."""
+    """Tells of which key a participant of an id must prove that it holds it: a worker and an agent of the joining key,
+    an operator of the one that its id says. So nobody is more than its key is for, whatever id it claims."""
     return next((role for role, ids in _OPERATORS.items() if peer in ids), KeyRole.JOINING)
 
 
 def is_reader(peer: int) -> bool:
-    """Whether an id is of an operator that may ask for the status alone."""
+    """Tells whether an id is of an operator that may ask for the status alone."""
     return role_of(peer) is KeyRole.READING
 
 
 def is_operator(peer: int) -> bool:
-    """Whether an id is an operator's."""
+    """Tells whether an id is an operator's."""
     return FIRST_OPERATOR <= peer < COORDINATOR
 
 
 def peer_name(peer: int) -> str:
-    """What a participant is called in messages."""
+    """Tells what a participant is called in messages."""
     if peer == COORDINATOR:
         return "the coordinator"
     if is_operator(peer):
@@ -242,7 +242,7 @@ class Session(Generic[_T]):
         host: str = "",
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> "Session[_T]":
-        """The end that connects.
+        """Makes the end that connects.
 
         Args:
             key: the job's key, or several.
@@ -273,7 +273,7 @@ class Session(Generic[_T]):
         security: Security | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> "Session[_T]":
-        """The end that has accepted a connection.
+        """Makes the end that has accepted a connection.
 
         Args:
             key, own, receives, security, max_message_bytes: as for `dialling`.
@@ -328,7 +328,7 @@ class Session(Generic[_T]):
         self._num_written += 1
 
     def take(self) -> bytes:
-        """What is to be written to the socket now; forgets it."""
+        """Returns what is to be written to the socket now; forgets it."""
         data = b"".join(self._leaving)
         self._leaving.clear()
         if self._tls is None:
@@ -402,7 +402,7 @@ class Session(Generic[_T]):
 
 
 def unpacked(payload: bytes, max_message_bytes: int) -> bytes:
-    """A payload as it was before it was compressed; of one that is longer than may be, no more is unpacked.
+    """Unpacks a payload as it was before it was compressed; of one that is longer than may be, no more is unpacked.
 
     Raises:
         ValueError: it is longer, or does not end where it should.
@@ -420,7 +420,7 @@ def unpacked(payload: bytes, max_message_bytes: int) -> bytes:
 
 
 def encode_payload(message: msgspec.Struct, max_message_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
-    """A message as a payload.
+    """Encodes a message as a payload.
 
     Raises:
         FrameError: it is larger than may be sent.
@@ -437,7 +437,7 @@ def encode_payload(message: msgspec.Struct, max_message_bytes: int = MAX_MESSAGE
 
 
 def _is_worth_compressing(payload: bytes) -> bool:
-    """By a sample from the middle: what does not shrink to a half costs more time than it saves bytes."""
+    """Judges by a sample from the middle: what does not shrink to a half costs more time than it saves bytes."""
     middle = len(payload) // 2
     sample = payload[middle : middle + _SAMPLE_BYTES]
     return len(zlib.compress(sample, 1)) < len(sample) // 2
@@ -448,7 +448,7 @@ _position_decoder = msgspec.msgpack.Decoder(StorePosition)
 
 
 def _content(payload: bytes) -> bytes:
-    """What a mac covers of a payload, whose length is in the header: a short one itself."""
+    """Returns what a mac covers of a payload, whose length is in the header: a short one itself."""
     return payload if len(payload) < _HASHED_FROM_BYTES else hashlib.blake2b(payload, digest_size=32).digest()
 
 

@@ -63,12 +63,12 @@ class CheckpointSearch(msgspec.Struct, frozen=True):
 
 
 def shard_name(worker: int, generation: int) -> str:
-    """Name of the file with a worker's part of a checkpoint that was begun in a generation, without its suffix."""
+    """Names the file with a worker's part of a checkpoint that was begun in a generation, without its suffix."""
     return f"worker-{worker}-generation-{generation}"
 
 
 def places(run_dir: Path) -> tuple[str, ...]:
-    """Where a run's checkpoints may be written, the first choice first."""
+    """Lists where a run's checkpoints may be written, the first choice first."""
     return (CHECKPOINTS, SPARE) if (run_dir / SPARE).is_dir() else (CHECKPOINTS,)
 
 
@@ -91,12 +91,12 @@ def link_spare(run_dir: Path, target: Path) -> None:
 
 
 def temporary_folder(run_dir: Path, step: int, place: str = CHECKPOINTS) -> Path:
-    """Where the shards of a step's checkpoint stand until it is committed; the folder need not be there."""
+    """Tells where the shards of a step's checkpoint stand until it is committed; the folder need not be there."""
     return folder_of(run_dir, step, place).with_suffix(TEMPORARY_SUFFIX)
 
 
 def shard_folder(run_dir: Path, step: int, place: str = CHECKPOINTS) -> Path:
-    """The temporary folder for the shards of a checkpoint; the first worker that asks for it makes it.
+    """Returns the temporary folder for the shards of a checkpoint; the first worker that asks for it makes it.
 
     Raises:
         CheckpointError: the folder cannot be made.
@@ -131,7 +131,7 @@ def find_newest_checkpoint(
     objection: Callable[[CheckpointMeta], str] = lambda meta: "",
     newest_step: int | None = None,
 ) -> CheckpointSearch:
-    """The newest checkpoint of a run whose every byte is as it was written, and why newer ones cannot be used.
+    """Finds the newest checkpoint of a run whose every byte is as it was written, and why newer ones cannot be used.
 
     Args:
         run_dir: the run's folder.
@@ -176,7 +176,7 @@ def put_aside(search: CheckpointSearch) -> None:
 
 
 def newest_committed_step(run_dir: Path) -> int | None:
-    """Step of the newest checkpoint that looks whole, as `prune` sees it; None without one.
+    """Finds the step of the newest checkpoint that looks whole, as `prune` sees it; returns None without one.
 
     Raises:
         CheckpointError: they cannot be listed.
@@ -186,7 +186,7 @@ def newest_committed_step(run_dir: Path) -> int | None:
 
 
 def checkpoint_of_step(run_dir: Path, step: int) -> CheckpointRef:
-    """The checkpoint of one step, every byte checked.
+    """Finds the checkpoint of one step, with every byte checked.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -215,7 +215,7 @@ def verify_checkpoint(folder: Path) -> CheckpointRef:
 
 
 def read_meta(folder: Path) -> CheckpointMeta:
-    """The checked description of a committed checkpoint.
+    """Reads the checked description of a committed checkpoint.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -264,12 +264,12 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
 
 
 def folder_of(run_dir: Path, step: int, place: str = CHECKPOINTS) -> Path:
-    """Where the committed checkpoint of a step stands, in one of the run's places."""
+    """Tells where the committed checkpoint of a step stands, in one of the run's places."""
     return run_dir / place / f"step-{step:08d}"
 
 
 def folder_there(run_dir: Path, step: int) -> Path:
-    """Where the committed checkpoint of a step is: a commit removes one of the same step in another place."""
+    """Finds where the committed checkpoint of a step is: a commit removes one of the same step in another place."""
     spare = folder_of(run_dir, step, SPARE)
     return spare if spare.is_dir() else folder_of(run_dir, step)
 
@@ -287,7 +287,7 @@ def _entries(run_dir: Path) -> list[Path]:
 
 
 def _numbered(run_dir: Path) -> Iterator[tuple[int, Path]]:
-    """(step, folder) of committed and half-written checkpoints."""
+    """Yields (step, folder) of committed and half-written checkpoints."""
     for folder in _entries(run_dir):
         match = _COMMITTED_NAME.fullmatch(folder.name.removesuffix(TEMPORARY_SUFFIX))
         if match:

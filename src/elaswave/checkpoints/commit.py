@@ -59,7 +59,7 @@ from elaswave.untrusted import open_binary, open_to_write
 
 
 def encode_dcp_metadata(tensors: Mapping[str, TensorInfo], items: Iterable[WrittenItem]) -> bytes:
-    """The content of DCP's ``.metadata`` file.
+    """Encodes the content of DCP's ``.metadata`` file.
 
     Names are nested at their slot ("model", "optimizer"."exp_avg"), as DCP itself nests the state dict
     ``{"model": ..., "optimizer": {"exp_avg": ...}}``: ``dcp.load`` takes both the flat and the nested form, and
@@ -207,7 +207,7 @@ def commit_checkpoint(
 
 
 def _is_committed(final: Path, manifest: Manifest) -> bool:
-    """Whether a checkpoint stands under its final name and holds just these items."""
+    """Tells whether a checkpoint stands under its final name and holds just these items."""
     try:
         found = read_manifest(final)
     except CheckpointError:

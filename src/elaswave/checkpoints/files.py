@@ -59,7 +59,7 @@ def read_item_bytes(folder: Path, items: Sequence[WrittenItem]) -> Iterator[tupl
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The checked manifest of a checkpoint.
+    """Reads the checked manifest of a checkpoint.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -75,7 +75,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that cannot be written, such as on a full disk."""
+    """Makes the error for a file that cannot be written, such as on a full disk."""
     return CheckpointError(
         f"cannot write {path}: {error.strerror}; the checkpoint is given up, earlier ones are untouched "
         "(free some space, or lower run.keep_checkpoints)"
@@ -121,7 +121,7 @@ def check_written(items: Sequence[WrittenItem], sizes: Mapping[str, int]) -> Non
 
 
 def run_of(item: WrittenItem) -> tuple[int, int]:
-    """First element and number of elements of a rectangle in its flattened tensor.
+    """Computes the first element and the number of elements of a rectangle in its flattened tensor.
 
     Raises:
         CheckpointError: it is none.
@@ -133,7 +133,7 @@ def run_of(item: WrittenItem) -> tuple[int, int]:
 
 
 def shard_sizes(items: Sequence[WrittenItem]) -> dict[str, int]:
-    """Bytes of every shard file up to the end of its last item.
+    """Computes the bytes of every shard file up to the end of its last item.
 
     Args:
         items: sorted by offset.
@@ -169,7 +169,7 @@ def check_shard_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
-    """A file of which the manifest has a checksum.
+    """Reads a file of which the manifest has a checksum.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
@@ -184,7 +184,8 @@ def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def looks_whole(folder: Path) -> bool:
-    """Whether manifest and descriptions are whole and the shards have their full size; the shards are not read."""
+    """Tells whether manifest and descriptions are whole and the shards have their full size; the shards are not
+    read."""
     try:
         manifest = read_manifest(folder)
         check_shard_sizes(folder, manifest)

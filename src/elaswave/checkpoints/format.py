@@ -52,17 +52,17 @@ UPDATER = "optimizer"
 
 
 def model_name(tensor: str) -> str:
-    """Name in a checkpoint of the master weights of a tensor."""
+    """Makes the name in a checkpoint of the master weights of a tensor."""
     return f"model.{tensor}"
 
 
 def optimizer_name(slot: str, tensor: str) -> str:
-    """Name in a checkpoint of an optimizer slot ("exp_avg", "exp_avg_sq", "momentum_buffer") of a tensor."""
+    """Makes the name in a checkpoint of an optimizer slot ("exp_avg", "exp_avg_sq", "momentum_buffer") of a tensor."""
     return f"optimizer.{slot}.{tensor}"
 
 
 def stored_name(slot: str, tensor: str) -> str:
-    """Name in a checkpoint of one state of a tensor: `MASTER`, or an optimizer slot."""
+    """Makes the name in a checkpoint of one state of a tensor: `MASTER`, or an optimizer slot."""
     return model_name(tensor) if slot == MASTER else optimizer_name(slot, tensor)
 
 
@@ -169,18 +169,18 @@ class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def checksum_of(data: bytes | bytearray | memoryview) -> str:
-    """128-bit BLAKE2b of bytes, as 32 hexadecimal digits."""
+    """Computes the 128-bit BLAKE2b of bytes, as 32 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The content of ``manifest.json``."""
+    """Encodes the content of ``manifest.json``."""
     body = msgspec.json.encode(manifest)
     return msgspec.json.encode(_Envelope(checksum_of(body), msgspec.Raw(body)))
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The manifest in the content of ``manifest.json``.
+    """Decodes the manifest in the content of ``manifest.json``.
 
     Raises:
         CheckpointError: it is cut off, altered, or of another format version.
@@ -244,12 +244,12 @@ def _check_shape(fqn: str, sizes: tuple[int, ...], dtype: str) -> None:
 
 
 def encode_meta(meta: CheckpointMeta) -> bytes:
-    """The content of ``meta.json``; floats keep every bit."""
+    """Encodes the content of ``meta.json``; floats keep every bit."""
     return msgspec.json.format(msgspec.json.encode(meta), indent=1)
 
 
 def decode_meta(data: bytes) -> CheckpointMeta:
-    """The description in the content of ``meta.json``.
+    """Decodes the description in the content of ``meta.json``.
 
     Raises:
         CheckpointError: it does not have the expected form, or its configuration is of another format.

@@ -33,7 +33,7 @@ _LOCAL_MAGIC = b"PK\3\4"
 
 
 def elements_in(data: bytes, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
-    """The elements of the one contiguous tensor that an archive holds. Its pickle is not read.
+    """Reads the elements of the one contiguous tensor that an archive holds. Its pickle is not read.
 
     Args:
         data: the archive.
@@ -53,7 +53,7 @@ def elements_in(data: bytes, dtype: torch.dtype, num_elements: int) -> torch.Ten
 
 
 def load_plain(data: bytes) -> Any:
-    """Plain values, and tensors among them, of which none is larger than the archive.
+    """Loads plain values, and tensors among them, of which none is larger than the archive.
 
     Args:
         data: the archive.
@@ -73,7 +73,7 @@ def load_plain(data: bytes) -> Any:
 
 
 def _files(data: bytes) -> list[zipfile.ZipInfo]:
-    """What an archive holds; unpacked it is no larger than it is."""
+    """Lists what an archive holds; unpacked it is no larger than it is."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             files = archive.infolist()
@@ -85,7 +85,7 @@ def _files(data: bytes) -> list[zipfile.ZipInfo]:
 
 
 def _record(data: bytes, file: zipfile.ZipInfo) -> memoryview:
-    """The bytes of a file, where they stand."""
+    """Returns the bytes of a file, where they stand."""
     header = data[file.header_offset : file.header_offset + _LOCAL_HEADER.size]
     if len(header) < _LOCAL_HEADER.size or not header.startswith(_LOCAL_MAGIC):
         raise ValueError(f"{file.filename} is not where the archive says")
@@ -98,7 +98,7 @@ def _record(data: bytes, file: zipfile.ZipInfo) -> memoryview:
 
 
 def _largest_tensor(value: Any, seen: set[int]) -> int:
-    """Bytes of the largest tensor among plain values."""
+    """Computes the bytes of the largest tensor among plain values."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if not isinstance(value, Mapping | list | tuple | set) or id(value) in seen:
@@ -185,7 +185,7 @@ def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[Writt
 
 
 def read_pieces(folder: Path, wanted: Sequence[WantedPiece]) -> list[torch.Tensor]:
-    """What `PieceReader.read` reads, at once."""
+    """Reads what `PieceReader.read` reads, at once."""
     return PieceReader(folder).read(wanted)
 
 
@@ -209,7 +209,7 @@ class PieceReader:
         self._runs: dict[str, list[tuple[int, int, WrittenItem]]] = {}
 
     def _runs_of(self, fqn: str) -> list[tuple[int, int, WrittenItem]]:
-        """(first element, elements, item), ascending."""
+        """Lists (first element, elements, item), ascending."""
         runs = self._runs.get(fqn)
         if runs is None:
             items = self._items.get(fqn, ())

@@ -21,7 +21,7 @@ TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 
 def _name(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """A name that files, and keys of a store, may bear: what is removed below one name is not another's."""
+    """Checks a name that files, and keys of a store, may bear: what is removed below one name is not another's."""
     if value is not None and not _NAME.fullmatch(value):
         raise click.BadParameter(f"{value!r}: give a letter or digit, then letters, digits, dots, dashes, underscores")
     return value
@@ -151,7 +151,7 @@ def agent_command(
 
 
 def _key(overrides: tuple[str, ...]) -> JobKey:
-    """The key that all agents of a job are given.
+    """Finds the key that all agents of a job are given.
 
     Raises:
         UsageError: none is given.
@@ -170,8 +170,8 @@ def _key(overrides: tuple[str, ...]) -> JobKey:
 
 
 def run_module(arguments: Sequence[str]) -> int:
-    """The command as a launcher of modules starts it. Under torchrun, which tries again whatever is not 0, what another
-    try would meet again is 0 too; that the job has failed is said, and stands in the run's folder.
+    """Runs the command as a launcher of modules starts it. Under torchrun, which tries again whatever is not 0, what
+    another try would meet again is 0 too; that the job has failed is said, and stands in the run's folder.
 
     Args:
         arguments: of the command.

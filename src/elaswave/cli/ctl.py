@@ -44,7 +44,7 @@ _RECOVERIES_SHOWN = 5
 
 
 def render_status(status: JobStatus, run: Path, width: int, *, is_styled: bool | None = None) -> list[str]:
-    """A job as lines of text.
+    """Describes a job as lines of text.
 
     Args:
         status: of the job.
@@ -113,7 +113,7 @@ def _worker_table(status: JobStatus, width: int, is_styled: bool | None) -> list
 
 
 def _row(worker: WorkerStatus) -> list[str]:
-    """Short words, so that the table fits on most terminals whatever the workers do."""
+    """Describes a worker in short words, so that the table fits on most terminals whatever the workers do."""
     cells = [
         worker.worker,
         worker.role if worker.stage is None else worker.stage,
@@ -130,7 +130,7 @@ def _row(worker: WorkerStatus) -> list[str]:
 
 
 def _device(gauges: Gauges | None) -> str:
-    """Memory, share of the time in which it computes, and power, as far as they are told."""
+    """Describes memory, share of the time in which it computes, and power, as far as they are told."""
     if gauges is None:
         return "-"
     parts = []
@@ -221,7 +221,7 @@ class Numbers(click.ParamType):
     name = "N,N,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers; what is none is a bad parameter."""
+        """Reads the numbers; what is none is a bad parameter."""
         try:
             numbers = tuple(int(part) for part in str(value).split(","))
         except ValueError:
@@ -441,6 +441,6 @@ def _finish(answer: Answer, as_json: bool, over: JobOver | None = None) -> None:
 
 
 def answer_line(answer: Answer) -> str:
-    """An answer for people."""
+    """Describes an answer for people."""
     step = "" if answer.step is None else f" (step {answer.step})"
     return f"{answer.decided}{step}: {answer.reason}"

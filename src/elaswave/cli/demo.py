@@ -141,7 +141,7 @@ def demo_command(seed: int, run_dir: Path | None, overwrite: bool, overrides: tu
 
 
 def draw_faults(seed: int, num_workers: int, num_steps: int) -> list[str]:
-    """Whom the demonstration strikes, when and how.
+    """Draws whom the demonstration strikes, when and how.
 
     Args:
         seed: decides it.
@@ -191,7 +191,7 @@ class _Shown:
         )
 
     def say(self, *parts: str | tuple[str, str]) -> None:
-        """One line of parts, each a text or (text, style)."""
+        """Prints one line of parts, each a text or (text, style)."""
         seen = (visible(part) if isinstance(part, str) else (visible(part[0]), part[1]) for part in parts)
         self._console.print(Text.assemble(*seen), soft_wrap=True)
         self.stream.flush()
@@ -249,7 +249,7 @@ def demonstrate(
 
 
 def joins_of(generations: Sequence[GenerationRecord]) -> list[Join]:
-    """Who has joined, by the layouts that a run had.
+    """Finds who has joined, by the layouts that a run had.
 
     Args:
         generations: of the run, in their order.
@@ -285,7 +285,7 @@ def _train(
 
 
 def curve_lines(losses: Sequence[float], width: int, height: int, *, ascii_only: bool = False) -> list[str]:
-    """A loss curve as lines of text, the highest first, filled below; every column is the mean of a run of steps.
+    """Draws a loss curve as lines of text, the highest first, filled below; every column is the mean of a run of steps.
 
     Args:
         losses: finite ones are drawn, others leave a gap.
@@ -316,7 +316,8 @@ def curve_lines(losses: Sequence[float], width: int, height: int, *, ascii_only:
 
 
 def fault_line(records: Sequence[FaultRecord], num_steps: int, width: int, joins: Sequence[Join] = ()) -> str:
-    """Where faults have struck, under a curve: the first letter of each fault's kind, and J where a worker joined."""
+    """Shows where faults have struck, under a curve: the first letter of each fault's kind, and J where a worker
+    joined."""
     columns = min(width, num_steps)
     line = [" "] * columns
     for join in joins:

@@ -95,7 +95,7 @@ def _echo_json(document: msgspec.Struct) -> None:
 
 
 def render_summary(summary: RunSummary, width: int, *, ascii_only: bool = False) -> list[str]:
-    """What ``elaswave inspect RUN`` prints.
+    """Makes the lines that ``elaswave inspect RUN`` prints.
 
     Args:
         summary: what the run folder tells.
@@ -252,7 +252,7 @@ def _event_lines(summary: RunSummary, width: int) -> list[str]:
 
 
 def render_comparison(comparison: Comparison, run_a: Path, run_b: Path, width: int) -> list[str]:
-    """What ``elaswave inspect diff`` prints.
+    """Makes the lines that ``elaswave inspect diff`` prints.
 
     Args:
         comparison: what was found.

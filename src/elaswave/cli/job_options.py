@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def job_options(weaker: str, default_run_dir: str, faults: str) -> Callable[[Function], Function]:
-    """A decorator that adds them.
+    """Makes a decorator that adds them.
 
     Args:
         weaker: whose configuration `--set` is stronger than: "the file's".
@@ -65,7 +65,7 @@ def job_options(weaker: str, default_run_dir: str, faults: str) -> Callable[[Fun
 
 
 def with_policy(overrides: tuple[str, ...], policy: str | None) -> tuple[str, ...]:
-    """The values of `--set`, and what `--policy` sets.
+    """Joins the values of `--set`, and what `--policy` sets.
 
     Args:
         overrides: of `--set`.

@@ -152,7 +152,7 @@ def rotate_command(run: Path, out: Path | None, timeout_s: float, as_json: bool)
 
 
 def _check(control: ControlFile, out: Path | None) -> None:
-    """Before a new key is made, and sent.
+    """Makes the checks that come before a new key is made, and sent.
 
     Raises:
         ControlError: it could be read on the way.
@@ -183,7 +183,8 @@ def _ask(run: Path, key: JobKey, timeout_s: float, as_json: bool) -> Answer:
 
 
 def _present(client: OperatorClient) -> str:
-    """How the job gets on with the change, if it says so: its first answer names all, and who hangs is among these."""
+    """Tells how the job gets on with the change, if it says so: its first answer names all, and who hangs is among
+    these."""
     try:
         answer = next(client.ask(lambda request: AskStatus(request=request), PRESENT_TIMEOUT_S))
     except ControlError:

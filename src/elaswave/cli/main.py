@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None, *, program: click.Group = cli, 
 
 
 def _refusal(error: OSError) -> str | None:
-    """What a person is told of an error of the system alone; None for any other error."""
+    """Makes the text that a person is told of an error of the system alone; None for any other error."""
     reason = error.strerror or str(error)
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"too many files are open ({reason}): raise the limit (ulimit -n) and start again"
@@ -123,7 +123,7 @@ def _refusal(error: OSError) -> str | None:
 
 
 def _was_printing(error: OSError) -> bool:
-    """Whether an error comes from printing a command's own output."""
+    """Tells whether an error comes from printing a command's own output."""
     at = error.__traceback__
     while at is not None and at.tb_frame.f_code is not click.echo.__code__:
         at = at.tb_next
@@ -186,7 +186,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _options_end(arguments: Sequence[str]) -> int:
-    """How many arguments may be options of ours: what follows the script of ``elaswave run`` is the script's."""
+    """Counts how many arguments may be options of ours: what follows the script of ``elaswave run`` is the script's."""
     if arguments[:1] != ["run"]:
         return len(arguments)
     scripts = (index for index, argument in enumerate(arguments) if argument.endswith(".py"))
@@ -224,7 +224,7 @@ def _tell(error: ElaswaveError) -> None:
 
 
 def _wrapped(text: str) -> str:
-    """A text as standard error takes it: wrapped between words where that is a terminal."""
+    """Formats a text as standard error takes it: wrapped between words where that is a terminal."""
     if not sys.stderr.isatty():
         return text
     width = shutil.get_terminal_size().columns

@@ -93,11 +93,11 @@ class OperatorClient(ClientOwner):
         self._client.close(0.0)
 
     def over(self) -> JobOver | None:
-        """How the job has ended, once it has said so."""
+        """Tells how the job has ended, once it has said so."""
         return self._over
 
     def job_is_there(self) -> bool:
-        """Whether the job runs, as far as is known."""
+        """Tells whether the job runs, as far as is known."""
         try:
             return self._over is None and read_control_file(self._run_dir) == self._file
         except (ControlError, RunFolderError):
@@ -166,15 +166,15 @@ class OperatorClient(ClientOwner):
                 yield message
 
     def hello(self) -> OperatorHello:
-        """Of which version this is."""
+        """Tells of which version this is."""
         return OperatorHello(version=__version__)
 
     def standing(self) -> tuple[Request, ...]:
-        """The request that waits for its answer."""
+        """Lists the request that waits for its answer."""
         return () if self._open is None else (self._open,)
 
     def receive(self, message: ToOperator) -> None:
-        """An answer, or the end of the job."""
+        """Handles an answer, or the end of the job."""
         if isinstance(message, JobOver):
             self._over = message
         else:
@@ -194,8 +194,9 @@ class OperatorClient(ClientOwner):
             raise ControlError(f"the job has ended meanwhile, and another one runs in {self._run_dir} now: ask again")
 
     def _secrets(self) -> Secrets:
-        """By which it may speak. While the job's own key is changed, and where the command for that was killed, it is
-        the one in the file, or the one that is to follow it, which is read first: it is renamed to the other."""
+        """Finds the secrets by which it may speak. While the job's own key is changed, and where the command for that
+        was killed, the secret is the one in the file, or the one that is to follow it, which is read first: it is
+        renamed to the other."""
         following: list[JobKey] = []
         with contextlib.suppress(UsageError):
             following = [key for key in (read_key(next_file(self._key_file)),) if key.role is KeyRole.JOB]
@@ -205,7 +206,7 @@ class OperatorClient(ClientOwner):
         return Secrets(tuple(dict.fromkeys(held)))
 
     def _has_other_keys(self) -> bool:
-        """Whether its file holds another key than when it was read last: then that is tried."""
+        """Tells whether its file holds another key than when it was read last: then that is tried."""
         before, self._ring.now = self._ring.now, self._secrets()
         if self._ring.now == before:
             return False

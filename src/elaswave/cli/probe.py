@@ -137,7 +137,7 @@ def _measure(file: Path, source: str, targets: tuple[str, ...], output: Path | N
 
 
 def _rounded(link: NetworkLink) -> NetworkLink:
-    """With four digits, which is more than is known of it."""
+    """Rounds a link to four digits, which is more than is known of it."""
     rate = float(f"{link.bandwidth_bytes_per_s / _MBIT:.4g}")
     return NetworkLink(bandwidth_bytes_per_s=rate * _MBIT, latency_s=float(f"{link.latency_s:.4g}"))
 
@@ -154,7 +154,7 @@ def _entry(site: str, found: Any) -> dict[str, Any]:
 
 
 def _places(source: str, targets: tuple[str, ...], sites: list[str], file: Path) -> dict[str, tuple[str, int]]:
-    """Site -> host and port."""
+    """Maps site to host and port."""
     places: dict[str, tuple[str, int]] = {}
     for target in targets:
         site, equals, where = target.partition("=")

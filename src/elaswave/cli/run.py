@@ -77,7 +77,7 @@ def run_command(
 
 @contextlib.contextmanager
 def _as_python_runs(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
-    """The arguments and the first folder of modules as ``python SCRIPT.py`` has them."""
+    """Sets the arguments and the first folder of modules as ``python SCRIPT.py`` has them."""
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path[0] = str(script.resolve().parent)

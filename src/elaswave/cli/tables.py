@@ -36,7 +36,7 @@ def terminal_width() -> int:
 def render_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, is_styled: bool | None = None
 ) -> list[str]:
-    """A table as lines of text: columns if they fit, else one paragraph per row.
+    """Formats a table as lines of text: columns if they fit, else one paragraph per row.
 
     Args:
         header: name of each column.
@@ -68,7 +68,7 @@ def render_table(
 
 
 def format_bytes(num_bytes: int | None) -> str:
-    """A size for people, in powers of 1024; "-" if unknown."""
+    """Formats a size for people, in powers of 1024; "-" if unknown."""
     if num_bytes is None:
         return "-"
     size = float(num_bytes)
@@ -80,7 +80,7 @@ def format_bytes(num_bytes: int | None) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people."""
+    """Formats a duration for people."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 

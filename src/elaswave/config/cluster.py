@@ -62,7 +62,7 @@ class Sites(NamedTuple):
     """Whether the links are there, and are only paced; else they are emulated."""
 
     def site_of(self, worker: int, labels: Mapping[int, str] = MappingProxyType({})) -> int:
-        """Where a worker is; those that have joined take their turn, as long as their labels are not known.
+        """Finds where a worker is; those that have joined take their turn, as long as their labels are not known.
 
         Args:
             worker: its id.
@@ -74,13 +74,13 @@ class Sites(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def network_file(path: str) -> NetworkFile:
-    """The contents of a file, which is read once."""
+    """Returns the contents of a file, which is read once."""
     return read_network(Path(path))
 
 
 @functools.lru_cache(maxsize=8)
 def network_at(path: str, rate: float, delay: float) -> Network:
-    """The network of a file with other links: one value for one job, as clusters want it.
+    """Makes the network of a file with other links: one value for one job, as clusters want it.
 
     Args:
         path: of the file.
@@ -96,14 +96,15 @@ def network_at(path: str, rate: float, delay: float) -> Network:
 
 
 def run_network(config: Config) -> Network:
-    """The links of a run's data: emulated ones with the run's rates and delays, real ones with what is used of them."""
+    """Makes the links of a run's data: emulated ones with the run's rates and delays, real ones with what is used of
+    them."""
     sites = config.sites
     assert sites.network is not None
     return network_at(sites.network, PACED_SHARE if sites.links == "real" else sites.rate, sites.delay)
 
 
 def configured_sites(config: Config) -> Sites | None:
-    """Where workers are; None: all at one place.
+    """Tells where workers are; None: all at one place.
 
     Raises:
         ConfigError: a file that cannot be read, or that knows no such site, or fewer workers than the run has.
@@ -147,14 +148,14 @@ def sites_that_may_part(config: Config) -> tuple[str, ...]:
 
 
 def control_network(config: Config) -> Network:
-    """The links as control messages find them: with the run's delays, and the file's rates."""
+    """Makes the links as control messages find them: with the run's delays, and the file's rates."""
     sites = config.sites
     assert sites.network is not None
     return network_at(sites.network, 1.0, sites.delay)
 
 
 def control_delays_s(config: Config) -> dict[int, float]:
-    """Site -> by how much later a heartbeat from there may come than one from the coordinator's site.
+    """Maps each site to how much later a heartbeat from there may come than one from the coordinator's site.
 
     It waits for the link's latency, and for other messages, at most `CONTROL_BYTES` of them, also where the link has
     become `SLOWED` times as slow.
@@ -172,7 +173,8 @@ def control_delays_s(config: Config) -> dict[int, float]:
 
 
 def labels_of(config: Config) -> dict[int, str]:
-    """Worker -> where it runs (`elaswave.blocks.domains`), of those that a run begins with; empty: all are on one host.
+    """Maps each worker to where it runs (`elaswave.blocks.domains`), of those that a run begins with; empty: all are on
+    one host.
 
     Of workers at several sites it is the site, or, where hosts are named too, a host of it (``oslo/a``): that with the
     most room, or where hosts have no numbers, with the fewest workers.
@@ -239,13 +241,13 @@ def shape_of(config: Config) -> ModelShape:
 
 
 def element_bytes(config: Config) -> int:
-    """Of an element of parameters and activations."""
+    """Returns the bytes of an element of parameters and activations."""
     return 4 if config.model.dtype == "float32" else 2
 
 
 def state_bytes(config: Config) -> int:
-    """Of masters and optimizer slots, per parameter: slots are float32, and so is a master, which is the parameter
-    itself where workers compute in float32."""
+    """Computes the bytes of masters and optimizer slots, per parameter: slots are float32, and so is a master, which is
+    the parameter itself where workers compute in float32."""
     num_slots = _SLOTS[config.optimizer.name] + bool(config.optimizer.ema_decay)
     return 4 * num_slots + (0 if config.model.dtype == "float32" else 4)
 
@@ -289,7 +291,8 @@ def emulated_costs(config: Config) -> Costs:
 
 
 def own_bytes(config: Config) -> Costs:
-    """Bytes of the layers of a run's own model, a built-in one, with its fences; of seconds only shares."""
+    """Computes the bytes of the layers of a run's own model, a built-in one, with its fences; of seconds only
+    shares."""
     costs = analytic_shares(
         shape_of(config),
         microbatch_size=config.batch.microbatch_size,
@@ -304,7 +307,7 @@ def own_bytes(config: Config) -> Costs:
 
 
 def own_layer_costs(layer_parameters: Sequence[int]) -> tuple[float, ...]:
-    """What the layers of a script's own model cost before anything is measured, in proportion to each other.
+    """Estimates what the layers of a script's own model cost before anything is measured, in proportion to each other.
 
     A layer costs as much as it has parameters, one without any a little: nothing else is known of it.
 
@@ -343,14 +346,14 @@ def estimated_costs(config: Config, layer_parameters: Sequence[int] = ()) -> Cos
 
 
 def device_of(config: Config) -> DeviceSpec:
-    """What every worker of a run computes on."""
+    """Returns what every worker of a run computes on."""
     if config.device.kind == "emulated":
         return device_preset(config.device.name).device
     return CPU if config.device.quota is None else cpu_under_quota(config.device.quota)
 
 
 def cpu_under_quota(share: float) -> DeviceSpec:
-    """A processor of which each worker may use a share of a core at the base level, at higher ones more.
+    """Makes a processor of which each worker may use a share of a core at the base level, at higher ones more.
 
     What a level draws is its share of a core: then a limit of power is a limit of cores. There are no lower levels,
     which would leave to nobody what a worker does not use: the kernel does so anyway.
@@ -366,12 +369,12 @@ def cpu_under_quota(share: float) -> DeviceSpec:
 
 
 def base_level(config: Config) -> int:
-    """Index of the frequency level that workers begin at."""
+    """Finds the index of the frequency level that workers begin at."""
     return device_of(config).base_level
 
 
 def speed_of(config: Config, worker: int) -> float:
-    """Speed of a worker as configured; 1.0 for one that joins later."""
+    """Returns the speed of a worker as configured; 1.0 for one that joins later."""
     speeds = config.device.speeds or ()
     return speeds[worker] if worker < len(speeds) else 1.0
 
@@ -392,7 +395,8 @@ def planned_speeds(config: Config, execution: ExecutionParameters) -> dict[int, 
 
 
 def power_limit_w(config: Config, num_workers: int) -> float | None:
-    """What so many workers may draw together: as many as there are or were at first, whichever is more, at base level.
+    """Computes what so many workers may draw together: as many as there are or were at first, whichever is more, at
+    base level.
 
     So who is lost leaves power for the others' clocks, and who joins a job of full size brings its own. None where
     nothing sets clocks: then all stay at the base level.
@@ -407,7 +411,7 @@ def power_limit_w(config: Config, num_workers: int) -> float | None:
 def cluster_of(
     config: Config, workers: Sequence[int] | None = None, labels: Mapping[int, str] = MappingProxyType({})
 ) -> Cluster:
-    """Workers of a job, as the planner sees them.
+    """Makes the cluster of a job's workers, as the planner sees them.
 
     Args:
         config: of the run, resolved.

@@ -87,7 +87,7 @@ def own_costs(config: Config) -> Costs:
 
 
 def far_job(config: Config, codec: str) -> FarJob:
-    """What OP-Fence plans for: the run's model on all workers of its file.
+    """Makes what OP-Fence plans for: the run's model on all workers of its file.
 
     Args:
         config: with a network, and a built-in model.
@@ -130,7 +130,7 @@ def _flops_per_s(preset: DevicePreset) -> float:
 
 
 def planned_keys(config: Config, *, is_schedule_given: bool) -> dict[str, Any]:
-    """What OP-Fence makes of a run for which no layout is given, as values by dotted key.
+    """Returns what OP-Fence makes of a run for which no layout is given, as values by dotted key.
 
     Args:
         config: with a network. Its layout does not count.
@@ -197,7 +197,7 @@ def load_config(
     own: OwnModel | None = None,
     is_saved: bool = False,
 ) -> Config:
-    """The resolved configuration of a run.
+    """Loads the resolved configuration of a run.
 
     Args:
         path: a TOML file; None for none.
@@ -248,7 +248,7 @@ def build_config(
     problems: Sequence[str] = (),
     own: OwnModel | None = None,
 ) -> Config:
-    """The resolved configuration with these values.
+    """Builds the resolved configuration with these values.
 
     Args:
         values: values by key, by section; what is missing takes its default.
@@ -311,13 +311,13 @@ def build_config(
 
 
 def _planned(sections: Mapping[str, Mapping[str, Any]], *, is_schedule_given: bool) -> dict[str, Any]:
-    """What OP-Fence plans for workers far apart, by dotted key."""
+    """Returns what OP-Fence plans for workers far apart, by dotted key."""
     asked = {name: struct(**sections[name]) for name, struct in SECTIONS.items()}
     return planned_keys(Config(**asked), is_schedule_given=is_schedule_given)  # type: ignore[arg-type]
 
 
 def _in_this_format(values: Values, path: Path, problems: list[str], *, is_saved: bool) -> Values:
-    """The values of a file without its number; of another format, none: their keys mean something else."""
+    """Returns the values of a file without its number; of another format, none: their keys mean something else."""
     problem = format_problem(values, is_saved=is_saved)
     if problem:
         problems.append(f"{path}: {problem}")
@@ -326,7 +326,7 @@ def _in_this_format(values: Values, path: Path, problems: list[str], *, is_saved
 
 
 def _by_section(settings: Mapping[Any, Any], problems: list[str]) -> Values:
-    """A script's settings, by key or by dotted key, by section."""
+    """Groups a script's settings, by key or by dotted key, by section."""
     values: Values = {}
     for name, value in settings.items():
         value = plain(dict(value) if isinstance(value, Mapping) else value)
@@ -407,7 +407,7 @@ def _resolved_policy(policy: str) -> str:
 
 
 def _absolute(source: str) -> str:
-    """A path that does not depend on the working directory.
+    """Makes a path that does not depend on the working directory.
 
     Raises:
         ConfigError: that is no text.
@@ -421,7 +421,7 @@ def _absolute(source: str) -> str:
 
 
 def resolve(config: Config, workers: int | None = None, layer_parameters: Sequence[int] | None = None) -> Config:
-    """The same configuration with ``layout.widths`` and ``layout.layers`` set.
+    """Returns the same configuration with ``layout.widths`` and ``layout.layers`` set.
 
     Args:
         config: valid.

@@ -80,7 +80,7 @@ class NetworkParts(NamedTuple):
 
 
 def read_network(path: Path) -> NetworkFile:
-    """The workers and links of a file.
+    """Reads the workers and links of a file.
 
     Raises:
         ConfigError: a file that cannot be read, is not TOML, or says what cannot be; names every fault.
@@ -94,7 +94,7 @@ def read_network(path: Path) -> NetworkFile:
 
 
 def read_parts(path: Path) -> NetworkParts:
-    """A file whose links are still to be measured.
+    """Reads a file whose links are still to be measured.
 
     Raises:
         ConfigError: as of `read_network`, but for links that are not there.
@@ -105,7 +105,7 @@ def read_parts(path: Path) -> NetworkParts:
 
 
 def network_text(parts: NetworkParts) -> str:
-    """A file from which the same is read."""
+    """Writes the text of a file from which the same is read."""
     tables = [f"source = {toml_value(parts.source)}\n"] if parts.source else []
     for name, entry in parts.sites.items():
         tables.append(_table(f"[sites.{toml_value(name)}]", msgspec.structs.asdict(entry)))
@@ -122,7 +122,7 @@ def network_text(parts: NetworkParts) -> str:
 
 
 def _table(head: str, values: Mapping[str, Any]) -> str:
-    """A table; without the last digits of numbers, which changes of unit have made."""
+    """Writes a table; without the last digits of numbers, which changes of unit have made."""
     rounded = {key: float(f"{value:.12g}") if isinstance(value, float) else value for key, value in values.items()}
     lines = [f"{key} = {toml_value(value)}" for key, value in rounded.items() if value is not None]
     return "\n".join([head, *lines, ""])
@@ -134,7 +134,7 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
 
 
 def _read(path: Path) -> tuple[NetworkParts, list[str]]:
-    """What a file says, and every fault of it."""
+    """Reads what a file says, and every fault of it."""
     document = read_toml(path)
     problems = [
         f"{key}: unknown table; a network file has [sites.NAME], [[links]] and source"
@@ -150,7 +150,8 @@ def _read(path: Path) -> tuple[NetworkParts, list[str]]:
 
 
 def scaled(cluster: Cluster, bandwidth_mbit_per_s: float) -> Cluster:
-    """The same cluster where the slowest link between sites has this bandwidth, and all others as many times that.
+    """Makes the same cluster where the slowest link between sites has this bandwidth, and all others as many times
+    that.
 
     Args:
         cluster: with a network of several sites.

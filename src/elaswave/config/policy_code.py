@@ -30,7 +30,7 @@ TIMEOUT_S = 60.0
 
 
 def is_code(name: str) -> bool:
-    """Whether a policy's name says where its code is."""
+    """Tells whether a policy's name says where its code is."""
     return ":" in name
 
 
@@ -46,12 +46,12 @@ def other_policies() -> Mapping[str, TimedPlanner]:
 
 @cache
 def policies() -> Mapping[str, Planner]:
-    """All policies, with `RecoveryTimes`' defaults."""
+    """Returns all policies, with `RecoveryTimes`' defaults."""
     return make_policies(others=other_policies())
 
 
 def registered(group: str) -> Mapping[str, Any]:
-    """What other packages have registered by entry points, each of which names a mapping by name.
+    """Finds what other packages have registered by entry points, each of which names a mapping by name.
 
     Args:
         group: of the entry points.
@@ -70,7 +70,7 @@ def registered(group: str) -> Mapping[str, Any]:
 
 
 def find_policy(name: str, known: Mapping[str, Planner] | None = None, *, timeout_s: float | None = None) -> Planner:
-    """The policy that a person asks for.
+    """Finds the policy that a person asks for.
 
     Args:
         name: one of those that are known, or where a function is (`elaswave.planning.plan.Planner` is what it has to
@@ -138,7 +138,7 @@ class _Bounded:
         self._given_up = ""
 
     def __call__(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
-        """As of `Planner`.
+        """Does the same as that of `Planner`.
 
         Raises:
             InfeasiblePlan: the policy's answer.
@@ -178,7 +178,7 @@ def _end(thread: threading.Thread) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """An exception with the line that has raised it."""
+    """Describes an exception with the line that has raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -92,7 +92,7 @@ class Catalog(NamedTuple):
 
 @cache
 def catalog() -> Catalog:
-    """The package's own presets, read once."""
+    """Returns the package's own presets, read once."""
     folder = resources.files("elaswave") / "presets"
     found = Catalog({}, {}, {})
     for file in ("links.toml", "devices.toml", "models.toml"):  # devices name links
@@ -104,7 +104,7 @@ def catalog() -> Catalog:
 
 
 def read_presets(path: Path) -> Catalog:
-    """The presets of a person's file; its devices may name the package's links beside the file's own.
+    """Reads the presets of a person's file; its devices may name the package's links beside the file's own.
 
     Raises:
         ConfigError: lists every problem.
@@ -113,7 +113,7 @@ def read_presets(path: Path) -> Catalog:
 
 
 def device_preset(name: str) -> DevicePreset:
-    """A known device, or the one that a file describes.
+    """Finds a known device, or the one that a file describes.
 
     Raises:
         UsageError: there is none of that name; lists those there are.
@@ -123,7 +123,7 @@ def device_preset(name: str) -> DevicePreset:
 
 
 def model_shape(name: str) -> ModelShape:
-    """A known model, or the one that a file describes.
+    """Finds a known model, or the one that a file describes.
 
     Raises:
         UsageError: there is none of that name; lists those there are.
@@ -133,7 +133,7 @@ def model_shape(name: str) -> ModelShape:
 
 
 def link_preset(name: str) -> LinkPreset:
-    """A known link, or the one that a file describes.
+    """Finds a known link, or the one that a file describes.
 
     Raises:
         UsageError: there is none of that name; lists those there are.
@@ -158,7 +158,7 @@ def _look_up(kind: str, name: str) -> Any:
 
 
 def catalog_of(document: Mapping[str, Any], where: str, *, known: Catalog) -> Catalog:
-    """The presets of a document.
+    """Makes a catalog of the presets of a document.
 
     Args:
         document: as read from TOML.
@@ -206,7 +206,7 @@ _Entry = TypeVar("_Entry", bound=msgspec.Struct)
 def _entries(
     document: Mapping[str, Any], kind: str, struct: type[_Entry], problems: list[str]
 ) -> Iterator[tuple[str, _Entry]]:
-    """The good entries of one kind; what is wrong with the others is added to the problems."""
+    """Yields the good entries of one kind; what is wrong with the others is added to the problems."""
     tables = document.get(kind)
     for name, values in tables.items() if isinstance(tables, Mapping) else ():
         section = f"{kind}.{name}"
@@ -224,7 +224,7 @@ def _entries(
 
 
 def _device(name: str, entry: DeviceEntry, links: Mapping[str, LinkPreset]) -> DevicePreset:
-    """A device of what its file says.
+    """Makes a device of what its file says.
 
     Raises:
         ConfigError: links that are not known.
@@ -262,7 +262,7 @@ def _device(name: str, entry: DeviceEntry, links: Mapping[str, LinkPreset]) -> D
 
 
 def _model(name: str, entry: ModelEntry) -> ModelShape:
-    """A model of what its file says.
+    """Makes a model of what its file says.
 
     Raises:
         ValueError: heads that do not divide.

@@ -49,13 +49,13 @@ The [glossary](glossary.md#keys-of-other-frameworks) has what torchtitan, Lightn
 
 
 def render() -> str:
-    """The whole page."""
+    """Renders the whole page."""
     tables = (_section(name, struct) for name, struct in schema.SECTIONS.items())
     return "\n".join([_INTRODUCTION, *tables])
 
 
 def field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """The docstring under each field of a struct, as one line, by the field's name."""
+    """Maps each field's name to the docstring under that field of a struct, as one line."""
     (definition,) = ast.parse(inspect.getsource(struct)).body
     assert isinstance(definition, ast.ClassDef)
     return dict(_documented_fields(definition))
@@ -86,7 +86,7 @@ def _section(name: str, struct: type[msgspec.Struct]) -> str:
 
 
 def _marked(text: str) -> str:
-    """Code marked as Markdown does, not as docstrings do."""
+    """Returns the text with code marked as Markdown does, not as docstrings do."""
     return text.replace("``", "`")
 
 

@@ -69,7 +69,7 @@ def _resolve_shape(known: dict[str, Any]) -> list[str]:
 
 
 def _impossible_layout(known: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the layout for this model and batch; what is not known is taken to fit."""
+    """Lists what is wrong with the layout for this model and batch; what is not known is taken to fit."""
     if "widths" not in known or not {"model.num_layers", "batch.num_microbatches"} & known.keys():
         return []
     widths, layers = known["widths"], known.get("layout.layers")
@@ -187,7 +187,7 @@ def _hosts_have_all_workers(hosts: tuple[str, ...] | None, widths: tuple[int, ..
 
 
 def host_problems(hosts: Sequence[str], num_workers: int | None) -> list[str]:
-    """What is wrong with the setting.
+    """Lists what is wrong with the setting.
 
     Args:
         hosts: as configured.
@@ -225,7 +225,8 @@ def host_problems(hosts: Sequence[str], num_workers: int | None) -> list[str]:
 
 
 def host_sizes(hosts: Sequence[str], num_workers: int) -> dict[str, int]:
-    """Host -> number of workers that a run begins with; even shares where no numbers are given, larger ones first.
+    """Maps each host to the number of workers that a run begins with; even shares where no numbers are given, larger
+    ones first.
 
     Args:
         hosts: as configured, without a problem.
@@ -390,7 +391,7 @@ def _tls_needs_certificates(tls: str, keys: str | None) -> str | None:
 
 
 def is_exposed(address: str) -> bool:
-    """Whether other machines may reach what listens at a numeric address."""
+    """Tells whether other machines may reach what listens at a numeric address."""
     return not ipaddress.ip_address(address).is_loopback
 
 
@@ -418,7 +419,7 @@ def _exposed_store_needs_tls(store: str, store_ca: str | None, trusted: bool) ->
 
 
 def _is_elsewhere(host: str) -> bool:
-    """Whether a host that is dialled may be another machine."""
+    """Tells whether a host that is dialled may be another machine."""
     try:
         return is_exposed(host)
     except ValueError:
@@ -426,7 +427,7 @@ def _is_elsewhere(host: str) -> bool:
 
 
 def exposed_problem(where: str) -> str:
-    """What is said where TCP without TLS would be open to other machines."""
+    """Says what is said where TCP without TLS would be open to other machines."""
     return (
         f'net.tls: "off", but other machines reach {where}, and could read and change what is sent; set net.tls = '
         '"required" (elaswave keys makes the certificates), or net.trusted = true if nobody else is on that network'
@@ -434,7 +435,7 @@ def exposed_problem(where: str) -> str:
 
 
 def ports_of(text: str | None) -> range:
-    """The ports of ``net.ports``; none: the system chooses."""
+    """Reads the ports of ``net.ports``; none: the system chooses."""
     if text is None:
         return range(0)
     first, _, last = text.partition("-")

@@ -522,7 +522,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.layout.layers
 
     def flat(self) -> dict[str, Any]:
-        """Every value by its dotted key, unset ones included."""
+        """Returns every value by its dotted key, unset ones included."""
         return {
             f"{name}.{key}": value
             for name in SECTIONS
@@ -530,7 +530,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The format's number, and the set values by key, by section: plain data for JSON.
+        """Returns the format's number, and the set values by key, by section: plain data for JSON.
 
         Keys that are not used for a script's own model or optimizer are left out.
         """
@@ -541,7 +541,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return {FORMAT_KEY: FORMAT, **without_unused(sections)}
 
     def to_toml(self) -> str:
-        """A TOML file from which the same configuration is read; unset keys are left out."""
+        """Returns the text of a TOML file from which the same configuration is read; unset keys are left out."""
         return toml_document(self.to_dict())
 
 

@@ -52,7 +52,7 @@ _ADVICE = {
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds.
+    """Reads what a TOML file holds.
 
     Raises:
         ConfigError: a file that cannot be read, or is not TOML; names the line.
@@ -66,7 +66,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """What a text of TOML says.
+    """Parses what a text of TOML says.
 
     Args:
         text: of a file.
@@ -89,7 +89,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def toml_value(value: Any) -> str:
-    """One value as TOML.
+    """Writes one value as TOML.
 
     Args:
         value: a bool, int, finite float, string, or a list or tuple of such values.
@@ -110,7 +110,7 @@ def toml_value(value: Any) -> str:
 
 
 def toml_document(document: Mapping[str, Any]) -> str:
-    """A TOML document of one level of tables; keys whose value is None are left out, and so are empty tables.
+    """Writes a TOML document of one level of tables; keys whose value is None are left out, and so are empty tables.
 
     Args:
         document: values by key, by section; and values outside of any section, which are written first.
@@ -161,8 +161,8 @@ def check_values(
 
 
 def path_problem(path: str | os.PathLike[str]) -> str:
-    """What is wrong with a path that is no text, which no file and no message of a run could hold, or that no system
-    takes. Empty for any other."""
+    """Tells what is wrong with a path that is no text, which no file and no message of a run could hold, or that no
+    system takes. The result is empty for any other."""
     text = os.fspath(path)
     if "\0" in text:
         return f"the path {text!r} has a character of number 0, which no path may have: give another one"
@@ -175,8 +175,8 @@ def path_problem(path: str | os.PathLike[str]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value with Python's own numbers and lists for numpy's, also within Python's own containers; the value itself
-    where there are none. Does not load numpy, whose threads would keep a process from forking."""
+    """Returns a value with Python's own numbers and lists for numpy's, also within Python's own containers; the value
+    itself where there are none. Does not load numpy, whose threads would keep a process from forking."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     if type(value) in (tuple, list):
@@ -188,7 +188,7 @@ def plain(value: Any) -> Any:
 
 
 def unknown_section(name: str, value: Any, sections: Mapping[str, type[msgspec.Struct]]) -> str:
-    """The line about a section (or a key outside of any section) that does not exist."""
+    """Writes the line about a section (or a key outside of any section) that does not exist."""
     problem = f"{name}: unknown section"
     for section, struct in sections.items():
         if not isinstance(value, Mapping) and name in struct.__struct_fields__:
@@ -198,12 +198,12 @@ def unknown_section(name: str, value: Any, sections: Mapping[str, type[msgspec.S
 
 
 def expectation(field_type: Any) -> str:
-    """What a field takes, in words: "a whole number, at least 1"."""
+    """Describes what a field takes, in words: "a whole number, at least 1"."""
     return _in_words(inspect.type_info(field_type))
 
 
 def toml_text(value: Any) -> str:
-    """A value as a person would write it in TOML, shortened."""
+    """Writes a value as a person would write it in TOML, shortened."""
     try:
         text = toml_value(value)
     except TypeError:
@@ -296,7 +296,7 @@ class OwnModel(NamedTuple):
 
 
 def problems_with_own(own: OwnModel | None, values: Mapping[str, Any]) -> list[str]:
-    """What a person sets although a script decides it, or sets as if there were a script.
+    """Lists what a person sets although a script decides it, or sets as if there were a script.
 
     Args:
         own: what the script brings; None: there is no script.
@@ -321,7 +321,7 @@ def problems_with_own(own: OwnModel | None, values: Mapping[str, Any]) -> list[s
 
 
 def free_keys(section: str, table: Any) -> dict[str, Any]:
-    """The keys of a section that a person may set also where a script decides the others."""
+    """Returns the keys of a section that a person may set also where a script decides the others."""
     return {
         key: value
         for key, value in (table.items() if isinstance(table, Mapping) else ())

@@ -19,12 +19,12 @@ _log = logging.getLogger("elaswave.coordinator")
 
 
 def incarnation_of(peer: int) -> int:
-    """Of an agent, by its id on control connections."""
+    """Returns the incarnation of an agent, by its id on control connections."""
     return peer - FIRST_AGENT
 
 
 def _workers_in(message: messages.FromAgent) -> Sequence[int]:
-    """The workers that a message of an agent tells of."""
+    """Lists the workers that a message of an agent tells of."""
     match message:
         case messages.Exited() | messages.LogPart():
             return (message.worker,)
@@ -91,7 +91,7 @@ class Agents:
         self.tell(TurnAway(incarnation_of(peer), reason, "misused"))
 
     def may_say(self, peer: int, message: messages.FromAgent) -> str:
-        """Why what an agent says is a lie; "" if it is none.
+        """Tells why what an agent says is a lie; "" if it is none.
 
         Every holder of the key can connect as any agent, so this is no proof of who it is. But an agent has no news of
         the workers of other hosts, a checkpoint is committed by the agent of this host, and who has not said that it
@@ -115,7 +115,7 @@ class Agents:
         return f"worker {strangers[0]} is not of its host" if strangers else ""
 
     def _is_of(self, peer: int, worker: int) -> bool:
-        """Whether a worker was placed on an agent's host."""
+        """Tells whether a worker was placed on an agent's host."""
         host = self._hosts.of(worker)
         return host is not None and agent_id(host.incarnation) == peer
 
@@ -145,8 +145,8 @@ class Agents:
         return sorted({self.home, *map(agent_id, self._hosts.incarnations)})
 
     def peers_beside(self, workers: Iterable[int]) -> list[int]:
-        """All that have connections from the hosts of some workers, as control connections name them; of this
-        coordinator's own host nobody, since its kernel is this one."""
+        """Lists all that have connections from the hosts of some workers, as control connections name them; of this
+        coordinator's own host it lists nobody, since its kernel is this one."""
         return [
             peer
             for host in self._known.looked_at(workers)

@@ -33,7 +33,7 @@ class Background:
             self.guarded(task.result)
 
     def guarded(self, turn: Callable[[], None]) -> None:
-        """A turn that no message has brought about."""
+        """Takes a turn that no message has brought about."""
         try:
             turn()
         except Exception as error:

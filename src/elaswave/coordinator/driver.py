@@ -103,11 +103,11 @@ class CoordinatorFaults:
             strike_coordinator(due, self._requests, step=step, record=self._record)
 
     def away_until_s(self, worker: int) -> float:
-        """When a worker's site is back that a fault has cut off, or was; 0 if none has."""
+        """Tells when a worker's site is back that a fault has cut off, or was; 0 if none has."""
         return away_until_s(self._faults, read_fault_records(self._record), worker) if self._faults else 0.0
 
     def never_struck(self) -> list[str]:
-        """One line for each that has not struck."""
+        """Writes one line for each that has not struck."""
         return [
             f"--fault {fault} never struck: its worker was gone, or had no such action in step {fault.step} of this run"
             for fault in never_struck(self._faults, read_fault_records(self._record))
@@ -264,7 +264,7 @@ class JobDriver(MembersDriver):
         self._ticker: asyncio.TimerHandle | None = None
 
     def _records_by_own_clock(self) -> list[JournalRecord]:
-        """What earlier coordinators have recorded; from here on what this one records is by its clock."""
+        """Returns what earlier coordinators have recorded; from here on what this one records is by its clock."""
         clock, now_s = clock_here(), time.monotonic()
         records = by_own_clock(self._store.records(), clock, now_s)
         self._store.add(ClockRead(clock=clock, at_s=now_s))
@@ -278,7 +278,7 @@ class JobDriver(MembersDriver):
         return setup.coordinator_ends_s[self._state.num_restarts :]
 
     def _call_on_loop(self, call: Callable[[Exception], None]) -> Callable[[Exception], None]:
-        """For a thread."""
+        """Wraps a call for a thread."""
         loop = asyncio.get_running_loop()
 
         def hand_over(error: Exception) -> None:
@@ -288,7 +288,7 @@ class JobDriver(MembersDriver):
         return hand_over
 
     def _store_owner(self) -> Owner:
-        """What a store that works beside the event loop may do here."""
+        """Describes what a store that works beside the event loop may do here."""
         loop, background = asyncio.get_running_loop(), self._background
         return Owner(
             post=lambda call: loop.call_soon_threadsafe(background.guarded, call),
@@ -298,12 +298,12 @@ class JobDriver(MembersDriver):
         )
 
     def _found(self, vector: bytes, environment: str) -> Founders:
-        """Of the first committed step. The data's facts stand in the run's folder by then."""
+        """Makes the founders of the first committed step. The data's facts stand in the run's folder by then."""
         plan = self._setup.plan
         return founders_of(plan, identity_of(plan, data_facts(self._setup.job.run_dir)), vector, environment)
 
     def _held_up_s(self) -> Callable[[int], float]:
-        """For how long the link from a worker's site may hold back what it says."""
+        """Returns a function that tells for how long the link from a worker's site may hold back what it says."""
         config, labels = self._setup.plan.config, self.core.domains
         sites, delays_s = configured_sites(config), control_delays_s(config)
         if sites is None or not delays_s:
@@ -311,7 +311,7 @@ class JobDriver(MembersDriver):
         return lambda worker: delays_s[sites.site_of(worker, labels)]
 
     def _at_home(self) -> Collection[int]:
-        """The workers that are lost together with this coordinator, which nobody on another host follows."""
+        """Finds the workers that are lost together with this coordinator, which nobody on another host follows."""
         config = self._setup.plan.config
         if config.control.hosts == 1 and config.sites.coordinator is not None:
             return [worker for worker, label in self.core.domains.items() if site_of(label) == config.sites.coordinator]
@@ -324,7 +324,7 @@ class JobDriver(MembersDriver):
         self._server.send(self._agents.home, message)
 
     def _participants(self) -> set[int]:
-        """All that take part in the job, as control connections name them."""
+        """Collects all that take part in the job, as control connections name them."""
         return {*self.core.members, *self.membership.coming, *self._agents.present}
 
     def _key_retired(self) -> None:
@@ -345,28 +345,28 @@ class JobDriver(MembersDriver):
         super().carry_out_one(effect)
 
     def now_s(self) -> float:
-        """Monotonic time of this machine."""
+        """Reads the monotonic time of this machine."""
         return time.monotonic()
 
     def _active_s(self) -> float:
-        """Seconds for which this process has been awake."""
+        """Counts the seconds for which this process has been awake."""
         return self._active_time.passed_s(time.monotonic())
 
     def persist(self, record: AnyRecord) -> None:
-        """Into the journal."""
+        """Writes a record into the journal."""
         self._store.append(record)
 
     def send(self, worker: int, message: CoreToWorker) -> None:
-        """Over the control connection, if there is one."""
+        """Sends a message over the control connection, if there is one."""
         self._server.send(worker, message)
 
     def tell_addresses(self, addresses: dict[int, str]) -> None:
-        """As the start."""
+        """Tells the addresses as the start."""
         self._start = Start(addresses=addresses)
         self._server.send_all(self.core.members, self._start)
 
     def find_checkpoint(self, question: events.FindCheckpoint) -> None:
-        """In a thread: checksums of large files take longer than this process may be silent.
+        """Finds a checkpoint in a thread: checksums of large files take longer than this process may be silent.
 
         They may also take longer than survivors may stand still: until the decision that is held against none of them.
         """
@@ -410,7 +410,7 @@ class JobDriver(MembersDriver):
         self._searches.look_for_better()
 
     def note(self, effect: events.Note) -> None:
-        """A line of the log."""
+        """Writes a line of the log."""
         _log.info("%s", effect.text)
 
     def on_end(self, effect: events.End) -> None:
@@ -428,31 +428,31 @@ class JobDriver(MembersDriver):
     # -------------------------------------------------------------------------------------------------------- questions
 
     def plan_recovery(self, question: events.PlanRecovery) -> None:
-        """In the same turn if that is quick, else beside it, within a bound."""
+        """Plans a recovery in the same turn if that is quick, else beside it, within a bound."""
         self._recovery_planning.plan(question)
 
     def pending_work(self, step: int, asked: bool) -> events.PendingWork:
-        """As the run's records have it."""
+        """Returns the pending work as the run's records have it."""
         return self._recorder.unfinished(step, asked)
 
     def ends(self) -> Mapping[int, MemberEnd]:
-        """As the run's records have it."""
+        """Returns the members' ends as the run's records have them."""
         return self._state.ends
 
     def published_step(self) -> int:
-        """As the run's records have it."""
+        """Returns the published step as the run's records have it."""
         return self._state.last_step
 
     def give_up_missing_parts(self) -> None:
-        """With a word to the workers."""
+        """Gives up missing parts, with a word to the workers."""
         self._publishing.give_up_missing_parts()
 
     def is_committing(self) -> bool:
-        """Whether the committer has still to answer."""
+        """Tells whether the committer has still to answer."""
         return self._recorder.checkpoints.is_committing
 
     def finish_if_complete(self) -> None:
-        """Once; see `FollowsRecords`."""
+        """Finishes once; see `FollowsRecords`."""
         if not self._end.is_there:
             self.end_if_finished()
 
@@ -485,7 +485,7 @@ class JobDriver(MembersDriver):
     # ----------------------------------------------------------------------------------------------- comings and goings
 
     def leaves_were_asked(self) -> None:
-        """As soon as members wait for nothing else."""
+        """Plans for the members as soon as members wait for nothing else."""
         self._searches.plan_for_members()
 
     def _drain_hopeless(self) -> None:
@@ -546,20 +546,20 @@ class JobDriver(MembersDriver):
         self._operations.not_admitted(worker, problem)
 
     def say(self, text: str) -> None:
-        """On the terminals, and in this process's log."""
+        """Says a text on the terminals, and in this process's log."""
         _log.info("%s", text)
         self._terminal.say(text)
 
     def tell_agent(self, effect: AgentEffect) -> None:
-        """Over its control connection, if there is one."""
+        """Tells an agent over its control connection, if there is one."""
         self._agents.tell(effect)
 
     def last_heartbeat_s(self, worker: int) -> float | None:
-        """As the server has it."""
+        """Returns the time of a worker's last heartbeat as the server has it."""
         return self._server.last_heartbeat_s(worker)
 
     def step_s(self) -> float:
-        """As the run's records have it."""
+        """Returns the seconds of a step as the run's records have them."""
         return self._state.step_s
 
     @property
@@ -598,7 +598,7 @@ class JobDriver(MembersDriver):
         self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
 
     def look_soon(self) -> None:
-        """Now, and then as before."""
+        """Looks now, and then as before."""
         if self._ticker is not None:
             self._ticker.cancel()
         self._tick()
@@ -625,7 +625,7 @@ def _terms_of(plan: RunPlan, num_loaders: int) -> MembershipTerms:
 
 
 def founders_of(plan: RunPlan, identity: Identity, vector: bytes, environment: str) -> Founders:
-    """What all workers of a job have in common.
+    """Collects what all workers of a job have in common.
 
     Args:
         plan: of the run.

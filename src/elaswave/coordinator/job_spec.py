@@ -56,7 +56,7 @@ class JobMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_digest(config: Config) -> str:
-    """A hash of a configuration without its section ``net``, in which hosts differ."""
+    """Computes a hash of a configuration without its section ``net``, in which hosts differ."""
     values = {name: section for name, section in config.to_dict().items() if name != "net"}
     return f"{key64(msgspec.json.encode(values, order='deterministic').decode()):016x}"
 
@@ -81,7 +81,7 @@ def _read_mark(folder: Path) -> JobMark | None:
 
 
 def mark_of(folder: Path) -> str:
-    """The mark of a folder; empty if it has none."""
+    """Reads the mark of a folder; empty if it has none."""
     mark = _read_mark(folder)
     return "" if mark is None else mark.mark
 
@@ -122,7 +122,7 @@ def own_folder(run_dir: Path, job: str) -> None:
 
 
 def spec_of(setup: CoordinatorSetup) -> JobSpec | None:
-    """What the coordinator of a job of several hosts tells their agents; None for a job of one machine."""
+    """Makes what the coordinator of a job of several hosts tells their agents; None for a job of one machine."""
     job = setup.job
     if not job.name:
         return None

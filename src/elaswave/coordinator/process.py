@@ -378,7 +378,7 @@ class CoordinatorProcess(JobDriver):
 
 
 def run_coordinator(setup: CoordinatorSetup) -> int:
-    """A coordinator process from its start to its end.
+    """Runs a coordinator process from its start to its end.
 
     Returns:
         Exit status: 0 once the job is over, however it ended; `SUPERSEDED` if another host's coordinator has taken
@@ -392,7 +392,7 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
 def run_candidate(
     setup: CoordinatorSetup, name: str, creates_job: bool, report: Callable[[CandidateProgress], None]
 ) -> int:
-    """A candidate's process from its start to its end: it waits until it has the job, then it is the coordinator.
+    """Runs a candidate's process from its start to its end: it waits until it has the job, then it is the coordinator.
 
     Args:
         setup: of the coordinator.

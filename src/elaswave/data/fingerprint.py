@@ -70,7 +70,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint_of_all(paths: Sequence[Path], *, whole: bool) -> Fingerprint:
-    """The fingerprint of files that are one source.
+    """Computes the fingerprint of files that are one source.
 
     Args:
         paths: of the files, one at least, in their order.
@@ -150,7 +150,7 @@ def check_same_data(source: str, then: Fingerprint | None, now: Fingerprint) -> 
 
 
 def fingerprint_in(extra: dict[str, object]) -> Fingerprint | None:
-    """The fingerprint in what a checkpoint says beside its state; None in those of older versions."""
+    """Finds the fingerprint in what a checkpoint says beside its state; None in those of older versions."""
     data = extra.get("data")
     return _converted(data, Fingerprint) if data else None
 
@@ -189,7 +189,7 @@ def check_same_dataset(then: DatasetFingerprint | None, now: DatasetFingerprint)
 
 
 def script_differences(then: DatasetFingerprint | None, now: DatasetFingerprint) -> list[str]:
-    """What a script gives otherwise than when its run was begun, and what the run does about it; a line each.
+    """Lists what a script gives otherwise than when its run was begun, and what the run does about it; a line each.
 
     Args:
         then: what the run's checkpoint says; None for a checkpoint that says nothing.
@@ -218,7 +218,8 @@ def script_differences(then: DatasetFingerprint | None, now: DatasetFingerprint)
 
 
 def script_in_force(then: DatasetFingerprint | None, now: DatasetFingerprint) -> DatasetFingerprint:
-    """What the checkpoints of a run keep: options from the checkpoint that it was resumed from, else what is given."""
+    """Returns what the checkpoints of a run keep: options from the checkpoint that it was resumed from, else what is
+    given."""
     was = {} if then is None else then.script
     kept = {name: text for name, text in was.items() if name.startswith(_OPTIONS)}
     new = {name: text for name, text in now.script.items() if not (kept and name.startswith(_OPTIONS))}
@@ -226,8 +227,8 @@ def script_in_force(then: DatasetFingerprint | None, now: DatasetFingerprint) ->
 
 
 def data_hash(facts: Mapping[str, object]) -> int:
-    """A hash by which workers know each other's data. Of that which a worker finds out in milliseconds: size and sample
-    of files, sizes of own datasets.
+    """Computes a hash by which workers know each other's data. It is a hash of that which a worker finds out in
+    milliseconds: size and sample of files, sizes of own datasets.
 
     Args:
         facts: a `Fingerprint` or a `DatasetFingerprint`, as plain data.
@@ -237,13 +238,13 @@ def data_hash(facts: Mapping[str, object]) -> int:
 
 
 def dataset_fingerprint_in(extra: dict[str, object]) -> DatasetFingerprint | None:
-    """The fingerprint of own datasets in what a checkpoint says beside its state; None if it has none."""
+    """Finds the fingerprint of own datasets in what a checkpoint says beside its state; None if it has none."""
     data = extra.get("data")
     return _converted(data, DatasetFingerprint) if isinstance(data, dict) and "num_samples" in data else None
 
 
 def _converted(data: object, type: Any) -> Any:
-    """What a checkpoint says of the data.
+    """Converts what a checkpoint says of the data.
 
     Raises:
         DataError: it says something else.

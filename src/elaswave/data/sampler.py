@@ -45,7 +45,7 @@ def _round_keys(seed: int, data_pass: int) -> tuple[int, ...]:
 
 
 def permuted(position: int, num_samples: int, seed: int, data_pass: int) -> int:
-    """The sample at one position of a data pass.
+    """Computes the sample at one position of a data pass.
 
     Args:
         position: in [0, num_samples).
@@ -101,7 +101,7 @@ class Sampler:
         self.num_microbatches = num_microbatches
 
     def microbatch(self, step: int, microbatch: int) -> list[int]:
-        """The samples of one micro-batch, in order.
+        """Lists the samples of one micro-batch, in order.
 
         Args:
             step: from 1.
@@ -112,7 +112,7 @@ class Sampler:
         return [draw.sample for draw in self.draws(step, microbatch)]
 
     def draws(self, step: int, microbatch: int) -> list[Draw]:
-        """The samples of one micro-batch, in order, with where they stand in the data.
+        """Lists the samples of one micro-batch, in order, with where they stand in the data.
 
         Args:
             step: from 1.
@@ -129,7 +129,7 @@ class Sampler:
         return [self._draw(first + index) for index in range(self.samples_per_microbatch)]
 
     def cursor(self, step: int) -> tuple[int, int]:
-        """Where the data stand once `step` steps are done.
+        """Computes where the data stand once `step` steps are done.
 
         Args:
             step: number of steps done, from 0.
@@ -139,7 +139,7 @@ class Sampler:
         return divmod(step * self.num_microbatches * self.samples_per_microbatch, self.num_samples)
 
     def _draw(self, number: int) -> Draw:
-        """What the run takes as its sample number `number`, from 0."""
+        """Finds what the run takes as its sample number `number`, from 0."""
         data_pass, position = divmod(number, self.num_samples)
         return Draw(permuted(position, self.num_samples, self.seed, data_pass), data_pass, position)
 
@@ -183,13 +183,14 @@ class MixedSampler(Sampler):
 
 
 def share_units(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as whole numbers, so that no rounding depends on a machine: their shares times 2**32, at least 1."""
+    """Converts weights to whole numbers, so that no rounding depends on a machine: their shares times 2**32, at least
+    1."""
     total = sum(weights)
     return tuple(max(1, round(weight / total * 2**32)) for weight in weights)
 
 
 def choose_source(number: int, units: Sequence[int]) -> tuple[int, int]:
-    """Which source gives a sample of the run.
+    """Chooses which source gives a sample of the run.
 
     Of the first n samples the first source gives floor(n u / U), with u its units and U those of all; of the rest the
     second source gives its share of the units that are left, and so on.
@@ -213,7 +214,7 @@ def choose_source(number: int, units: Sequence[int]) -> tuple[int, int]:
 def sample_order(
     seed: int, num_samples: int, step: int, microbatch: int, size: int, num_microbatches: int
 ) -> list[int]:
-    """The samples that one micro-batch of a run holds, so that another program can train on the same ones.
+    """Lists the samples that one micro-batch of a run holds, so that another program can train on the same ones.
 
     Args:
         seed: ``run.seed``.

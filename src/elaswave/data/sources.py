@@ -52,7 +52,7 @@ class TokenSource(Protocol):
         ...
 
     def num_samples(self, split: Split) -> int:
-        """Samples of a split; 0 where it is shorter than one."""
+        """Counts the samples of a split; 0 where it is shorter than one."""
         ...
 
     def require_sample(self, split: Split) -> None:
@@ -64,7 +64,7 @@ class TokenSource(Protocol):
         ...
 
     def batch(self, indices: Sequence[int], split: Split) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Samples as tensors.
+        """Returns samples as tensors.
 
         Args:
             indices: samples of the split, B of them, in any order.
@@ -197,7 +197,7 @@ class TokenSamples:
         self.num_samples = tokens.num_samples
 
     def hashes(self, num_hashes: int) -> Iterator[SampleHash]:
-        """None: tokens are compared as files (`elaswave.data.fingerprint`)."""
+        """Returns no hashes: tokens are compared as files (`elaswave.data.fingerprint`)."""
         return iter(())
 
     def batch(self, draws: Sequence[Draw], split: Split) -> "tuple[torch.Tensor, torch.Tensor]":
@@ -242,7 +242,7 @@ def open_source(
 
 
 def files_of(source: str | Sequence[str]) -> list[Path]:
-    """The files that a source names, in order.
+    """Lists the files that a source names, in order.
 
     Args:
         source: one or several of: a path; or a pattern with ``*``, ``?`` or ``[...]``, which stands for the files that
@@ -267,7 +267,7 @@ def files_of(source: str | Sequence[str]) -> list[Path]:
 
 
 def known_vocabulary(source: str | Sequence[str]) -> int | None:
-    """The size of the vocabulary that the files of a source state in their headers; None if one states none.
+    """Finds the size of the vocabulary that the files of a source state in their headers; None if one states none.
 
     Raises:
         DataError: see `files_of` and `elaswave.data.token_files.read_header`.
@@ -301,7 +301,7 @@ def _check_alike(files: Sequence[TokenFile]) -> None:
 
 
 def _vocabulary(files: Sequence[TokenFile]) -> int:
-    """What files say of their vocabulary."""
+    """Finds what files say of their vocabulary."""
     for file in files:
         if file.header is None and file.path.suffix == SUFFIX:
             raise DataError(
@@ -317,7 +317,7 @@ def _named(paths: Sequence[Path]) -> str:
 
 
 def python_docs_text() -> bytes:
-    """The text of Python's documentation topics, the same for the same release of Python.
+    """Returns the text of Python's documentation topics, the same for the same release of Python.
 
     Raises:
         DataError: this Python comes without ``pydoc_data``.
@@ -365,7 +365,7 @@ def write_python_docs(cache_dir: Path) -> Path:
 
 
 def _map_file(source: TokenFile) -> np.ndarray[Any, Any]:
-    """A read-only view of a file's tokens, shape [num_tokens]."""
+    """Makes a read-only view of a file's tokens, shape [num_tokens]."""
     path, dtype = source.path, np.dtype(source.dtype)
     offset = 0 if source.header is None else HEADER_BYTES
     try:

@@ -55,7 +55,7 @@ class TokenHeader(NamedTuple):
 
 
 def read_header(path: Path) -> TokenHeader | None:
-    """The header of a file of tokens; None if it has none, or cannot be read (whoever reads the tokens says why).
+    """Reads the header of a file of tokens; None if it has none, or cannot be read (whoever reads the tokens says why).
 
     Raises:
         DataError: a header that this version cannot read, or a file that is shorter or longer than its header says.

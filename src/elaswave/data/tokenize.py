@@ -44,11 +44,11 @@ class Encoder(Protocol):
         ...
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
-        """All tokens with their numbers."""
+        """Returns all tokens with their numbers."""
         ...
 
     def token_to_id(self, token: str) -> int | None:
-        """The number of a token, if there is such a token."""
+        """Returns the number of a token, if there is such a token."""
         ...
 
 
@@ -69,11 +69,11 @@ class Tokenizer:
         """Tokens are below it."""
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of texts, each for itself, without special tokens."""
+        """Encodes texts into their tokens, each for itself, without special tokens."""
         return [encoding.ids for encoding in self._encoder.encode_batch(texts, add_special_tokens=False)]
 
     def id_of(self, token: str) -> int:
-        """The number of a token.
+        """Returns the number of a token.
 
         Raises:
             UsageError: there is no such token; names some that could be meant.
@@ -86,7 +86,7 @@ class Tokenizer:
         return found
 
     def splits_at_lines(self) -> bool:
-        """Whether a text that is cut after a line end has the same tokens as a whole."""
+        """Tells whether a text that is cut after a line end has the same tokens as a whole."""
         first, second = _PROBE
         head, tail, whole = self.encode([first + "\n", second, f"{first}\n{second}"])
         return head + tail == whole
@@ -169,7 +169,7 @@ def tokenize(
 
 
 def text_pieces(path: Path, num_characters: int = PIECE_CHARACTERS) -> Iterator[str]:
-    """A text in pieces of about so many characters, each of which ends where no token crosses.
+    """Yields a text in pieces of about so many characters, each of which ends where no token crosses.
 
     That is after a line, or, where no line ends, before a single space; a text without spaces is cut anywhere.
 
@@ -191,7 +191,7 @@ def text_pieces(path: Path, num_characters: int = PIECE_CHARACTERS) -> Iterator[
 
 
 def _decoded(path: Path) -> Iterator[str]:
-    """A text as it is read."""
+    """Yields a text as it is read."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0
     try:
@@ -210,7 +210,7 @@ def _decoded(path: Path) -> Iterator[str]:
 
 
 def _whole(path: Path) -> str:
-    """A whole text.
+    """Reads a whole text.
 
     Raises:
         DataError: it is longer than a tokenizer should be given at once.

@@ -75,7 +75,7 @@ class _CudaMark:
         return bool(self.event.query())
 
     def seconds_since(self, earlier: Mark) -> float:
-        """By the device's clock; to half a microsecond."""
+        """Measures by the device's clock, to half a microsecond."""
         assert isinstance(earlier, _CudaMark)
         return float(earlier.event.elapsed_time(self.event)) * 1e-3
 
@@ -114,11 +114,12 @@ class Cuda:
         return f"{found.name} sm_{found.major}{found.minor}, CUDA {torch.version.cuda}, cuBLAS and cuDNN of torch"
 
     def memory(self) -> DeviceMemory:
-        """Of all processes, as the driver sees it."""
+        """Reads the memory of all processes, as the driver sees it."""
         return DeviceMemory(*torch.cuda.mem_get_info(self.place))
 
     def gauges(self) -> Gauges:
-        """By NVML, without which it tells of memory alone; what torch knows of the own tensors asks no driver."""
+        """Reads the gauges by NVML, without which it tells of memory alone; what torch knows of the own tensors asks no
+        driver."""
         found = self._nvml.gauges()
         if "memory_used_bytes" not in found:
             free_bytes, total_bytes = self.memory()
@@ -150,7 +151,7 @@ class Cuda:
         return out
 
     def bring_into(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """The same into memory of the device."""
+        """Does the same as `bring` into memory of the device."""
         source = tensor.detach()
         if out.device.type == "cpu":  # what is for the host alone, such as the last word of a frame, has no stream
             out.copy_(source)
@@ -167,7 +168,7 @@ class Cuda:
         # torch's cache of pinned memory gives it to others only behind the copy.
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Pinned memory; torch keeps what was given back for the next call."""
+        """Makes pinned memory; torch keeps what was given back for the next call."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -183,7 +184,7 @@ class Cuda:
         return out
 
     def mark(self) -> Mark:
-        """Behind kernels and fetches."""
+        """Sets a mark behind kernels and fetches."""
         event = torch.cuda.Event(enable_timing=True)
         self._outgoing.wait_stream(torch.cuda.current_stream(self.place))
         event.record(self._outgoing)

@@ -54,7 +54,7 @@ class DeviceFault(NamedTuple):
 
 
 def _types(name: str) -> tuple[type[BaseException], ...]:
-    """A type of torch, if this one has it."""
+    """Finds a type of torch, if this one has it."""
     kind = getattr(torch, name, None)
     return () if kind is None else (kind,)
 
@@ -87,7 +87,7 @@ _WORDS: tuple[tuple[FaultClass, re.Pattern[str]], ...] = (
 
 
 def fault_of(error: BaseException) -> DeviceFault | None:
-    """The fault of a device that an exception tells of, also as its cause; None: it tells of none.
+    """Finds the fault of a device that an exception tells of, also as its cause; None: it tells of none.
 
     Args:
         error: as it was caught.
@@ -106,7 +106,7 @@ def fault_of(error: BaseException) -> DeviceFault | None:
 
 
 def _and_causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception, what it was raised from or while handling, and so on."""
+    """Yields an exception, what it was raised from or while handling, and so on."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
@@ -123,6 +123,6 @@ def _text(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """The first line: behind it torch advises how to look for the cause."""
+    """Returns the first line: behind it torch advises how to look for the cause."""
     lines = _text(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__

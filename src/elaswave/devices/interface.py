@@ -43,7 +43,7 @@ class Mark(Protocol):
     """A moment in the order of what a device computes."""
 
     def has_passed(self) -> bool:
-        """Whether the device has come so far.
+        """Tells whether the device has come so far.
 
         Raises:
             RuntimeError: the device has failed, in its own words.
@@ -51,7 +51,7 @@ class Mark(Protocol):
         ...
 
     def seconds_since(self, earlier: "Mark") -> float:
-        """Seconds of the device from an earlier mark of the same device to this one; both have passed."""
+        """Measures the seconds of the device from an earlier mark of the same device to this one; both have passed."""
         ...
 
 
@@ -81,11 +81,11 @@ class Device(Protocol):
         ...
 
     def __hash__(self) -> int:
-        """Of the object: there is one for each worker."""
+        """Hashes the object: there is one for each worker."""
         ...
 
     def memory(self) -> DeviceMemory | None:
-        """What is free now; None: it is not waited for.
+        """Tells what is free now; None: it is not waited for.
 
         Raises:
             RuntimeError: the device has failed, in its own words.
@@ -93,7 +93,7 @@ class Device(Protocol):
         ...
 
     def gauges(self) -> Gauges | None:
-        """What it tells of itself now, quickly and without waiting for what is queued; None: nothing.
+        """Reads what the device tells of itself now, quickly and without waiting for what is queued; None: nothing.
 
         Raises:
             RuntimeError: the device has failed, in its own words.
@@ -113,17 +113,18 @@ class Device(Protocol):
         ...
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a host tensor on the device. What is computed next sees it; the host's memory may be changed at
-        once."""
+        """Makes a copy of a host tensor on the device. What is computed next sees it; the host's memory may be changed
+        at once."""
         ...
 
     def bring_into(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """The same into memory of the device, or what is for the host alone into the host's; of the same shape and
-        type."""
+        """Does the same as `bring` into memory of the device, or with what is for the host alone into the host's; the
+        memory is of the same shape and type."""
         ...
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Host memory of a tensor's shape and type that is quick to copy from and to, contiguous; without content."""
+        """Makes host memory of a tensor's shape and type that is quick to copy from and to, contiguous; it is without
+        content."""
         ...
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -137,7 +138,7 @@ class Device(Protocol):
         ...
 
     def mark(self) -> Mark:
-        """The present end of the queue, fetches included."""
+        """Marks the present end of the queue, fetches included."""
         ...
 
 
@@ -158,7 +159,7 @@ def wait_for(mark: Mark, check: Callable[[], None]) -> None:
 
 
 def read_tensors(device: Device, tensors: Sequence[torch.Tensor], check: Callable[[], None]) -> list[torch.Tensor]:
-    """Tensors of a device in host memory, by one wait.
+    """Reads tensors of a device into host memory, by one wait.
 
     Args:
         tensors: on the device.
@@ -232,7 +233,7 @@ class Readings:
         return self._device.is_host
 
     def note(self, number: torch.Tensor) -> Reading:
-        """A number to be known later; on the host it is known at once.
+        """Notes a number to be known later; on the host it is known at once.
 
         Args:
             number: a tensor of one element. It may change afterwards.
@@ -263,7 +264,7 @@ class _Now:
         return True
 
     def seconds_since(self, earlier: Mark) -> float:
-        """By the monotonic clock."""
+        """Measures by the monotonic clock."""
         assert isinstance(earlier, _Now)
         return self._at_s - earlier._at_s
 
@@ -295,7 +296,7 @@ class CpuDevice:
         return nullcontext()
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
+        """Returns the tensor itself."""
         return tensor
 
     def bring_into(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
@@ -304,11 +305,11 @@ class CpuDevice:
             out.copy_(tensor)
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Ordinary memory."""
+        """Makes ordinary memory."""
         return torch.empty(like.shape, dtype=like.dtype)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
+        """Returns the tensor itself."""
         return tensor
 
     def mark(self) -> Mark:

@@ -48,7 +48,7 @@ class _LoopbackMark:
         return True
 
     def seconds_since(self, earlier: Mark) -> float:
-        """By the host's clock, since the host computes."""
+        """Measures by the host's clock, since the host computes."""
         assert isinstance(earlier, _LoopbackMark)
         assert max(self._number, earlier._number) <= self._device.num_copied, "the device has not come to a mark"
         return self._at_s - earlier._at_s
@@ -75,7 +75,7 @@ class Loopback:
         return f"loopback on {HOST.name}"
 
     def memory(self) -> DeviceMemory:
-        """The host's."""
+        """Reads the host's memory."""
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         known = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1}
         return DeviceMemory(known["MemAvailable:"], known["MemTotal:"])
@@ -86,7 +86,7 @@ class Loopback:
         return Gauges(memory_used_bytes=total_bytes - free_bytes, memory_total_bytes=total_bytes)
 
     def stick(self) -> None:
-        """From now on it comes to no mark any more, as behind a kernel that never ends. For tests."""
+        """Makes the device come to no mark any more from now on, as behind a kernel that never ends. Serves tests."""
         self.is_stuck = True
 
     def seed(self, key: int) -> None:
@@ -97,7 +97,7 @@ class Loopback:
         return nullcontext()
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy."""
+        """Makes a copy."""
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
     def bring_into(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class Loopback:
         out.copy_(tensor)
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Ordinary memory."""
+        """Makes ordinary memory."""
         return torch.empty(like.shape, dtype=like.dtype)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Loopback:
         return out
 
     def mark(self) -> Mark:
-        """Behind all fetches so far."""
+        """Sets a mark behind all fetches so far."""
         return _LoopbackMark(self, self._num_asked)
 
     def copy_until(self, number: int) -> None:

@@ -27,7 +27,7 @@ MEMORY_TURN_S = 0.1
 
 
 def take_place(folder: Path, num_devices: int, workers_per_device: int, timeout_s: float = PLACE_TIMEOUT_S) -> int:
-    """A device on which fewer than the permitted number of a job's workers are, the emptiest ones first.
+    """Takes a device on which fewer than the permitted number of a job's workers are, the emptiest ones first.
 
     The kernel frees the place when the process ends, however it does.
 
@@ -68,7 +68,7 @@ def take_place(folder: Path, num_devices: int, workers_per_device: int, timeout_
 def open_device(
     kind: str, folder: Path, workers_per_device: int = 1, needed_bytes: Callable[[], float] = lambda: 0.0
 ) -> Device:
-    """The device of this worker, with room for what it cannot do without.
+    """Opens the device of this worker, with room for what it cannot do without.
 
     Args:
         kind: ``device.kind`` of the configuration.
@@ -92,7 +92,7 @@ def open_device(
 
 
 def with_room(make: Callable[[], Device], needed_bytes: float, timeout_s: float = PLACE_TIMEOUT_S) -> Device:
-    """A device, once it has so much memory free.
+    """Opens a device, once it has so much memory free.
 
     The place of a worker that has died may be free a moment before its memory: the driver takes that back while the
     process ends, and later still where a kernel runs.

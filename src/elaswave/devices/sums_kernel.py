@@ -150,7 +150,7 @@ def add_by_operators(
     *,
     is_first: bool = False,
 ) -> None:
-    """The same with torch's operators: some twenty launches per tensor, and float64 in memory.
+    """Does the same as `add_by_kernel` with torch's operators: some twenty launches per tensor, and float64 in memory.
 
     Args:
         gradients: one per tensor, float32 or bfloat16; None counts as zeros.
@@ -186,7 +186,7 @@ def add_by_operators(
 
 
 def _offset(exponent: int) -> int:
-    """The bits of ``1.5 * 2**(52 - exponent)``, as `elaswave.state.sums.offset`."""
+    """Computes the bits of ``1.5 * 2**(52 - exponent)``, as `elaswave.state.sums.offset`."""
     return ((1023 + 52 - exponent) << 52) | (1 << 51)
 
 
@@ -195,7 +195,7 @@ def _start_at_vectors(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def has_kernel() -> bool:
-    """Whether Triton is installed."""
+    """Tells whether Triton is installed."""
     return triton is not None
 
 

@@ -43,8 +43,8 @@ class Doing(NamedTuple):
 
 
 def work_cpu_s() -> float:
-    """Processor time that this process and all that it has started have used, without the thread that asks: it tells of
-    others, and is no work."""
+    """Measures the processor time that this process and all that it has started have used, without the thread that
+    asks: it tells of others, and is no work."""
     return family_cpu_s(os.getpid()) - time.thread_time()
 
 
@@ -73,7 +73,7 @@ class Activity:
         return self.doing.label
 
     def snapshot(self) -> Doing:
-        """What a heartbeat tells; called by one thread only.
+        """Finds what a heartbeat tells; it is called by one thread only.
 
         Making layers, reading data, loading a checkpoint, and whatever may have to be compiled first, is one long
         action of unknown length. So when a worker does such a thing for the first time, the time since it used a
@@ -174,7 +174,7 @@ class Pace:
         """When the device would have done the last action."""
 
     def set_level_speed(self, speed: float) -> None:
-        """The frequency level's speed relative to the base level's, from the next action on."""
+        """Sets the frequency level's speed relative to the base level's, from the next action on."""
         self._level_speed = speed
 
     def slow_down(self, factor: float) -> None:
@@ -182,7 +182,7 @@ class Pace:
         self._slowness = factor
 
     def seconds(self, kind: Kind, layers: range) -> float:
-        """How long an action lasts."""
+        """Computes how long an action lasts."""
         parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}[kind]
         speed = self._speed * self._level_speed * self._slowness
         return sum(self._layer_s[layer][part] for layer in layers for part in parts) / speed

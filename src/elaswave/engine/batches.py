@@ -95,7 +95,7 @@ class Supply(Protocol):
         ...
 
     def use_layout(self, layout: Layout) -> None:
-        """Who runs what from now on, and so which micro-batches will be asked for."""
+        """Notes who runs what from now on, and so which micro-batches will be asked for."""
         ...
 
 
@@ -172,7 +172,7 @@ class Batches:
 
 
 def failure_of(name: BatchName, error: Exception) -> BatchError:
-    """What a person is told of an exception from the data."""
+    """Makes what a person is told of an exception from the data."""
     cause = error.__cause__ if isinstance(error, UserDataError) and error.__cause__ is not None else error
     summary = readable(str(error)) if isinstance(error, UserDataError) else said(error)
     return BatchError(name, type(cause).__name__, summary, traceback_of(cause))
@@ -212,7 +212,7 @@ class Microbatches:
         return unflatten(structure, list(map(self._device.bring, leaves)))
 
     def inputs(self, step: int, microbatch: int, *, train: bool) -> Any:
-        """The inputs, for a layer that asks for them. It may draw afterwards: a dataset that has to be asked draws
+        """Gets the inputs, for a layer that asks for them. It may draw afterwards: a dataset that has to be asked draws
         from the same generators, which must not show.
 
         Raises:
@@ -321,7 +321,7 @@ def to_memory(value: Any) -> int:
 
 
 def from_memory(descriptor: int) -> Any:
-    """The value that `to_memory` has put there; its tensors lie in the memory itself.
+    """Reads the value that `to_memory` has put there; its tensors lie in the memory itself.
 
     Args:
         descriptor: of the memory; may be closed afterwards.
@@ -349,7 +349,7 @@ MESSAGE_BYTES_MAX = 1 << 17
 
 
 def loader_log(worker: int) -> str:
-    """Name of the log of a worker's loaders."""
+    """Returns the name of the log of a worker's loaders."""
     return f"loader-{worker}.log"
 
 
@@ -455,7 +455,8 @@ class _Loader:
         self._cpu_s = self._looked_s = self._stirred_s = 0.0
 
     def still_s(self, now_s: float) -> float:
-        """For how long it has not been seen to use a processor while it was at that one; looked at now and then."""
+        """Tells for how long it has not been seen to use a processor while it was at that one; it is looked at now and
+        then."""
         if self.pid and now_s - self._looked_s >= LOOK_S:
             self._looked_s, before_s = now_s, self._cpu_s
             self._cpu_s = family_cpu_s(self.pid)
@@ -564,7 +565,7 @@ class LoaderSupply:
                 self._ask(following)
 
     def _after(self, name: BatchName) -> Iterator[BatchName]:
-        """What will be asked for after a micro-batch, in order."""
+        """Lists what will be asked for after a micro-batch, in order."""
         if name.split == "validation":
             yield from (BatchName("validation", 0, index) for index in self._evaluation if index > name.microbatch)
             return
@@ -596,7 +597,7 @@ class LoaderSupply:
     # ------------------------------------------------------------------------------------------------------ answers
 
     def _wait(self) -> None:
-        """Until something has come, but not for long."""
+        """Waits until something has come, but not for long."""
         poll = select.poll()
         poll.register(self._forkserver, select.POLLIN)
         for loader in self._loaders.values():
@@ -685,7 +686,7 @@ class LoaderSupply:
             )
 
     def hang_bound_s(self, name: BatchName) -> float:
-        """How long a loader may be at a micro-batch."""
+        """Computes how long a loader may be at a micro-batch."""
         bound_s = HANG_S
         if self._num_made >= LEARNED:
             bound_s = max(HANG_FLOOR_S, HANG_FACTOR * self._longest_s)
@@ -709,7 +710,7 @@ class LoaderSupply:
 
 
 def _at_the_ends(layout: Layout, worker: int) -> tuple[int, ...]:
-    """The micro-batches whose first layer, or last one, a worker runs: it needs their inputs or targets."""
+    """Lists the micro-batches whose first layer, or last one, a worker runs: it needs their inputs or targets."""
     return tuple(
         microbatch for microbatch, route in enumerate(layout.routes) if worker in (route[0].worker, route[-1].worker)
     )

@@ -62,7 +62,7 @@ def build_as_described(layer: Layer, seed: int, index: int, shapes: Sequence[Lay
 
 
 def _described(layer: Layer, index: int, shapes: Sequence[LayerShape]) -> dict[str, str]:
-    """What a layer has, by name in its module."""
+    """Lists what a layer has, by name in its module."""
     shape = shapes[index]
     found = {slot.name: _kind("trained", slot.shape) for slot in shape.tensors}
     found |= {layer.full_name(use.name): _kind("trained", shapes[use.unit].tensors[0].shape) for use in shape.shared}
@@ -73,7 +73,7 @@ def _described(layer: Layer, index: int, shapes: Sequence[LayerShape]) -> dict[s
 
 
 def _built(module: nn.Module) -> dict[str, str]:
-    """As `_described`, of a module that is there."""
+    """Does the same as `_described`, but of a module that is there."""
     found = {
         name: _kind("trained", each.shape) if each.requires_grad else _kind("frozen", each.shape, each.dtype)
         for name, each in module.named_parameters()
@@ -88,7 +88,7 @@ def _kind(kind: str, shape: Sequence[int], dtype: object = "") -> str:
 
 
 def leaves_of_others(who: str, outputs: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves of a graph that are no own ones.
+    """Finds the leaves of a graph that are no own ones.
 
     Args:
         who: layer or loss, for errors.
@@ -128,7 +128,7 @@ def refuse_leaf(who: str, leaf: torch.Tensor, others: Mapping[int, str]) -> NoRe
 
 
 def _nodes(roots: Iterable[Node | None]) -> Iterator[Node]:
-    """All nodes of a graph, once each."""
+    """Lists all nodes of a graph, once each."""
     seen: set[Node] = set()
     waiting = [root for root in roots if root is not None]
     while waiting:
@@ -181,7 +181,7 @@ class Blueprint(RunPlan):
         return self.training.dtype
 
     def build(self, index: int) -> nn.Module:
-        """A layer's module with its initial values.
+        """Builds a layer's module with its initial values.
 
         Args:
             index: its position in the model.
@@ -201,7 +201,7 @@ class Blueprint(RunPlan):
         module: nn.Module | None = None,
         place: torch.device | None = None,
     ) -> FlatLayer:
-        """A layer, as `FlatLayer` makes it.
+        """Makes a layer, as `FlatLayer` makes it.
 
         Args:
             index: its position in the model.
@@ -220,7 +220,7 @@ class Blueprint(RunPlan):
         )
 
     def open_samples(self, cache_dir: Path) -> Samples:
-        """The data of the run.
+        """Opens the data of the run.
 
         Args:
             cache_dir: where generated text is kept.
@@ -228,5 +228,5 @@ class Blueprint(RunPlan):
         return self.training.open_samples(cache_dir)
 
     def sampler(self, samples: Samples) -> Sampler:
-        """Which samples make up which micro-batch of training."""
+        """Makes the sampler, which tells which samples make up which micro-batch of training."""
         return sampler_of(self.config, samples.num_samples("train"), samples.sources)

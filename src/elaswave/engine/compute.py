@@ -89,7 +89,7 @@ class CompiledLayers:
         self._num_graphs = 0
 
     def __call__(self, index: int, module: nn.Module) -> Callable[[Any], Any]:
-        """What runs a layer; compiled at its first call.
+        """Returns what runs a layer; it is compiled at its first call.
 
         Args:
             index: of the layer.
@@ -104,7 +104,7 @@ class CompiledLayers:
         return known[1]
 
     def has_grown(self) -> bool:
-        """Whether something has been compiled since this was last asked."""
+        """Tells whether something has been compiled since this was last asked."""
         from torch._dynamo.utils import counters
 
         before, self._num_graphs = self._num_graphs, counters["stats"]["unique_graphs"]
@@ -138,12 +138,12 @@ class FetchInputs(Protocol):
     """Where `elaswave.batch` finds a micro-batch's inputs."""
 
     def __call__(self, step: int, microbatch: int, *, train: bool) -> Any:
-        """The inputs, of training or of evaluation."""
+        """Fetches the inputs, of training or of evaluation."""
         ...
 
 
 def no_inputs(step: int, microbatch: int, *, train: bool) -> Any:
-    """Where there is nothing to fetch."""
+    """Refuses to fetch inputs where there is nothing to fetch."""
     raise UsageError(f"no inputs of micro-batch {microbatch} are known here")
 
 
@@ -168,7 +168,8 @@ class Surroundings:
     happens."""
 
     def check(self) -> None:
-        """Called between layers, and while something is waited for that ends by itself: bytes may move.
+        """Notes that bytes may move; it is called between layers, and while something is waited for that ends by
+        itself.
 
         Raises:
             InterruptedWaitError: the generation is over.
@@ -356,7 +357,7 @@ class Compute:
                 accumulator.reset(exponents[index])
 
     def _units_of(self, layer: int) -> set[int]:
-        """All that a layer's backward adds to."""
+        """Lists all that a layer's backward adds to."""
         shape = self.layers[layer].shape
         return {layer, *(use.unit for use in shape.shared)} | (set() if shape.buffers is None else {shape.buffers})
 
@@ -394,7 +395,7 @@ class Compute:
             self.fences.use_ratios({positions[after]: ratio for after, ratio in known.items()})
 
     def unfinished(self) -> Unfinished:
-        """What there is of the step. A micro-batch between the halves of its backward begins anew."""
+        """Tells what there is of the step. A micro-batch between the halves of its backward begins anew."""
         rows = {
             (unit, use): mask
             for unit, accumulator in self.accumulators.items()
@@ -404,7 +405,7 @@ class Compute:
         return Unfinished(self.nonfinite is None, encode_rows(rows), mask_of(self.scoring.scored), in_flight)
 
     def resume_point(self, kind: str, microbatch: int) -> ResumePoint | None:
-        """How far a forward ("F") or backward has come of which something is kept."""
+        """Tells how far a forward ("F") or backward has come of which something is kept."""
         return (
             self._in_flight_microbatches.forward(microbatch)
             if kind == "F"
@@ -412,7 +413,7 @@ class Compute:
         )
 
     def output(self, kind: str, microbatch: int) -> Any:
-        """What a forward ("F") or backward has returned."""
+        """Returns what a forward ("F") or backward has returned."""
         resume_point = self.resume_point(kind, microbatch)
         assert resume_point is not None, f"micro-batch {microbatch} has no output to be handed on again"
         return resume_point.value if kind == "F" else to_send(resume_point.value)
@@ -495,14 +496,15 @@ class Compute:
         return self._back(layers, microbatch, gradient, self._backward_layer)
 
     def backward_input(self, layers: range, microbatch: int, gradient: Any) -> Any:
-        """The first half of a backward (I): as `backward`, but leaves parameters' gradients to `backward_weights`.
+        """Runs the first half of a backward (I): does the same as `backward`, but leaves parameters' gradients to
+        `backward_weights`.
 
         Layers without a gradient of their input (the first one) leave everything.
         """
         return self._back(layers, microbatch, gradient, self._input_gradient)
 
     def backward_weights(self, layers: range, microbatch: int) -> None:
-        """The second half of a backward (W): adds the parameters' gradients to the accumulators.
+        """Runs the second half of a backward (W): adds the parameters' gradients to the accumulators.
 
         Args:
             layers, microbatch: as `backward_input` was called with.
@@ -596,7 +598,7 @@ class Compute:
     # ---------------------------------------------------------------------------------------------------------- forward
 
     def _given(self, index: int, value: Any, train: bool) -> LayerInputs:
-        """A value as a layer keeps it. The model's inputs have no gradient."""
+        """Makes of a value what a layer keeps of it. The model's inputs have no gradient."""
         structure, leaves = flatten(value)
         if index == 0:
             self._signatures.check(-1, train, structure, leaves)
@@ -658,15 +660,15 @@ class Compute:
         return run
 
     def _guard(self, index: int, module: nn.Module) -> Guarded:
-        """The parameters of a layer, or what the loss has as a module."""
+        """Guards the parameters of a layer, or what the loss has as a module."""
         guard = self._guards.get(index)
         if guard is None or guard.module is not module:
             guard = self._guards[index] = Guarded(module, buffers=index == self.num_layers)
         return guard
 
     def _begins_to_need_a_graph(self, index: int, given: LayerInputs, error: RuntimeError) -> bool:
-        """Whether a run without a graph has failed for want of one; from now on there is one, that begins with what
-        is given, as in training."""
+        """Tells whether a run without a graph has failed for want of one; from now on there is one, that begins with
+        what is given, as in training."""
         if torch.is_grad_enabled() or "does not require grad" not in str(error):
             return False
         self._needs_graph.add(index)
@@ -676,7 +678,7 @@ class Compute:
     def _look(
         self, index: int, given: LayerInputs, lent: Lent | None, *, train: bool, is_over: bool, is_dropped: bool = False
     ) -> bool:
-        """After a forward or a backward: whether the layer writes its input. Refuses what may not be written."""
+        """Tells, after a forward or a backward, whether the layer writes its input. Refuses what may not be written."""
         borrowed, self._borrowed = self._borrowed, []
         for watched in borrowed:
             self._watching.expect(watched, lambda: f"{self._who(index)} writes {_BATCH_WRITTEN}")
@@ -737,11 +739,11 @@ class Compute:
         self._device.seed(key64(*parts))
 
     def _has_backward(self, index: int) -> bool:
-        """Whether anything runs backward in a layer: not below the lowest that is trained."""
+        """Tells whether anything runs backward in a layer: not below the lowest that is trained."""
         return index >= self.rules.lowest_trained
 
     def _keeps_run(self, index: int) -> bool:
-        """Whether a layer's outputs are needed once more: by its backward, or by the determinism check."""
+        """Tells whether a layer's outputs are needed once more: by its backward, or by the determinism check."""
         return self._has_backward(index) or (self.rules.has_determinism_check and index not in self.determinism_hashes)
 
     def _callable(self, index: int) -> Callable[[Any], Any]:
@@ -749,7 +751,8 @@ class Compute:
         return self._compiled(index, module) if self.model.layers[index].compile else module
 
     def _call(self, microbatch: int, train: bool) -> Call:
-        """For one run of a layer; what a part that is run again says goes to a call of its own, which is forgotten."""
+        """Makes a call for one run of a layer; what a part that is run again says goes to a call of its own, which is
+        forgotten."""
         key = (self.rules.seed, self._step, microbatch)
         around = self._surroundings
         return Call(lambda: self._lend_batch(microbatch, train), key, around.check, around.elsewhere)
@@ -787,7 +790,7 @@ class Compute:
                 refuse_leaf(who, leaf, self._parameter_names())
 
     def _parameter_names(self) -> dict[int, str]:
-        """By ``id``, of all layers that are here."""
+        """Maps ``id`` to the name of each parameter, of all layers that are here."""
         instances = [(each, each.build.module) for each in self.model.layers if isinstance(each.build, CopyOf)]
         return {
             id(parameter): f"parameter {layer.full_name(name)}"
@@ -807,7 +810,7 @@ class Compute:
         return passed_on
 
     def _nothing(self, index: int, microbatch: int, saved: Saved) -> Gradients:
-        """What a layer in which nothing runs backward brings; the determinism check looks at its forward."""
+        """Returns what a layer in which nothing runs backward brings; the determinism check looks at its forward."""
         none: Gradients = [None] * len(self.layers[index].parameters)
         if self.rules.has_determinism_check and index not in self.determinism_hashes:
             run = self._output(index, microbatch, saved)
@@ -916,10 +919,10 @@ class Compute:
         self.determinism_hashes[index] = determinism_hash
 
     def _determinism_hash_of(self, index: int, microbatch: int, done: Done) -> tuple[int, bool]:
-        """A layer's determinism hash, and whether it is one of bits."""
+        """Computes a layer's determinism hash, and tells whether it is one of bits."""
 
         def from_scratch(given: LayerInputs, reached: Reached) -> tuple[LayerRun, Gradients]:
-            """The same in any process at any time: nothing but shapes and types goes into it."""
+            """Runs the layer in the same way in any process at any time: nothing but shapes and types goes into it."""
             step, fetch = self._step, self._fetch
             self._step, self._fetch = 0, lambda *place, train: made_up_tree(fetch(step, microbatch, train=train))
             try:
@@ -976,7 +979,7 @@ class Compute:
         return 0 if self._spots is None else self._spots.spent_ns
 
     def _due(self, index: int, microbatch: int) -> CheckKind | None:
-        """What is checked of a place; nothing of one that is in some worker's sums already."""
+        """Tells what is checked of a place; nothing of one that is in some worker's sums already."""
         if self._spots is None or self._is_covered(index, microbatch):
             return None
         return self._spots.due(index, microbatch)
@@ -984,7 +987,7 @@ class Compute:
     def _check_forward(
         self, index: int, microbatch: int, given: LayerInputs, run: LayerRun, left: Sequence[torch.Tensor]
     ) -> None:
-        """Before a forward's output goes on: runs it again, or the layer's probe, where that is due.
+        """Checks a forward's output before it goes on: runs it again, or the layer's probe, where that is due.
 
         Args:
             left: in buffers.
@@ -1012,13 +1015,13 @@ class Compute:
                     check_probe(who, determinism_hash, self.determinism_hashes[index])
 
     def _check_backward(self, index: int, microbatch: int, done: Done) -> None:
-        """Before gradients go on or are added: makes them again where that is due."""
+        """Checks gradients before they go on or are added: makes them again where that is due."""
         if self._spots is not None and self._due(index, microbatch) is CheckKind.RUN:
             with self._spots.aside():
                 self.check_layer_again(index, microbatch, done)
 
     def _check_input_half(self, index: int, microbatch: int, done: Done) -> Sequence[int] | None:
-        """The same between the halves of a backward.
+        """Does the same as `_check_backward`, but between the halves of a backward.
 
         Args:
             done: with the gradient of the input alone.
@@ -1040,14 +1043,15 @@ class Compute:
         return expected
 
     def _check_weights(self, index: int, found: Gradients, expected: Sequence[int] | None) -> None:
-        """The same of what the second half has found."""
+        """Checks the same as `_check_input_half`, but of what the second half has found."""
         if expected is not None and self._spots is not None:
             names = [f"the gradient of {name}" for name in self.layers[index].parameter_names]
             with self._spots.aside():
                 check_hashes(self._who(index), names, found, expected)
 
     def _check_loss(self, microbatch: int, loss: _LossRun, found: Gradients) -> None:
-        """Before the loss's gradient goes on: runs it again, or an operator of the environment, where that is due."""
+        """Checks the loss before its gradient goes on: runs it again, or an operator of the environment, where that is
+        due."""
         kind = self._due(self.num_layers, microbatch)
         if self._spots is not None and kind is not None:
             with self._spots.aside():
@@ -1092,7 +1096,7 @@ class Compute:
         self.counts[unit, microbatch] = self.counts.get((unit, microbatch), 0) + 1
 
     def _is_covered(self, layer: int, microbatch: int) -> bool:
-        """Whether it is in some worker's sums already; the loss is one past the last layer."""
+        """Tells whether it is in some worker's sums already; the loss is one past the last layer."""
         return bool(self._covered) and bool(self._covered[layer] >> microbatch & 1)
 
     def _note_writes(self, layer: FlatLayer, left: Sequence[torch.Tensor]) -> None:
@@ -1195,7 +1199,8 @@ class Compute:
     # ------------------------------------------------------------------------------------------------------------ names
 
     def fence_bypasses(self) -> dict[str, int]:
-        """Tensors that have passed a fence as they were, since they were not finite, by fence and direction."""
+        """Counts the tensors that have passed a fence as they were, since they were not finite, by fence and
+        direction."""
         found = {} if self.fences is None else self.fences.bypassed
         return {
             f"{Fence(self.layer_name(boundary), self.model.fences[boundary])} {direction}": count
@@ -1203,7 +1208,7 @@ class Compute:
         }
 
     def layer_name(self, layer: int) -> str:
-        """Name of a layer, "loss" for the one past the last."""
+        """Returns the name of a layer, "loss" for the one past the last."""
         return self.model.layers[layer].name if layer < self.num_layers else "loss"
 
     def _who(self, index: int) -> str:
@@ -1216,12 +1221,12 @@ class Compute:
         return _Located(self, microbatch, layer)
 
     def place(self, microbatch: int, layer: int) -> ErrorPlace:
-        """Where the computation of a layer stands."""
+        """Tells where the computation of a layer stands."""
         return ErrorPlace(self._step, microbatch, layer, self.layer_name(layer))
 
 
 def _run_of(scored: Scored) -> LayerRun:
-    """A run of the loss as one of a layer."""
+    """Makes of a run of the loss one of a layer."""
     counts = [] if scored.count is None else [torch.tensor(scored.count)]
     return LayerRun(TENSOR, [scored.total, *counts], [])
 

@@ -39,7 +39,7 @@ class LayerRun(NamedTuple):
     """What it was called with; None where nothing is to be found out of it any more."""
 
     def value(self) -> Any:
-        """What goes on to the next layer."""
+        """Returns what goes on to the next layer."""
         return unflatten(self.structure, [at_boundary(leaf.detach()) for leaf in self.leaves])
 
 
@@ -85,7 +85,7 @@ class Done(NamedTuple):
 
 
 def zeros_where_none(inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """What goes on to the layer before: zeros for an input that no gradient reaches."""
+    """Makes what goes on to the layer before: zeros for an input that no gradient reaches."""
     return [
         torch.zeros_like(value) if gradient is None else at_boundary(gradient)
         for value, gradient in zip(inputs, gradients, strict=True)
@@ -93,7 +93,7 @@ def zeros_where_none(inputs: Sequence[torch.Tensor], gradients: Sequence[torch.T
 
 
 def to_send(reached: Reached) -> Any:
-    """What a backward hands on: one gradient as it is, else all of them and, if there is one, the count."""
+    """Makes what a backward hands on: one gradient as it is, else all of them and, if there is one, the count."""
     if reached.count is None and len(reached.gradients) == 1:
         return reached.gradients[0]
     counts = () if reached.count is None else (torch.tensor(reached.count),)
@@ -101,8 +101,8 @@ def to_send(reached: Reached) -> Any:
 
 
 def received(value: Any) -> Reached:
-    """The inverse of `to_send`. Gradients are floating-point tensors, a count is int64. None: no gradient is sent to
-    layers of which nothing is trained."""
+    """Does the inverse of `to_send`. Gradients are floating-point tensors, a count is int64. None: no gradient is sent
+    to layers of which nothing is trained."""
     if value is None:
         return Reached([], None)
     if isinstance(value, torch.Tensor):
@@ -130,11 +130,11 @@ class InFlight:
         self._backwards: dict[int, ResumePoint] = {}
 
     def forward(self, microbatch: int) -> ResumePoint | None:
-        """How far a forward has come that has begun, while no backward has."""
+        """Tells how far a forward has come that has begun, while no backward has."""
         return self._forwards.get(microbatch)
 
     def backward(self, microbatch: int) -> ResumePoint | None:
-        """How far a backward has come that has begun, until what it has made is needed no more."""
+        """Tells how far a backward has come that has begun, until what it has made is needed no more."""
         return self._backwards.get(microbatch)
 
     def went(self, microbatch: int, layers: range, at: int, value: Any) -> None:
@@ -167,7 +167,7 @@ class InFlight:
         }
 
     def facts(self, left_out: Collection[int]) -> tuple[InFlightMicrobatch, ...]:
-        """For a report.
+        """Lists the micro-batches in flight for a report.
 
         Args:
             left_out: micro-batches that cannot go on from here.

@@ -50,7 +50,7 @@ def materialise(
     checkpoint: tuple[Path, CheckpointMeta] | None,
     device: Device = HOST,
 ) -> tuple[dict[int, FlatLayer | FlatUnit], BlockStore, TrainingProgress]:
-    """What a worker needs before its first step.
+    """Makes what a worker needs before its first step.
 
     Args:
         blueprint: the run.
@@ -125,14 +125,14 @@ class _Made:
             self._hold(unit, masters[unit] if unit in masters else self._from_checkpoint(unit))
 
     def _runs(self, unit: int) -> list[tuple[int, int]]:
-        """Those that are held of a unit."""
+        """Lists the runs that are held of a unit."""
         blocks = self._blueprint.blocks
         return [(blocks[block].start, blocks[block].stop) for block in self._blocks.get(unit, [])]
 
     def _from_seed(
         self, unit: int, spec: Layer, module: nn.Module, *, is_here: bool | None
     ) -> list[torch.Tensor] | None:
-        """The masters that are held of a unit; None: they are its flat storage.
+        """Makes the masters that are held of a unit; None: they are its flat storage.
 
         Args:
             unit: its number.
@@ -150,7 +150,7 @@ class _Made:
         return initial_runs(spec, module, shape, self._runs(unit))
 
     def _from_checkpoint(self, unit: int) -> list[torch.Tensor] | None:
-        """As `_from_seed`."""
+        """Does the same as `_from_seed`, but reads the values from the checkpoint."""
         shape, runs = self._blueprint.shapes[unit], self._runs(unit)
         if unit not in self.here:
             return self._read(shape, MASTER, runs)
@@ -186,7 +186,7 @@ class _Made:
     def _state(
         self, shape: LayerShape, slot: str, runs: Sequence[tuple[int, int]], masters: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """A state of the optimizer, on the device: from the checkpoint, or as it begins."""
+        """Makes a state of the optimizer, on the device: from the checkpoint, or as it begins."""
         if self._reader is None and slot == EMA:
             return [master.clone() for master in masters]
         if self._reader is not None:
@@ -196,7 +196,7 @@ class _Made:
         return list(map(self._device.bring, found))
 
     def _read(self, shape: LayerShape, slot: str, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Values of a state, each run in a tensor of its own: from the checkpoint, or zeros."""
+        """Reads values of a state, each run in a tensor of its own: from the checkpoint, or zeros."""
         results = [torch.zeros(stop - start, dtype=torch.float32) for start, stop in runs]
         if self._reader is None:
             return results
@@ -216,7 +216,7 @@ class _Made:
 
 
 def all_layers(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] | None) -> dict[int, FlatLayer]:
-    """All layers of the model, in this process, without the optimizer's states.
+    """Makes all layers of the model, in this process, without the optimizer's states.
 
     Args:
         blueprint: the run.
@@ -232,7 +232,7 @@ def all_layers(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] | N
 
 
 def updater_after(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] | None) -> Updater:
-    """What makes the updates after a checkpoint, or from the beginning on.
+    """Makes the updater, which makes the updates after a checkpoint, or from the beginning on.
 
     Raises:
         CheckpointError: the checkpoint is of another optimizer.
@@ -252,7 +252,7 @@ def _initial_state(optimizer: Optimizer, shape: LayerShape, slot: str, start: in
 
 
 def initial_progress(blueprint: Blueprint) -> TrainingProgress:
-    """Where training stands before the first step."""
+    """Tells where training stands before the first step."""
     exact = blueprint.config.elastic.consistency == "bitwise"
     exponents = (INITIAL_EXPONENT,) * len(blueprint.tensors)
     return TrainingProgress(0, GridState(exponents, calibrated=not exact, exact=exact))
@@ -269,7 +269,7 @@ def _progress_of(blueprint: Blueprint, meta: CheckpointMeta, initial: TrainingPr
 
 
 def owned_pieces(store: BlockStore, scalars: Scalars = ()) -> Iterable[Piece]:
-    """Copies of everything that a worker owns, as runs of the original tensors.
+    """Copies everything that a worker owns, as runs of the original tensors.
 
     Args:
         store: the blocks.
@@ -293,7 +293,7 @@ _Frozen = Iterator[tuple[FrozenTensor, torch.Tensor]]
 
 
 def changed_frozen(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] | None) -> Mapping[str, torch.Tensor]:
-    """The frozen parameters that a checkpoint has otherwise than they are built, by full name.
+    """Finds the frozen parameters that a checkpoint has otherwise than they are built, by full name.
 
     Args:
         blueprint: the run.

@@ -69,7 +69,7 @@ class _Group(NamedTuple):
     """On a device."""
 
     def cut_from(self, planes: Planes) -> Planes:
-        """Its elements of a layer's planes; the same memory where there is one run."""
+        """Cuts its elements out of a layer's planes; they are the same memory where there is one run."""
         if len(self.runs) == 1:
             return cut(planes, self.runs[0].start, self.runs[0].stop)
         return tuple(torch.cat([plane[run.start : run.stop] for run in self.runs]) for plane in planes)
@@ -162,7 +162,7 @@ class Reduction:
         return ExactAccumulator(shape, self._scratch, checked=self.checked, width=self._width)
 
     def begin(self, exponents: Sequence[Sequence[int]], num_microbatches: int) -> None:
-        """A new attempt; the accumulators are emptied by the `Compute` that adds to them.
+        """Begins a new attempt; the accumulators are emptied by the `Compute` that adds to them.
 
         Args:
             exponents: of the grids, per layer of the model and tensor of the layer.
@@ -202,7 +202,7 @@ class Reduction:
         self._read([each for each in self._accumulators.values() if isinstance(each, DeviceAccumulator)])
 
     def frame(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
-        """The own partial sums of blocks of a layer, to be sent."""
+        """Makes a frame of the own partial sums of blocks of a layer, to be sent."""
         accumulator = self._accumulators[layer]
         planes, coverage = accumulator.planes, accumulator.coverage
         self._balance = (self._balance + coverage) & MASK64
@@ -212,8 +212,8 @@ class Reduction:
         return [*(plane[run.start : run.stop] for plane in planes for run in runs), word]
 
     def slot(self, layer: int, peer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
-        """Where a peer's partial sums arrive: one allocation per plane, never shared with what they will be added to,
-        so that an owner can leave out a dead peer's part."""
+        """Makes the slot where a peer's partial sums arrive: one allocation per plane, never shared with what they will
+        be added to, so that an owner can leave out a dead peer's part."""
         size = sum(self._blocks[block].num_elements for block in blocks)
         word = _WORD_BYTES // self._dtypes[0].itemsize
         slot = self._former_slots.get((layer, peer))
@@ -224,7 +224,7 @@ class Reduction:
         return slot
 
     def _planes_of(self, slot: Sequence[torch.Tensor], groups: Sequence[_Group]) -> list[Planes]:
-        """The planes of each group in a slot."""
+        """Lists the planes of each group in a slot."""
         sizes = [group.num_elements for group in groups]
         return list(zip(*(plane.split(sizes) for plane in slot[:-1]), strict=True))
 
@@ -252,12 +252,12 @@ class Reduction:
         self._balance &= MASK64
 
     def partial_sums(self) -> int:
-        """What this worker has added and sent, less what has come and what it has made totals of."""
+        """Computes what this worker has added and sent, less what has come and what it has made totals of."""
         added = sum(accumulator.checksum for accumulator in self._accumulators.values())
         return (added + self.balance) & MASK64
 
     def imbalance(self) -> Imbalance:
-        """Where the sums are wrong, as they lie in memory now."""
+        """Finds where the sums are wrong, as they lie in memory now."""
         changed = {
             layer: (self._checksum(accumulator.sum, layer, [(0, accumulator.shape.size)]) - accumulator.checksum)
             & MASK64
@@ -266,14 +266,14 @@ class Reduction:
         return Imbalance(changed, self.in_transit(), (self.balance - self.recount()) & MASK64)
 
     def _checksum(self, total: torch.Tensor, layer: int, runs: Sequence[tuple[int, int]]) -> int:
-        """For a diagnosis, which may wait for the device."""
+        """Computes a checksum for a diagnosis, which may wait for the device."""
         shape = self._shapes[layer]
         if self._device.is_host:
             return sums.checksum(total, shape, runs[0][0])
         return int(device_sums.checksum_on_device(total, pieces_of(shape, runs))) & MASK64
 
     def recount(self) -> int:
-        """The balance as it comes from what lies in memory now, adding each partial sum up by itself."""
+        """Computes the balance as it comes from what lies in memory now, adding each partial sum up by itself."""
         sent = sum(self._accumulators[layer].coverage for layer, _ in self._sent)
         come = sum(_coverage(slot) for (layer, _), slot in self._slots.items() if layer in self._owned)
         totals = 0
@@ -284,8 +284,8 @@ class Reduction:
         return (sent - come - totals) & MASK64
 
     def in_transit(self) -> dict[int, int]:
-        """By block: what was sent less what has come, as it lies in memory now; each frame's word is its first block's.
-        Added over all workers, this is zero, modulo 2**64, unless something has changed on the way."""
+        """Computes by block what was sent less what has come, as it lies in memory now; each frame's word is its first
+        block's. Added over all workers, this is zero, modulo 2**64, unless something has changed on the way."""
         found: dict[int, int] = {}
 
         def note(block: int, words: int) -> None:
@@ -309,8 +309,8 @@ class Reduction:
         return found
 
     def _parts(self, layer: int) -> Iterator[tuple[_Group, dict[int, Planes]]]:
-        """The blocks that this worker owns of a layer, and of each group the partial sums by the worker that has added
-        them."""
+        """Lists the blocks that this worker owns of a layer, and of each group the partial sums by the worker that has
+        added them."""
         peers = sorted(peer for of, peer in self._slots if of == layer)
         own, groups = self._accumulators.get(layer), self._owned[layer]
         come = {peer: self._planes_of(self._slots[layer, peer], groups) for peer in peers}
@@ -319,7 +319,7 @@ class Reduction:
             yield group, parts | {peer: planes[index] for peer, planes in come.items()}
 
     def _grouped(self, layer: int, blocks: tuple[int, ...]) -> list[_Group]:
-        """Ascending blocks of one layer in groups; made once for each layout."""
+        """Puts ascending blocks of one layer in groups; these are made once for each layout."""
         runs = self.runs(blocks)
         if self._device.is_host:
             return [_Group([run], run.blocks, run.sizes, run.stop - run.start, None) for run in runs]
@@ -332,7 +332,7 @@ class Reduction:
         return found
 
     def runs(self, blocks: Sequence[int]) -> list[_BlockRun]:
-        """Ascending blocks of one layer as runs of adjacent ones."""
+        """Lists ascending blocks of one layer as runs of adjacent ones."""
         runs: list[_BlockRun] = []
         for index in blocks:
             block = self._blocks[index]
@@ -346,5 +346,5 @@ class Reduction:
 
 
 def _coverage(parts: Sequence[torch.Tensor]) -> int:
-    """The last word of a frame of partial sums."""
+    """Reads the last word of a frame of partial sums."""
     return int(parts[-1].clone().view(torch.int64))

@@ -54,7 +54,7 @@ class WeightHalf:
         self._way = way
 
     def run(self) -> Gradients:
-        """The parameters' gradients, None for one that no gradient reaches. To be called once."""
+        """Computes the parameters' gradients, None for one that no gradient reaches. It is to be called once."""
         found: Gradients = [None] * len(self._parameters)
         for branching, gradients in zip(self._branchings, self._gradients, strict=True):
             there = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
@@ -78,7 +78,7 @@ def input_half(
     parameters: Sequence[torch.Tensor],
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor | None, WeightHalf] | None:
-    """The first half of a backward.
+    """Runs the first half of a backward.
 
     Args:
         output: of the layer, with its graph.
@@ -117,7 +117,7 @@ def is_exact(
     gradient: torch.Tensor,
     whole: Sequence[torch.Tensor | None],
 ) -> bool | None:
-    """Whether both halves give the whole's bits. Uses up the graph.
+    """Tells whether both halves give the whole's bits. Uses up the graph.
 
     Args:
         output, value, parameters, gradient: as for `input_half`.
@@ -142,7 +142,7 @@ def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def _cut(
     output: torch.Tensor, value: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> tuple[list[_Branching], set[Node]] | None:
-    """The branchings of a graph and all nodes on the way to the input; None if it has no such cut."""
+    """Finds the branchings of a graph and all nodes on the way to the input; None if it has no such cut."""
     root = output.grad_fn
     if root is None:
         return None
@@ -173,7 +173,7 @@ def _cut(
 
 
 def _children_first(root: Node) -> list[Node]:
-    """All nodes of a graph, each after those that it hands gradients to."""
+    """Lists all nodes of a graph, each after those that it hands gradients to."""
     order: list[Node] = []
     seen = {root}
     stack = [(root, iter(root.next_functions))]

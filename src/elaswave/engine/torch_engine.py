@@ -78,7 +78,7 @@ class EngineContext(NamedTuple):
 
 
 def compute_rules(blueprint: Blueprint) -> ComputeRules:
-    """How a run computes."""
+    """Makes the rules of how a run computes."""
     config = blueprint.config
     return ComputeRules(
         blueprint.model,
@@ -300,7 +300,7 @@ class TorchEngine:
         self._untimed.clear()
 
     def _left_of(self, action: Action, layers: range) -> range:
-        """The layers of an action that have not run before an interrupt."""
+        """Finds the layers of an action that have not run before an interrupt."""
         resume_point = None if action.kind == "W" else self.compute.resume_point(action.kind, action.microbatch)
         if resume_point is None:
             return layers
@@ -311,7 +311,7 @@ class TorchEngine:
         )
 
     def output(self, action: Action) -> Any:
-        """What an action has returned."""
+        """Returns what an action has returned."""
         return self.compute.output(action.kind, action.microbatch)
 
     def release(self, microbatch: int) -> None:
@@ -319,7 +319,7 @@ class TorchEngine:
         self.compute.release(microbatch)
 
     def unfinished(self) -> Unfinished:
-        """What there is of the step."""
+        """Tells what there is of the step."""
         found = self.compute.unfinished()
         return found._replace(can_be_kept=found.can_be_kept and self.reduction.exact)
 
@@ -348,11 +348,11 @@ class TorchEngine:
     # ----------------------------------------------------------------------------------------------------- REDUCE
 
     def partial_sums(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
-        """The own partial sums of blocks of a layer, with their coverage."""
+        """Returns the own partial sums of blocks of a layer, with their coverage."""
         return self.reduction.frame(layer, blocks)
 
     def partial_sums_slot(self, layer: int, peer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
-        """Where a peer's arrive."""
+        """Makes the slot where a peer's partial sums arrive."""
         return self.reduction.slot(layer, peer, blocks)
 
     def reduce(self, layer: int, copies: Sequence[HeldBlock], peers: Sequence[int]) -> None:
@@ -360,11 +360,11 @@ class TorchEngine:
         self.reduction.reduce(layer, copies, peers)
 
     def gradients(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
-        """The mean gradients of owned copies."""
+        """Lists the mean gradients of owned copies."""
         return [_gradient(copy) for copy in copies]
 
     def gradients_slot(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
-        """Where those of followed copies arrive."""
+        """Makes the slot where the mean gradients of followed copies arrive."""
         sizes = [copy.num_elements for copy in copies]
         if self.device.is_host:
             memory = parts = [torch.empty(size, dtype=torch.float32) for size in sizes]
@@ -378,7 +378,7 @@ class TorchEngine:
     # ------------------------------------------------------------------------------------------------------- VOTE
 
     def measured(self) -> Measured:
-        """What the computation of this attempt brings to the ballot."""
+        """Collects what the computation of this attempt brings to the ballot."""
         compute = self.compute
         self.reduction.read()
         nonfinite = compute.nonfinite
@@ -411,7 +411,7 @@ class TorchEngine:
         return {ENVIRONMENT: self.environment().determinism_hash, **layers}
 
     def square_sums(self, copies: Sequence[HeldBlock]) -> list[float]:
-        """Sums of squares of copies' mean gradients; buffers are no part of the norm."""
+        """Computes sums of squares of copies' mean gradients; buffers are no part of the norm."""
         if not self.device.is_host:
             return self._square_sums_there(copies)
         return [
@@ -422,7 +422,7 @@ class TorchEngine:
         ]
 
     def _square_sums_there(self, copies: Sequence[HeldBlock]) -> list[float]:
-        """The same, made on the device and read by one wait."""
+        """Computes the same as `square_sums`, but makes it on the device and reads it by one wait."""
         if not copies:
             return []
         found = self._read(square_sums(list(map(_gradient, copies))))
@@ -432,12 +432,12 @@ class TorchEngine:
         ]
 
     def _read(self, found: Found) -> list[Any]:
-        """Numbers of runs, by one wait."""
+        """Reads numbers of runs, by one wait."""
         (numbers,) = read_tensors(self.device, [found.numbers], self.context.surroundings.move)
         return found.in_order(numbers)
 
     def gradient_hashes(self, copies: Sequence[HeldBlock]) -> list[int]:
-        """Of copies' mean gradients."""
+        """Computes the hashes of copies' mean gradients."""
         return self._hashes(list(map(_gradient, copies)))
 
     def changes(self, copies: Collection[HeldBlock], *, given_up: bool) -> list[Change]:
@@ -456,7 +456,7 @@ class TorchEngine:
         return found
 
     def parameter_hashes(self, blocks: Sequence[int], copies: Mapping[int, HeldBlock]) -> list[int]:
-        """Of the working copies of blocks; of those that are not here, of what copies would serve."""
+        """Lists the hashes of the working copies of blocks; of those that are not here, of what copies would serve."""
         assert self.seals is not None
         elsewhere = [copies[block] for block in blocks if block not in self.seals.working]
         served = dict(zip((copy.block.id for copy in elsewhere), self._served_hashes(elsewhere), strict=True))
@@ -472,12 +472,12 @@ class TorchEngine:
         return [found.get(copy.block.id, masters[copy.block.id]) for copy in copies]
 
     def master_hashes(self, copies: Sequence[HeldBlock]) -> list[int]:
-        """As they were written."""
+        """Lists the hashes of masters as they were written."""
         assert self.seals is not None
         return [self.seals.masters[copy.block.id] for copy in copies]
 
     def state_hashes(self, copies: Sequence[HeldBlock]) -> list[list[tuple[str, int]]]:
-        """Of the optimizer's states."""
+        """Computes the hashes of the optimizer's states."""
         found = iter(self._hashes([values for copy in copies for _, values in _optimizer_slots(copy)]))
         return [[(name, next(found)) for name, _ in _optimizer_slots(copy)] for copy in copies]
 
@@ -487,15 +487,15 @@ class TorchEngine:
         return [value & MASK64 for value in self._read(run_hashes(runs))]
 
     def counts(self) -> Mapping[tuple[int, int], int]:
-        """How often each (layer, micro-batch) was added."""
+        """Counts how often each (layer, micro-batch) was added."""
         return self.compute.counts
 
     def imbalance(self) -> Imbalance:
-        """Where the partial sums are wrong."""
+        """Finds where the partial sums are wrong."""
         return self.reduction.imbalance()
 
     def environment(self) -> Environment:
-        """What this process computes with."""
+        """Finds what this process computes with."""
         if self._environment is None:
             self._environment = environment_of(self.context.blueprint, self.device)
         return self._environment
@@ -509,7 +509,7 @@ class TorchEngine:
         self.updater.committed(step, loss, updates=updates)
 
     def batches(self, copies: Sequence[HeldBlock]) -> Iterator[Sequence[HeldBlock]]:
-        """As the device takes them."""
+        """Splits copies into batches as the device takes them."""
         for some in batches_of([copy.num_elements for copy in copies], self.device.batch):
             yield copies[some]
 
@@ -579,7 +579,7 @@ class TorchEngine:
             self.seals.queue()
 
     def parameters_of(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
-        """The parameters of copies in the dtype that layers compute in."""
+        """Returns the parameters of copies in the dtype that layers compute in."""
         masters = [copy.slots[MASTER] for copy in copies]
         dtype = torch.float32 if copies[0].is_buffers else self._dtype  # all are of one unit
         if self.device.is_host or dtype == torch.float32:
@@ -590,7 +590,7 @@ class TorchEngine:
         return [rounded]
 
     def parameters_slot(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
-        """Where parameters arrive: in the layer itself."""
+        """Returns the slot where parameters arrive: in the layer itself."""
         if self.seals is not None:
             self.seals.await_frames(blocks)
         flat = self.layers[layer].flat
@@ -604,7 +604,7 @@ class TorchEngine:
             self.seals.queue()
 
     def carried(self) -> str:
-        """What the updater keeps of the steps that have been made, beside the blocks."""
+        """Returns what the updater keeps of the steps that have been made, beside the blocks."""
         return self.updater.state()
 
     def carry_on(self, carried: str, step: int) -> None:
@@ -614,11 +614,11 @@ class TorchEngine:
     # -------------------------------------------------------------------------------------------------- constants
 
     def constants(self, layer: int) -> list[torch.Tensor]:
-        """What no step writes of a layer, as bytes."""
+        """Returns what no step writes of a layer, as bytes."""
         return [_bytes_of(values) for _, values in self._own[layer].constants()]
 
     def constants_slot(self, layer: int) -> list[torch.Tensor]:
-        """Where another worker's arrive."""
+        """Makes the slot where another worker's constants arrive."""
         self._incoming[layer] = [torch.empty_like(each) for each in self.constants(layer)]
         return self._incoming[layer]
 
@@ -653,7 +653,7 @@ class TorchEngine:
     # ----------------------------------------------------------------------------------------------------- copies
 
     def empty_copy(self, block: int, num_updates: int) -> HeldBlock:
-        """A follower's copy of a block, without content."""
+        """Makes a follower's copy of a block, without content."""
         run, state = self.blocks[block], self.context.blueprint.state
         copy = HeldBlock(run, ReplicaRole.FOLLOWER, state.layers[run.layer], {}, version=-1)
         for name in state.slots_of((segment.slot for segment in copy.segments), num_updates):
@@ -661,15 +661,15 @@ class TorchEngine:
         return copy
 
     def state(self, copy: HeldBlock) -> list[torch.Tensor]:
-        """Master and optimizer's states."""
+        """Returns master and optimizer's states."""
         return list(copy.slots.values())
 
     def state_slot(self, copy: HeldBlock) -> list[torch.Tensor]:
-        """Where they arrive."""
+        """Returns the slot where master and optimizer's states arrive."""
         return list(copy.slots.values())
 
     def parameter_bytes(self, blocks: Iterable[int]) -> int:
-        """Bytes of the parameters of blocks, as they travel."""
+        """Counts the bytes of the parameters of blocks, as they travel."""
         return sum(
             self.blocks[block].num_elements
             * (4 if self._shapes[self.blocks[block].layer].is_buffers else self._dtype.itemsize)

@@ -195,7 +195,7 @@ def parse_faults(
 
 
 def _parse(spec: str) -> tuple[Fault | None, list[str]]:
-    """A fault, or what is wrong with its spec."""
+    """Parses a fault, or tells what is wrong with its spec."""
     match = _SPEC.fullmatch(spec)
     kind = match["kind"] if match else spec
     if match is None or kind not in _FORMS:
@@ -281,7 +281,7 @@ def _parse_seconds(detail: str) -> float | None:
 
 
 def _on_host(fault: Fault, hosts: Mapping[int, str]) -> Fault:
-    """The fault with the workers that it strikes."""
+    """Returns the fault with the workers that it strikes."""
     first, *others = sorted(worker for worker, label in hosts.items() if fault.host in prefixes(label))
     return msgspec.structs.replace(fault, worker=first, others=tuple(others))
 
@@ -352,7 +352,7 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_fault_records(path: Path) -> list[FaultRecord]:
-    """The faults that have struck, in order; empty if there is no file. May be called while they strike."""
+    """Reads the faults that have struck, in order; empty if there is no file. It may be called while they strike."""
     try:
         lines = read_bytes(path).splitlines(keepends=True)
     except FileNotFoundError:
@@ -366,7 +366,8 @@ def read_fault_records(path: Path) -> list[FaultRecord]:
 
 
 def never_struck(faults: Sequence[Fault], records: Iterable[FaultRecord]) -> list[Fault]:
-    """The faults that a run has ended without, such as one that waits for an action that its worker does not have."""
+    """Lists the faults that a run has ended without, such as one that waits for an action that its worker does not
+    have."""
     struck = {record.position for record in records}
     return [fault for position, fault in enumerate(faults) if position not in struck]
 
@@ -429,7 +430,7 @@ class Probe(Protocol):
     """Is told when a worker reaches a point of a step."""
 
     def reached(self, phase: Phase, index: int, machine: Any) -> None:
-        """Called just before the index-th action (from 0) of a phase.
+        """Is called just before the index-th action (from 0) of a phase.
 
         Args:
             phase: where the step is.
@@ -538,7 +539,7 @@ class FaultProbe:
 
 
 def end_of(fault: Fault, time_s: float) -> float:
-    """When a site is back that has been away since a time; infinite: it never is."""
+    """Computes when a site is back that has been away since a time; infinite: it never is."""
     return math.inf if fault.seconds is None else time_s + fault.seconds
 
 
@@ -583,7 +584,7 @@ class AwayWatch:
 
 
 def away_until_s(faults: Sequence[Fault], records: Iterable[FaultRecord], worker: int) -> float:
-    """When a worker's site is back that a fault has cut off, or was; 0 if none has."""
+    """Computes when a worker's site is back that a fault has cut off, or was; 0 if none has."""
     ends = [
         end_of(faults[record.position], record.time_s)
         for record in records
@@ -600,7 +601,7 @@ def _kill_workers(run_dir: Path, workers: Collection[int]) -> None:
 
 
 def drawn_phase(seed: int, position: int) -> Phase:
-    """The phase of a fault that may strike in any.
+    """Draws the phase of a fault that may strike in any.
 
     Args:
         seed: ``run.seed``.
@@ -617,7 +618,7 @@ class DueFault(NamedTuple):
 
 
 def coordinator_fault(faults: Sequence[Fault], step: int, struck: Collection[int] = ()) -> DueFault | None:
-    """The next fault that the coordinator is to carry out now, if any: its own end, or a request to it.
+    """Finds the next fault that the coordinator is to carry out now, if any: its own end, or a request to it.
 
     Args:
         faults: of `parse_faults`.

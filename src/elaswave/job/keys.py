@@ -78,7 +78,7 @@ class JobKey(NamedTuple):
     role: KeyRole = KeyRole.JOB
 
     def held(self, role: KeyRole) -> bytes:
-        """The secret of a role.
+        """Returns the secret of a role.
 
         Raises:
             UsageError: this key is of a role that may not do what that one may.
@@ -103,7 +103,7 @@ class JobKey(NamedTuple):
 
 
 def role_key(key: JobKey, role: KeyRole, file: Path | None = None) -> JobKey:
-    """The key of a role.
+    """Makes the key of a role.
 
     Raises:
         UsageError: as of `JobKey.held`.
@@ -112,17 +112,17 @@ def role_key(key: JobKey, role: KeyRole, file: Path | None = None) -> JobKey:
 
 
 def secrets_for(job: Secrets, role: KeyRole) -> Secrets:
-    """The secrets of a role that are made of a job's keys."""
+    """Makes the secrets of a role out of a job's keys."""
     return job.each(lambda key: JobKey(key, None).held(role))
 
 
 def next_file(file: Path) -> Path:
-    """Where the key stands that is to follow the one in a file, from the beginning of the change to its end."""
+    """Tells where the key stands that is to follow the one in a file, from the beginning of the change to its end."""
     return file.with_name(f"{file.name}.next")
 
 
 def key_of_text(text: bytes, where: str, file: Path | None) -> JobKey:
-    """The inverse of `JobKey.text`.
+    """Does the inverse of `JobKey.text`.
 
     Args:
         text: of a key.
@@ -143,12 +143,12 @@ def key_of_text(text: bytes, where: str, file: Path | None) -> JobKey:
 
 
 def new_key() -> bytes:
-    """A key that nobody has, as text."""
+    """Makes a key that nobody has, as text."""
     return secrets.token_hex(_KEY_BYTES).encode()
 
 
 def own_key(net: "NetConfig") -> JobKey:
-    """The key beside the certificates in ``net.keys``: the job's, or else the joining one; or else a new one.
+    """Returns the key beside the certificates in ``net.keys``: the job's, or else the joining one; or else a new one.
 
     Raises:
         UsageError: a file that others could read, or that cannot be read, or a key that is too short.
@@ -160,7 +160,7 @@ def own_key(net: "NetConfig") -> JobKey:
 
 
 def read_key(path: Path) -> JobKey:
-    """A key from its file; white space around it does not count.
+    """Reads a key from its file; white space around it does not count.
 
     Raises:
         UsageError: it cannot be read, others could read it, or it holds no key.
@@ -187,7 +187,7 @@ def read_key(path: Path) -> JobKey:
 
 
 def checked_key(key: bytes, where: str) -> bytes:
-    """The key, if it can be one.
+    """Returns the key, if it can be one.
 
     Args:
         where: it stands.
@@ -203,7 +203,7 @@ def checked_key(key: bytes, where: str) -> bytes:
 
 
 def tls_of(folder: Path) -> Tls:
-    """The certificate files in a folder that `elaswave keys` has made.
+    """Finds the certificate files in a folder that `elaswave keys` has made.
 
     Raises:
         UsageError: a file is missing, or others could read the private key.
@@ -312,8 +312,8 @@ def write_role_key(folder: Path, role: KeyRole) -> Path:
 
 
 def begin_change(file: Path) -> tuple[JobKey, bool]:
-    """The key that is to follow the one in a file: that of a change that was begun and not ended, or a new one, which
-    stands in `next_file` at once and whole.
+    """Returns the key that is to follow the one in a file: that of a change that was begun and not ended, or a new one,
+    which stands in `next_file` at once and whole.
 
     Returns:
         The key, and whether it was made now.
@@ -366,8 +366,8 @@ def abandon_change(file: Path, key: JobKey) -> None:
 
 @contextlib.contextmanager
 def _following(file: Path, key: JobKey) -> Iterator[bool]:
-    """Whether a key is still the one that is to follow that in a file; nobody takes it away in here. Two commands may
-    go on with one change, and when the first one has ended it, a third may have begun the next."""
+    """Tells whether a key is still the one that is to follow that in a file; nobody takes it away in here. Two commands
+    may go on with one change, and when the first one has ended it, a third may have begun the next."""
     path = next_file(file)
     with contextlib.ExitStack() as stack:
         try:

@@ -67,13 +67,13 @@ class JobNetwork(NamedTuple):
 
 
 def network_in(folder: Path) -> JobNetwork:
-    """The sockets of a job in its private folder."""
+    """Describes the sockets of a job in its private folder."""
     address = f"unix:{folder / CONTROL_SOCKET}"
     return JobNetwork(address, address, address, Endpoint(f"unix:{folder}"))
 
 
 def ports_beside(net: NetConfig, port: int, num_workers: int) -> tuple[int, ...]:
-    """The ports at which a host's workers may listen; none: the system chooses.
+    """Lists the ports at which a host's workers may listen; none: the system chooses.
 
     Args:
         net: the configuration's section.
@@ -94,7 +94,7 @@ def ports_beside(net: NetConfig, port: int, num_workers: int) -> tuple[int, ...]
 
 
 def open_network(net: NetConfig, folder: Path, num_workers: int) -> tuple[JobNetwork, socket.socket | None]:
-    """The network of a job, as configured.
+    """Opens the network of a job, as configured.
 
     Args:
         net: the configuration's section.
@@ -146,7 +146,7 @@ def open_network(net: NetConfig, folder: Path, num_workers: int) -> tuple[JobNet
 
 
 def address_of(interface: str) -> str:
-    """The first address of a network interface, IPv4 before IPv6.
+    """Finds the first address of a network interface, IPv4 before IPv6.
 
     Raises:
         ConfigError: there is no such interface, or it has no address that others could dial.
@@ -166,7 +166,8 @@ def address_of(interface: str) -> str:
 
 
 def _ipv6_addresses(interface: str) -> Iterator[str]:
-    """Those that other machines can dial without naming an interface of theirs."""
+    """Yields those IPv6 addresses of a network interface that other machines can dial without naming an interface of
+    theirs."""
     for line in IPV6_TABLE.read_text().splitlines() if IPV6_TABLE.exists() else ():
         digits, _, _, _, _, name = line.split()
         address = ipaddress.IPv6Address(bytes.fromhex(digits))
@@ -233,7 +234,7 @@ def remove_control_file(run_dir: Path) -> None:
 
 
 def read_control_file(run_dir: Path) -> ControlFile:
-    """How the job that runs in a folder is talked to.
+    """Reads how the job that runs in a folder is talked to.
 
     Raises:
         RunFolderError: the folder holds no run.

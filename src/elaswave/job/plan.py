@@ -69,7 +69,7 @@ class RunPlan:
         return self.state.layers
 
     def slots_of(self, shape: LayerShape) -> tuple[str, ...]:
-        """The float32 states that the elements of a unit have: buffers only have values."""
+        """Lists the float32 states that the elements of a unit have: buffers only have values."""
         return self.state.slots[:1] if shape.is_buffers else self.state.slots
 
     @cached_property
@@ -132,8 +132,8 @@ class RunPlan:
         )
 
     def least_bytes(self, worker: int | None) -> int:
-        """Memory that a worker needs before anything is computed: parameters, sums of gradients, and the masters and
-        optimizer states that it holds.
+        """Computes the memory that a worker needs before anything is computed: parameters, sums of gradients, and the
+        masters and optimizer states that it holds.
 
         Args:
             worker: that the job begins with; None: one that joins, of which the smallest part is told.
@@ -154,14 +154,14 @@ class RunPlan:
         return num_bytes
 
     def complete(self, layout: Layout, placement: Placement) -> Placement:
-        """A placement once all copies that it lacks have been made."""
+        """Returns a placement as it is once all copies that it lacks have been made."""
         num_followers = self.config.elastic.num_followers
         elements = sum(block.num_elements for block in self.blocks)
         return refilled(self.blocks, layout, placement, num_followers, elements, self.scatter_width)
 
     def unprotected(self, layout: Layout, placement: Placement) -> str:
-        """For people: which blocks have all copies on one host after a loss, or at one site, and for how long; empty if
-        none has, or if nothing is known of hosts, or if copies are to be inside of sites.
+        """Describes for people which blocks have all copies on one host after a loss, or at one site, and for how long;
+        empty if none has, or if nothing is known of hosts, or if copies are to be inside of sites.
 
         Args:
             layout, placement: that the members go on with.
@@ -196,8 +196,9 @@ class RunPlan:
         )
 
     def problem_without(self, layout: Layout) -> Callable[[Collection[int]], str | None]:
-        """Why a job under a layout would not go on without some of its workers, by `Survival.problem_without`: too few
-        are left, or, of emulated devices, those who are left lack the memory for what survivors run at first.
+        """Returns a function that tells why a job under a layout would not go on without some of its workers, by
+        `Survival.problem_without`: too few are left, or, of emulated devices, those who are left lack the memory for
+        what survivors run at first.
 
         Args:
             layout: in force.
@@ -219,7 +220,7 @@ class RunPlan:
         return problem
 
     def _in_flight_limits(self, layout: Layout) -> dict[int, int]:
-        """What the memory of emulated devices permits.
+        """Computes what the memory of emulated devices permits.
 
         Raises:
             InfeasiblePlan: it is too little.
@@ -260,8 +261,8 @@ class RunPlan:
         return 4 * len(self.state.slots)
 
     def ratios_of(self, layout: Layout) -> dict[int, int]:
-        """What the run chooses for its adaptive fences under a layout, by position of the layer before each; empty
-        where it has none, or all were given.
+        """Returns what the run chooses for its adaptive fences under a layout, by position of the layer before each;
+        empty where it has none, or all were given.
 
         Args:
             layout: of workers whose sites are known.
@@ -321,7 +322,7 @@ class Identity(NamedTuple):
 
 
 def identity_of(plan: RunPlan, data_facts: Mapping[str, object]) -> Identity:
-    """What this process would train.
+    """Describes what this process would train.
 
     Args:
         plan: of the run, as this process has made it.

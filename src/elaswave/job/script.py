@@ -77,7 +77,7 @@ class JobOptions(NamedTuple):
     """Standard output belongs to a JSON document: progress goes to standard error."""
 
     def saved_config(self) -> Config | None:
-        """The configuration of the run that is resumed, if one is.
+        """Reads the configuration of the run that is resumed, if one is.
 
         Raises:
             UsageError: options that contradict each other.
@@ -115,7 +115,7 @@ class ScriptSession:
         self._num_begun = 0
 
     def begin_job(self, run_dir: Path | None, resume: bool) -> JobOptions:
-        """The options of the script's next job.
+        """Returns the options of the script's next job.
 
         Args:
             run_dir, resume: as the script has them.
@@ -148,13 +148,13 @@ _current: ScriptSession | None = None
 
 
 def current_session() -> ScriptSession:
-    """The session of the command that runs this process's script; one without options where there is none."""
+    """Returns the session of the command that runs this process's script; one without options where there is none."""
     return _NO_COMMAND if _current is None else _current
 
 
 @contextlib.contextmanager
 def active(session: ScriptSession) -> Iterator[ScriptSession]:
-    """While inside, the script's trainers get their options from this session."""
+    """Makes the script's trainers get their options from this session while inside."""
     global _current
     before, _current = _current, session
     try:
@@ -164,12 +164,12 @@ def active(session: ScriptSession) -> Iterator[ScriptSession]:
 
 
 def open_descriptors() -> frozenset[int]:
-    """Numbers of what this process has open."""
+    """Lists the numbers of what this process has open."""
     return frozenset(fd for fd in map(int, os.listdir("/proc/self/fd")) if _stat(fd) is not None)
 
 
 def read_files(besides: Collection[int] = _STREAMS) -> tuple[ReadFile, ...]:
-    """The regular files and block devices that this process has open for reading only, and can seek in.
+    """Lists the regular files and block devices that this process has open for reading only, and can seek in.
 
     No other thread may use them meanwhile: descriptors that share a place are found by moving one.
 
@@ -190,8 +190,8 @@ def read_files(besides: Collection[int] = _STREAMS) -> tuple[ReadFile, ...]:
 
 
 def at_present(files: Iterable[ReadFile]) -> tuple[ReadFile, ...]:
-    """The files with the places where they are now, without those that have been closed; to be asked just before a
-    fork, since whoever forks reads on."""
+    """Returns the files with the places where they are now, without those that have been closed; to be asked just
+    before a fork, since whoever forks reads on."""
     return tuple(_at_present(files))
 
 
@@ -220,7 +220,7 @@ def open_anew(files: Iterable[ReadFile]) -> None:
 
 
 def apart(files: Sequence[ReadFile], body: Callable[[], int]) -> Callable[[], int]:
-    """A body for `elaswave.system.processes.fork` that opens files anew first. To be made just before the
+    """Makes a body for `elaswave.system.processes.fork` that opens files anew first. It is to be made just before the
     fork.
 
     Args:
@@ -253,7 +253,7 @@ def _stat(fd: int) -> os.stat_result | None:
 
 
 def _read_file(fd: int) -> ReadFile | None:
-    """What is open under a number; None if that is no file for reading only, or has no place."""
+    """Describes what is open under a number; None if that is no file for reading only, or has no place."""
     status = _stat(fd)
     if status is None or not (stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)):
         return None
@@ -277,7 +277,7 @@ def _share_place(one: ReadFile, other: ReadFile) -> bool:
 
 
 def _opened(file: ReadFile) -> int:
-    """The file once more, also if it has no name any more."""
+    """Opens the file once more, also if it has no name any more."""
     path = f"/proc/self/fd/{file.fds[0]}"
     try:
         return os.open(path, file.flags | os.O_CLOEXEC)

@@ -59,12 +59,12 @@ class AgentRole(NamedTuple):
 
 
 def new_incarnation() -> int:
-    """One that no other agent of the job has, as good as certain."""
+    """Draws an incarnation that no other agent of the job has, as good as certain."""
     return secrets.randbits(_INCARNATION_BITS)
 
 
 def own_role() -> AgentRole:
-    """Of the launcher of a job on one machine."""
+    """Makes the role of the launcher of a job on one machine."""
     return AgentRole(socket.gethostname(), new_incarnation())
 
 

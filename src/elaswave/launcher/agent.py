@@ -91,7 +91,7 @@ class HeldPort(NamedTuple):
 
 
 def seed_of(text: str) -> Seed:
-    """Where ``HOST:PORT`` is, with an IPv6 address in brackets.
+    """Finds where ``HOST:PORT`` is, with an IPv6 address in brackets.
 
     Raises:
         UsageError: it is no such text.
@@ -114,7 +114,7 @@ def _split(text: str) -> tuple[str, int]:
 
 
 def seeds_of(texts: Sequence[str]) -> tuple[Seed, ...]:
-    """Where candidates are, in their order.
+    """Finds where candidates are, in their order.
 
     Raises:
         UsageError: a text is no HOST:PORT.
@@ -221,7 +221,7 @@ def _reserve(bind: str, port: int) -> socket.socket:
 
 
 def _is_here(seed: Seed) -> bool:
-    """Whether the seed's address is one of this host."""
+    """Tells whether the seed's address is one of this host."""
     family = socket.AF_INET6 if ":" in seed.address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -234,7 +234,7 @@ def _is_here(seed: Seed) -> bool:
 
 
 def own_address(seed: Seed) -> str:
-    """The address of this host that the coordinator's host is reached from.
+    """Finds the address of this host that the coordinator's host is reached from.
 
     Raises:
         RetryError: there is no way to it.
@@ -249,7 +249,7 @@ def own_address(seed: Seed) -> str:
 
 
 def where_to_listen(net: NetConfig, seed: Seed) -> str:
-    """The numeric address at which this host's processes listen.
+    """Chooses the numeric address at which this host's processes listen.
 
     Raises:
         ConfigError: an interface that cannot be used.
@@ -261,7 +261,7 @@ def where_to_listen(net: NetConfig, seed: Seed) -> str:
 
 
 def tls_here(net: NetConfig) -> Tls | None:
-    """This host's certificate files; None: no TLS.
+    """Finds this host's certificate files; None: no TLS.
 
     Raises:
         UsageError: a file is missing, or others could read the private key.
@@ -273,7 +273,7 @@ def tls_here(net: NetConfig) -> Tls | None:
 
 
 def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None, slots: int = 0) -> JobNetwork:
-    """The addresses of a job's processes on this host.
+    """Determines the addresses of a job's processes on this host.
 
     Args:
         net: as configured here.
@@ -421,7 +421,7 @@ def run_agent(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
 def _hold_one(
     seeds: Sequence[Seed], config: Config, locks: Path, can_found: bool
 ) -> tuple[int | None, HeldPort | None]:
-    """The seed at which this host's agent may start coordinators, if there is one."""
+    """Finds the seed at which this host's agent may start coordinators, if there is one."""
     for index, seed in enumerate(seeds):
         if seed.address and (len(seeds) > 1 or can_found):
             held = hold(seed, where_to_listen(config.net, seed), locks)
@@ -470,7 +470,7 @@ def _run_dir(options: AgentOptions) -> Path:
 
 
 def _is_over(run_dir: Path) -> bool:
-    """Whether the job has been finished: an agent that is started again by a launcher has nothing to do."""
+    """Tells whether the job has been finished: an agent that is started again by a launcher has nothing to do."""
     if not (is_run(run_dir) and (run_dir / RESULT_FILE).exists()):
         return False
     say_error(f"the job is finished already: {run_dir / RESULT_FILE}")
@@ -595,11 +595,11 @@ class _Asks(ClientOwner):
         self.answers: list[ToAgent] = []
 
     def hello(self) -> AskJob:
-        """The question."""
+        """Returns the question."""
         return self.question
 
     def receive(self, message: ToAgent) -> None:
-        """An answer."""
+        """Keeps an answer."""
         self.answers.append(message)
 
 

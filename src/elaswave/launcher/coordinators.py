@@ -58,7 +58,7 @@ class CandidateReports:
         self._reads: int | None = None
 
     def open(self) -> int:
-        """For the next process; returns where it writes what it reports."""
+        """Opens a pipe for the next process; returns where it writes what it reports."""
         self.close()
         self._reads, writes = os.pipe()
         os.set_blocking(self._reads, False)
@@ -73,7 +73,7 @@ class CandidateReports:
             self._reads = None
 
     def hear(self) -> Sequence[CandidateProgress]:
-        """What the process has said, or nothing if its end of the pipe is closed."""
+        """Reads what the process has said, or nothing if its end of the pipe is closed."""
         if self._reads is None:
             return ()
         try:
@@ -264,7 +264,7 @@ class CoordinatorSupervisor:
             self._processes.ask_forkserver(AbandonCommits())
 
     def committed(self, message: CommitDone) -> CheckpointCommitted | None:
-        """A commit has ended; returns what the coordinator is to be told, if there is one."""
+        """Notes that a commit has ended; returns what the coordinator is to be told, if there is one."""
         if message.number == self._committing:
             self._committing = None
         if not self._waits.is_for_commit:
@@ -276,17 +276,17 @@ class CoordinatorSupervisor:
 
 
 def _gave_up(text: str) -> bool:
-    """Whether a coordinator has ended by an error that another one would meet too."""
+    """Tells whether a coordinator has ended by an error that another one would meet too."""
     return _has(text, 1, SUPERSEDED)
 
 
 def _has(text: str, *statuses: int) -> bool:
-    """Whether a process has ended with one of these."""
+    """Tells whether a process has ended with one of these."""
     return text.endswith(tuple(f"with status {status}" for status in statuses))
 
 
 def _tell(writes: int, progress: CandidateProgress) -> None:
-    """In a candidate's process: a report to its agent, which may have ended, and with it this process."""
+    """Writes, in a candidate's process, a report to its agent, which may have ended, and with it this process."""
     with contextlib.suppress(OSError):
         os.write(writes, progress.line())
 
@@ -327,7 +327,7 @@ class WithoutCoordinator:
         return self._coordinator_timeout.without_s
 
     def look(self, *, has_coordinator: bool) -> Ended | None:
-        """To be called often; may take a second or a little more.
+        """Does what is due; is to be called often, and may take a second or a little more.
 
         Returns:
             How the job has ended, if that was found out.
@@ -341,7 +341,7 @@ class WithoutCoordinator:
 
 
 def find_outcome(config: ControlConfig, job: str, run_dir: Path, key: JobKey, job_generation: int) -> Ended | None:
-    """How the job has ended, for an agent that was cut off when its coordinator told the others (rule H13).
+    """Finds out how the job has ended, for an agent that was cut off when its coordinator told the others (rule H13).
 
     It looks once, for a second or a little more: for the result in the run's folder, if hosts share it, and for any
     outcome in the job's store, if that is etcd.

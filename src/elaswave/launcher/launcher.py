@@ -233,7 +233,7 @@ def _look_around(
     *,
     resume: bool,
 ) -> StartingPoint | None:
-    """For a resume, checks the data and the checkpoints; clears the run folder of what is stale.
+    """Checks, for a resume, the data and the checkpoints; clears the run folder of what is stale.
 
     Returns:
         The checkpoint to go on from, if any.
@@ -331,7 +331,7 @@ def _check_resumable(config: Config, meta: CheckpointMeta, run_dir: Path, report
 
 
 def outcome_of(ended: Ended, stop_signal: int | None, run_dir: Path) -> RunResult:
-    """The result of a job that has finished; raises what ended any other."""
+    """Reads the result of a job that has finished; raises what ended any other."""
     if ended.outcome == "finished":
         return read_result(run_dir)
     if ended.outcome == "stopped":
@@ -344,7 +344,7 @@ def outcome_of(ended: Ended, stop_signal: int | None, run_dir: Path) -> RunResul
 
 
 def _way_on(config: Config, run_dir: Path, agent_role: AgentRole | None) -> str:
-    """How a run that was stopped can go on."""
+    """Describes how a run that was stopped can go on."""
     try:
         step = newest_committed_step(run_dir)
     except CheckpointError as error:

@@ -202,7 +202,7 @@ class LocalJob(ClientOwner):
         return self._await_prepared().state
 
     def dataset_facts(self, num_samples: dict[str, int]) -> DatasetFingerprint:
-        """What is known of a script's datasets, and of what else it gives; waits for the forkserver, as
+        """Returns what is known of a script's datasets, and of what else it gives; waits for the forkserver, as
         `await_forkserver`.
 
         Args:
@@ -214,11 +214,12 @@ class LocalJob(ClientOwner):
         return DatasetFingerprint(num_samples=num_samples, hashes=hashes, script=prepared.given)
 
     def not_taken(self) -> list[str]:
-        """What a fresh forkserver could not take over of the script's modules; waits for it, as `await_forkserver`."""
+        """Lists what a fresh forkserver could not take over of the script's modules; waits for it, as
+        `await_forkserver`."""
         return self._await_prepared().not_taken
 
     def findings(self) -> list[Finding]:
-        """What samples and loss of a script are like in the job's processes; waits for the forkserver, as
+        """Lists what samples and loss of a script are like in the job's processes; waits for the forkserver, as
         `await_forkserver`."""
         return self._await_prepared().findings
 
@@ -370,7 +371,7 @@ class LocalJob(ClientOwner):
                     raise RetryError("this host's workers have left, as the notice asked for; the job goes on without")
 
     def _hear_candidate(self) -> None:
-        """A candidate's process has the job, or can be dialled; or its end of the pipe is closed."""
+        """Hears that a candidate's process has the job, or can be dialled; or that its end of the pipe is closed."""
         assert self._client is not None
         for stage, term in self._candidate_reports.hear():
             if stage is CandidateStage.HOLDS:
@@ -385,7 +386,7 @@ class LocalJob(ClientOwner):
                 self._client.dial_first()
 
     def _check_coordinator_timeout(self) -> None:
-        """Where another host has the coordinator: does what is due while it cannot be reached.
+        """Does, where another host has the coordinator, what is due while it cannot be reached.
 
         Raises:
             RetryError: it could not be for too long, and this host's workers have not committed a step either.
@@ -432,7 +433,7 @@ class LocalJob(ClientOwner):
     # ----------------------------------------------------------------------------------------------------- coordinator
 
     def hello(self) -> AgentHello:
-        """What this agent is, and what has become of its workers."""
+        """Says what this agent is, and what has become of its workers."""
         exited = [Exited(worker=end.worker, text=end.text) for end in self._agent.worker_ends]
         agent_role = self._agent_role
         self._logs.connected()
@@ -597,7 +598,7 @@ class LocalJob(ClientOwner):
 
 
 def with_ends(reason: str, ends: Mapping[int, str]) -> str:
-    """A coordinator's reason with how processes have ended, where it has only heard that they have.
+    """Completes a coordinator's reason with how processes have ended, where it has only heard that they have.
 
     Args:
         reason: such as "worker 0 has ended".
@@ -608,8 +609,8 @@ def with_ends(reason: str, ends: Mapping[int, str]) -> str:
 
 
 def error_of_refusal(refused: AgentRefused) -> ElaswaveError:
-    """What ends an agent that may not take part: a person's mistake (`UsageError`), another agent of its node
-    (`NeedlessError`), or what a later one may not meet (`RetryError`)."""
+    """Makes the error that ends an agent that may not take part: a person's mistake (`UsageError`), another agent of
+    its node (`NeedlessError`), or what a later one may not meet (`RetryError`)."""
     if refused.verdict == "needless":
         return NeedlessError(refused.reason)
     return RetryError(refused.reason) if refused.verdict == "again" else UsageError(refused.reason)

@@ -58,7 +58,7 @@ from elaswave.system.processes import ORPHAN_S_MAX, Child, end_group, end_orphan
 
 
 def forkserver_log(suffix: str) -> str:
-    """The name of the forkserver's log.
+    """Returns the name of the forkserver's log.
 
     Args:
         suffix: see `elaswave.job.setup.AgentRole.suffix`.
@@ -112,7 +112,7 @@ class ForkServerProcess:
         self.pid_fd = self._child.pid_fd
 
     def fileno(self) -> int:
-        """Readable when `hear` has something to do."""
+        """Returns the descriptor that is readable when `hear` has something to do."""
         return self._link.fileno()
 
     def ask(self, message: ToForkServer) -> None:
@@ -136,7 +136,7 @@ class ForkServerProcess:
             self._unsent.clear()
 
     def hear(self) -> list[FromForkServer]:
-        """What has come."""
+        """Reads what has come."""
         messages: list[FromForkServer] = []
         with contextlib.suppress(OSError):
             while data := self._link.recv(1 << 20):
@@ -144,14 +144,14 @@ class ForkServerProcess:
         return messages
 
     def ended(self) -> str | None:
-        """How it has ended, if it has ended by itself: "was killed by SIGKILL". It is reaped then."""
+        """Tells how it has ended, if it has ended by itself: "was killed by SIGKILL". It is reaped then."""
         if self._child is None or not _has_ended(self._child, 0.0):
             return None
         child, self._child = self._child, None
         return how_it_ended(child.reap())
 
     def let_go(self) -> None:
-        """In another child: closes what is the launcher's."""
+        """Closes, in another child, what is the launcher's."""
         self._link.close()
         if self._child is not None:
             os.close(self.pid_fd)
@@ -178,7 +178,7 @@ class ForkServerProcess:
 
 
 def _has_ended(child: Child, timeout_s: float) -> bool:
-    """Whether a process ends within a time."""
+    """Tells whether a process ends within a time."""
     poll = select.poll()
     poll.register(child.pid_fd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1e3))
@@ -220,7 +220,7 @@ class Standstill:
 
 
 def how_it_stands_still(standstill: Standstill, forkserver: ProcessFacts | None, now_s: float) -> str | None:
-    """What to tell of a forkserver that has used no processor time for too long.
+    """Describes what to tell of a forkserver that has used no processor time for too long.
 
     Args:
         standstill: what was seen of it.
@@ -277,7 +277,7 @@ class LauncherWaits:
         self._ending_commit = None
 
     def overdue(self, forkserver: Callable[[], ProcessFacts | None], now_s: float) -> str | None:
-        """Why the job cannot go on; to be asked often.
+        """Tells why the job cannot go on; is to be asked often.
 
         Args:
             forkserver: what the kernel says of the forkserver; None if it does not live. Called only while it is to
@@ -364,7 +364,7 @@ class JobProcesses:
             self.selector.modify(self._forkserver, events, FORKSERVER)
 
     def receive_from_forkserver(self) -> list[FromForkServer]:
-        """What the forkserver has said; the processes that it tells of are noted already."""
+        """Reads what the forkserver has said; the processes that it tells of are noted already."""
         self._forkserver.flush()
         self._watch_room()
         messages = self._forkserver.hear()
@@ -394,7 +394,8 @@ class JobProcesses:
         return process_entry("worker", message.child, message.pid)
 
     def forkserver_end(self) -> str | None:
-        """How the forkserver has ended, if it has: "was killed by SIGKILL". Its workers have then ended, or will."""
+        """Tells how the forkserver has ended, if it has: "was killed by SIGKILL". Its workers have then ended, or
+        will."""
         text = self._forkserver.ended()
         if text is not None:
             self.selector.unregister(self._forkserver.pid_fd)
@@ -402,7 +403,7 @@ class JobProcesses:
         return text
 
     def forkserver_facts(self) -> ProcessFacts | None:
-        """What the kernel says of the forkserver, if it lives."""
+        """Reads what the kernel says of the forkserver, if it lives."""
         return facts_of(self.forkserver_pid) if _FORKSERVER in self._processes else None
 
     # ----------------------------------------------------------------------------------------------------- coordinator
@@ -440,7 +441,7 @@ class JobProcesses:
         self.ask_forkserver(message)
 
     def _let_go(self) -> None:
-        """In a coordinator: closes what is the launcher's."""
+        """Closes, in a coordinator, what is the launcher's."""
         self.selector.close()
         self._forkserver.let_go()
 
@@ -471,7 +472,7 @@ class JobProcesses:
         return sorted(name for name in self._pids if not isinstance(name, Loader) and name >= 0)
 
     def pids_of(self, workers: Iterable[int]) -> dict[int, int]:
-        """The processes of those workers that live."""
+        """Finds the processes of those workers that live."""
         return {worker: self._pids[worker] for worker in workers if worker in self._pids}
 
     @property
@@ -480,12 +481,12 @@ class JobProcesses:
         return [os.getpid(), self.forkserver_pid, *self._pids.values()]
 
     def facts_of(self, workers: Iterable[int]) -> dict[int, ProcessFacts]:
-        """What the kernel says of those workers that live."""
+        """Reads what the kernel says of those workers that live."""
         found = {worker: facts_of(pid) for worker, pid in self.pids_of(workers).items()}
         return {worker: facts for worker, facts in found.items() if facts is not None}
 
     def _note(self, name: int | Loader, process: RunProcess | None) -> None:
-        """A process has begun, or ended (None)."""
+        """Notes that a process has begun, or ended (None)."""
         self._has_changed = True
         if process is None:
             self._processes.pop(name, None)
@@ -513,7 +514,8 @@ class JobProcesses:
                     self.receive_from_forkserver()
 
     def _only_stopped(self) -> bool:
-        """Whether all that are left are stopped (a hung worker): nothing to wait for. Loaders end with their worker."""
+        """Tells whether all that are left are stopped (a hung worker): there is nothing to wait for. Loaders end with
+        their worker."""
         pids = [pid for name, pid in self._pids.items() if not isinstance(name, Loader)]
         pids += [*([self._coordinator.pid] if self._coordinator is not None else [])]
         for pid in pids:

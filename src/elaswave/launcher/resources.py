@@ -58,7 +58,7 @@ class MemoryEstimate(NamedTuple):
 
 
 def least_memory(config: Config, layer_parameters: Sequence[int] = ()) -> MemoryEstimate:
-    """What a run needs at least.
+    """Estimates what a run needs at least.
 
     Args:
         config: with its layout resolved.
@@ -88,7 +88,7 @@ def least_memory(config: Config, layer_parameters: Sequence[int] = ()) -> Memory
 
 
 def _least_costs(config: Config) -> Costs:
-    """Bytes of the run's layers, at least: of a block's activations only what every kernel keeps."""
+    """Computes the bytes of the run's layers, at least: of a block's activations only what every kernel keeps."""
     shape = shape_of(config)
     rows = config.batch.microbatch_size * shape.context_length
     block = _layer(config, shape.block_parameters, rows * shape.hidden_size * (1 if config.model.recompute else 5))
@@ -102,7 +102,7 @@ def _own_costs(config: Config, layer_parameters: Sequence[int]) -> Costs:
 
 
 def _layer(config: Config, num_parameters: int, num_kept: int) -> LayerCosts:
-    """Bytes of a layer with these parameters, and kept elements of activations of a micro-batch."""
+    """Computes the bytes of a layer with these parameters, and kept elements of activations of a micro-batch."""
     size, elastic = element_bytes(config), config.elastic
     return LayerCosts(
         forward_s=0.0,
@@ -117,7 +117,7 @@ def _layer(config: Config, num_parameters: int, num_kept: int) -> LayerCosts:
 
 
 def memory_problem(memory: MemoryEstimate, available: int, source: str) -> str | None:
-    """Why a run cannot be held, or None.
+    """Tells why a run cannot be held, or None.
 
     Args:
         memory: what it needs at least.
@@ -217,7 +217,7 @@ class JobPlace:
         num_loaders: int = 0,
         before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None,
     ) -> JobSetup:
-        """What all processes of the job here are started with.
+        """Makes what all processes of the job here are started with.
 
         Args:
             started_s, faults, profile, num_loaders, before_effect: as of `JobSetup`.
@@ -253,7 +253,8 @@ class JobPlace:
         return self.folder / JOB_KEY_FILE if self.key.file is None else self.key.file.resolve()
 
     def _write_key(self) -> None:
-        """If it was given in no file, and while it is the first one: a later one stands there already."""
+        """Writes the key if it was given in no file, and while it is the first one: a later one stands there
+        already."""
         if self.key.file is not None:
             return
         with contextlib.suppress(FileExistsError):
@@ -269,7 +270,7 @@ class JobPlace:
 
 
 def memory_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
-    """The most memory that processes started here can have, swap included, and the file that says so.
+    """Finds the most memory that processes started here can have, swap included, and the file that says so.
 
     Args:
         root: where ``proc`` and ``sys`` are mounted.
@@ -343,7 +344,7 @@ def check_frequency(kind: str) -> None:
 
 
 def _without_cuda() -> str:
-    """What shows that no GPU can be used here; empty: nothing does."""
+    """Tells what shows that no GPU can be used here; empty: nothing does."""
     version = cuda_of_torch()
     if version is None:
         return "the torch that is installed is built without CUDA"
@@ -355,7 +356,7 @@ def _without_cuda() -> str:
 
 
 def cuda_of_torch() -> str | None:
-    """The version of CUDA that torch is built with, from its files; None: without."""
+    """Finds the version of CUDA that torch is built with, from its files; None: without."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return None

@@ -118,7 +118,7 @@ class TerminalView:
             (self._reporter.error if message.is_error else self._reporter.message)(message.text)
 
     def starting(self, *, has_workers: bool) -> None:
-        """Until the first step has been made, says now and then that the job is at it: a large model takes its time.
+        """Says now and then, until the first step has been made, that the job is at it: a large model takes its time.
 
         Args:
             has_workers: whether this agent was asked for workers.

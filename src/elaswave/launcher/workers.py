@@ -62,12 +62,12 @@ class LogSending:
         self._is_wanted = True
 
     def ended(self, worker: int) -> list[LogPart]:
-        """A worker has ended: its last words, which are to be sent before that is said."""
+        """Returns the last words of a worker that has ended, which are to be sent before that is said."""
         tail = self._tails.pop(worker, None)
         return [] if tail is None or not self._is_wanted else _parts({worker: tail.next(is_last=True)})
 
     def turn(self, now_s: float) -> list[LogPart]:
-        """What has been printed, now and then."""
+        """Returns, now and then, what has been printed."""
         if not self._is_wanted or now_s - self._looked_s < SEND_LOGS_EVERY_S:
             return []
         self._looked_s = now_s
@@ -118,7 +118,7 @@ class WorkerSupervisor:
             self._processes.ask_forkserver(KillWorkers(workers=(message.worker,)))
 
     def ended(self, end: WorkerEnded) -> Sequence[LogPart | Exited]:
-        """One has ended; returns what the coordinator is to be told."""
+        """Notes that one has ended; returns what the coordinator is to be told."""
         told: list[LogPart | Exited] = []
         for effect in self._agent.handle(end):
             assert isinstance(effect, ReportEnd)
@@ -141,7 +141,7 @@ class WorkerSupervisor:
 
 
 def _as_seen_from(run_dir: Path, checkpoint: StartingPoint | None) -> StartingPoint | None:
-    """A checkpoint that the coordinator names by its own path, as this host has it."""
+    """Maps a checkpoint that the coordinator names by its own path to the one that this host has."""
     if checkpoint is None:
         return None
     there = Path(checkpoint.folder)
@@ -171,13 +171,13 @@ class WorkerLooks:
         self._looked_at_silent_s = 0.0
 
     def asked(self, message: Awaited) -> None:
-        """Whom the coordinator waits for now."""
+        """Notes whom the coordinator waits for now."""
         self._awaited = message.workers
         now_s, pids = time.monotonic(), self._processes.pids_of(message.silent)
         self._silent = {worker: self._silent.get(worker) or ProcessorWaits(pid, now_s) for worker, pid in pids.items()}
 
     def turn(self) -> list[CpuTimes]:
-        """What to tell the coordinator now; to be called often."""
+        """Returns what to tell the coordinator now; is to be called often."""
         now_s, found = time.monotonic(), []
         if self._awaited and now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
@@ -230,11 +230,12 @@ class AgentKeys:
         return ""
 
     def for_forkserver(self) -> TakeKeys:
-        """What the forkserver is told, which forks workers, and may fork coordinators."""
+        """Makes what the forkserver is told, which forks workers, and may fork coordinators."""
         return TakeKeys(keys=self.ring.now.accepted, job_keys=self.job.accepted, retired=self.job.retired)
 
     def _known(self) -> Iterator[bytes]:
-        """The job's keys that may count. One that was retired never does again: the old file may still be there."""
+        """Yields the job's keys that may count. One that was retired never does again: the old file may still be
+        there."""
         yield from self.job.accepted
         for file in (next_file(self._file), self._file):
             with contextlib.suppress(UsageError):

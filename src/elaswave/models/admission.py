@@ -54,8 +54,8 @@ def check_module(layer: str, module: nn.Module) -> None:
 
 
 def why_not_computed(tensor: torch.Tensor) -> str:
-    """What is special in a tensor of a type that only few operators take, and what to do; empty for any other. Its bits
-    could neither be hashed nor copied as those of others are."""
+    """Tells what is special in a tensor of a type that only few operators take, and what to do; empty for any other.
+    Its bits could neither be hashed nor copied as those of others are."""
     if tensor.is_quantized:
         return f"quantized ({str(tensor.dtype).removeprefix('torch.')}): use tensor.dequantize()"
     if tensor.is_floating_point() and tensor.dtype.itemsize < 2:
@@ -113,7 +113,7 @@ def check_hooks(layer: str, module: nn.Module) -> None:
 
 
 def hooked_parameter(module: nn.Module) -> str | None:
-    """The first parameter with a gradient hook, if there is one."""
+    """Finds the first parameter with a gradient hook, if there is one."""
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return name
@@ -145,7 +145,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def problems_with_layer_fields(layer: Layer) -> list[str]:
-    """What of a `Layer` is not of the type or form that it must have."""
+    """Lists what of a `Layer` is not of the type or form that it must have."""
     name: Any
     build: Any
     ties: Any
@@ -178,7 +178,7 @@ def problems_with_layer_fields(layer: Layer) -> list[str]:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a layer may be called so: its name is part of names of tensors, and of files that are exported."""
+    """Tells whether a layer may be called so: its name is part of names of tensors, and of files that are exported."""
     return name.isprintable() and not set(name) & set("/\\") and all(name.split("."))
 
 
@@ -234,8 +234,8 @@ def check_is_module(layer: Layer, module: object) -> None:
 def problems_with_captured(
     builders: Sequence[tuple[Layer, nn.Module]], instances: Mapping[str, nn.Module]
 ) -> list[str]:
-    """What functions have not made themselves: parameters that are trained, or modules with buffers, that are in two
-    builds of one layer or of two.
+    """Lists what functions have not made themselves: parameters that are trained, or modules with buffers, that are in
+    two builds of one layer or of two.
 
     Args:
         builders: layers that are built by functions, and what each has made; it is called a second time.
@@ -262,8 +262,8 @@ def problems_with_captured(
 
 
 def _with_state(module: nn.Module) -> dict[int, str]:
-    """Names of what two layers must not have in common, by ``id``: parameters that are trained, and modules that have
-    buffers. An activation may be shared, and so may a parameter that nothing writes."""
+    """Maps ``id`` to the name of each thing that two layers must not have in common: parameters that are trained, and
+    modules that have buffers. An activation may be shared, and so may a parameter that nothing writes."""
     trained = {id(each): f"parameter {name}" for name, each in module.named_parameters() if each.requires_grad}
     return trained | {
         id(part): f"module {name or type(part).__name__}" for name, part in module.named_modules() if part._buffers
@@ -283,7 +283,7 @@ class CopyOf:
     name: str = ""
 
     def __call__(self) -> nn.Module:
-        """The copy; under ``torch.device("meta")`` one without memory.
+        """Makes the copy; under ``torch.device("meta")`` it makes one without memory.
 
         Raises:
             UsageError: the module holds something that cannot be copied.
@@ -321,7 +321,7 @@ class CopyOf:
 
 
 def without_values(layer: Layer) -> nn.Module:
-    """A layer's module for its shapes, types and names: built without memory, or the instance itself.
+    """Makes a layer's module for its shapes, types and names: built without memory, or the instance itself.
 
     Raises:
         UsageError: it cannot be built.
@@ -340,7 +340,8 @@ def put_in_training(instances: Mapping[str, nn.Module]) -> None:
 
 
 def ties_of(instances: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
-    """The ties of layers that share a Parameter: layer -> its parameter -> full name in the first layer that has it.
+    """Finds the ties of layers that share a Parameter: layer -> its parameter -> full name in the first layer that has
+    it.
 
     Args:
         instances: the modules of layers, by name, in their order.

@@ -47,7 +47,7 @@ _MATRICES_IN_BLOCK = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 
 
 def gpt2_name(name: str) -> tuple[str, bool]:
-    """The place of a parameter in transformers' ``GPT2LMHeadModel``.
+    """Finds the place of a parameter in transformers' ``GPT2LMHeadModel``.
 
     Args:
         name: full name here, such as ``block.3.attention.qkv.weight``.
@@ -79,7 +79,7 @@ class GPTEmbedding(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """int64 tokens [B, T] to activations [B, T, C]."""
+        """Maps int64 tokens [B, T] to activations [B, T, C]."""
         check_sequence(tokens_BT, self.position.num_embeddings)
         x_BTC: torch.Tensor = self.token(tokens_BT) + self.position.weight[: tokens_BT.shape[1]]
         return self.dropout(x_BTC)
@@ -96,7 +96,7 @@ class GPTAttention(nn.Module):
         self.attend = CausalAttention(dropout)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """[B, T, C] to [B, T, C]."""
+        """Maps [B, T, C] to [B, T, C]."""
         B, T, C = x_BTC.shape
         q_BTHD, k_BTHD, v_BTHD = self.qkv(x_BTC).view(B, T, 3, self.num_heads, C // self.num_heads).unbind(2)
         return self.output(self.attend(q_BTHD, k_BTHD, v_BTHD))
@@ -112,7 +112,7 @@ class GPTMLP(nn.Module):
         self.down = Linear(4 * hidden_size, hidden_size, bias=True, std=residual_std)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """[B, T, C] to [B, T, C]."""
+        """Maps [B, T, C] to [B, T, C]."""
         return self.down(self.activation(self.up(x_BTC)))
 
 
@@ -128,7 +128,7 @@ class GPTBlock(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """[B, T, C] to [B, T, C]."""
+        """Maps [B, T, C] to [B, T, C]."""
         x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC)))
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
@@ -142,14 +142,14 @@ class GPTHead(nn.Module):
         self.output = Linear(hidden_size, vocab_size, bias=False)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """[B, T, C] to logits [B, T, V]."""
+        """Maps [B, T, C] to logits [B, T, V]."""
         return self.output(self.norm(x_BTC))
 
 
 def gpt(
     *, vocab_size: int, num_layers: int, hidden_size: int, num_heads: int, context_length: int, dropout: float
 ) -> ModelSpec:
-    """A GPT of ``num_layers + 2`` layers: ``embedding``, ``block.0`` ..., ``head``.
+    """Makes a GPT of ``num_layers + 2`` layers: ``embedding``, ``block.0`` ..., ``head``.
 
     Initial values are GPT-2's: normal(0, 0.02), matrices that write to the stream scaled by 1/sqrt(2 * num_layers),
     biases zero.

@@ -48,7 +48,7 @@ _HUGGINGFACE_IN_BLOCK = {
 
 
 def huggingface_llama_name(name: str) -> str:
-    """The name of a parameter in transformers' ``LlamaForCausalLM``.
+    """Finds the name of a parameter in transformers' ``LlamaForCausalLM``.
 
     Args:
         name: full name here, such as ``block.3.attention.wq.weight``.
@@ -107,7 +107,7 @@ class LlamaEmbedding(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """int64 tokens [B, T] to activations [B, T, C]."""
+        """Maps int64 tokens [B, T] to activations [B, T, C]."""
         check_sequence(tokens_BT, self.context_length)
         return self.dropout(self.token(tokens_BT))
 
@@ -141,7 +141,7 @@ class LlamaAttention(nn.Module):
         self.register_buffer("sin_T1D", sin_T1D, persistent=False)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """[B, T, C] to [B, T, C]."""
+        """Maps [B, T, C] to [B, T, C]."""
         B, T, _ = x_BTC.shape
         cos_T1D, sin_T1D = self.cos_T1D[:T], self.sin_T1D[:T]
         q_BTHD = rotate(self.wq(x_BTC).view(B, T, self.num_heads, self.head_width), cos_T1D, sin_T1D)
@@ -160,7 +160,7 @@ class LlamaFeedForward(nn.Module):
         self.w3 = Linear(hidden_size, intermediate_size, bias=False)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """[B, T, C] to [B, T, C]."""
+        """Maps [B, T, C] to [B, T, C]."""
         return self.w2(F.silu(self.w1(x_BTC)) * self.w3(x_BTC))
 
 
@@ -188,7 +188,7 @@ class LlamaBlock(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """[B, T, C] to [B, T, C]."""
+        """Maps [B, T, C] to [B, T, C]."""
         x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC)))
         return x_BTC + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTC)))
 
@@ -202,7 +202,7 @@ class LlamaHead(nn.Module):
         self.output = Linear(hidden_size, vocab_size, bias=False)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """[B, T, C] to logits [B, T, V]."""
+        """Maps [B, T, C] to logits [B, T, V]."""
         return self.output(self.norm(x_BTC))
 
 
@@ -223,7 +223,7 @@ def llama(
     intermediate_size: int | None = None,
     rope_theta: float = 10_000.0,
 ) -> ModelSpec:
-    """A Llama of ``num_layers + 2`` layers: ``embedding``, ``block.0`` ..., ``head``.
+    """Makes a Llama of ``num_layers + 2`` layers: ``embedding``, ``block.0`` ..., ``head``.
 
     Initial values as in `elaswave.models.gpt.gpt`; norms start at one.
 

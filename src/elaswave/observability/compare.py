@@ -103,7 +103,7 @@ def _summary(
 
 
 def _differing_config(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys that differ, with both values."""
+    """Finds the dotted keys that differ, with both values."""
     flat_a, flat_b = (_flatten({name: keys for name, keys in each.items() if name != FORMAT_KEY}) for each in (a, b))
     return {
         key: (flat_a.get(key), flat_b.get(key))

@@ -452,7 +452,7 @@ _KIND = msgspec.json.Decoder(_Kind)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The whole lines of a log, with their numbers. Of one that is too long, only the beginning is there.
+    """Yields the whole lines of a log, with their numbers. Of one that is too long, only the beginning is there.
 
     Raises:
         OSError: it cannot be read, or is too long.

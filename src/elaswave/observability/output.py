@@ -96,7 +96,8 @@ def say_json(document: object, enc_hook: Callable[[Any], Any] | None = None) -> 
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """A text as a stream takes it: visible, and with "?" for every character that the stream's encoding lacks."""
+    """Returns a text as a stream takes it: visible, and with "?" for every character that the stream's encoding
+    lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return visible(text).encode(encoding, "replace").decode(encoding)
 
@@ -105,7 +106,7 @@ class VisibleLines(logging.Formatter):
     """Lines of a log, in which reasons and names of others stand."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record, with its traceback."""
+        """Formats one record, with its traceback."""
         return visible(super().format(record))
 
 

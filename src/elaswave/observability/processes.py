@@ -69,7 +69,7 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts_of(pid: int) -> ProcessFacts | None:
-    """What the kernel says of a process; None if there is none with this id, or no ``/proc``."""
+    """Reads what the kernel says of a process; None if there is none with this id, or no ``/proc``."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -85,7 +85,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes whose parent a process is; none where there is no ``/proc``."""
+    """Lists the processes whose parent a process is; none where there is no ``/proc``."""
     try:
         found = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     except OSError:
@@ -94,8 +94,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def family_cpu_s(pid: int) -> float:
-    """The processor time that a process and all that it has started have used, such as compilers and the processes of
-    a pool: it grows while any of them computes. 0 where there is no process, or no ``/proc``."""
+    """Computes the processor time that a process and all that it has started have used, such as compilers and the
+    processes of a pool: it grows while any of them computes. The result is 0 where there is no process, or no
+    ``/proc``."""
     total_s, todo = 0.0, [pid]
     while todo:
         each = todo.pop()
@@ -107,7 +108,7 @@ def family_cpu_s(pid: int) -> float:
 
 
 def _children_at_once(pid: int) -> list[int]:
-    """The same as `children_of`, by what the kernel keeps: a look at all processes of a machine takes too long."""
+    """Does the same as `children_of`, by what the kernel keeps: a look at all processes of a machine takes too long."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
         return [int(child) for thread in threads for child in _contents(f"/proc/{pid}/task/{thread}/children").split()]
@@ -123,13 +124,13 @@ def _contents(path: str) -> str:
 
 
 def process_entry(role: Role, number: int, pid: int) -> RunProcess:
-    """The entry of a process that lives now."""
+    """Makes the entry of a process that lives now."""
     facts = facts_of(pid)
     return RunProcess(role=role, id=number, pid=pid, start_ticks=0 if facts is None else facts.start_ticks)
 
 
 def processes_file(suffix: str) -> str:
-    """The name of the file in the folder of a run of several hosts, of which each has its own.
+    """Returns the name of the file in the folder of a run of several hosts, of which each has its own.
 
     Args:
         suffix: of all hosts but the first.
@@ -165,7 +166,7 @@ def remove_processes(run_dir: Path, suffix: str = "") -> None:
 
 
 def read_processes(run_dir: Path, suffix: str = "") -> list[RunProcess]:
-    """The processes that `processes.json` names and that live; none if there is no such file."""
+    """Reads the processes that `processes.json` names and that live; none if there is no such file."""
     try:
         table: ProcessTable = read_json(run_dir / processes_file(suffix), ProcessTable)
     except (OSError, ValueError):
@@ -174,7 +175,7 @@ def read_processes(run_dir: Path, suffix: str = "") -> list[RunProcess]:
 
 
 def lives(process: RunProcess) -> bool:
-    """Whether the very process lives that an entry names, not another one with its id."""
+    """Tells whether the very process lives that an entry names, not another one with its id."""
     facts = facts_of(process.pid)
     return facts is not None and facts.start_ticks == process.start_ticks and facts.state != "Z"
 
@@ -248,7 +249,8 @@ class ProcessorWaits:
         return self._contents(thread, "stat").rpartition(b")")[2].split()[:1] == [b"R"]
 
     def _contents(self, thread: str, name: str) -> bytes:
-        """Of a file of one thread; nothing if the thread has just ended, or the kernel does not count."""
+        """Reads the contents of a file of one thread; nothing if the thread has just ended, or the kernel does not
+        count."""
         try:
             file = os.open(f"{self._folder}/{thread}/{name}", os.O_RDONLY)
         except OSError:
@@ -262,7 +264,7 @@ class ProcessorWaits:
 
 
 def clock_here() -> str:
-    """A name of this process's monotonic clock. Two processes with the same one can compare their readings."""
+    """Returns a name of this process's monotonic clock. Two processes with the same one can compare their readings."""
     try:
         return f"{_BOOT.read_text().strip()}/{os.stat(_NAMESPACE).st_ino}"
     except OSError:
@@ -284,7 +286,7 @@ class MappedFiles:
         self._due_s = now_s + FIRST_LOOK_S
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time to look; says so once."""
+        """Tells whether it is time to look; says so once."""
         if now_s < self._due_s:
             return False
         self._interval_s = min(2 * self._interval_s, LAST_LOOK_S)
@@ -303,7 +305,7 @@ class MappedFiles:
                 self._ends[path] = max(end, self._ends.get(path, 0))
 
     def cut_short(self, pids: Iterable[int]) -> list[str]:
-        """The files that end before what is, or was, mapped of them: what is to be said of each.
+        """Finds the files that end before what is, or was, mapped of them: lists what is to be said of each.
 
         Others may be about to read there too, so what was seen before is tried first: it takes a hundredth of a look.
         """
@@ -326,7 +328,7 @@ class MappedFiles:
 
 
 def _mapped_by(pid: int) -> dict[str, int]:
-    """Path -> up to where a process has mapped it for reading, as ``/proc/PID/maps`` has it."""
+    """Maps each path to the place up to which a process has mapped it for reading, as ``/proc/PID/maps`` has it."""
     ends: dict[str, int] = {}
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:

@@ -37,7 +37,7 @@ _CURVE_WIDTH = 60
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """A curve as one line of text, low to high; "×" ("x" in ASCII) where a value is not finite.
+    """Draws a curve as one line of text, low to high; "×" ("x" in ASCII) where a value is not finite.
 
     Args:
         values: the curve. More values than ``width`` are averaged over equal runs.
@@ -75,7 +75,8 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
 
 
 def writes_unicode(stream: TextIO) -> bool:
-    """Whether a stream's encoding has the characters that curves are drawn with; a stream without one holds any."""
+    """Tells whether a stream's encoding has the characters that curves are drawn with; a stream without one holds
+    any."""
     try:
         (_BLOCKS + "×→").encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -120,13 +121,13 @@ class Reporter(Protocol):
         """
 
     def evaluation(self, step: int, loss: float) -> None:
-        """The validation loss after a step, in mean nats per token."""
+        """Reports the validation loss after a step, in mean nats per token."""
 
     def message(self, text: str) -> None:
-        """Something that a person should know, one line or more."""
+        """Reports something that a person should know, one line or more."""
 
     def error(self, text: str) -> None:
-        """Something that went wrong."""
+        """Reports something that went wrong."""
 
     def finished(self, result: RunResult, run_dir: Path) -> None:
         """The run is complete."""
@@ -145,7 +146,7 @@ def make_reporter(
     clock: Callable[[], float] = time.monotonic,
     lost_output: Path | None = None,
 ) -> Reporter:
-    """The reporter that suits where the output goes. When its output is not taken any more, it goes on without.
+    """Makes the reporter that suits where the output goes. When its output is not taken any more, it goes on without.
 
     Args:
         json_mode: standard output belongs to a JSON document, so everything goes to standard error.
@@ -167,7 +168,7 @@ def make_reporter(
 
 
 def _headline(config: object, layout: Layout, run_dir: Path) -> str:
-    """One or two lines about what is going to run."""
+    """Writes one or two lines about what is going to run."""
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else msgspec.to_builtins(config)
     model: Mapping[str, Any] = values.get("model") or {}
     run: Mapping[str, Any] = values.get("run") or {}
@@ -192,17 +193,17 @@ def _size_of(model: Mapping[str, Any]) -> str:
 
 
 def format_loss(loss: float) -> str:
-    """A loss for people: four decimals, or "nan"."""
+    """Formats a loss for people: four decimals, or "nan"."""
     return f"{loss:.4f}" if math.isfinite(loss) else str(loss)
 
 
 def format_rate(rate: float | None, unit: str = TOKENS_PER_S) -> str:
-    """A throughput for people."""
+    """Formats a throughput for people."""
     return f"- {unit}" if rate is None or not math.isfinite(rate) else f"{rate:,.0f} {unit}"
 
 
 def _summary(result: RunResult, run_dir: Path, *, width: int, ascii_only: bool) -> list[str]:
-    """The closing lines of a run."""
+    """Writes the closing lines of a run."""
     losses = [from_json_float(loss) for loss in result.losses]
     is_own = (result.config.get("model") or {}).get("family") == OWN
     rate = format_rate(result.throughput_tokens_per_s)
@@ -322,7 +323,7 @@ class _Curve:
             self._run_length *= 2
 
     def means(self) -> list[float]:
-        """The curve so far."""
+        """Returns the curve so far."""
         return self._means + ([sum(self._run) / len(self._run)] if self._run else [])
 
 
@@ -393,7 +394,7 @@ class _LiveReporter:
             self._drawn_at = now
 
     def _render(self) -> Group:
-        """The display as it stands now."""
+        """Renders the display as it stands now."""
         done = self._step - self._first_step
         elapsed_s = self._clock() - self._began_at
         left = "-:--"

@@ -35,7 +35,7 @@ JsonFloat = float | Literal["nan", "inf", "-inf"]
 
 
 def to_json_float(value: JsonFloat) -> JsonFloat:
-    """The form of a float that JSON can hold: non-finite ones become "nan", "inf" or "-inf"."""
+    """Converts a float to the form that JSON can hold: non-finite ones become "nan", "inf" or "-inf"."""
     if isinstance(value, str) or math.isfinite(value):
         return value
     if math.isnan(value):
@@ -44,7 +44,7 @@ def to_json_float(value: JsonFloat) -> JsonFloat:
 
 
 def from_json_float(value: JsonFloat) -> float:
-    """The number that a ``JsonFloat`` stands for."""
+    """Returns the number that a ``JsonFloat`` stands for."""
     return float(value)
 
 
@@ -207,7 +207,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_hex(text: str) -> bool:
-    """Whether a text is a digest: one or more lower-case hexadecimal digits."""
+    """Tells whether a text is a digest: one or more lower-case hexadecimal digits."""
     return bool(text) and all(character in "0123456789abcdef" for character in text)
 
 
@@ -247,7 +247,7 @@ def atomic_write(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def encode_result(result: RunResult) -> bytes:
-    """``result.json`` as bytes: one indented JSON document that ends in a new line."""
+    """Encodes ``result.json`` as bytes: one indented JSON document that ends in a new line."""
     return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
 
 
@@ -353,7 +353,7 @@ _OF_A_USER = ("metrics", "val_metrics", "config")
 
 
 def of_an_earlier_release(document: bytes) -> bytes | None:
-    """A result or an event with today's names, if it has those of releases that called a generation an epoch.
+    """Rewrites a result or an event with today's names, if it has those of releases that called a generation an epoch.
 
     Returns:
         The document; None: it has no such name.

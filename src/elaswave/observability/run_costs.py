@@ -109,7 +109,7 @@ def read_run_costs(run_dir: Path) -> RunCosts:
 
 
 def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the run") -> RunCosts:
-    """What a run's log tells. Pure.
+    """Computes what a run's log tells. The function is pure.
 
     Args:
         config: of the run, resolved.
@@ -175,7 +175,7 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
 
 
 def _analytic_of_run(config: Config, chosen: LayoutChosen) -> Costs:
-    """Bytes and shares of seconds of the run's layers; parameters as the log counts them."""
+    """Computes the bytes and shares of seconds of the run's layers; parameters as the log counts them."""
     size = element_bytes(config)
     if config.model.family == OWN:
         costs = estimated_costs(config, chosen.layer_parameters)
@@ -210,7 +210,7 @@ def _run_s(
 
 
 def _scaled(analytic: Costs, run_s: float, step_s: Sequence[float]) -> Costs:
-    """Analytic costs, scaled so that a step takes as long as it did: nothing is known of what surrounds its actions."""
+    """Scales analytic costs so that a step takes as long as it did: nothing is known of what surrounds its actions."""
     factor = statistics.median(step_s) / run_s
     layers = tuple(
         msgspec.structs.replace(

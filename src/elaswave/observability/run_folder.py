@@ -102,7 +102,7 @@ SENT_MAX_BYTES = 4 << 20
 
 
 def default_run_dir(now: datetime, token: str) -> Path:
-    """The folder of a run that was not given one: ``runs/<UTC time>-<token>``.
+    """Names the folder of a run that was not given one: ``runs/<UTC time>-<token>``.
 
     Args:
         now: the time, UTC.
@@ -112,12 +112,12 @@ def default_run_dir(now: datetime, token: str) -> Path:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run, finished or not."""
+    """Tells whether a folder holds a run, finished or not."""
     return (path / MARKER_FILE).is_file()
 
 
 def saved_config(path: Path) -> Config:
-    """The configuration that the run in a folder was started with.
+    """Reads the configuration that the run in a folder was started with.
 
     Raises:
         RunFolderError: the folder holds no run, or its configuration cannot be read.
@@ -130,7 +130,7 @@ def saved_config(path: Path) -> Config:
 
 
 def resume_command(config: Config, path: Path) -> str:
-    """The command that goes on with a run.
+    """Writes the command that goes on with a run.
 
     Args:
         config: of the run.
@@ -142,7 +142,7 @@ def resume_command(config: Config, path: Path) -> str:
 
 
 def is_fine_tuning(path: Path) -> bool:
-    """Whether a folder holds a run of ``elaswave train --hf``."""
+    """Tells whether a folder holds a run of ``elaswave train --hf``."""
     return (path / HUGGINGFACE_DIR / FINE_TUNING_FILE).is_file()
 
 
@@ -257,7 +257,7 @@ def keep_huggingface(path: Path, files: Mapping[str, bytes]) -> None:
 
 
 def huggingface_files(path: Path) -> dict[str, bytes]:
-    """What a run keeps of a transformers model, by name; empty if it trained another one.
+    """Reads what a run keeps of a transformers model, by name; empty if it trained another one.
 
     Raises:
         RunFolderError: it cannot be read.
@@ -273,7 +273,7 @@ def huggingface_files(path: Path) -> dict[str, bytes]:
 
 
 def data_facts(path: Path) -> dict[str, object]:
-    """What a run's folder says of its data file, for its checkpoints; empty if that cannot be read."""
+    """Reads what a run's folder says of its data file, for its checkpoints; empty if that cannot be read."""
     try:
         return read_json(path / DATA_FILE, dict[str, object])
     except (OSError, ValueError):
@@ -281,7 +281,8 @@ def data_facts(path: Path) -> dict[str, object]:
 
 
 def differences_on_resume(there: Mapping[str, Any], config: Config) -> list[str]:
-    """What would be another computation than the one that a checkpoint is of, a text for each key, with both values.
+    """Lists what would be another computation than the one that a checkpoint is of, a text for each key, with both
+    values.
 
     Args:
         there: the configuration that the checkpoint keeps: values by key, by section.
@@ -312,12 +313,12 @@ def check_same_computation(there: Mapping[str, Any], config: Config, checkpoint:
 
 
 def _as_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as a checkpoint gives them back."""
+    """Returns values as a checkpoint gives them back."""
     return msgspec.json.decode(msgspec.json.encode(values), type=dict[str, Any])
 
 
 def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key; what is left out has its default, as in a file."""
+    """Returns values by dotted key; what is left out has its default, as in a file."""
     flat: dict[str, Any] = {}
     for name, struct in SECTIONS.items():
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
@@ -350,8 +351,8 @@ def _check_usable(path: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def _is_in_the_way(item: Path) -> bool:
-    """Whether a run's own name is taken by what no run has written. A folder of checkpoints may be somewhere else, and
-    empty: all hosts share it."""
+    """Tells whether a run's own name is taken by what no run has written. A folder of checkpoints may be somewhere
+    else, and empty: all hosts share it."""
     if item.name in (CHECKPOINTS_DIR, SPARE_DIR) and item.is_symlink() and item.is_dir():
         return any(item.glob("step-*"))
     return os.path.lexists(item)
@@ -419,12 +420,12 @@ def _not_writable(path: Path, error: OSError) -> RunFolderError:
 
 
 def worker_log(worker: int) -> str:
-    """The name of a worker's log."""
+    """Returns the name of a worker's log."""
     return f"worker-{worker}.log"
 
 
 def last_lines(run_dir: Path, worker: int) -> list[str]:
-    """What a worker has printed last, as far as it is known here; a line that was cut is shown as it is."""
+    """Reads what a worker has printed last, as far as it is known here; a line that was cut is shown as it is."""
     try:
         with open_binary(run_dir / LOGS_DIR / worker_log(worker)) as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -458,7 +459,7 @@ class LogTail:
         self._num_sent = 0
 
     def next(self, *, is_last: bool = False) -> str:
-        """The next part; empty if there is none.
+        """Reads the next part; empty if there is none.
 
         Args:
             is_last: the worker has ended: what does not fit is left out before its last words, and not after them.

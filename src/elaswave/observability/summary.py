@@ -224,7 +224,7 @@ _T = TypeVar("_T")
 
 
 def _before(step: int, values: Mapping[int, _T]) -> dict[int, _T]:
-    """What belongs to earlier steps."""
+    """Selects what belongs to earlier steps."""
     return {key: value for key, value in values.items() if key < step}
 
 
@@ -294,7 +294,7 @@ def _phase_order(name: str) -> int:
 
 
 def _throughput(steps: Sequence[StepCommitted], rates: Sequence[float | None]) -> float | None:
-    """The rate over all the steps, from their own rates; None where one is not known."""
+    """Computes the rate over all the steps, from their own rates; None where one is not known."""
     seconds = sum(event.duration_s for event in steps)
     known = [rate for rate in rates if rate is not None]
     if seconds <= 0 or len(known) < len(steps):

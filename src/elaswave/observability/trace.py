@@ -202,7 +202,7 @@ class TraceRecorder:
 
 
 def part_path(run_dir: Path, worker: int) -> Path:
-    """Where a worker's part of the trace goes."""
+    """Tells where a worker's part of the trace goes."""
     return run_dir / f"trace-worker-{worker}.json.part"
 
 
@@ -252,7 +252,7 @@ def _dropped(parts: Sequence[TracePart]) -> dict[str, Any]:
 
 
 def _encode(events: Iterator[dict[str, Any]], other_data: Mapping[str, Any]) -> Iterator[bytes]:
-    """The trace document, piece by piece, one event per line."""
+    """Encodes the trace document, piece by piece, one event per line."""
     encode = msgspec.json.Encoder().encode
     yield b'{"displayTimeUnit":"ms","otherData":' + encode(other_data) + b',"traceEvents":['
     separator = b"\n"
@@ -263,7 +263,7 @@ def _encode(events: Iterator[dict[str, Any]], other_data: Mapping[str, Any]) -> 
 
 
 def build_trace(parts: Sequence[TracePart]) -> Iterator[dict[str, Any]]:
-    """The events of a trace, in the Trace Event Format.
+    """Yields the events of a trace, in the Trace Event Format.
 
     Args:
         parts: what the workers recorded.
@@ -347,7 +347,8 @@ class _Row:
         self.action_starts = [span.start_ns for span in self.actions]
 
     def handed_over(self, time_ns: int) -> tuple[Span, int] | None:
-        """The span that produced what was sent at a moment: the last one that had begun; and a moment inside it."""
+        """Finds the span that produced what was sent at a moment: the last one that had begun; and a moment inside
+        it."""
         index = bisect.bisect_right(self.starts, time_ns) - 1
         if index < 0:
             return None
@@ -355,7 +356,7 @@ class _Row:
         return span, min(time_ns, max(span.start_ns, span.end_ns - 1))
 
     def went_on(self, time_ns: int) -> tuple[Span, int] | None:
-        """The span that went on with what arrived at a moment, and a moment inside it.
+        """Finds the span that went on with what arrived at a moment, and a moment inside it.
 
         That is the next one to begin, unless a phase is running whose spans do not include it: then the phase. What
         arrives during an action is for a later one.
@@ -373,7 +374,7 @@ class _Row:
         return None if around is None else (around, time_ns)
 
     def _around(self, index: int, time_ns: int) -> Span | None:
-        """The innermost span around a moment, among those before an index."""
+        """Finds the innermost span around a moment, among those before an index."""
         for span in reversed(self.spans[max(0, index - _MAX_WALK) : index]):
             if span.end_ns > time_ns:
                 return span
@@ -404,7 +405,8 @@ def _flow_events(parts: Sequence[TracePart], zero_ns: int) -> Iterator[dict[str,
 
 
 def step_trace(step: "SimulatedStep") -> list[TracePart]:
-    """What the workers of a simulated step would have recorded, as `elaswave.observability.trace.TraceRecorder` does.
+    """Makes what the workers of a simulated step would have recorded, as `elaswave.observability.trace.TraceRecorder`
+    does.
 
     Args:
         step: any.

@@ -132,7 +132,8 @@ def check_power(cluster: Cluster, peak_power_w: float) -> None:
 
 
 def _level_tables(devices: tuple[DeviceSpec, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Speed and draw of every level of every device; speed 0 and infinite draw where a device has fewer levels."""
+    """Tabulates the speed and draw of every level of every device; sets speed 0 and infinite draw where a device has
+    fewer levels."""
     most = max(len(device.levels) for device in devices)
     speeds, draws = np.zeros((len(devices), most)), np.full((len(devices), most), np.inf)
     for index, device in enumerate(devices):

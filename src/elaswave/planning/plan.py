@@ -103,7 +103,7 @@ def num_actions(allocation: Allocation) -> int:
 
 
 def levels_of(allocation: Allocation) -> dict[int, int]:
-    """Worker -> index of its frequency level."""
+    """Maps worker to the index of its frequency level."""
     return {
         worker: level
         for chain in allocation.chains
@@ -113,7 +113,7 @@ def levels_of(allocation: Allocation) -> dict[int, int]:
 
 
 def at_levels(allocation: Allocation, levels: np.ndarray) -> Allocation:
-    """The same allocation with these levels, in the order of chains, stages and workers."""
+    """Returns the same allocation with these levels, in the order of chains, stages and workers."""
     first = 0
     chains = []
     for chain in allocation.chains:
@@ -165,7 +165,7 @@ class Plan:
     """One line: what was chosen over what, and what bounds it."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Describes the plan as plain data."""
         return {
             "policy": self.policy,
             "predicted_step_s": self.predicted_step_s,
@@ -205,7 +205,7 @@ class Plan:
 
 
 def _faults_of(chain: Chain) -> Iterator[str]:
-    """What is wrong with a chain by itself."""
+    """Yields what is wrong with a chain by itself."""
     stages = chain.stages
     if not stages or len(chain.cuts) != len(stages) - 1:
         yield f"{len(stages)} stages with {len(chain.cuts)} cuts, needed: at least one stage, a cut between each two"
@@ -274,7 +274,7 @@ class Planner(Protocol):
 
 
 def checked(found: Any, name: str, cluster: Cluster) -> Plan:
-    """What a policy has returned, if it is a plan of workers that are there.
+    """Returns what a policy has returned, if it is a plan of workers that are there.
 
     Args:
         found: by the policy.

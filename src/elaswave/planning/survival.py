@@ -40,7 +40,7 @@ class SurvivalShares(msgspec.Struct, frozen=True, kw_only=True):
     """0 where racks are not known."""
 
     def describe(self) -> str:
-        """As a line: survives any one worker; 96 % of pairs; no whole host."""
+        """Describes the shares as a line: survives any one worker; 96 % of pairs; no whole host."""
         parts = []
         size = len(self.workers)
         survived = size if self.workers[-1] == 1 else size - 1
@@ -96,7 +96,7 @@ def survival(
 def survival_shares_of(
     replication: Replication, allocation: Allocation, there: Cluster, placing: Placing
 ) -> SurvivalShares:
-    """What a policy's job survives.
+    """Computes what a policy's job survives.
 
     Args:
         replication: what the policy holds more than once.
@@ -115,7 +115,7 @@ def survival_shares_of(
 
 
 def percent(share: float) -> str:
-    """A share below 1, with as many digits as it takes not to be rounded up to all."""
+    """Formats a share below 1, with as many digits as it takes not to be rounded up to all."""
     for digits in range(7):
         text = f"{share * 100:.{digits}f}"
         if float(text) < 100:
@@ -124,7 +124,7 @@ def percent(share: float) -> str:
 
 
 def _share(copies: ReplicaSet, workers: np.ndarray, size: int) -> tuple[float, bool]:
-    """Share of the sets of so many workers that are survived, and whether it is estimated."""
+    """Computes the share of the sets of so many workers that are survived, and tells whether it is estimated."""
     number = sum(1 for _ in islice(copies.fatal_sets(size), LISTED_MAX + 1))
     if number <= LISTED_MAX:
         return 1 - number / comb(len(workers), size), False
@@ -133,7 +133,7 @@ def _share(copies: ReplicaSet, workers: np.ndarray, size: int) -> tuple[float, b
 
 
 def _draw(workers: np.ndarray, size: int, number: int) -> set[int]:
-    """A set of so many workers that follows from its number alone."""
+    """Draws a set of so many workers that follows from its number alone."""
     found: set[int] = set()
     place = 0
     while len(found) < size:
@@ -143,7 +143,7 @@ def _draw(workers: np.ndarray, size: int, number: int) -> set[int]:
 
 
 def _survived(copies: ReplicaSet, workers: np.ndarray, domains: np.ndarray) -> tuple[int, int]:
-    """How many domains (hosts, or racks) may be lost whole, and how many there are."""
+    """Counts how many domains (hosts, or racks) may be lost whole, and how many there are."""
     groups = list(_by_domain(workers, domains))
     return sum(not copies.lost_with(members) for members in groups), len(groups)
 

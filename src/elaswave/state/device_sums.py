@@ -68,7 +68,7 @@ class DeviceAccumulator:
         self._known: tuple[list[float], int] | None = None
 
     def _brought(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Whole numbers on the device, without a wait."""
+        """Brings whole numbers to the device, without a wait."""
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(self._place, non_blocking=True)
 
     @property
@@ -141,7 +141,7 @@ class DeviceAccumulator:
 
 
 def add_planes_on_device(parts: Sequence[Planes]) -> torch.Tensor:
-    """The sum of some runs of equal length as words; a single run of one plane is returned itself."""
+    """Computes the sum of some runs of equal length as words; a single run of one plane is returned itself."""
     if len(parts[0]) == 2:
         total = parts[0][1].to(torch.int64)
         for _, high in parts[1:]:
@@ -169,7 +169,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(shape: LayerShape, runs: Sequence[tuple[int, int]]) -> Pieces:
-    """The pieces of tensors in runs; those of one tensor that come to lie beside each other are one.
+    """Finds the pieces of tensors in runs; those of one tensor that come to lie beside each other are one.
 
     Args:
         shape: the layer.
@@ -200,7 +200,7 @@ def pieces_of(shape: LayerShape, runs: Sequence[tuple[int, int]]) -> Pieces:
 
 
 def checksum_on_device(total: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Sum of the words of some runs of a layer, wrapping, padding left out, as a number on the device.
+    """Computes the sum of the words of some runs of a layer, wrapping, padding left out, as a number on the device.
 
     Args:
         total: words (exact) or float32 (scaled) of the runs, side by side.
@@ -220,7 +220,7 @@ def reduced_gradient_on_device(
     num_uses: int = 1,
     width: int = WIDE_BITS,
 ) -> torch.Tensor:
-    """The mean gradient of some runs of a unit, from their totals over all workers; see
+    """Computes the mean gradient of some runs of a unit, from their totals over all workers; see
     `elaswave.state.sums.reduced_gradient`. What is launched grows with neither runs nor tensors, as far as torch's
     operators on lists go.
 

@@ -51,7 +51,7 @@ any other moment has changed in memory."""
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that ``module.state_dict()`` holds, each under its first name."""
+    """Finds the buffers that ``module.state_dict()`` holds, each under its first name."""
     seen: set[int] = set()
     found = {}
     for name, owner, key, buffer in _places(module):
@@ -62,7 +62,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _places(module: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Every place where a buffer is registered: full name, submodule, its name there, tensor."""
+    """Lists every place where a buffer is registered: full name, submodule, its name there, tensor."""
     return [
         (f"{path}.{key}" if path else key, owner, key, buffer)
         for path, owner in module.named_modules()
@@ -72,13 +72,14 @@ def _places(module: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]
 
 
 def buffer_to_float32(buffer: torch.Tensor) -> torch.Tensor:
-    """The elements of flat storage of a buffer, float32, one dimension; see `elaswave.blocks.shapes.WHOLE_BYTES`."""
+    """Returns the elements of flat storage of a buffer, float32, one dimension; see
+    `elaswave.blocks.shapes.WHOLE_BYTES`."""
     flat = buffer.detach().contiguous().reshape(-1)
     return flat.to(torch.float32) if buffer.is_floating_point() else flat.view(torch.uint8).to(torch.float32)
 
 
 def buffer_from_float32(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of `encode`, still in one dimension; always in memory of its own."""
+    """Does the inverse of `encode`, still in one dimension; the result is always in memory of its own."""
     if dtype.is_floating_point:
         return values.to(dtype, copy=True)
     return values.to(torch.uint8).view(dtype)
@@ -154,7 +155,7 @@ class LayerBuffers:
 
     @contextmanager
     def made_up(self) -> Iterator[None]:
-        """For a while every forward begins with ones in persistent buffers of floating-point numbers and zeros in
+        """Makes every forward begin for a while with ones in persistent buffers of floating-point numbers and zeros in
         others, whatever the step begins with."""
         kept, self._initial = (
             self._initial,
@@ -190,7 +191,7 @@ class LayerBuffers:
                 self._fixed[index] = fixed._replace(is_compared=True)
 
     def _is_untouched(self, index: int) -> bool:
-        """Whether no forward has written a buffer, as far as autograd knows."""
+        """Tells whether no forward has written a buffer, as far as autograd knows."""
         fixed = self._fixed[index]
         return fixed.owner._buffers[fixed.key] is fixed.buffer and fixed.buffer._version == self._versions[index]
 
@@ -230,7 +231,7 @@ class LayerBuffers:
             self._put_back(index)
 
     def left(self) -> list[torch.Tensor]:
-        """What a forward has left in the persistent buffers, encoded.
+        """Returns what a forward has left in the persistent buffers, encoded.
 
         Raises:
             UsageError: a buffer has another shape or type now, or held values that are not finite and was written.
@@ -259,7 +260,7 @@ class LayerBuffers:
         return found
 
     def writes(self, left: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-        """What the vote is to know of each persistent buffer, see `elaswave.protocol.step.ballot.BufferTensor`.
+        """Finds what the vote is to know of each persistent buffer, see `elaswave.protocol.step.ballot.BufferTensor`.
 
         Args:
             left: of one micro-batch.
@@ -288,7 +289,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def model_shapes(model: ModelSpec) -> tuple[LayerShape, ...]:
-    """The flat storage of every unit, found by building each layer on the meta device (no memory, no random draw).
+    """Finds the flat storage of every unit by building each layer on the meta device (no memory, no random draw).
 
     First the layers, then each parameter that layers share, in the order of the layers that have its values, then the
     persistent buffers of each layer that has any.
@@ -392,7 +393,7 @@ class _Shapes:
 
 
 def _tied(layers: Sequence[Layer], modules: Sequence[nn.Module]) -> dict[str, list[_Use]]:
-    """Full name of each parameter that others are tied to -> its uses, itself first.
+    """Maps each parameter that others are tied to, by its full name, to its uses, itself first.
 
     Raises:
         UsageError: a tie of parameters that are not there, or cannot be one tensor.
@@ -445,7 +446,7 @@ def _frozen(name: str, layer: int, parameter: torch.Tensor) -> FrozenTensor:
 
 
 def _buffer_type(name: str, buffer: torch.Tensor) -> str:
-    """Name of a persistent buffer's element type.
+    """Returns the name of a persistent buffer's element type.
 
     Raises:
         UsageError: one of which sums are not exact.
@@ -460,7 +461,7 @@ def _buffer_type(name: str, buffer: torch.Tensor) -> str:
 
 
 def slot_values(spec: Layer, module: nn.Module, shape: LayerShape) -> Iterator[tuple[TensorSlot, torch.Tensor]]:
-    """The values of a unit's tensors in a module just built, one dimension; buffers encoded.
+    """Yields the values of a unit's tensors in a module just built, one dimension; buffers encoded.
 
     Args:
         spec: the layer that has the unit's initial values.
@@ -478,7 +479,7 @@ def slot_values(spec: Layer, module: nn.Module, shape: LayerShape) -> Iterator[t
 def initial_runs(
     spec: Layer, module: nn.Module, shape: LayerShape, runs: Sequence[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """The float32 initial values of runs [start, stop) of a unit, each in memory of its own; arguments as of
+    """Returns the float32 initial values of runs [start, stop) of a unit, each in memory of its own; arguments as of
     `slot_values`."""
     found = [torch.zeros(stop - start, dtype=torch.float32) for start, stop in runs]
     values = dict(slot_values(spec, module, shape)) if runs else {}
@@ -490,7 +491,7 @@ def initial_runs(
 
 
 def initial_values(spec: Layer, shape: LayerShape, seed: int, layer: int | None = None) -> torch.Tensor:
-    """The float32 initial values of one unit, shape [shape.size]; a pure function of (seed, layer).
+    """Computes the float32 initial values of one unit, shape [shape.size]; a pure function of (seed, layer).
 
     Args:
         spec: the layer that has them.
@@ -503,7 +504,8 @@ def initial_values(spec: Layer, shape: LayerShape, seed: int, layer: int | None 
 
 
 def built_sum(module: nn.Module) -> int:
-    """A sum of all values of a module just built, that differs where they were drawn from a generator of their own.
+    """Computes a sum of all values of a module just built, that differs where they were drawn from a generator of their
+    own.
 
     A tenth of the time of a hash: whoever takes over a layer waits for it.
     """
@@ -599,7 +601,8 @@ class FlatLayer:
         self.parameter_names.append(name)
 
     def constants(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full name and values of all that no step writes: frozen parameters, and buffers that are not persistent."""
+        """Yields the full name and values of all that no step writes: frozen parameters, and buffers that are not
+        persistent."""
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 yield self.spec.full_name(name), parameter.detach()
@@ -625,7 +628,7 @@ _CHUNK = 1 << 15
 
 
 def mix_words(values: np.ndarray) -> np.ndarray:
-    """`elaswave.hashing.mix64` on an array of uint64, in place."""
+    """Does the same as `elaswave.hashing.mix64`, but on an array of uint64, in place."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values ^= values >> np.uint64(shift)
         values *= np.uint64(factor)
@@ -634,14 +637,14 @@ def mix_words(values: np.ndarray) -> np.ndarray:
 
 
 def _words(values: torch.Tensor) -> np.ndarray:
-    """The bits of a tensor as unsigned integers of up to 32 bits."""
+    """Returns the bits of a tensor as unsigned integers of up to 32 bits."""
     words = {1: torch.uint8, 2: torch.int16}.get(values.dtype.itemsize, torch.int32)
     numbers = values.detach().contiguous().view(words).cpu().numpy()
     return numbers.view(f"u{numbers.itemsize}")
 
 
 def tensor_digest(slot: str, tensor: str, start: int, values: torch.Tensor) -> int:
-    """The digest of elements [start, start + len(values)) of a flattened tensor; digests of parts are added.
+    """Computes the digest of elements [start, start + len(values)) of a flattened tensor; digests of parts are added.
 
     Args:
         slot: which of the tensor's states, such as "master" or "exp_avg".
@@ -715,7 +718,7 @@ class HeldBlock:
         return self.block.stop - self.block.start
 
     def digests(self, scalars: Scalars = ()) -> Iterator[tuple[str, int]]:
-        """The block's part of every tensor digest, as ("slot.tensor", part)."""
+        """Yields the block's part of every tensor digest, as ("slot.tensor", part)."""
         for slot_name, values in self.slots.items():
             for segment in self.segments:
                 if segment.slot.has(slot_name):
@@ -727,7 +730,8 @@ class HeldBlock:
             yield f"{name}.{tensor.name}", tensor_digest(name, tensor.name, 0, words)
 
     def scalar_states(self, scalars: Scalars) -> Iterator[tuple[str, TensorSlot, torch.Tensor]]:
-        """Name, tensor and value of the scalar states that go with this block: of the tensors that begin in it."""
+        """Yields the name, tensor and value of the scalar states that go with this block: of the tensors that begin in
+        it."""
         for segment in self.segments:
             if segment.tensor_start == 0:
                 for name, _ in segment.slot.scalars:
@@ -758,20 +762,20 @@ class BlockStore:
         return self.held[block]
 
     def with_role(self, role: ReplicaRole) -> Iterator[HeldBlock]:
-        """The blocks held in one role, ascending."""
+        """Yields the blocks held in one role, ascending."""
         return (held for held in self if held.role is role)
 
     def optimizer_bytes(self) -> int:
-        """Bytes of masters and optimizer slots."""
+        """Counts the bytes of masters and optimizer slots."""
         return sum(slot.nbytes for held in self for slot in held.slots.values())
 
     def digest_parts(self, role: ReplicaRole, scalars: Scalars = ()) -> dict[str, int]:
-        """This worker's part of every tensor digest, from the blocks of one role."""
+        """Computes this worker's part of every tensor digest, from the blocks of one role."""
         (parts,) = self.weighted_digests(scalars, {held.block.id: 1 for held in self.with_role(role)})
         return parts
 
     def weighted_digests(self, scalars: Scalars, *weights: Mapping[int, int]) -> list[dict[str, int]]:
-        """Parts of every tensor digest, modulo 2**64, for each of the weightings.
+        """Computes parts of every tensor digest, modulo 2**64, for each of the weightings.
 
         Args:
             scalars: states of the optimizer that a tensor has once.

@@ -39,7 +39,8 @@ _ROW_WORDS = 1 << 13
 
 
 def position_keys(length: int) -> np.ndarray:
-    """What `run_hash` multiplies words by, int64 [length]; those of a long run begin with those of a short one."""
+    """Computes what `run_hash` multiplies words by, int64 [length]; those of a long run begin with those of a short
+    one."""
     return _keys_of(max(_ROW_WORDS, 1 << max(0, length - 1).bit_length()))[:length]
 
 
@@ -50,13 +51,13 @@ def _keys_of(length: int) -> np.ndarray:
 
 
 def run_hash(run: torch.Tensor) -> int:
-    """A 64-bit hash of a tensor's bits, shape [length]; length at most that of a block."""
+    """Computes a 64-bit hash of a tensor's bits, shape [length]; length at most that of a block."""
     words = _words64(run)
     return int(np.einsum("i,i", words, position_keys(len(words)))) & MASK64
 
 
 def row_hashes(flat: torch.Tensor, length: int) -> list[int]:
-    """`run_hash` of each run of so many elements of a tensor, the last one perhaps shorter.
+    """Computes `run_hash` of each run of so many elements of a tensor, the last one perhaps shorter.
 
     Args:
         flat: contiguous, shape [size].
@@ -68,7 +69,7 @@ def row_hashes(flat: torch.Tensor, length: int) -> list[int]:
 
 
 def tensor_hash(values: torch.Tensor) -> int:
-    """A 64-bit hash of the bits of a tensor of any length and type, in the order of its elements."""
+    """Computes a 64-bit hash of the bits of a tensor of any length and type, in the order of its elements."""
     words = _words64(values.detach().contiguous().reshape(-1).cpu())
     whole = len(words) // _ROW_WORDS * _ROW_WORDS
     rows = _sums(words[:whole].reshape(-1, _ROW_WORDS)) + _sums(words[whole:][None])
@@ -80,7 +81,7 @@ def _sums(rows: np.ndarray) -> list[int]:
 
 
 def _words64(run: torch.Tensor) -> np.ndarray:
-    """The bits of a contiguous tensor in the host's memory, as 64-bit words; zeros fill the last one."""
+    """Returns the bits of a contiguous tensor in the host's memory, as 64-bit words; zeros fill the last one."""
     content = run.view(torch.uint8).numpy()
     if rest := len(content) % _WORD_BYTES:
         content = np.pad(content, (0, _WORD_BYTES - rest))
@@ -101,7 +102,7 @@ class Found(NamedTuple):
     """Of which run each is."""
 
     def in_order(self, numbers: torch.Tensor) -> list[Any]:
-        """The numbers, once they are in host memory, in the order of the runs."""
+        """Returns the numbers, once they are in host memory, in the order of the runs."""
         ordered: list[Any] = [None] * len(self.places)
         for place, number in zip(self.places, numbers.tolist(), strict=True):
             ordered[place] = number
@@ -114,7 +115,7 @@ def prepare_hashes(most_bytes: int, place: torch.device) -> None:
 
 
 def run_hashes(runs: Sequence[torch.Tensor]) -> Found:
-    """`elaswave.state.seals.run_hash` of each run, as int64, modulo 2**64.
+    """Computes `elaswave.state.seals.run_hash` of each run, as int64, modulo 2**64.
 
     Args:
         runs: [length] each, of any lengths and types, at least one, on one device.
@@ -145,7 +146,7 @@ def _padded(runs: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Ten
 
 
 def queued_tensor_hash(values: torch.Tensor) -> torch.Tensor:
-    """A hash of the bits of a tensor of any length and type, int64 modulo 2**64, that stays on its device."""
+    """Computes a hash of the bits of a tensor of any length and type, int64 modulo 2**64, that stays on its device."""
     content = values.detach().contiguous().reshape(-1).view(torch.uint8)
     short = -len(content) % (_ROW_WORDS * _WORD_BYTES)
     whole = len(content) - len(content) % (_ROW_WORDS * _WORD_BYTES)
@@ -164,7 +165,7 @@ def _row_sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def square_sums(runs: Sequence[torch.Tensor]) -> Found:
-    """Sums of squares in float64; not finite where a run is not.
+    """Computes sums of squares in float64; not finite where a run is not.
 
     Args:
         runs: [length] each, of one type, at least one, on one device.
@@ -179,8 +180,8 @@ def square_sums(runs: Sequence[torch.Tensor]) -> Found:
 
 
 def _tree_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of each row: its halves are added element by element until one is left; an odd last one waits for the next
-    round."""
+    """Computes the sum of each row: its halves are added element by element until one is left; an odd last one waits
+    for the next round."""
     while (length := rows.shape[1]) > 1:
         half = length // 2
         added = rows[:, :half] + rows[:, half : 2 * half]
@@ -204,7 +205,7 @@ _KNOWN_KEYS: dict[torch.device, torch.Tensor] = {}
 
 
 def _keys(length: int, device: torch.device) -> torch.Tensor:
-    """The keys of positions on a device; those of the longest run begin with those of all others."""
+    """Returns the keys of positions on a device; those of the longest run begin with those of all others."""
     longest = _KNOWN_KEYS.get(device)
     if longest is None or len(longest) < length:
         longest = _KNOWN_KEYS[device] = torch.from_numpy(position_keys(length).copy()).to(device)
@@ -333,7 +334,7 @@ class Seals:
         self.given_up.clear()
 
     def fit(self, layer: int, constants: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        """Whether tensors are what those of these names were when their layer was made."""
+        """Tells whether tensors are what those of these names were when their layer was made."""
         found = self._of_tensors([values for _, values in constants])
         return found == [self._constants[layer][name] for name, _ in constants]
 
@@ -370,7 +371,7 @@ class Seals:
         return in_use, changed + [each for each in in_use if each.place in held]
 
     def broken_constants(self, units: Mapping[int, FlatLayer | FlatUnit]) -> dict[int, list[Broken]]:
-        """By layer, what no step writes and is not as it was when the layer was made."""
+        """Finds by layer what no step writes and is not as it was when the layer was made."""
         places, values = [], []
         for index, seals in self._constants.items():
             layer = units[index]
@@ -394,7 +395,7 @@ class Seals:
     def _hashes(
         self, units: Mapping[int, FlatLayer | FlatUnit], runs: Sequence[torch.Tensor]
     ) -> tuple[dict[int, int], list[int]]:
-        """Of the working copies, by block, and of some runs."""
+        """Computes the hashes of the working copies, by block, and of some runs."""
         here = [(block, unit.flat) for index, unit in units.items() for block in self._of_unit.get(index, [])]
         if self._device.is_host:
             working = [
@@ -410,7 +411,7 @@ class Seals:
         return dict(zip((block.id for block, _ in here), values, strict=False)), values[len(here) :]
 
     def _read(self, wanted: Sequence[Found]) -> list[list[int]]:
-        """Numbers of the device, by one wait; with them the seals that it has made meanwhile."""
+        """Reads numbers of the device, by one wait; with them the seals that it has made meanwhile."""
         self.queue()
         asked = [*(found for _, found in self._unread), *wanted]
         if not asked:
@@ -432,7 +433,8 @@ def _unlike(seals: Mapping[int, int], now: Mapping[int, int]) -> list[Broken]:
 
 
 def is_working(copy: HeldBlock, units: Mapping[int, FlatLayer | FlatUnit]) -> bool:
-    """Whether a copy's master is part of a working copy: layers of float32 compute with the masters themselves."""
+    """Tells whether a copy's master is part of a working copy: layers of float32 compute with the masters
+    themselves."""
     unit = units.get(copy.block.layer)
     if unit is None:
         return False

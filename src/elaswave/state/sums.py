@@ -49,22 +49,22 @@ _LOW_BITS = 32
 
 
 def plane_dtypes(width: int) -> tuple[torch.dtype, ...]:
-    """Of the planes of exact sums of so many bits."""
+    """Returns the types of the planes of exact sums of so many bits."""
     return (torch.int64,) if width == WIDE_BITS else (torch.int32, torch.int16)
 
 
 def unused_bits(width: int) -> int:
-    """Low bits of a word that a sum of so many bits leaves at 0."""
+    """Counts the low bits of a word that a sum of so many bits leaves at 0."""
     return WIDE_BITS - width
 
 
 def cut(planes: Planes, start: int, stop: int) -> Planes:
-    """Elements [start, stop) of a run; the same memory."""
+    """Cuts elements [start, stop) out of a run; the same memory."""
     return tuple(plane[start:stop] for plane in planes)
 
 
 def add_planes(parts: Sequence[Planes]) -> torch.Tensor:
-    """The sum of some runs of equal length as words; a single run of one plane is returned itself.
+    """Computes the sum of some runs of equal length as words; a single run of one plane is returned itself.
 
     By numpy, which adds int64 faster than torch.
     """
@@ -205,7 +205,7 @@ class _Piece:
         self._scratch = scratch
 
     def append(self, index: int, slot: TensorSlot, first: int, size: int) -> None:
-        """The next part: elements [first, first + size) of a tensor."""
+        """Appends the next part: elements [first, first + size) of a tensor."""
         view = self._scratch.values[self.stop - self.start :][:size]
         is_whole = size == slot.numel
         values = view.view(slot.added_shape) if is_whole else view
@@ -344,14 +344,15 @@ class ExactAccumulator:
 
 
 def _present(gradient: torch.Tensor | None, slot: TensorSlot) -> torch.Tensor:
-    """A gradient of a tensor, None as zeros; flat where it is added in several pieces."""
+    """Returns a gradient of a tensor, None as zeros; flat where it is added in several pieces."""
     if gradient is None:
         gradient = torch.zeros(slot.added_shape, dtype=torch.float32)
     return gradient.reshape(-1) if slot.numel > _PIECE_ELEMENTS else gradient
 
 
 def _fast_bits_slowly(gradient: torch.Tensor, exponent: int) -> torch.Tensor:
-    """The same integers as the fast path's, for values that float64's mantissa cannot hold beside the constant."""
+    """Computes the same integers as the fast path, for values that float64's mantissa cannot hold beside the
+    constant."""
     scaled = torch.round(gradient.to(torch.float64) * 2.0**exponent)
     # A sum that could overflow is never used (the vote fails); clamping only keeps the conversion defined.
     return scaled.clamp_(-(2.0**62), 2.0**62).to(torch.int64) + offset(exponent)
@@ -394,7 +395,7 @@ class FloatAccumulator:
 
 
 def checksum(total: torch.Tensor, shape: LayerShape, start: int) -> int:
-    """Sum of the words of a run of a layer modulo 2**64, padding left out; 0 for sums of float32.
+    """Computes the sum of the words of a run of a layer modulo 2**64, padding left out; 0 for sums of float32.
 
     Args:
         total: words (exact) or float32 (scaled) sum of the run [start, start + len(total)).
@@ -416,7 +417,7 @@ def reduced_gradient(
     num_uses: int = 1,
     width: int = WIDE_BITS,
 ) -> torch.Tensor:
-    """The mean gradient of a run of a unit, from its total over all workers.
+    """Computes the mean gradient of a run of a unit, from its total over all workers.
 
     Args:
         total: words (exact) or float32 (scaled) sum of the run [start, start + len(total)).
@@ -453,12 +454,12 @@ def _magic(exponent: int) -> float:
 
 
 def offset(exponent: int) -> int:
-    """What one addition on the fast path adds beside the units: the bits of ``1.5 * 2**(52 - exponent)``."""
+    """Computes what one addition on the fast path adds beside the units: the bits of ``1.5 * 2**(52 - exponent)``."""
     return ((1023 + 52 - exponent) << 52) | (1 << 51)
 
 
 def _largest(gradient: torch.Tensor) -> float:
-    """Largest absolute value; nan where there is one."""
+    """Finds the largest absolute value; nan where there is one."""
     if gradient.numel() == 0:
         return 0.0
     low, high = torch.aminmax(gradient)
@@ -466,6 +467,6 @@ def _largest(gradient: torch.Tensor) -> float:
 
 
 def square_sum(gradient: torch.Tensor) -> float:
-    """Sum of squares of one block in float64 (squares of float32 would under- and overflow)."""
+    """Computes the sum of squares of one block in float64 (squares of float32 would under- and overflow)."""
     wide = gradient.to(torch.float64)
     return float(wide.mul_(wide).sum())

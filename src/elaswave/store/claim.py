@@ -48,12 +48,12 @@ class CandidateProgress(NamedTuple):
     term: int
 
     def line(self) -> bytes:
-        """For a pipe."""
+        """Encodes the progress for a pipe."""
         return f"{self.stage.value} {self.term}\n".encode()
 
 
 def progress_of(lines: bytes) -> list[CandidateProgress]:
-    """What was reported. Each line was written at once, so none is torn."""
+    """Reads what was reported. Each line was written at once, so none is torn."""
     words = [line.split() for line in lines.decode().splitlines()]
     return [CandidateProgress(CandidateStage(stage), int(term)) for stage, term in words]
 

@@ -54,7 +54,7 @@ class Gateway(Protocol):
 
 
 def endpoints_of(store: str) -> tuple[str, ...]:
-    """The members that ``etcd://HOST:PORT,...`` names, as HOST:PORT.
+    """Lists the members that ``etcd://HOST:PORT,...`` names, as HOST:PORT.
 
     Raises:
         ConfigError: it names none, or something else.
@@ -71,7 +71,7 @@ def endpoints_of(store: str) -> tuple[str, ...]:
 
 
 def security_of(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """TLS to the members: names are checked against the authority. None: without.
+    """Makes the context of TLS to the members: names are checked against the authority. None: it goes without TLS.
 
     Raises:
         ConfigError: files that cannot be read or do not belong together.
@@ -154,7 +154,7 @@ class _Connection(http.client.HTTPConnection):
         return HttpResponse(response.status, content)
 
     def left_s(self) -> float:
-        """Of the present request.
+        """Computes the seconds left of the present request.
 
         Raises:
             TimeoutError: nothing.
@@ -286,7 +286,7 @@ class EtcdClient:
         success: Sequence[dict[str, Any]],
         failure: Sequence[dict[str, Any]] = (),
     ) -> Transacted:
-        """One transaction: linearizable, whole or not at all.
+        """Carries out one transaction: linearizable, whole or not at all.
 
         Raises:
             NoAnswerError, StoreError: see the module's docstring.
@@ -308,7 +308,7 @@ class EtcdClient:
             ) from error
 
     def carry_out(self, transaction: Transaction) -> TransactionResult:
-        """One transaction, in the protocol's words.
+        """Carries out one transaction, in the protocol's words.
 
         Raises:
             NoAnswerError, StoreError: see the module's docstring.
@@ -458,5 +458,5 @@ def _encoded(text: str) -> str:
 
 
 def _after(folder: str) -> str:
-    """The first key behind all that begin with a folder's name."""
+    """Finds the first key behind all that begin with a folder's name."""
     return folder[:-1] + chr(ord(folder[-1]) + 1)

@@ -73,12 +73,12 @@ class Packed(msgspec.Struct, frozen=True):
 
 
 def entry_key(index: int) -> str:
-    """Of an entry, below the job's prefix; in the order of their numbers."""
+    """Makes the key of an entry, below the job's prefix; keys are in the order of the entries' numbers."""
     return f"rec/{index:016d}"
 
 
 def content_digest(content: bytes) -> bytes:
-    """By which contents are known."""
+    """Computes the digest by which contents are known."""
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
@@ -123,17 +123,17 @@ def _add(blobs: dict[Blob, bytes], content: bytes) -> Blob:
 
 
 def newest_term(values: Iterable[bytes]) -> int:
-    """The largest term of the coordinators that have written some entries; 0: there are none."""
+    """Finds the largest term of the coordinators that have written some entries; 0: there are none."""
     return max((msgspec.msgpack.decode(value, type=Entry).term for value in values), default=0)
 
 
 def chunks_of(content: bytes) -> list[bytes]:
-    """What stands under the keys of a blob."""
+    """Lists what stands under the keys of a blob."""
     return [content[at : at + CHUNK_BYTES] for at in range(0, max(1, len(content)), CHUNK_BYTES)]
 
 
 def supersedes(record: object) -> bool:
-    """Whether no placement of an older record is needed any more."""
+    """Tells whether no placement of an older record is needed any more."""
     return isinstance(record, Decision)
 
 
@@ -185,7 +185,7 @@ class EntryReader(Generic[_T]):
         """Record -> the placement that is to be put in."""
 
     def take(self, key: str, value: bytes) -> None:
-        """The next entry.
+        """Takes the next entry.
 
         Raises:
             StoreError: it is not the next one, it is damaged, or of another release.
@@ -216,7 +216,7 @@ class EntryReader(Generic[_T]):
         self.digests.append(content_digest(value))
 
     def records(self) -> list[_T]:
-        """All records, with those placements that count.
+        """Lists all records, with those placements that count.
 
         Raises:
             StoreError: one is missing or damaged.
@@ -231,7 +231,7 @@ class EntryReader(Generic[_T]):
 
 
 def joined(name: str, blob: Blob, chunks: Iterable[bytes]) -> bytes:
-    """The content of a blob.
+    """Joins chunks to the content of a blob.
 
     Raises:
         StoreError: something is missing or changed.

@@ -138,7 +138,7 @@ class Patience:
 
 
 def pause(text: str, passed_s: float) -> None:
-    """Between two requests, where nothing else is to be done."""
+    """Waits between two requests, where nothing else is to be done."""
     time.sleep(RETRY_S)
 
 
@@ -346,7 +346,7 @@ class EtcdStore(Generic[_T]):
             self._changed.notify_all()
 
     def _await(self, number: int) -> bool:
-        """Whether so many groups are durable, after a turn's wait at most."""
+        """Tells whether so many groups are durable, after a turn's wait at most."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_durable >= number or self._error is not None, TURN_S)
             if self._num_durable >= number:
@@ -428,7 +428,7 @@ class EtcdStore(Generic[_T]):
             self._owner.post(call)
 
     def _next(self) -> list[_Given]:
-        """What is to be written next: as much as one entry may hold; nothing at the end."""
+        """Takes what is to be written next: as much as one entry may hold; nothing at the end."""
         with self._changed:
             while not self._is_closing and not (self._given and (self._is_urgent or self._age_s() >= BATCH_S)):
                 if self._error is not None:
@@ -547,7 +547,7 @@ class EtcdStore(Generic[_T]):
 
 
 def new_nonce() -> str:
-    """That no other claim or entry has."""
+    """Makes a nonce that no other claim or entry has."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
@@ -609,8 +609,8 @@ def lease_lost(name: str, answer: TransactionResult, own: Holder) -> SupersededE
 
 
 def read_entries(client: EtcdClient, waiting: Patience) -> list[KeyValue]:
-    """The genuine entries of a job, in their order; what else stands beside them is not looked at, whatever its size.
-    Those behind a gap are there too, as far as one request shows them: `EntryReader` refuses them.
+    """Reads the genuine entries of a job, in their order; what else stands beside them is not looked at, whatever its
+    size. Those behind a gap are there too, as far as one request shows them: `EntryReader` refuses them.
 
     Raises:
         StoreError: etcd does not answer or refuses.
@@ -630,7 +630,7 @@ def read_entries(client: EtcdClient, waiting: Patience) -> list[KeyValue]:
 
 
 def term_of_entries(client: EtcdClient, waiting: Patience) -> int:
-    """The newest term of the coordinators that have written a job's entries; 0: there are none.
+    """Finds the newest term of the coordinators that have written a job's entries; 0: there are none.
 
     Raises:
         StoreError: etcd does not answer or refuses.
@@ -639,7 +639,7 @@ def term_of_entries(client: EtcdClient, waiting: Patience) -> int:
 
 
 def pages(client: EtcdClient, waiting: Patience, folder: str) -> list[KeyValue]:
-    """All keys of a folder of a job, without their values.
+    """Lists all keys of a folder of a job, without their values.
 
     Raises:
         StoreError: etcd does not answer or refuses.

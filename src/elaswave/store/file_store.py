@@ -102,7 +102,7 @@ class FileStore(Generic[_T]):
         database.executescript(f"PRAGMA journal_mode=PERSIST; PRAGMA user_version={FORMAT}")
 
     def _payloads(self, database: sqlite3.Connection) -> Iterator[bytes]:
-        """Those of all entries, compared with their digests."""
+        """Yields the payloads of all entries, compared with their digests."""
         count = 0
         for number, payload, digest in database.execute("SELECT number, payload, digest FROM entries ORDER BY number"):
             if number != count + 1 or not isinstance(payload, bytes) or digest != self._next_digest(payload):
@@ -131,7 +131,7 @@ class FileStore(Generic[_T]):
         self._lease.took(records)
 
     def append(self, *records: _T) -> None:
-        """See `Store.append`. One transaction, however many records."""
+        """Does what `Store.append` says, in one transaction, however many records there are."""
         if self._trouble:
             raise StoreError(f"{self.path} takes no records: {self._trouble}")
         self._lease.check(records)
@@ -146,11 +146,11 @@ class FileStore(Generic[_T]):
         self._take(list(records))
 
     def add(self, *records: _T) -> None:
-        """See `Store.add`; at once."""
+        """Does what `Store.add` says, at once."""
         self.append(*records)
 
     def when_durable(self, call: Callable[[], None]) -> None:
-        """See `Store.when_durable`; at once."""
+        """Does what `Store.when_durable` says, at once."""
         call()
 
     def _write(self, payload: bytes, digest: bytes) -> None:
@@ -204,13 +204,13 @@ def _check_regular(path: Path) -> None:
 
 
 def _found(database: sqlite3.Connection) -> tuple[int, list[str]]:
-    """The format of a file, and what it holds beside records: anything else than ours could have code run."""
+    """Reads the format of a file, and what it holds beside records: anything else than ours could have code run."""
     (version,) = database.execute("PRAGMA user_version").fetchone()
     return version, [sql for (sql,) in database.execute("SELECT sql FROM sqlite_schema ORDER BY rowid")]
 
 
 def _refusal(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> StoreError:
-    """What people are told of a journal that cannot be opened."""
+    """Makes the error that tells people of a journal that cannot be opened."""
     match getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF:
         case sqlite3.SQLITE_BUSY:
             return StoreError(f"another coordinator holds {path}: end it first, or wait until it has ended")

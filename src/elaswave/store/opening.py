@@ -227,13 +227,13 @@ class JobStore:
 
 
 def _new_job_generation() -> int:
-    """That no other job generation has. By the creator's clock later ones are larger, which a coordinator takes for a
-    hint that it was replaced, and for nothing else."""
+    """Makes a number that no other job generation has. By the creator's clock later ones are larger, which a
+    coordinator takes for a hint that it was replaced, and for nothing else."""
     return (time.time_ns() // 1_000_000 << _JOB_GENERATION_BITS) + secrets.randbits(_JOB_GENERATION_BITS)
 
 
 def read_outcome(config: ControlConfig, job: str, key: bytes, job_generation: int) -> bytes | None:
-    """What `JobStore.end` has left of a job of several hosts; asks one member of etcd once, for a second at most.
+    """Reads what `JobStore.end` has left of a job of several hosts; asks one member of etcd once, for a second at most.
 
     Args:
         config: which store.
@@ -260,7 +260,7 @@ def read_outcome(config: ControlConfig, job: str, key: bytes, job_generation: in
 
 
 def look_for_earlier(config: ControlConfig, job: str, key: bytes, job_generation: int = 0) -> StoredJob:
-    """What the store holds of a job of several hosts that runs, or has run.
+    """Finds what the store holds of a job of several hosts that runs, or has run.
 
     Args:
         config: which store.
@@ -296,7 +296,8 @@ def _asking(config: ControlConfig, job: str, key: bytes, job_generation: int) ->
 
 
 def _own_name(run_dir: Path, control_dir: Path) -> str:
-    """Of a job of one host. The second part keeps jobs apart that have folders of one name, on one host or several."""
+    """Makes the name of a job of one host. The second part keeps jobs apart that have folders of one name, on one host
+    or several."""
     return f"{run_dir.name}-{control_dir.name.rpartition('-')[2]}"
 
 

@@ -26,8 +26,8 @@ _HEAD = " head"
 
 
 def proof_of_term(key: bytes, job_generation: int, term: int) -> bytes:
-    """That who says so has the job's key, and with it a coordinator: an agent tells others' coordinators by this that
-    its own one has the job. Who only takes part cannot make it.
+    """Makes the proof that who says so has the job's key, and with it a coordinator: an agent tells others'
+    coordinators by this that its own one has the job. Who only takes part cannot make it.
 
     Args:
         key: the job's.
@@ -50,7 +50,7 @@ class StoreSeal:
         self._prefix = prefix
 
     def sealed(self, key: str, value: bytes, job_generation: int) -> bytes:
-        """What to write.
+        """Makes what to write.
 
         Args:
             key: below the prefix.
@@ -60,7 +60,7 @@ class StoreSeal:
         return MAGIC + self._tag(key, value, job_generation) + value
 
     def opened(self, key: str, stored: bytes, job_generation: int) -> bytes | None:
-        """The value that stands in a place; None: it is not genuine.
+        """Finds the value that stands in a place; None: it is not genuine.
 
         Args:
             key, job_generation: as of `sealed`.
@@ -73,11 +73,11 @@ class StoreSeal:
         return value
 
     def seal_position(self, position: StorePosition) -> StorePosition:
-        """A store position as it is told."""
+        """Seals a store position as it is told."""
         return msgspec.structs.replace(position, seal=self._tag_of_position(position))
 
     def knows(self, position: StorePosition) -> bool:
-        """Whether a coordinator of this job has told a store position."""
+        """Tells whether a coordinator of this job has told a store position."""
         return hmac.compare_digest(position.seal, self._tag_of_position(position))
 
     def _tag_of_position(self, position: StorePosition) -> bytes:

@@ -55,7 +55,7 @@ class Store(Protocol[_T]):
         fails."""
 
     def records(self) -> list[_T]:
-        """All durable records, oldest first: those found at the opening and those since."""
+        """Lists all durable records, oldest first: those found at the opening and those since."""
 
     @property
     def store_position(self) -> StorePosition | None:
@@ -155,18 +155,18 @@ JournalRecord = events.Record | RecorderRecord | MembershipRecord | ClockRead
 
 
 def core_records(records: list[JournalRecord]) -> list[events.Record]:
-    """Those of the protocol's core, in order."""
+    """Lists those of the protocol's core, in order."""
     return [record for record in records if not isinstance(record, RecorderRecord | MembershipRecord | ClockRead)]
 
 
 def membership_records(records: Sequence[JournalRecord]) -> list[object]:
-    """All, as the rules about members read them."""
+    """Lists all, as the rules about members read them."""
     published = StepPublished()
     return [published if isinstance(record, Published) else record for record in records]
 
 
 def by_own_clock(records: Sequence[JournalRecord], clock: str, now_s: float) -> list[JournalRecord]:
-    """Records with times of the reader's clock.
+    """Converts records to times of the reader's clock.
 
     Each coordinator first records which clock it has and what that shows (`ClockRead`). Where that is another host's,
     its readings mean nothing here, but their differences do. So a successor shifts them: the newest time that is known
@@ -197,7 +197,7 @@ def by_own_clock(records: Sequence[JournalRecord], clock: str, now_s: float) -> 
 
 
 def _by_coordinator(records: Sequence[JournalRecord]) -> list[list[JournalRecord]]:
-    """The records of one after the other, each beginning with its clock's."""
+    """Splits the records into those of one coordinator after the other, each beginning with its clock's."""
     lives: list[list[JournalRecord]] = []
     for record in records:
         if isinstance(record, ClockRead) or not lives:

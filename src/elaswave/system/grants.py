@@ -120,7 +120,7 @@ def _is_own(found: os.stat_result, kind: int) -> bool:
 
 
 def refused(error: OSError, what: str, advice: str) -> LaunchError:
-    """What to tell when the system refuses something that a job needs."""
+    """Makes the error to tell when the system refuses something that a job needs."""
     name = errno.errorcode.get(error.errno or 0, "?")
     return LaunchError(f"{what}: {error.strerror} ({name}); {advice}")
 
@@ -132,7 +132,7 @@ def needed_descriptors(num_workers: int, num_loaders: int = 0) -> int:
 
 
 def workers_max(num_loaders: int = 0) -> int:
-    """How many workers a job may have with the limit that this process has.
+    """Computes how many workers a job may have with the limit that this process has.
 
     Args:
         num_loaders: of each worker.
@@ -180,11 +180,11 @@ class _Socket(Protocol):
         """Of its address."""
 
     def getsockopt(self, level: int, option: int, size: int, /) -> bytes:
-        """What the kernel says of it."""
+        """Returns what the kernel says of it."""
 
 
 def counters_of(sock: _Socket, connection: int) -> Counters | None:
-    """What this kernel has counted on a TCP connection: what came, and what the other kernel has acknowledged.
+    """Reads what this kernel has counted on a TCP connection: what came, and what the other kernel has acknowledged.
 
     The other kernel acknowledges while its processes get no processor, or are stopped; so this tells a host that is cut
     off from one that is busy (`elaswave.protocol.detection.host_silence`).

@@ -85,7 +85,7 @@ class Child:
 
 
 def how_it_ended(status: int) -> str:
-    """What a status of `os.waitpid` means: "was killed by SIGKILL"."""
+    """Tells what a status of `os.waitpid` means: "was killed by SIGKILL"."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
@@ -123,7 +123,7 @@ def fork(what: str, log: Path, body: Callable[[], int], *, let_go: Callable[[], 
 
 
 def _be_child(parent: int, log: Path, body: Callable[[], int], let_go: Callable[[], None]) -> None:
-    """The rest of a child's life; never returns."""
+    """Runs the rest of a child's life; never returns."""
     status = 1
     try:
         end_with_parent(parent)
@@ -208,7 +208,7 @@ def holding_notices() -> Iterator[None]:
 
 
 def hold_notices() -> None:
-    """From now on a notice waits until it is heard. To be called in a worker before it has threads."""
+    """Makes a notice wait from now on until it is heard. It is to be called in a worker before it has threads."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
     signal.signal(NOTICE, signal.SIG_DFL)  # as long as it is blocked it does nothing; an ignored one might get lost
 
@@ -328,11 +328,11 @@ class DeathWatch:
         return ctypes.c_void_p(self._base + worker % NUM_SLOTS * _SLOT_BYTES)
 
     def _owner(self, worker: int) -> ctypes.c_int64:
-        """Who has taken the worker's slot: its id plus 1, 0 if nobody has yet."""
+        """Tells who has taken the worker's slot: its id plus 1, 0 if nobody has yet."""
         return ctypes.c_int64.from_address(self._base + worker % NUM_SLOTS * _SLOT_BYTES + _OWNER_AT)
 
     def live(self, worker: int) -> None:
-        """Called once by the worker's main thread: from now on its end is seen."""
+        """Lets the end of the worker's main thread be seen from now on; that thread calls this once."""
         if not self.works:
             return
         mutex, owner = self._mutex(worker), self._owner(worker)
@@ -368,7 +368,7 @@ _taken: set[int] = set()
 
 
 def is_ours(number: int) -> bool:
-    """Whether a job may take a signal: any that ends a job and is not ignored (that is how nohup works), one of
+    """Tells whether a job may take a signal: any that ends a job and is not ignored (that is how nohup works), one of
     `USER_SIGNALS` only where it would kill the process."""
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN or number not in USER_SIGNALS:
@@ -377,7 +377,7 @@ def is_ours(number: int) -> bool:
 
 
 def _is_caught(number: int) -> bool:
-    """Whether something handles a signal that Python does not know of."""
+    """Tells whether something handles a signal that Python does not know of."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -87,7 +87,7 @@ class DatasetSamples:
             )
 
     def seeded(self, seed: int) -> "DatasetSamples":
-        """The same data with the randomness of a run.
+        """Returns the same data with the randomness of a run.
 
         Args:
             seed: of the run; 0 unless another one is given.
@@ -97,7 +97,7 @@ class DatasetSamples:
         return samples
 
     def num_samples(self, split: Split) -> int:
-        """Samples of a split; 0 where there is no dataset for it."""
+        """Counts the samples of a split; the number is 0 where there is no dataset for it."""
         return sum(part.num_samples for part in self._parts[split])
 
     @property
@@ -156,7 +156,8 @@ class DatasetSamples:
         return f"{part.name}[{draw.sample - part.start}]"
 
     def hashes(self, num_hashes: int) -> Iterator[SampleHash]:
-        """Hashes of samples that are evenly spread over the data, the first and the last among them; see `hash_of`.
+        """Yields hashes of samples that are evenly spread over the data, the first and the last among them; see
+        `hash_of`.
 
         They come in an order in which the first few are spread as well. A sample that cannot be had is left out:
         training will say so, if it ever comes to it.
@@ -175,7 +176,7 @@ class DatasetSamples:
 
 
 def as_pair(collated: Any) -> tuple[Any, Any]:
-    """A micro-batch as inputs and targets.
+    """Returns a micro-batch as inputs and targets.
 
     Args:
         collated: what a collate function has made.
@@ -218,7 +219,7 @@ def as_pair(collated: Any) -> tuple[Any, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The same with plain containers: a library's own kind of dictionary becomes one of Python's."""
+    """Returns the same with plain containers: a library's own kind of dictionary becomes one of Python's."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -234,7 +235,7 @@ def _leaves_of_pair(pair: tuple[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves_of(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What stands in tuples, lists and dictionaries, but for None, each with its place."""
+    """Yields what stands in tuples, lists and dictionaries, but for None, each with its place."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves_of(inner, f"{name}[{key!r}]")
@@ -246,7 +247,7 @@ def _leaves_of(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def hash_batch(pair: tuple[Any, Any]) -> str:
-    """The hash of a micro-batch: of the place, type, shape and bytes of each of its tensors, in order."""
+    """Computes the hash of a micro-batch: of the place, type, shape and bytes of each of its tensors, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for place, leaf in _leaves_of_pair(pair):
         digest.update(f"{place} {leaf.dtype} {list(leaf.shape)}\n".encode())
@@ -288,7 +289,8 @@ def _laid_out(datasets: Mapping[str, Any]) -> list[_Part]:
 
 
 def _as_tensors(dataset: Any) -> Any:
-    """A Hugging Face dataset in its own torch format, unless it has been given one: lists then become tensors."""
+    """Returns a Hugging Face dataset in its own torch format, unless it has been given one: lists then become
+    tensors."""
     given = getattr(dataset, "format", None)
     if isinstance(given, Mapping) and "type" in given and given["type"] is None and hasattr(dataset, "with_format"):
         return dataset.with_format("torch")
@@ -296,7 +298,7 @@ def _as_tensors(dataset: Any) -> Any:
 
 
 def _length(dataset: Any, name: str) -> int:
-    """The number of samples of a map-style dataset.
+    """Returns the number of samples of a map-style dataset.
 
     Raises:
         DataError: it is none, or it is empty.
@@ -327,6 +329,6 @@ def _length(dataset: Any, name: str) -> int:
 
 
 def _kind(value: Any) -> str:
-    """A value's type, for messages."""
+    """Names a value's type, for messages."""
     kind = type(value)
     return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"

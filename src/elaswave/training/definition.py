@@ -36,15 +36,16 @@ class Samples(Protocol):
     """Where the samples for training come from several sources with weights; else empty."""
 
     def num_samples(self, split: Split) -> int:
-        """Samples of a split."""
+        """Counts the samples of a split."""
         ...
 
     def hashes(self, num_hashes: int) -> Iterator[SampleHash]:
-        """Hashes of some samples, by which a resumed run knows its data again; none where files are compared."""
+        """Yields hashes of some samples, by which a resumed run knows its data again; there are none where files are
+        compared."""
         ...
 
     def batch(self, draws: Sequence[Draw], split: Split) -> tuple[Any, Any]:
-        """Samples put together.
+        """Puts samples together.
 
         Args:
             draws: samples of the split, at least one, in any order. What is random in a sample depends on where it
@@ -76,7 +77,7 @@ class Training:
 
 
 def evaluation_draws(microbatch: int, size: int, num_samples: int) -> list[Draw]:
-    """The samples of a micro-batch of an evaluation: always the same, in their order, from the first one.
+    """Lists the samples of a micro-batch of an evaluation: always the same, in their order, from the first one.
 
     Args:
         microbatch: number in the evaluation.
@@ -105,7 +106,7 @@ def build_model(
     dropout: float,
     **options: int | float | None,
 ) -> ModelSpec:
-    """The layers and the loss of a model.
+    """Makes the layers and the loss of a model.
 
     Args:
         family: a key of `MODELS`.
@@ -135,7 +136,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def builtin_training(config: Config) -> Training:
-    """What ``elaswave train`` trains.
+    """Makes what ``elaswave train`` trains.
 
     Args:
         config: with its layout resolved.

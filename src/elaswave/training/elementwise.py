@@ -90,7 +90,8 @@ class _Trial:
     # ------------------------------------------------------------------------------------------------- what is tried
 
     def _sampled(self) -> list[TensorSlot]:
-        """One tensor of each shape and group, or of some, cut to a size that can be tried; in one layer's storage."""
+        """Chooses one tensor of each shape and group, or of some, cut to a size that can be tried; they are in one
+        layer's storage."""
         kinds: dict[tuple[int, tuple[int, ...]], TensorSlot] = {}
         for slot in self._tensors:
             if slot.numel:
@@ -142,7 +143,7 @@ class _Trial:
     # ------------------------------------------------------------------------------------------------- whole tensors
 
     def _whole(self) -> tuple[torch.optim.Optimizer, dict[str, torch.nn.Parameter]]:
-        """A new instance of whole tensors, with those of the sampled ones."""
+        """Makes a new instance of whole tensors, and returns it with those of the sampled ones."""
         sampled = {name: torch.nn.Parameter(values.clone()) for name, values in self._values.items()}
         given = Parameters((name, sampled.get(name, other)) for name, other in stand_ins(self._tensors).items())
         optimizer = make_optimizer(self._factory, given)
@@ -157,7 +158,8 @@ class _Trial:
     def _states_before(
         self, whole: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
     ) -> list[tuple[dict[str, float], State]]:
-        """The states that are there before the first update, by group: the fills of those per element, and the rest."""
+        """Finds the states that are there before the first update, by group: the fills of those per element, and the
+        rest."""
         found: list[tuple[dict[str, float], State] | None] = [None] * len(whole.param_groups)
         for slot in sorted(self._samples, key=lambda slot: -slot.numel):
             fills: dict[str, float] = {}
@@ -194,7 +196,7 @@ class _Trial:
     # -------------------------------------------------------------------------------------------------- runs of them
 
     def _traits(self, group: int, before: tuple[dict[str, float], State]) -> Traits:
-        """What it keeps of the tensors of a group, found by updates of a run of elements."""
+        """Finds what the optimizer keeps of the tensors of a group, by updates of a run of elements."""
         fills, initial = before
         options = options_of(self._optimizer.param_groups[group])
         slot = next((slot for slot in self._samples if slot.group == group), None)
@@ -227,7 +229,8 @@ class _Trial:
         return Traits(states, scalars, fills, initial)
 
     def _sort_of(self, slot: TensorSlot, name: str, value: Any) -> str:
-        """ "elements", or the element type of a number, or "other" for a state that no checkpoint shows."""
+        """Tells the sort of a state: "elements", or the element type of a number, or "other" for a state that no
+        checkpoint shows."""
         if name in (MASTER, EMA):
             self._refuse(slot, f'its state has the name "{name}", which elaswave uses itself')
         if isinstance(value, torch.Tensor) and value.shape == (_RUN_ELEMENTS,):
@@ -361,7 +364,7 @@ def _keep_only(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.P
 
 
 def _cut(shape: Sequence[int], num_elements: int) -> tuple[int, ...]:
-    """The shape, or one of as many dimensions with at most so many elements."""
+    """Returns the shape, or one of as many dimensions with at most so many elements."""
     sizes = list(shape)
     while math.prod(sizes) > num_elements:
         largest = max(range(len(sizes)), key=sizes.__getitem__)

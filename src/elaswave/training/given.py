@@ -32,7 +32,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def given_by(training: Training) -> dict[str, str]:
-    """What a script gives, by name.
+    """Describes what a script gives, by name.
 
     Args:
         training: of the script. What its optimizer is made with, `elaswave.training.torch_optimizer` says.
@@ -45,7 +45,7 @@ def given_by(training: Training) -> dict[str, str]:
 
 
 def options_given(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
-    """The options of a new optimizer and its scheduler, by name.
+    """Describes the options of a new optimizer and its scheduler, by name.
 
     Args:
         optimizer: as it was made.
@@ -75,7 +75,8 @@ def _shown(value: object) -> str:
 
 
 def hash_of_code(value: Any) -> str:
-    """A hash of what a callable does: its code, what it has captured, its settings; values of tensors are left out.
+    """Computes a hash of what a callable does: its code, what it has captured, its settings; values of tensors are left
+    out.
 
     The same in each process with one version of Python, wherever objects are in memory.
     """
@@ -94,7 +95,7 @@ class _Description:
         """So that none of them is gone, and another at its place."""
 
     def of(self, value: Any) -> Iterator[str]:
-        """Texts of an object and of all that it is made of."""
+        """Yields texts of an object and of all that it is made of."""
         if isinstance(value, np.generic):
             value = plain(value)
         if isinstance(value, _PLAIN):

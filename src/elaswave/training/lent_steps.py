@@ -80,7 +80,8 @@ def lend_and_step(
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The plain attributes of an optimizer, beside its parameter groups and states; not to be written."""
+    """Returns the plain attributes of an optimizer, beside its parameter groups and states; they are not to be
+    written."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -101,12 +102,12 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of torch's own whose rule is elementwise, with its own step."""
+    """Tells whether an optimizer is one of torch's own whose rule is elementwise, with its own step."""
     return type(optimizer) in _ELEMENTWISE and "step" not in vars(optimizer)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, by name."""
+    """Returns the options of a parameter group, by name."""
     return {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -128,7 +129,7 @@ class TensorRun(NamedTuple):
 
 
 def can_be_tried(num_elements: int) -> bool:
-    """Whether a run can be cut where blocks are cut."""
+    """Tells whether a run can be cut where blocks are cut."""
     return num_elements > ALIGNMENT_ELEMENTS
 
 
@@ -206,7 +207,7 @@ def _updated(
 
 
 def _shape_of(num_elements: int, dimensions: int) -> tuple[int, ...]:
-    """As many dimensions, of which at most two are not of size 1."""
+    """Makes a shape of as many dimensions, of which at most two are not of size 1."""
     if dimensions < 2:
         return (num_elements,)
     rows = num_elements // math.gcd(num_elements, ALIGNMENT_ELEMENTS)
@@ -214,7 +215,7 @@ def _shape_of(num_elements: int, dimensions: int) -> tuple[int, ...]:
 
 
 def copied(state: State) -> State:
-    """With tensors of its own."""
+    """Copies a state, with tensors of its own."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
@@ -223,7 +224,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two plain values are equal."""
+    """Tells whether two plain values are equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -26,7 +26,7 @@ from elaswave.state.flat import HeldBlock
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The learning rate of a step.
+    """Computes the learning rate of a step.
 
     Args:
         config: of the optimizer.
@@ -39,7 +39,8 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def decay_steps(config: OptimizerConfig, num_steps: int) -> int:
-    """wsd: steps over which the learning rate decays: what is set, or a tenth of the run, after the warm-up."""
+    """Counts, for wsd, the steps over which the learning rate decays: what is set, or a tenth of the run, after the
+    warm-up."""
     if config.decay_steps is not None:
         return config.decay_steps
     return min(max(1, num_steps // 10), max(0, num_steps - config.warmup_steps))
@@ -60,7 +61,8 @@ def _linear(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def _wsd(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Warm-up, stable, decay (Hu et al. 2024, MiniCPM), with a linear decay as torchtitan's."""
+    """Computes the learning rate by warm-up, stable, decay (Hu et al. 2024, MiniCPM), with a linear decay as
+    torchtitan's."""
     start = num_steps - decay_steps(config, num_steps)
     return config.lr if step <= start else _falling(config, _progress(step, start, num_steps))
 
@@ -71,7 +73,7 @@ def _step(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def _progress(step: int, start: int, stop: int) -> float:
-    """How much of the steps after `start`, up to `stop`, is over: in (0, 1]."""
+    """Computes how much of the steps after `start`, up to `stop`, is over: in (0, 1]."""
     return min(1.0, (step - start) / max(1, stop - start))
 
 
@@ -100,15 +102,15 @@ class Optimizer(Protocol):
     """What a script gives; see `elaswave.training.given`. Empty where the configuration says all."""
 
     def shapes(self, shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
-        """The tensors of the model, with the states that each of them has."""
+        """Returns the tensors of the model, with the states that each of them has."""
         ...
 
     def initial(self, slot: str, tensor: TensorSlot) -> float:
-        """The value that all elements of a state have before the first update."""
+        """Returns the value that all elements of a state have before the first update."""
         ...
 
     def updater(self) -> "Updater":
-        """A new one, that has made no update yet."""
+        """Makes a new updater, that has made no update yet."""
         ...
 
 
@@ -142,11 +144,12 @@ class Updater(Protocol):
         ...
 
     def scalars(self) -> Sequence[Mapping[str, torch.Tensor]]:
-        """The states that tensors have once, after the newest committed step, by parameter group."""
+        """Returns the states that tensors have once, after the newest committed step, by parameter group."""
         ...
 
     def state(self) -> str:
-        """All that must be known beside the blocks to go on after the newest committed step; "" for nothing."""
+        """Returns all that must be known beside the blocks to go on after the newest committed step; "" stands for
+        nothing."""
         ...
 
     def load(self, state: str, step: int) -> None:
@@ -192,12 +195,12 @@ class Slots(Protocol):
 
 
 def _each(name: str, blocks: Sequence[Slots]) -> list[torch.Tensor]:
-    """One state of all blocks."""
+    """Lists one state of all blocks."""
     return [block.slots[name] for block in blocks]
 
 
 def _decaying(tensors: Sequence[torch.Tensor], blocks: Sequence[Slots]) -> list[torch.Tensor]:
-    """The runs that weight decay applies to, of one tensor per block; most are whole blocks."""
+    """Lists the runs that weight decay applies to, of one tensor per block; most are whole blocks."""
     return [
         tensor if stop - start == tensor.numel() else tensor[start:stop]
         for tensor, block in zip(tensors, blocks, strict=True)
@@ -314,7 +317,7 @@ class ConfiguredUpdater:
         self.learning_rate = self._rate(step)
 
     def update(self, copies: Sequence[HeldBlock], gradients: Sequence[torch.Tensor], num_updates: int) -> None:
-        """By the rule."""
+        """Updates the copies by the rule."""
         self._rule.update(copies, gradients, learning_rate=self.learning_rate, num_updates=num_updates)
 
     def scalars(self) -> Sequence[Mapping[str, torch.Tensor]]:
@@ -345,7 +348,7 @@ def average(averages: list[torch.Tensor], masters: list[torch.Tensor], decay: fl
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied by so that their norm is at most max_norm (0 switches clipping off).
+    """Computes what gradients are multiplied by so that their norm is at most max_norm (0 switches clipping off).
 
     Source: torch.nn.utils.clip_grad_norm_, the 1e-6 included.
     """

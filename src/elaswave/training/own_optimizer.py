@@ -31,7 +31,7 @@ class OwnOptimizer:
         self._lock = threading.Lock()
 
     def __call__(self, shapes: tuple[LayerShape, ...]) -> "TorchOptimizer":
-        """The optimizer of a model.
+        """Returns the optimizer of a model.
 
         Args:
             shapes: of the model.
@@ -51,7 +51,7 @@ class OwnOptimizer:
 
 
 def trained(shapes: Iterable[LayerShape]) -> tuple[TensorSlot, ...]:
-    """The tensors that an optimizer updates, in the order of the model."""
+    """Lists the tensors that an optimizer updates, in the order of the model."""
     return all_tensors(tuple(shapes))
 
 
@@ -81,7 +81,7 @@ class TorchOptimizer:
         """Its options, and those of its scheduler, as they are made; see `elaswave.training.given`."""
 
     def shapes(self, shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
-        """With group and states of each tensor."""
+        """Returns the shapes with group and states of each tensor."""
         return tuple(
             shape._replace(tensors=tuple(self._with_states(slot) for slot in shape.tensors)) for shape in shapes
         )
@@ -95,7 +95,7 @@ class TorchOptimizer:
         return slot._replace(group=group, states=(MASTER, *traits.states), scalars=traits.scalars if slot.numel else ())
 
     def initial(self, slot: str, tensor: TensorSlot) -> float:
-        """As the optimizer's constructor has it."""
+        """Returns the value as the optimizer's constructor has it."""
         return self._tried.traits[tensor.group].fills.get(slot, 0.0)
 
     def updater(self) -> TorchUpdater:

@@ -49,12 +49,12 @@ class Parameters:
         return [name for name, _ in self._named]
 
     def items(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Full names and parameters, in the order of the model."""
+        """Lists full names and parameters, in the order of the model."""
         self._taken.extend(self.names)
         return list(self._named)
 
     def named(self, *patterns: str) -> "Parameters":
-        """Those whose full name matches one of the patterns.
+        """Selects those whose full name matches one of the patterns.
 
         Args:
             patterns: as `fnmatch` has them, upper and lower case being different: ``"*.bias"``, ``"head.*"``.
@@ -65,12 +65,13 @@ class Parameters:
         return self._those(lambda name: name in chosen)
 
     def except_named(self, *patterns: str) -> "Parameters":
-        """The rest: those whose full name matches none of the patterns. Arguments and errors as of `named`."""
+        """Selects the rest: those whose full name matches none of the patterns. Arguments and errors are as of
+        `named`."""
         left_out = self._matching(patterns)
         return self._those(lambda name: name not in left_out)
 
     def taken_twice(self) -> list[str]:
-        """Names that have been iterated over more than once."""
+        """Lists the names that have been iterated over more than once."""
         return [name for name in self.names if self._taken.count(name) > 1]
 
     def _matching(self, patterns: Sequence[str]) -> set[str]:
@@ -118,7 +119,7 @@ def float32_by_default() -> Iterator[None]:
 
 
 def make_optimizer(factory: Callable[[Parameters], object], parameters: Parameters) -> torch.optim.Optimizer:
-    """The optimizer that a person's callable makes of parameters.
+    """Makes the optimizer that a person's callable makes of parameters.
 
     Raises:
         OptimizerError: it raises, makes something else, or gives a parameter no group, or two.
@@ -152,8 +153,8 @@ def make_optimizer(factory: Callable[[Parameters], object], parameters: Paramete
 
 
 def has_raised(who: str, error: BaseException) -> OptimizerError:
-    """What a person is told of an exception in a callable of theirs: with the traceback, since it is raised in another
-    process than the script's.
+    """Makes the error that a person is told of an exception in a callable of theirs: with the traceback, since it is
+    raised in another process than the script's.
 
     Args:
         who: the callable.
@@ -165,7 +166,7 @@ def has_raised(who: str, error: BaseException) -> OptimizerError:
 
 
 def groups_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, int]:
-    """The number of the parameter group of each parameter, by full name.
+    """Maps each parameter, by full name, to the number of its parameter group.
 
     Raises:
         OptimizerError: a parameter is in no group, or in two, or is none of the model's.
@@ -211,6 +212,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def optimizer_class_name(optimizer: object) -> str:
-    """An object's class, as a person calls it: ``torch.optim.AdamW``."""
+    """Names an object's class, as a person calls it: ``torch.optim.AdamW``."""
     kind = type(optimizer)
     return f"torch.optim.{kind.__qualname__}" if kind.__module__.startswith("torch.optim") else kind.__qualname__

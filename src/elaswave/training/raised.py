@@ -14,7 +14,7 @@ _CALL_OF_A_MODULE = f"{os.sep}torch{os.sep}nn{os.sep}modules{os.sep}module.py"
 
 
 def said(error: BaseException) -> str:
-    """Type and message of an exception."""
+    """Returns type and message of an exception."""
     try:
         text = str(error)
     except BaseException as own:  # its own __str__
@@ -23,8 +23,8 @@ def said(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of an exception, with those of its causes, ending with its message. It begins where a person's code
-    does: the calls that led there are left out, unless there is nothing else."""
+    """Returns the traceback of an exception, with those of its causes, ending with its message. It begins where a
+    person's code does: the calls that led there are left out, unless there is nothing else."""
     try:
         told = traceback.TracebackException.from_exception(error)
         _from_own_code_on(told)
@@ -56,8 +56,8 @@ def _causes(told: traceback.TracebackException) -> list[traceback.TracebackExcep
 
 
 def readable(text: str) -> str:
-    """A text that can be encoded, and is not too long: lone surrogates are written as escapes, the middle of a text of
-    more than `CHARACTERS_MAX` is left out."""
+    """Makes a text that can be encoded, and is not too long: lone surrogates are written as escapes, the middle of a
+    text of more than `CHARACTERS_MAX` is left out."""
     return _cut(_cut(text).encode("utf-8", "backslashreplace").decode())
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def open_tokens(config: Config, cache_dir: Path) -> TokenSource:
-    """The tokens of a run.
+    """Opens the tokens of a run.
 
     Args:
         config: of the run.
@@ -35,7 +35,7 @@ def open_tokens(config: Config, cache_dir: Path) -> TokenSource:
 
 
 def sampler_of(config: Config, num_samples: int, sources: Sequence[Source] = ()) -> Sampler:
-    """Which samples make up which micro-batch of a run's training.
+    """Makes the sampler that says which samples make up which micro-batch of a run's training.
 
     Args:
         config: of the run.

@@ -162,11 +162,11 @@ class TorchUpdater:
             group.update({key: value for key, value in options_of(moved).items() if options.get(key) is not value})
 
     def kept_once(self, group: int) -> Collection[str]:
-        """Names of all that is kept once for each tensor of a parameter group."""
+        """Names all that is kept once for each tensor of a parameter group."""
         return self._scalars[group].keys()
 
     def scalars(self) -> list[Mapping[str, torch.Tensor]]:
-        """As tensors of no dimension."""
+        """Returns the states that tensors have once as tensors of no dimension."""
         return [
             {
                 name: torch.as_tensor(scalars[name], dtype=DTYPES[dtype]).reshape(())
@@ -201,8 +201,8 @@ class TorchUpdater:
                 kit.state[part.parameter] = self._taken(part, found[part.parameter], num_updates)
 
     def _try_a_part(self, kits: Sequence[_Kit], gradients: Sequence[torch.Tensor], num_updates: int) -> None:
-        """At one call of each step, another one from step to step, makes the update of a part of one tensor whole and
-        in halves."""
+        """Makes the update of a part of one tensor whole and in halves, at one call of each step, another one from step
+        to step."""
         self._is_due |= self._calls == self._step % max(1, self._calls_before)
         self._calls += 1
         if not self._is_due or self._tried_in == self._step:
@@ -232,8 +232,8 @@ class TorchUpdater:
         try_update(self._optimizer, run, self._attributes, self._step, num_updates)
 
     def _place_of_numbers(self, group: int, parameter: torch.Tensor) -> torch.device:
-        """Where the optimizer has what it keeps once per tensor: as torch's classes, of which only the fused ones read
-        it in their kernels."""
+        """Tells where the optimizer has what it keeps once per tensor: as torch's classes, of which only the fused ones
+        read it in their kernels."""
         return parameter.device if self._options[group].get("fused") else torch.device("cpu")
 
     def _kit_of(self, held: HeldBlock) -> _Kit:
@@ -262,7 +262,7 @@ class TorchUpdater:
         return self._traits[segment.slot.group].states
 
     def _taken(self, part: _Part, found: State, num_updates: int) -> State:
-        """The state after an update, with what is per element where the block keeps it."""
+        """Returns the state after an update, with what is per element where the block keeps it."""
         for name, view in part.views:
             value = found.get(name)
             if value is not view and isinstance(value, torch.Tensor):
@@ -281,7 +281,7 @@ class TorchUpdater:
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def given(self) -> dict[str, str]:
-        """The options of optimizer and scheduler, as texts by name."""
+        """Describes the options of optimizer and scheduler, as texts by name."""
         return options_given(self._optimizer, self._scheduler)
 
     def state(self) -> str:

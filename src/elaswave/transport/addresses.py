@@ -85,7 +85,7 @@ def _listen_in(rest: str, worker: int) -> tuple[socket.socket, str, Callable[[],
 
 
 def _turned(ports: Sequence[int], worker: int) -> list[int]:
-    """The ports in another order for each worker, so that few try the same one."""
+    """Puts the ports in another order for each worker, so that few try the same one."""
     first = worker % len(ports)
     return [*ports[first:], *ports[:first]]
 
@@ -114,8 +114,8 @@ def _listen_on(
 
 
 def reserve(host: str, ports: Sequence[int] = ()) -> socket.socket:
-    """A TCP socket that keeps a port for processes of this job, one after the other, and does not listen itself: who
-    dials is refused while none of them does.
+    """Makes a TCP socket that keeps a port for processes of this job, one after the other, and does not listen itself:
+    who dials is refused while none of them does.
 
     Two sockets may have one port if both have SO_REUSEADDR and neither listens, whoever owns them: in an instant in
     which no process of the job listens, another user could. So this one has SO_REUSEPORT instead, by which the system
@@ -144,12 +144,12 @@ def reserve(host: str, ports: Sequence[int] = ()) -> socket.socket:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """The address of a listener as it is passed on."""
+    """Makes the address of a listener as it is passed on."""
     return f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
 
 
 def host_of(address: str) -> str:
-    """The host of an address; "" of a Unix socket.
+    """Finds the host of an address; "" of a Unix socket.
 
     Raises:
         ValueError: the address cannot be understood.
@@ -299,7 +299,7 @@ class NameLookup:
         return self._deadline_s - time.monotonic()
 
     def results(self) -> list[str]:
-        """The numeric addresses, at least one, once it is over. Each of them is to have its turn.
+        """Lists the numeric addresses, at least one, once it is over. Each of them is to have its turn.
 
         Raises:
             OSError: the name has no address, or none was found in time.
@@ -327,7 +327,7 @@ def await_lookups(timeout_s: float) -> None:
 
 
 def has_name(address: str) -> bool:
-    """Whether the host of an address must be looked up.
+    """Tells whether the host of an address must be looked up.
 
     Raises:
         ValueError: the address cannot be understood.
@@ -398,7 +398,7 @@ def _private_folder(text: str) -> Path:
 
 @contextlib.contextmanager
 def _unix_name(path: Path) -> Iterator[str]:
-    """A name for the path that fits into the system's address structure."""
+    """Yields a name for the path that fits into the system's address structure."""
     if len(os.fsencode(path)) <= _MAX_UNIX_PATH_BYTES:
         yield str(path)
         return

@@ -162,13 +162,14 @@ class EmulatedLinks:
         self._partings.append((is_away, until_s))
 
     def _back_s(self, site: int, now_s: float) -> float:
-        """When a site can be reached again; 0 if it can."""
+        """Computes when a site can be reached again; 0 if it can."""
         if not self._partings:
             return 0.0
         return max((until_s for is_away, until_s in self._partings if until_s > now_s and is_away(site)), default=0.0)
 
     def moved_bytes(self, now_s: float) -> int:
-        """Bytes that have left so far, those of frames that are leaving included. Called from any thread."""
+        """Counts the bytes that have left so far, those of frames that are leaving included. It is called from any
+        thread."""
         moved = float(self._left_bytes)
         for queue in list(self._leaving.values()):
             first = next(iter(list(queue)), None)
@@ -231,7 +232,7 @@ class _Connection(Protocol):
         """Of its address."""
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """Returns its descriptor."""
 
     def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None:
         """Tells the kernel what it shall do."""
@@ -305,6 +306,6 @@ class PacedLinks:
 
 
 def _unsent_bytes(sock: _Connection) -> int:
-    """That the kernel holds, and has not sent for the first time."""
+    """Counts the bytes that the kernel holds, and has not sent for the first time."""
     (found,) = _INT.unpack(fcntl.ioctl(sock.fileno(), _SIOCOUTQNSD, _INT.pack(0)))
     return int(found)

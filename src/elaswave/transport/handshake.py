@@ -76,7 +76,7 @@ class Secrets(NamedTuple):
     """By none of these; who holds one is told that it was changed."""
 
     def each(self, change: Callable[[bytes], bytes]) -> "Secrets":
-        """What is made of each of them."""
+        """Returns what is made of each of them."""
         return Secrets(tuple(map(change, self.accepted)), tuple(map(change, self.retired)))
 
     @property
@@ -102,7 +102,7 @@ Key = bytes | Secrets | KeyRing | Callable[[], Secrets]
 
 
 def secrets_of(key: Key) -> Secrets:
-    """The secrets at present.
+    """Returns the secrets at present.
 
     Raises:
         ValueError: one is shorter than 16 bytes, or there is none.
@@ -120,7 +120,7 @@ def secrets_of(key: Key) -> Secrets:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """A key for one purpose, of 32 bytes. Who holds it cannot compute the job's, nor that of another purpose.
+    """Derives a key for one purpose, of 32 bytes. Who holds it cannot compute the job's, nor that of another purpose.
 
     Args:
         key: the job's.
@@ -130,7 +130,7 @@ def derived(key: bytes, purpose: str) -> bytes:
 
 
 def worker_name(peer: int) -> str:
-    """What a worker is called in messages."""
+    """Tells what a worker is called in messages."""
     return f"worker {peer}"
 
 
@@ -162,7 +162,7 @@ class Dialler:
         self._transcript = b""
 
     def opening(self) -> bytes:
-        """What to send first."""
+        """Returns what to send first."""
         return self._hello
 
     def receive(self, data: bytes) -> bytes:
@@ -197,14 +197,15 @@ class Dialler:
         return b""
 
     def _proved(self, mac: bytes) -> bytes | None:
-        """The key by which the listener has made its proof; None: by none of ours. It may have been told of a change
-        after we had sent the HELLO, as we have been."""
+        """Finds the key by which the listener has made its proof; None: by none of ours. It may have been told of a
+        change after we had sent the HELLO, as we have been."""
         held = dict.fromkeys((*self._secrets.accepted, *secrets_of(self._held).accepted))
         macs = ((key, _mac(key, b"listener", self._transcript)) for key in held)
         return next((key for key, right in macs if hmac.compare_digest(mac, right)), None)
 
     def secret(self, purpose: bytes) -> bytes:
-        """32 bytes that only the two ends of this connection know, for one purpose; to be called once ``done``."""
+        """Derives 32 bytes that only the two ends of this connection know, for one purpose; it is to be called once
+        ``done``."""
         return _secret(self._key, self._transcript, purpose)
 
 
@@ -248,7 +249,7 @@ class Listener:
         self._transcript = b""
 
     def opening(self) -> bytes:
-        """What to send first: nothing."""
+        """Returns what to send first: nothing."""
         return b""
 
     def receive(self, data: bytes) -> bytes:
@@ -307,7 +308,8 @@ class Listener:
             self._nonce = nonce + _sign(key, b"retired", hello + nonce)
 
     def secret(self, purpose: bytes) -> bytes:
-        """32 bytes that only the two ends of this connection know, for one purpose; to be called once ``done``."""
+        """Derives 32 bytes that only the two ends of this connection know, for one purpose; it is to be called once
+        ``done``."""
         return _secret(self._key, self._transcript, purpose)
 
 
@@ -343,7 +345,8 @@ _T = TypeVar("_T")
 
 
 def source_network(address: Any) -> str:
-    """Where a connection comes from, as far as its sender cannot choose: an IPv4 address, an IPv6 network of 64 bits.
+    """Tells where a connection comes from, as far as its sender cannot choose: an IPv4 address, an IPv6 network of 64
+    bits.
 
     Args:
         address: of the other side, as `socket.accept` returns it; of a Unix socket: one for all.
@@ -421,7 +424,8 @@ class LimitedLines:
         return False
 
     def unsaid(self, now_s: float) -> str:
-        """A line about those that were not written in a period that is over; empty: there are none, or it is not."""
+        """Returns a line about those that were not written in a period that is over; empty: there are none, or it is
+        not."""
         if not self._num_lines or now_s < self._period_ends_s:
             return ""
         left, self._num_lines, self.ends_s = self._num_lines - MAX_LINES_PER_PERIOD, 0, None

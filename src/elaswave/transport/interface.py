@@ -96,7 +96,7 @@ class FrameHeader(NamedTuple):
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The memory of a tensor as bytes, without a copy; writable.
+    """Returns the memory of a tensor as bytes, without a copy; it is writable.
 
     Args:
         tensor: any dtype and shape, contiguous, on the CPU. It must be kept alive and its storage must not be resized
@@ -129,14 +129,14 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def byte_views(tensors: Tensor | Sequence[Tensor]) -> list[memoryview]:
-    """The non-empty byte views of one or more tensors; raises as :func:`byte_view`."""
+    """Lists the non-empty byte views of one or more tensors; raises as :func:`byte_view`."""
     if isinstance(tensors, Tensor):
         return [byte_view(tensors)] if tensors.numel() else []
     return [byte_view(tensor) for tensor in tensors if tensor.numel()]
 
 
 def common_dtype_code(tensors: Tensor | Sequence[Tensor]) -> int:
-    """The code of the tensors' common dtype; that of bytes if they differ or there are none.
+    """Finds the code of the tensors' common dtype; that of bytes if they differ or there are none.
 
     Raises:
         ValueError: a dtype that cannot be sent.
@@ -153,7 +153,7 @@ def common_dtype_code(tensors: Tensor | Sequence[Tensor]) -> int:
 
 
 def encode_header(generation: int, tag: Tag, tensors: Tensor | Sequence[Tensor], length: int) -> bytes:
-    """The header of a frame.
+    """Encodes the header of a frame.
 
     Several tensors travel as one run of elements: their frame has one dimension, in their common dtype (bytes if they
     differ).
@@ -212,7 +212,7 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int, max_frame_b
 
 
 def empty_tensor(dtype_code: int, shape: tuple[int, ...]) -> Tensor:
-    """New memory for a received frame; torch's CPU allocator aligns it to 64 bytes.
+    """Allocates new memory for a received frame; torch's CPU allocator aligns it to 64 bytes.
 
     Raises:
         FrameError: there is not so much memory.
@@ -340,11 +340,12 @@ class Transport(Protocol):
         ...
 
     def trouble(self, peer: int) -> str:
-        """The last thing seen of a peer whose link is wanted and not there; empty if nothing was seen yet."""
+        """Tells the last thing seen of a peer whose link is wanted and not there; empty if nothing was seen yet."""
         ...
 
     def unreached(self, peer: int) -> str:
-        """As `trouble`, but only if it shows that nobody answers at the address as that peer, who may be slow to."""
+        """Does the same as `trouble`, but only if it shows that nobody answers at the address as that peer, who may be
+        slow to."""
         ...
 
     def send(self, dst: int, tag: Tag, tensors: Tensor | Sequence[Tensor]) -> Handle:
@@ -448,7 +449,7 @@ def fail(handle: Handle, error: CommError) -> None:
 
 
 def describe_pending(handles: Iterable[Handle], limit: int = 4) -> str:
-    """Which handles are not done, for error messages."""
+    """Describes which handles are not done, for error messages."""
     pending = [handle for handle in handles if not handle.done]
     names = [f"{handle.verb} {tuple(handle.tag)} worker {handle.peer}" for handle in pending[:limit]]
     more = f" and {len(pending) - limit} more" if len(pending) > limit else ""

@@ -228,7 +228,7 @@ class Inbox:
 
 
 def make_recv(src: int, tag: Tag, out: Tensor | Sequence[Tensor] | None, failures: Failures) -> Handle:
-    """A receive handle whose memory has been checked; raises ValueError as :func:`byte_view`."""
+    """Makes a receive handle whose memory has been checked; raises ValueError as :func:`byte_view`."""
     handle = Handle("recv", src, tag, failures)
     if out is not None:
         handle.views = byte_views(out)
@@ -240,7 +240,7 @@ def make_recv(src: int, tag: Tag, out: Tensor | Sequence[Tensor] | None, failure
 
 
 def interrupted_by_generation(generation: int) -> InterruptedWaitError:
-    """The error of everything that was pending when a generation began."""
+    """Makes the error of everything that was pending when a generation began."""
     return InterruptedWaitError(f"generation {generation} has begun; what was pending belongs to an older one")
 
 
@@ -263,7 +263,7 @@ def copy_bytes(source: Sequence[memoryview], target: Sequence[memoryview]) -> No
 
 
 def _misfit(handle: Handle, header: FrameHeader) -> str | None:
-    """Why a frame does not fit the memory of a receive, or None."""
+    """Tells why a frame does not fit the memory of a receive, or returns None."""
     assert handle.views is not None
     room = sum(map(len, handle.views))
     if room != header.length:

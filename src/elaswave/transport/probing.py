@@ -189,12 +189,12 @@ class _Link:
             self._sock.sendall(data)
 
     def receive(self, num_bytes: int) -> bytes:
-        """Up to so many bytes; none at the end."""
+        """Receives up to so many bytes; none at the end."""
         with self._bounded():
             return self._sock.recv(num_bytes)
 
     def exactly(self, num_bytes: int) -> bytes:
-        """So many bytes; none if the other side has ended before the first."""
+        """Receives so many bytes; none if the other side has ended before the first."""
         found = b""
         while len(found) < num_bytes:
             data = self.receive(num_bytes - len(found))
@@ -235,7 +235,7 @@ class _Link:
 
 
 def _ask(link: _Link, probe: LinkProbe) -> None:
-    """One probe, until its last byte is back."""
+    """Makes one probe, until its last byte is back."""
     link.begin(f"a probe of {probe.sent_bytes} bytes there and {probe.returned_bytes} back", PROBE_S_MAX)
     link.send(_HEADER.pack(*probe))
     _send_random(link, probe.sent_bytes)

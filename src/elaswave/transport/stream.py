@@ -521,7 +521,7 @@ class StreamTransport:
             self._waiter.set_mask(link.sock.fileno(), READ | WRITE)
 
     def _timers(self) -> float:
-        """What is due before the waiter blocks; returns the seconds until it is to be called again."""
+        """Does what is due before the waiter blocks; returns the seconds until it is to be called again."""
         next_s = min(self._acceptor.expire(), self._dial_wanted())
         if self._paced is not None:
             next_s = min(next_s, self._paced.share(self._connections(), time.monotonic()))
@@ -604,12 +604,12 @@ class StreamTransport:
             self._wanted[peer].address = address
 
     def trouble(self, peer: int) -> str:
-        """The last thing seen of a wanted peer; see ``Transport.trouble``."""
+        """Tells the last thing seen of a wanted peer; see ``Transport.trouble``."""
         trouble = self._acceptor.trouble.get(peer)
         return "" if trouble is None or peer in self._links else str(trouble)
 
     def unreached(self, peer: int) -> str:
-        """What shows that nobody answers as a peer; see ``Transport.unreached``."""
+        """Tells what shows that nobody answers as a peer; see ``Transport.unreached``."""
         return "" if isinstance(self._acceptor.trouble.get(peer), TimeoutError) else self.trouble(peer)
 
     def _dial_wanted(self) -> float:
@@ -725,7 +725,8 @@ class StreamTransport:
             self._waiter.failures.count += 1
 
     def _check_links(self) -> None:
-        """W11."""
+        """Checks W11: raises `PeerLostError` if a link has ended in this generation though frames of it were sent
+        there."""
         if self.broken is not None:
             raise PeerLostError(*self.broken)
 

@@ -48,7 +48,7 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
     """The authority whose signature is asked of the other side."""
 
     def listening(self) -> Security:
-        """What the listener needs.
+        """Loads what the listener needs.
 
         Raises:
             ConfigError: files that cannot be read or do not belong together.
@@ -56,7 +56,7 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
         return self._load(ssl.PROTOCOL_TLS_SERVER)
 
     def dialling(self) -> Security:
-        """What a dialler needs.
+        """Loads what a dialler needs.
 
         Raises:
             ConfigError: files that cannot be read or do not belong together.
@@ -117,7 +117,7 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bound_key(key: bytes, certificate_digest: bytes) -> bytes:
-    """The key of the handshake inside TLS: who ends TLS in the middle shows another certificate, and fails.
+    """Derives the key of the handshake inside TLS: who ends TLS in the middle shows another certificate, and fails.
 
     Args:
         key: the job's.
@@ -127,19 +127,19 @@ def bound_key(key: bytes, certificate_digest: bytes) -> bytes:
 
 
 def digest_of_peer(connection: ssl.SSLObject | ssl.SSLSocket) -> bytes:
-    """Digest of the other side's certificate."""
+    """Computes the digest of the other side's certificate."""
     return hashlib.sha256(connection.getpeercert(binary_form=True) or b"").digest()
 
 
 def tls_reason(error: ssl.SSLError) -> str:
-    """What is wrong, in one line."""
+    """Tells what is wrong, in one line."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate is refused: {error.verify_message}"
     return error.reason or error.strerror or str(error)
 
 
 def trouble_with(error: ssl.SSLError) -> str:
-    """What is wrong with a connection, and what both sides need."""
+    """Tells what is wrong with a connection, and what both sides need."""
     return f"TLS failed ({tls_reason(error)}): both sides must use it, with certificates of one authority"
 
 
@@ -148,7 +148,8 @@ _ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
 def tls_failure(error: ssl.SSLError) -> ConnectionError:
-    """What a failure of TLS means: a connection that has ended, and may be dialled again, or a `TlsError`."""
+    """Makes the error that a failure of TLS means: a connection that has ended, and may be dialled again, or a
+    `TlsError`."""
     if isinstance(error, _ENDED):
         return ConnectionError(
             f"the connection ended inside of TLS ({tls_reason(error)}); if it does so each time, look whether both "
@@ -214,7 +215,7 @@ class TlsSocket:
         return bool(self._socket.pending())
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Returns the socket's descriptor."""
         return self._socket.fileno()
 
     @property
@@ -223,7 +224,7 @@ class TlsSocket:
         return self._socket.family
 
     def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None:
-        """As of a socket."""
+        """Sets an option as that of a socket does."""
         self._socket.setsockopt(level, option, value)
 
     def close(self) -> None:
@@ -281,7 +282,7 @@ class TlsSocket:
             raise tls_failure(error) from None
 
     def recv(self, num_bytes: int) -> bytes:
-        """At most so many bytes; none at the end of the connection.
+        """Receives at most so many bytes; none at the end of the connection.
 
         Raises:
             BlockingIOError: nothing has come.

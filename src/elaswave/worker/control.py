@@ -169,11 +169,11 @@ class Mailbox:
         self._changed = threading.Condition()
 
     def hello(self) -> Registered | Joining:
-        """The first message on a new connection."""
+        """Returns the first message on a new connection."""
         return self.joining or self.registration
 
     def standing(self) -> list[Any]:
-        """What is said on a new connection after all that has not been acknowledged."""
+        """Lists what is said on a new connection after all that has not been acknowledged."""
         left_s = self._gone_at_s - time.monotonic()
         return [
             msgspec.structs.replace(fact, left_s=max(0.0, left_s)) if isinstance(fact, Leaving) else fact
@@ -194,7 +194,7 @@ class Mailbox:
         return leaving
 
     def heartbeat(self) -> Heartbeat | None:
-        """Where the main thread is; None of a worker that is no member yet, of which nobody asks."""
+        """Tells where the main thread is; returns None for a worker that is no member yet, of which nobody asks."""
         if self.joining is not None:
             return None
         doing, now_s = self.activity.snapshot(), time.monotonic()
@@ -250,7 +250,7 @@ class Mailbox:
             self.on_fenced_off(message)
 
     def is_urgent(self, message: ToWorker) -> bool:
-        """Whether a message ends the step in hand. A question that has been answered, and is asked again by a new
+        """Tells whether a message ends the step in hand. A question that has been answered, and is asked again by a new
         coordinator, does not: it must never take a worker out of a step that nothing has happened to."""
         if isinstance(message, Prepare):
             return message.generation > self.registration.generation
@@ -262,7 +262,7 @@ class Mailbox:
         return not self._messages
 
     def next(self, timeout_s: float) -> ToWorker:
-        """The oldest message; called on the main thread.
+        """Takes the oldest message; it is called on the main thread.
 
         Raises:
             WaitTimeoutError: none comes in time.
@@ -333,7 +333,7 @@ class StepWatch(StepObserver):
         self._mailbox.num_held = self._num_held()
 
     def _num_held(self) -> tuple[int, int]:
-        """How many blocks the worker owns and follows."""
+        """Counts how many blocks the worker owns and follows."""
         num_owned = sum(held.role is ReplicaRole.OWNER for held in self.machine.copies.values())
         return num_owned, len(self.machine.copies) - num_owned
 
@@ -420,7 +420,7 @@ class StepWatch(StepObserver):
         self._note_registration()
 
     def installed(self, decision: Decision) -> None:
-        """The same; records the recovery."""
+        """Notes that a new connection's first words are other ones now, and records the recovery."""
         self._note_registration()
         begin_ns, self.recovery_began_ns = self.recovery_began_ns, None
         if begin_ns is not None:
@@ -496,11 +496,11 @@ class ControlOutbox:
         self._client.send(message, durable=durable) if durable else self._client.send(message)
 
     def request(self) -> Request:
-        """What the coordinator has told this worker to ask for."""
+        """Returns what the coordinator has told this worker to ask for."""
         return self._mailbox.request
 
     def ready(self) -> Ready:
-        """With what computes here, for the log."""
+        """Says that the worker is ready, with what computes here, for the log."""
         text = self._engine.environment().text if self._config.elastic.verify else ""
         return Ready(worker=self.machine.worker, environment=text)
 
@@ -509,7 +509,7 @@ class ControlOutbox:
         return LinkLost(worker=self.machine.worker, peer=peer, generation=self.machine.member.generation, detail=detail)
 
     def committed(self, committed: Committed) -> StepReport:
-        """A committed step; now and then also how long actions take."""
+        """Reports a committed step; now and then it also reports how long actions take."""
         self._mailbox.on_commit()
         self.is_stopping = committed.request is Request.STOP
         if committed.request in (Request.CHECKPOINT, Request.STOP):
@@ -604,7 +604,7 @@ class ControlOutbox:
         )
 
     def standing(self, step: int) -> TrainingStanding:
-        """Where training stands after a step."""
+        """Describes where training stands after a step."""
         progress = self.machine.progress
         return TrainingStanding(
             generation=self.machine.member.generation,
@@ -616,7 +616,7 @@ class ControlOutbox:
         )
 
     def scalars(self) -> Scalars:
-        """The optimizer's states that tensors have once, after the newest committed step."""
+        """Returns the optimizer's states that tensors have once, after the newest committed step."""
         return self._engine.updater.scalars()
 
     def _frozen_digests(self) -> dict[str, int]:
@@ -625,7 +625,7 @@ class ControlOutbox:
         return frozen_digests(machine.engine.layers, machine.layout, machine.worker)
 
     def finished(self, stopped: bool) -> Finished:
-        """The last state: all workers wait until every one has said so."""
+        """Reports the last state: all workers wait until every one has said so."""
         machine, placement = self.machine, self.machine.placement
         store, scalars = BlockStore(machine.copies), self.scalars()
         owned = {block: 1 for block, owner in enumerate(placement.owner) if owner == machine.worker}
@@ -663,7 +663,7 @@ UNKNOWN_LOCATION = FailureLocation()
 
 
 def failure_message(worker: int, error: BaseException, at: FailureLocation = UNKNOWN_LOCATION) -> Failed:
-    """What is said of an error.
+    """Makes the message that says what is said of an error.
 
     Args:
         worker: its id.
@@ -713,7 +713,7 @@ def _microbatch(error: LayerError) -> str:
 
 
 def _fault_signature(worker: int, error: BaseException, kind: str, fault: DeviceFault, at: FailureLocation) -> str:
-    """Equal for what would strike whoever computes the same.
+    """Makes a signature that is equal for what would strike whoever computes the same.
 
     A fault that shows late has the step for its place: one worker may have met it in an action, another in the next. A
     lost device is this worker's alone, so that several that are lost at once do not pass for a fault of the program.
@@ -725,7 +725,7 @@ def _fault_signature(worker: int, error: BaseException, kind: str, fault: Device
 
 
 def _fault_summary(error: BaseException, fault: DeviceFault, at: FailureLocation) -> str:
-    """The class of the fault, the device's own words, and where they came."""
+    """Names the class of the fault, the device's own words, and where they came."""
     if not at.step:
         return f"{fault.kind.value}: {fault.words}"
     where = str(error.position) if isinstance(error, LayerError) else f"step {at.step}"
@@ -737,7 +737,7 @@ def _fault_summary(error: BaseException, fault: DeviceFault, at: FailureLocation
 
 
 def _doing(label: str) -> str:
-    """An action or phase as people read it; empty for anything else."""
+    """Describes an action or phase as people read it; the text is empty for anything else."""
     kind = action_kind(label)
     if kind in _ACTIONS:
         stage, microbatch = label.split(kind)

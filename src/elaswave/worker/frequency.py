@@ -68,7 +68,7 @@ class EmulatedFrequency:
         self._set_speed(level.speed)
 
     def close(self) -> None:
-        """Back to the base level."""
+        """Goes back to the base level."""
         self._set_speed(1.0)
 
 
@@ -146,12 +146,12 @@ def remove_groups(parent: int, beside: int, *, root: Path = CGROUP_ROOT, proc: P
 
 
 def _prefix(parent: int) -> str:
-    """Of the names of all groups of one job's workers."""
+    """Makes the prefix of the names of all groups of one job's workers."""
     return f"elaswave-{parent}-worker-"
 
 
 def _group_of(pid: int, root: Path, proc: Path) -> Path:
-    """The folder of the group that bounds a process's CPU time."""
+    """Finds the folder of the group that bounds a process's CPU time."""
     try:
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
     except OSError as error:
@@ -228,7 +228,7 @@ def _zeus_gpus() -> Any:
 def make_actuator(
     kind: str, worker: int, set_speed: Callable[[float], None], *, share: float = 1.0
 ) -> FrequencyActuator:
-    """The actuator of one worker, for the process that calls this.
+    """Makes the actuator of one worker, for the process that calls this.
 
     Args:
         kind: ``none``, ``emulated``, ``cgroup`` or ``nvidia``, as `device.frequency`.

@@ -51,7 +51,7 @@ class _Description(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_value(value: Any) -> torch.Tensor | list[torch.Tensor]:
-    """What the transport sends for a value, whose tensors are contiguous.
+    """Packs what the transport sends for a value, whose tensors are contiguous.
 
     Raises:
         UsageError: its description is too long.
@@ -73,7 +73,7 @@ def pack_value(value: Any) -> torch.Tensor | list[torch.Tensor]:
 
 
 def unpack_value(frame: torch.Tensor) -> Any:
-    """The value that a received frame holds. Its tensors lie in the frame's memory, each with its own version.
+    """Unpacks the value that a received frame holds. Its tensors lie in the frame's memory, each with its own version.
 
     Raises:
         FrameError: the frame contradicts itself.
@@ -94,7 +94,7 @@ def unpack_value(frame: torch.Tensor) -> Any:
 
 
 def _describe(frame: torch.Tensor) -> tuple[_Description, int]:
-    """The checked description in a frame, and where its tensors begin."""
+    """Reads the checked description in a frame, and finds where its tensors begin."""
     size = len(frame)
     if size < _PREFIX.size:
         raise FrameError(f"a frame of {size} bytes is too short for a value")
@@ -117,7 +117,7 @@ def _describe(frame: torch.Tensor) -> tuple[_Description, int]:
 
 
 def _num_bytes(code: int, shape: Sequence[int]) -> int:
-    """Of a tensor with its gap.
+    """Computes the bytes of a tensor with its gap.
 
     Raises:
         ValueError: there is no such tensor.
@@ -129,7 +129,7 @@ def _num_bytes(code: int, shape: Sequence[int]) -> int:
 
 
 def _as_tuples(structure: Any, depth: int = 0) -> Structure:
-    """A structure as JSON has it, as `flatten` makes it.
+    """Turns a structure as JSON has it into one as `flatten` makes it.
 
     Raises:
         ValueError: it is none.
@@ -274,7 +274,8 @@ class TransportLinks:
         self.edit_s += self.connected_s - begin_s
 
     def needed(self, layout: Layout, placement: Placement) -> set[int]:
-        """The peers with which this worker exchanges frames under a layout and a placement; all of a small job."""
+        """Finds the peers with which this worker exchanges frames under a layout and a placement; in a small job these
+        are all peers."""
         if len(layout.workers) <= FULL_MESH_WORKERS:
             return set(layout.workers) - {self.worker}
         peers = peers_of(layout, placement, self._blocks)[self.worker]
@@ -291,7 +292,7 @@ class TransportLinks:
         self.transport.want(addresses)
 
     def has(self, peer: int) -> bool:
-        """Whether there is a link to a peer."""
+        """Tells whether there is a link to a peer."""
         return peer in self.transport.peers
 
     @property
@@ -365,7 +366,7 @@ class TransportLinks:
             self._sends.append(self.transport.send(key.peer, _tag(key), payload))
 
     def take(self, key: Key) -> Any:
-        """A frame that is here."""
+        """Takes a frame that is here."""
         result = self._receives.pop(key).result
         if rooms := self._rooms.pop(key, None):
             for room, parts in rooms:
@@ -391,7 +392,8 @@ class TransportLinks:
         return list(map(self._device.fetch, runs))
 
     def _brought(self, value: Any, *, has_count: bool) -> Any:
-        """A value that has come, on the device; the count beside gradients, which the host works with, stays here."""
+        """Brings a value that has come onto the device; the count beside gradients, which the host works with, stays
+        here."""
         if self._device.is_host:
             return value
         structure, leaves = flatten(value)
@@ -450,12 +452,12 @@ def _tag(key: Key) -> Tag:
 
 
 def _alike(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Flat tensors of a frame, those of one type and place that follow each other together."""
+    """Groups flat tensors of a frame: those of one type and place that follow each other are together."""
     return [list(some) for _, some in groupby(parts, key=lambda part: (part.dtype, part.device))]
 
 
 def _like_all(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Something of the type of flat tensors, and as large as all of them; without content."""
+    """Makes something of the type of flat tensors, and as large as all of them; it is without content."""
     if len(parts) == 1:
         return parts[0]
     return torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device="meta")
@@ -526,6 +528,6 @@ class SiteLinks:
 
 
 def site_links(config: Config, worker: int) -> SiteLinks | None:
-    """The links of a worker; None: all are at one place."""
+    """Makes the links of a worker; returns None if all are at one place."""
     sites = configured_sites(config)
     return None if sites is None else SiteLinks(sites, worker)

@@ -341,7 +341,7 @@ class Worker(Surroundings):
         return self.machine_class(*arguments, **options)
 
     def _make_supply(self) -> Supply:
-        """Where the micro-batches come from: made here, or by loaders."""
+        """Makes what the micro-batches come from: they are made here, or by loaders."""
         setup, blueprint, run = self._setup, self._blueprint, self._config.run
         if setup.loaders is None:
             samples = blueprint.open_samples(setup.run_dir / "data")
@@ -387,7 +387,8 @@ class Worker(Surroundings):
         self._actuator.set_level(level)
 
     def _slow_down(self, factor: float) -> None:
-        """The fault `slow`: a smaller quota where there is one, else every action lasts longer."""
+        """Carries out the fault `slow`: sets a smaller quota where there is one, else makes every action last
+        longer."""
         self._slowness = factor
         if self._has_quota:
             self._actuate()
@@ -453,7 +454,7 @@ class Worker(Surroundings):
             self._links.wait(wait)
 
     def check(self) -> None:
-        """Between layers and blocks: lets bytes move, and leaves the step if a new generation has begun."""
+        """Lets bytes move between layers and blocks, and leaves the step if a new generation has begun."""
         self.move()
         if self._mailbox.urgent:
             raise InterruptedWaitError("the coordinator asks for a report")
@@ -512,13 +513,13 @@ class Worker(Surroundings):
             check_coordinator(self._client, waited_for)
 
     def _wrote(self, message: ShardWritten | ShardFailed) -> None:
-        """What became of this worker's part of a checkpoint; called on the writer's thread."""
+        """Notes what became of this worker's part of a checkpoint; it is called on the writer's thread."""
         where = message.standing if isinstance(message, ShardWritten) else message
         self.machine.wrote(where.step, where.generation, message)
 
 
 def terms_of(blueprint: Blueprint) -> JobTerms:
-    """What the machine needs of a run's configuration."""
+    """Collects what the machine needs of a run's configuration."""
     config = blueprint.config
     elastic, run = config.elastic, config.run
 
@@ -572,7 +573,7 @@ class MakeClient(Protocol):
 
 
 def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
-    """A worker process from its start to its end; errors are reported to the coordinator.
+    """Runs a worker process from its start to its end; errors are reported to the coordinator.
 
     Args:
         setup: what it is started with.

@@ -107,7 +107,7 @@ def first_words(setup: WorkerSetup, address: str) -> Joining:
 
 
 def _data_facts(setup: WorkerSetup, blueprint: Blueprint) -> Mapping[str, object]:
-    """What is known of the data here, as the launcher has written it for those that began."""
+    """Collects what is known of the data here, as the launcher has written it for those that began."""
     if setup.training is None:
         paths = open_tokens(setup.config, setup.run_dir / "data").paths
         facts: dict[str, object] = msgspec.to_builtins(fingerprint_of_all(paths, whole=False))
@@ -124,7 +124,7 @@ def _first_inputs(setup: WorkerSetup, blueprint: Blueprint) -> Any:
 
 
 def layer_determinism_hashes(blueprint: Blueprint, inputs: Any, device: Device = HOST) -> dict[int, int]:
-    """Determinism hashes of the first layer of each kind, by place.
+    """Computes determinism hashes of the first layer of each kind, by place.
 
     Args:
         blueprint: the run.
@@ -160,7 +160,7 @@ def layer_determinism_hashes(blueprint: Blueprint, inputs: Any, device: Device =
 
 
 def _kind(module: nn.Module) -> str:
-    """What layers have in common of which one is enough: modules, and shapes and types of parameters."""
+    """Describes what layers have in common of which one is enough: modules, and shapes and types of parameters."""
     parameters = [
         f"{name} {tuple(values.shape)} {values.dtype} {values.requires_grad}"
         for name, values in module.named_parameters()
@@ -169,7 +169,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _alone(blueprint: Blueprint, index: int, module: nn.Module, place: torch.device | None) -> FlatLayer:
-    """A layer with what it shares with others, which are not here."""
+    """Makes a layer with what it shares with others, which are not here."""
     first = blueprint.state.num_layers
     shared = range(first, len(blueprint.shapes))
     units = {

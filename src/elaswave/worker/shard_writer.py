@@ -148,7 +148,7 @@ class ShardDisk:
         return self._writer.is_busy
 
     def is_due(self) -> bool:
-        """Whether a durable checkpoint is due by this worker's clock."""
+        """Tells whether a durable checkpoint is due by this worker's clock."""
         return bool(self._every_s) and time.monotonic() - self._began_s >= self._every_s
 
     def restart_clock(self) -> None:

@@ -66,7 +66,7 @@ def add_group(
 
 
 def given_in(group: "DataclassInstance") -> list[str]:
-    """Names of a group's options that were given, as they are typed; None says that one was not."""
+    """Lists the names of a group's options that were given, as they are typed; None says that one was not."""
     return [f"--{name.replace('_', '-')}" for name, value in vars(group).items() if value is not None]
 
 
@@ -103,7 +103,7 @@ SHARE = _Number("a number above 0 and at most 1", min=0, min_open=True, max=1)
 
 
 def _known(kind: str) -> str:
-    """The package's presets of a kind, for a help text."""
+    """Lists the package's presets of a kind, for a help text."""
     return f"{', '.join(getattr(catalog(), kind))}, or a .toml file"
 
 
@@ -262,7 +262,7 @@ class PlannedJob:
     """That the job may run."""
 
     def tokens_per_s(self, num_microbatches: int, step_s: float) -> float:
-        """Throughput of steps of so many micro-batches."""
+        """Computes the throughput of steps of so many micro-batches."""
         return num_microbatches * self.tokens_per_microbatch / step_s
 
     @cached_property
@@ -283,7 +283,7 @@ class PlannedJob:
         return min([self.step_s, *(start.step_s for start in self.own_starts.values())])
 
     def survival(self, planner: Planner, allocation: Allocation) -> SurvivalShares:
-        """Which losses at one instant leave a copy of all state, under a policy's layout of all workers."""
+        """Computes which losses at one instant leave a copy of all state, under a policy's layout of all workers."""
         placing = Placing(followers=self.followers, racks=self.racks)
         return survival_shares_of(policy_metadata_of(planner).replication, allocation, self.cluster, placing)
 
@@ -299,7 +299,7 @@ class PlannedJob:
 
 
 def describe_machines(options: ClusterOptions, *, num_workers: int) -> tuple[Cluster, Costs]:
-    """The cluster and costs that options describe.
+    """Makes the cluster and costs that options describe.
 
     Args:
         options: as given.
@@ -339,7 +339,7 @@ def describe_machines(options: ClusterOptions, *, num_workers: int) -> tuple[Clu
 
 
 def with_speeds(cluster: Cluster, speeds: Sequence[str]) -> Cluster:
-    """The cluster with other speeds of single workers.
+    """Makes the cluster with other speeds of single workers.
 
     Args:
         cluster: of workers at their devices' speed.
@@ -372,7 +372,7 @@ def describe_setting(
     speeds: Sequence[str] = (),
     nodes_per_rack: int | None = None,
 ) -> PlannedJob:
-    """The job that options describe, undisturbed.
+    """Makes the job that options describe, undisturbed.
 
     Args:
         options: as given.
@@ -424,7 +424,7 @@ def describe_setting(
 
 
 def does_not_fit(error: InfeasiblePlan, what: str = "the job") -> UsageError:
-    """What to tell a person whose job does not fit on the machines described."""
+    """Makes the error that tells a person whose job does not fit on the machines described."""
     if str(error).startswith("power"):
         return UsageError(f"{what} cannot run: {error}; give a higher --power-limit-kw, or fewer --workers")
     return UsageError(
@@ -457,7 +457,7 @@ def check_racks_are_of_machines(nodes_per_rack: int | None, other: object, of: s
 
 
 def choose_lost(allocation: Allocation, num_lost: int, pattern: str, seed: int) -> tuple[int, ...]:
-    """Who is lost, of the workers of an allocation's first chain.
+    """Chooses who is lost, of the workers of an allocation's first chain.
 
     Args:
         allocation: before the loss.

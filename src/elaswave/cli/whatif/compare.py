@@ -139,7 +139,7 @@ def _entries(
     left: Cluster,
     event: ClusterEvent,
 ) -> list[dict[str, Any]]:
-    """What every policy does from its start, as JSON."""
+    """Describes what every policy does from its start, as JSON."""
     entries = [_entry(name, planner, setting, starts[name], left, event) for name, planner in planners.items()]
     ours = next((entry["throughput"] for entry in entries if entry["policy"] == "elaswave"), 0.0)
     for entry in entries:
@@ -150,7 +150,7 @@ def _entries(
 def _entry(
     name: str, planner: Planner, setting: PlannedJob, start: FaultFreeStart, left: Cluster, event: ClusterEvent
 ) -> dict[str, Any]:
-    """What a policy does, as JSON."""
+    """Describes what a policy does, as JSON."""
     survival = setting.survival(planner, start.allocation)
     begin = {
         "survives": survival.describe(),
@@ -262,7 +262,7 @@ def _render(
 
 
 def _row(entry: dict[str, Any], setting: PlannedJob) -> list[str]:
-    """An entry for people."""
+    """Describes an entry for people."""
     if not entry["feasible"]:
         return [entry["policy"], *["-"] * 7]
     times = entry["elaswave_times"]

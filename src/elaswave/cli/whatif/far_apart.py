@@ -64,7 +64,7 @@ class _CodecName(click.ParamType):
     name = "CODEC"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Codec:
-        """The codec; refuses what is none."""
+        """Reads the codec; refuses what is none."""
         if not is_codec(value):
             self.fail(f"{value!r} is no codec; give {CODEC_WORDS}", param, context)
         return str(value)
@@ -121,7 +121,7 @@ class _Setting:
 
 
 def _setting(options: ClusterOptions, far: FarOptions, speeds: Sequence[str]) -> _Setting:
-    """The job that options describe.
+    """Makes the job that options describe.
 
     Raises:
         UsageError: options that the file or the planner contradicts.
@@ -232,7 +232,7 @@ FAR_PLANNERS_GROUP = "elaswave.far_planners"
 
 @cache
 def far_planners() -> Mapping[str, FarPlanner]:
-    """OP-Fence, and what other packages have registered."""
+    """Lists OP-Fence, and what other packages have registered."""
     return {"op_fence": op_fence, **registered(FAR_PLANNERS_GROUP)}
 
 
@@ -292,7 +292,7 @@ def compare_far_apart(
 
 
 def _planned(setting: _Setting, job: FarJob, name: str, far: FarOptions, reference: FarPlan) -> dict[str, Any]:
-    """What a planner makes of a job, as JSON."""
+    """Describes what a planner makes of a job, as JSON."""
     try:
         if name != "op_fence":
             plan = far_planners()[name](job, schedules=setting.schedules)
@@ -306,7 +306,7 @@ def _planned(setting: _Setting, job: FarJob, name: str, far: FarOptions, referen
 
 
 def _entry(setting: _Setting, job: FarJob, plan: FarPlan) -> dict[str, Any]:
-    """A plan as JSON."""
+    """Describes a plan as JSON."""
     network = job.cluster.network
     assert network is not None
     timing = time_plan(job, plan)
@@ -346,7 +346,7 @@ def _entry(setting: _Setting, job: FarJob, plan: FarPlan) -> dict[str, Any]:
 
 
 def _render(entry: dict[str, Any], title: str, width: int) -> list[str]:
-    """A plan for people."""
+    """Describes a plan for people."""
     lines = wrap(
         f"{title}: a step takes {format_seconds(entry['step_time_s'])}, {entry['throughput']:,.0f} {TOKENS_PER_S}, "
         f"schedule {entry['schedule']}; {entry['bound']}",

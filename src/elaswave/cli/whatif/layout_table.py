@@ -45,7 +45,7 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
 def stage_rows(
     cluster: Cluster, costs: Costs, allocation: Allocation, *, followers: int = DEFAULT_FOLLOWERS
 ) -> list[StageRow]:
-    """The stages of an allocation, chain by chain.
+    """Lists the stages of an allocation, chain by chain.
 
     Args:
         cluster: with all its workers.
@@ -92,7 +92,7 @@ def _level_speeds(cluster: Cluster, share: StageShare) -> np.ndarray:
 
 
 def render_stages(rows: list[StageRow], width: int) -> list[str]:
-    """The table, the bottleneck marked.
+    """Formats the table, the bottleneck marked.
 
     Args:
         rows: of `stage_rows`.
@@ -132,5 +132,5 @@ def _range(ends: list[str]) -> str:
 
 
 def as_json(document: Any) -> str:
-    """A document as indented JSON; values that are no plain data become it."""
+    """Encodes a document as indented JSON; values that are no plain data become it."""
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()

@@ -32,7 +32,8 @@ class Results:
 
 
 def document_of(results: Results) -> dict[str, Any]:
-    """Policies' outcomes as JSON: means and intervals, and every scenario. One policy's stand beside the setting."""
+    """Describes policies' outcomes as JSON: means and intervals, and every scenario. One policy's stand beside the
+    setting."""
     head = {
         "setting": results.title,
         "costs": results.costs,
@@ -54,7 +55,7 @@ def _entry(results: Results, outcomes: Sequence[PolicyOutcome]) -> dict[str, Any
 
 
 def render_policies(results: Results, width: int) -> list[str]:
-    """All policies, one line each."""
+    """Describes all policies, one line each."""
     summaries = [summarize_outcomes(outcomes) for outcomes in results.outcomes]
     lines = _heading(results, width)
     lines += wrap(
@@ -81,7 +82,7 @@ def render_policies(results: Results, width: int) -> list[str]:
 
 
 def render_policy(results: Results, width: int) -> list[str]:
-    """One policy: where its time went."""
+    """Describes one policy: where its time went."""
     (outcomes,) = results.outcomes
     summary = summarize_outcomes(outcomes)
     duration_s = outcomes[0].duration_s

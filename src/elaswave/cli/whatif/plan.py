@@ -136,7 +136,7 @@ def _traced(path: Path, setting: PlannedJob, left: Cluster, plan: Plan | None) -
 
 
 def _setting_of_run(run: Path) -> tuple[PlannedJob, dict[str, Any], Mapping[str, Planner]]:
-    """A run as it is, what is known about the prediction of its steps, and the policies as it asks them."""
+    """Reads a run as it is, what is known about the prediction of its steps, and the policies as it asks them."""
     from elaswave.config.policy_code import other_policies
     from elaswave.coordinator.planning.replanning import planners_of
     from elaswave.observability.run_costs import read_run_costs

@@ -108,7 +108,7 @@ def read_scenarios(
     options: ScenarioOptions, *, seeds: Sequence[int], num_workers: int | None, default_workers: int,
     devices_per_node: int,
 ) -> tuple[Scenario, ...]:  # fmt: skip
-    """The scenarios that options describe.
+    """Reads the scenarios that options describe.
 
     Args:
         options: as given.
@@ -210,7 +210,7 @@ def _checked(make: Any, *args: Any, **values: Any) -> Rates:
 
 
 def _bounded(lines: TextIO, name: object) -> Iterator[str]:
-    """The lines of a text, none of which fills the memory.
+    """Yields the lines of a text, none of which fills the memory.
 
     Raises:
         DataError: one is too long.

@@ -139,7 +139,7 @@ def _check_effort(life: Life, num_policies: int) -> None:
 
 
 def describe_life(options: ClusterOptions, scenario: ScenarioOptions, *, seeds: Sequence[int]) -> Life:
-    """The job and its scenarios that options describe.
+    """Makes the job and its scenarios that options describe.
 
     Raises:
         UsageError: options that contradict each other, or figures that cannot be.
@@ -190,7 +190,7 @@ def describe_life(options: ClusterOptions, scenario: ScenarioOptions, *, seeds: 
 
 
 def simulate_policies(life: Life, policies: Sequence[str], redundancy: RedundancyOptions) -> list[list[PolicyOutcome]]:
-    """What each policy makes of every scenario.
+    """Computes what each policy makes of every scenario.
 
     Raises:
         UsageError: the model does not fit on these machines at all.
@@ -234,7 +234,8 @@ def _named(policy: str, pauses: RecoveryTimes, followers: int) -> Planner:
 
 
 def fault_free_s_of(life: Life) -> float:
-    """Seconds of the shortest fault-free step of all machines that any policy is known to make: one for all policies.
+    """Computes the seconds of the shortest fault-free step of all machines that any policy is known to make: one for
+    all policies.
 
     Raises:
         InfeasiblePlan: too few machines for the job's pipelines.

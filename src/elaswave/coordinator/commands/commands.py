@@ -82,7 +82,7 @@ SHOWN_MAX = 5
 
 
 def obstacle_to(store: str, listen: str, *, has_tls: bool) -> str:
-    """Why the key of a job cannot be changed while it runs; empty: it can.
+    """Tells why the key of a job cannot be changed while it runs; empty: it can.
 
     Args:
         store: as configured.
@@ -129,7 +129,7 @@ class KeyCommands:
         """Of participants that cannot take the present keys."""
 
     def of_peer(self, peer: int) -> Secrets:
-        """What a participant of an id must prove one of."""
+        """Returns what a participant of an id must prove one of."""
         return secrets_for(Secrets(self._change.accepted, self._change.retired), role_of(peer))
 
     @property
@@ -280,12 +280,13 @@ class LayoutCommands:
         return core.newest_change if core.is_changing and core.state is CoordinatorState.TRAINING else None
 
     def _follow(self, change: LayoutChange) -> Reply:
-        """A change that is under way already: a person asks a second time, or a successor for the first time."""
+        """Follows a change that is under way already: a person asks a second time, or a successor for the first
+        time."""
         values = {"layout": change.layout.describe(), "predicted_step_s": change.predicted_step_s}
         return self._answered(change, f"change {change.number} is under way already ({change.reason})", values)
 
     def _problem(self) -> str:
-        """Why no change can be planned now; empty if one can."""
+        """Tells why no change can be planned now; empty if one can."""
         core = self._job.core
         if core.state is not CoordinatorState.TRAINING:
             return f"the job is {core.state.value}: the layout can change when it trains; ask again then"
@@ -357,7 +358,7 @@ class LayoutCommands:
 
 
 def stages_in_words(layout: Layout) -> str:
-    """The stages of a layout, such as "2+4 layers on 1+2 workers"."""
+    """Describes the stages of a layout, such as "2+4 layers on 1+2 workers"."""
     layers = "+".join(str(stage.stop - stage.start) for stage in layout.stages)
     workers = "+".join(str(stage.width) for stage in layout.stages)
     return f"{layers} layers on {workers} workers" + (f", {len(layout.idle)} idle" if layout.idle else "")
@@ -689,7 +690,7 @@ class Operations:
         return [*stopping, *members, *training, *self._keys.under_way]
 
     def turn(self) -> None:
-        """To be called now and then."""
+        """Takes a turn; is to be called now and then."""
         self._checkpoints.turn()
 
     def stopping(self) -> None:

@@ -55,7 +55,7 @@ class LastHeartbeat(NamedTuple):
 def job_status(
     job: JobParts, heartbeats: Mapping[int, LastHeartbeat], under_way: Sequence[str], now_s: float
 ) -> JobStatus:
-    """The job as it is now.
+    """Describes the job as it is now.
 
     Args:
         heard: by worker.
@@ -109,7 +109,7 @@ def job_status(
 
 
 def _pace_s(state: RunState) -> float | None:
-    """Seconds of a step, in the mean of the last ones; None before there are two."""
+    """Computes the seconds of a step, in the mean of the last ones; None before there are two."""
     last = state.last_step
     first = max(state.first_step, last - PACE_STEPS)
     begin_s, end_s = state.finished_s.get(first), state.finished_s.get(last)
@@ -119,7 +119,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def _work(job: JobParts, layout: Layout) -> tuple[str, float]:
-    """The unit in which throughput is counted, and how much of it a step is."""
+    """Returns the unit in which throughput is counted, and how much of it a step is."""
     num_samples = layout.num_microbatches * job.config.batch.microbatch_size
     tokens = job.plan.tokens_per_sample
     return (SAMPLES_PER_S, num_samples) if tokens is None else (TOKENS_PER_S, num_samples * tokens)

@@ -115,7 +115,7 @@ class OperatorSessions:
     # ----------------------------------------------------------------------------------------------------- requests
 
     def received(self, peer: int, message: Any) -> None:
-        """A message of an operator. One that only others may send ends its connection."""
+        """Handles a message of an operator. One that only others may send ends its connection."""
         if peer not in self._served or isinstance(message, OperatorHello):
             return
         if isinstance(message, AskStatus):
@@ -176,7 +176,7 @@ class OperatorSessions:
     # ------------------------------------------------------------------------------------------------- what happens
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
-        """A member's heartbeat."""
+        """Notes a member's heartbeat."""
         members = self._job.core.members
         if len(self._heartbeats) > 2 * len(members):  # those who have left need no room for ever
             self._heartbeats = {worker: each for worker, each in self._heartbeats.items() if worker in members}

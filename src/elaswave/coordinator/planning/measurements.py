@@ -136,7 +136,7 @@ class Stragglers:
         return Shift(tuple(sorted({*shifted, *tried})), "; ".join(reasons)) if reasons else None
 
     def _take(self, worker: int, ratio: float) -> float | None:
-        """A report of one worker: its new speed if by this it has shifted."""
+        """Takes a report of one worker and returns its new speed if by this it has shifted."""
         least = 1.0 - self._hysteresis.deviation
         streak = self._streaks.setdefault(worker, [])
         if streak and (streak[0] < 1.0) is not (ratio < 1.0):
@@ -170,7 +170,7 @@ class Stragglers:
         self._unmeasured.pop(worker, None)
 
     def _due_trials(self, ratios: Mapping[int, float]) -> list[int]:
-        """Workers without work whose trial is due after another round of the others."""
+        """Lists workers without work whose trial is due after another round of the others."""
         due = []
         for worker in sorted(set(self._speeds) - set(ratios)):
             rounds = self._unmeasured[worker] = self._unmeasured.get(worker, 0) + 1
@@ -187,7 +187,7 @@ class Stragglers:
 
 
 def _common(ratios: Collection[float]) -> float:
-    """The factor by which the workers are off together: nearest to 1 between their two middles."""
+    """Computes the factor by which the workers are off together: nearest to 1 between their two middles."""
     low, high = median_low(ratios), median_high(ratios)
     return min(max(1.0, low), high)
 
@@ -257,7 +257,7 @@ class Measurements:
         return actions
 
     def gauges(self, members: Collection[int]) -> dict[int, Gauges]:
-        """What devices have told of themselves last, by worker; those that tell nothing are not there.
+        """Returns what devices have told of themselves last, by worker; those that tell nothing are not there.
 
         Args:
             members: whose devices are of interest.
@@ -265,7 +265,7 @@ class Measurements:
         return {worker: self._gauges[worker] for worker in sorted(members) if worker in self._gauges}
 
     def add_step(self, report: StepReport) -> None:
-        """A step has been committed: what it cost beside its actions.
+        """Notes that a step has been committed, and what it cost beside its actions.
 
         Actions end with the longest RUN of all workers: others wait in REDUCE for those that still compute. Until
         the workers have told theirs, the reporter's counts where it spans the step, as it does in the first stage. A
@@ -282,7 +282,7 @@ class Measurements:
         return median(self._overheads_s) if self._overheads_s else 0.0
 
     def costs(self) -> Costs | None:
-        """The planner's costs; None on a real device before all workers have reported."""
+        """Returns the planner's costs; None on a real device before all workers have reported."""
         costs = self._analytic
         if not self._is_emulated:
             if not self._meter.num_reports:
@@ -304,11 +304,11 @@ class Measurements:
         self.stragglers.plan_with(planned_speeds(self._config, execution))
 
     def speed_of(self, worker: int) -> float:
-        """The speed of a worker that plans count with, at the base level."""
+        """Returns the speed of a worker that plans count with, at the base level."""
         return speed_of(self._config, worker) * self.stragglers.speeds.get(worker, 1.0)
 
     def known_or_estimated(self) -> Costs:
-        """The planner's costs; before anything is measured those that follow from the layers' sizes."""
+        """Returns the planner's costs; before anything is measured those that follow from the layers' sizes."""
         return self.costs() or self._analytic
 
 

@@ -116,7 +116,7 @@ class Replanner:
             self._policies[self.policy] = _own_policy(self.policy)
 
     def at(self, speeds: Mapping[int, float]) -> "Replanner":
-        """The same, for workers that have turned out to be slower than configured.
+        """Returns the same replanner, for workers that have turned out to be slower than configured.
 
         Args:
             speeds: worker -> its speed relative to what the configuration says; 1 for those that are not in it.
@@ -130,7 +130,7 @@ class Replanner:
         return other
 
     def _knowing(self, workers: Collection[int], labels: Mapping[int, str] = MappingProxyType({})) -> JobModel:
-        """The job with these workers, also those that have joined since it began: they are as configured.
+        """Returns the job with these workers, also those that have joined since it began: they are as configured.
 
         Args:
             workers: ids.
@@ -148,7 +148,7 @@ class Replanner:
         return policy_metadata_of(self._policies[self.policy]).rolls_back
 
     def predict(self, layout: Layout, execution: ExecutionParameters, costs: Costs) -> float:
-        """Seconds of a step: the very programs that the workers run, timed.
+        """Predicts the seconds of a step: the very programs that the workers run, timed.
 
         Args:
             layout, execution: in force.
@@ -157,7 +157,8 @@ class Replanner:
         return self._knowing(layout.workers, layout.domain_of).step_s(layout, execution, costs)
 
     def within_memory(self, layout: Layout, execution: ExecutionParameters) -> ExecutionParameters:
-        """The execution with what emulated devices have room for under another layout, as far as it fits at all.
+        """Returns the execution with what emulated devices have room for under another layout, as far as it fits at
+        all.
 
         Args:
             layout: from now on.
@@ -168,7 +169,7 @@ class Replanner:
     def baseline(
         self, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
     ) -> RunningLayout:
-        """What the run's policy, a baseline's or a person's own, does after a loss.
+        """Plans what the run's policy, a baseline's or a person's own, does after a loss.
 
         Falls back to the survivors' interim layout where the policy has no plan (a replica group is all that was left),
         fails, takes too long, or plans what cannot run: the reason says so.
@@ -192,7 +193,7 @@ class Replanner:
     def improve(
         self, before: Layout, present: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
     ) -> tuple[float, RunningLayout | None]:
-        """What ElasWave's planner makes of a loss that survivors have dealt with for the moment.
+        """Finds what ElasWave's planner makes of a loss that survivors have dealt with for the moment.
 
         Args:
             before: the layout that the loss struck.
@@ -212,7 +213,7 @@ class Replanner:
     def rebalance(
         self, present: Layout, execution: ExecutionParameters, shifted: Collection[int], costs: Costs
     ) -> tuple[float, RunningLayout | None]:
-        """What ElasWave's planner, or a person's own, makes of workers that have become slower or faster.
+        """Finds what ElasWave's planner, or a person's own, makes of workers that have become slower or faster.
 
         Args:
             present: the layout in force.
@@ -232,7 +233,7 @@ class Replanner:
         )
 
     def look(self, present: Layout, execution: ExecutionParameters, costs: Costs) -> tuple[float, RunningLayout]:
-        """What ElasWave's planner would make of the workers as they are, whether it is better or not.
+        """Finds what ElasWave's planner would make of the workers as they are, whether it is better or not.
 
         Args:
             present, execution: in force.
@@ -255,7 +256,7 @@ class Replanner:
     def with_stages(
         self, stages: Sequence[Stage], present: Layout, execution: ExecutionParameters, costs: Costs
     ) -> RunningLayout:
-        """A layout with given stages: micro-batches are divided by the workers' speeds.
+        """Makes a layout with given stages: micro-batches are divided by the workers' speeds.
 
         Args:
             stages: of members, all layers in them.
@@ -283,7 +284,7 @@ class Replanner:
     def for_members(
         self, present: Layout, execution: ExecutionParameters, leaving: Collection[int], costs: Costs
     ) -> RunningLayout:
-        """A layout in which members that are to leave are idle, or else one in which idle members work.
+        """Makes a layout in which members that are to leave are idle, or else one in which idle members work.
 
         Where the policy's planner has none, others take over what leaving workers do, and idle ones widen stages, or
         stand by where the policy keeps spares.
@@ -328,7 +329,7 @@ class Replanner:
     def _better(
         self, ask: Callable[[], Plan], present: Layout, execution: ExecutionParameters, costs: Costs
     ) -> tuple[float, RunningLayout | None]:
-        """The predicted step of the present layout, and what the planner has found, if that is better."""
+        """Returns the predicted step of the present layout, and what the planner has found, if that is better."""
         now_s = self.predict(present, execution, costs)
         try:
             found = self._replanned(ask(), present, costs)
@@ -360,7 +361,7 @@ class Replanner:
         return self._policies[policy](cluster, costs, allocation, event)
 
     def _replanned(self, plan: Plan, present: Layout, costs: Costs) -> RunningLayout:
-        """A plan as a layout of the present members.
+        """Turns a plan into a layout of the present members.
 
         Raises:
             UsageError: a person's own policy has planned what this job cannot run.
@@ -393,7 +394,7 @@ class Replanner:
 
 
 def _own_policy(name: str) -> Planner:
-    """A person's policy. One that cannot be loaded (any more) has no plan: the job that names it goes on."""
+    """Finds a person's policy. One that cannot be loaded (any more) has no plan: the job that names it goes on."""
     try:
         return find_policy(name, timeout_s=POLICY_TIMEOUT_S)
     except UsageError as problem:

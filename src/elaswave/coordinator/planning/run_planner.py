@@ -72,11 +72,11 @@ class RunPlanner:
         return self._replanner.restarts
 
     def is_quick(self, question: PlanRecovery) -> bool:
-        """Whether a recovery is planned within milliseconds: not where another policy's planner is asked."""
+        """Tells whether a recovery is planned within milliseconds: not where another policy's planner is asked."""
         return not question.lost or self._replanner.policy == ELASWAVE
 
     def recovery(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
-        """How the members go on after a loss: survivors keep their stages, or as the run's policy has it."""
+        """Plans how the members go on after a loss: survivors keep their stages, or as the run's policy has it."""
         self._struck = (question.layout, question.lost)
         return partial(self._survivors, question) if self.is_quick(question) else self._baseline(question)
 
@@ -116,7 +116,8 @@ class RunPlanner:
         return plan_with(question, layout, plan.blocks, plan.config.elastic.num_followers, plan.scatter_width, **values)
 
     def first_prediction(self) -> Search | None:
-        """What a step of the first layout should take; None before costs are known, and afterwards: once is enough."""
+        """Predicts what a step of the first layout should take; None before costs are known, and afterwards: once is
+        enough."""
         if self._has_predicted_first or not self.measurements.step_overhead_s:
             return None
         costs = self.measurements.costs()
@@ -127,7 +128,7 @@ class RunPlanner:
         return lambda: (replanner.predict(plan.layout, plan.execution, costs), None, "")
 
     def search(self, decision: Decision, layout_before: Layout, in_force: InForce) -> Search | None:
-        """A better layout than a decision's; None before costs are known, and afterwards: once is enough.
+        """Searches for a better layout than a decision's; None before costs are known, and afterwards: once is enough.
 
         Args:
             decision: the newest one.
@@ -156,7 +157,8 @@ class RunPlanner:
         return search if improves else lambda: (replanner.predict(layout, execution, costs), None, "")
 
     def for_members(self, generation: int, before: InForce, leaving: Collection[int]) -> Search | None:
-        """A layout for members that are to leave, or that are idle; None if there are none, or none was found before.
+        """Searches for a layout for members that are to leave, or that are idle; None if there are none, or none was
+        found before.
 
         A member that is to leave may be idle and yet hold blocks: a loss voids the change that was to relieve it of
         them, and the decision may make it their owner. Then the layout stays, and the blocks go to others.
@@ -189,7 +191,7 @@ class RunPlanner:
         return search
 
     def change(self, planned: RunningLayout, generation: int, before: InForce) -> LayoutChange | None:
-        """A change to a layout, with its blocks where they should be; None if all is so already.
+        """Makes a change to a layout, with its blocks where they should be; None if all is so already.
 
         Args:
             planned: the layout.
@@ -218,7 +220,8 @@ class RunPlanner:
         return asked and self._plan.config.elastic.rebalance
 
     def rebalance(self, generation: int, before: InForce) -> Search | None:
-        """A layout for workers that have become slower or faster; None unless any has since this was asked last.
+        """Searches for a layout for workers that have become slower or faster; None unless any has since this was asked
+        last.
 
         Args:
             generation: the present one.
@@ -244,7 +247,7 @@ class RunPlanner:
         return search
 
     def costs_more_than_it_gives(self, layout: Layout, leaving: Collection[int]) -> int | None:
-        """A worker that is to leave, since it is too slow for any work, again and again; None if there is none.
+        """Finds a worker that is to leave, since it is too slow for any work, again and again; None if there is none.
 
         A spare that may get fast again is worth the copies that it holds. One of which that is not to be hoped for only
         makes the others wait, in votes and for what it owns. It stays where the others would be too few: for copies, or
@@ -263,7 +266,8 @@ class RunPlanner:
         return next((worker for worker in hopeless if worker not in busy and worker not in leaving), None)
 
     def look(self, generation: int, before: InForce) -> Request | str:
-        """A better layout of the workers as they are, for a person who asks; or why it cannot be looked for.
+        """Looks for a better layout of the workers as they are, for a person who asks; or tells why it cannot be looked
+        for.
 
         Args:
             generation: the present one.
@@ -291,7 +295,7 @@ class RunPlanner:
     def asked(
         self, generation: int, before: InForce, layers: Sequence[int] | None, widths: Sequence[int] | None
     ) -> Request:
-        """The layout that a person asks for.
+        """Plans the layout that a person asks for.
 
         Args:
             generation, before: as of `look`.
@@ -362,7 +366,7 @@ class RecoveryPlanning:
         """When the newest recovery began to be planned."""
 
     def plan(self, question: PlanRecovery) -> None:
-        """In the same turn if that is quick, else beside it, within a bound."""
+        """Plans a recovery in the same turn if that is quick, else beside it, within a bound."""
         now_s = self._asked_s = time.monotonic()
         plan = self._planner.recovery(question)
         if self._planner.is_quick(question):
@@ -384,7 +388,7 @@ class RecoveryPlanning:
 
 
 def _result_of(plan: Callable[[], RecoveryPlan]) -> RecoveryPlan | str:
-    """A plan, or why there is none: what is wrong with a planner must not end a job that can go on."""
+    """Returns a plan, or why there is none: what is wrong with a planner must not end a job that can go on."""
     try:
         return plan()
     except Exception as error:

@@ -80,11 +80,11 @@ class RecordsCheckpoints(Protocol):
     """Of a run's recorder what is needed here."""
 
     def describe(self, standing: TrainingStanding) -> CheckpointMeta | None:
-        """The run at the step of a standing, for the checkpoint's description; None while the losses up to it are not
-        all known."""
+        """Describes the run at the step of a standing, for the checkpoint's description; None while the losses up to it
+        are not all known."""
 
     def committed_s(self, step: int) -> float | None:
-        """Monotonic time at which a step was done, if that is known."""
+        """Returns the monotonic time at which a step was done, if that is known."""
 
     def checkpoint_written(self, record: CheckpointRecord) -> None:
         """A checkpoint is durable."""
@@ -140,7 +140,7 @@ class Checkpoints:
         """Steps in whose folders a committer may still be at work that was given up."""
 
     def _size(self, step: int) -> int:
-        """Elements of a checkpoint of which a part is written."""
+        """Counts the elements of a checkpoint of which a part is written."""
         num_updates = min(1, self._standings[step].num_updates)  # the first one makes the only difference
         if num_updates not in self._sizes:
             self._sizes[num_updates] = sum(math.prod(each.shape) for each in self._state.stored(num_updates))
@@ -162,7 +162,7 @@ class Checkpoints:
         self._drop_records(decision)
 
     def is_settled(self, step: int) -> bool:
-        """Whether a step's checkpoint is durable or given up."""
+        """Tells whether a step's checkpoint is durable or given up."""
         return self._shards.is_settled(step)
 
     @property
@@ -181,7 +181,7 @@ class Checkpoints:
         self._shards.hold()
 
     def part(self, message: ShardWritten | ShardFailed) -> None:
-        """A worker's part of a checkpoint; may be said again."""
+        """Handles a worker's part of a checkpoint; may be said again."""
         if isinstance(message, ShardFailed) and message.again:
             self._say_again(message.step, message.reason, PATIENCE_S)
             return

@@ -125,5 +125,6 @@ class JobEnd:
             self._informed.add(peer)
 
     def is_known(self) -> bool:
-        """Whether all have heard of the end and are gone. A new coordinator may first have to be found by them."""
+        """Tells whether all have heard of the end and are gone. A new coordinator may first have to be found by
+        them."""
         return all(map(is_operator, self._server.peers)) and self._informed >= {self._home, *self._core.members}

@@ -78,7 +78,7 @@ from elaswave.types import ExecutionParameters, Gauges, Layout
 
 
 def holdings_of(plan: RunPlan, layout: Layout, placement: Placement) -> dict[int, Holdings]:
-    """By worker id; idle workers too.
+    """Maps worker id to holdings; idle workers too.
 
     Args:
         plan: of the run.
@@ -209,7 +209,7 @@ class RunRecorder:
         self.state.apply(record)
 
     def is_settled(self, step: int) -> bool:
-        """Whether it is durable what has become of a checkpoint."""
+        """Tells whether it is durable what has become of a checkpoint."""
         return self.checkpoints.is_settled(step) and step not in self._settling
 
     def _settle(self, step: int) -> None:
@@ -287,7 +287,7 @@ class RunRecorder:
             self._terminal.say(f"generation {generation}: the job {text}")
 
     def predicted(self, predicted_step_s: float) -> None:
-        """What a step of the present layout should take, if that was not known when it was chosen.
+        """Enters what a step of the present layout should take, if that was not known when it was chosen.
 
         Planning takes its time: once the run has ended nothing is entered any more.
         """
@@ -335,7 +335,7 @@ class RunRecorder:
         self.checkpoints.decided(decision)
 
     def catch_up(self, generation: int, decision: Decision | None) -> None:
-        """What an earlier coordinator has persisted and died before it could enter it here."""
+        """Enters what an earlier coordinator has persisted and died before it could enter it here."""
         state = self.state
         if decision is not None and decision.generation > max(
             (known.generation for known in state.generations), default=0
@@ -350,7 +350,7 @@ class RunRecorder:
         self._enter(Recovered(recovery=recovery))
 
     def unfinished(self, step: int, asked: bool) -> PendingWork:
-        """What of a committed step is still to be done.
+        """Finds what of a committed step is still to be done.
 
         Args:
             step: the newest committed one.
@@ -369,7 +369,7 @@ class RunRecorder:
         )
 
     def advice(self) -> str:
-        """What a person can do after a job that could not go on; empty if there is nothing to go back to."""
+        """Tells what a person can do after a job that could not go on; empty if there is nothing to go back to."""
         try:
             newest = newest_committed_step(self._run_dir)  # also one that an earlier command has made
         except CheckpointError as error:
@@ -379,7 +379,8 @@ class RunRecorder:
         return "" if newest is None else f"; `elaswave {verb} --resume` continues from the checkpoint of step {newest}"
 
     def lost_weights(self, steps: int) -> str:
-        """Why the weights after the last step are nowhere but in the workers' memory; empty if a checkpoint has them.
+        """Tells why the weights after the last step are nowhere but in the workers' memory; empty if a checkpoint has
+        them.
 
         Args:
             steps: of the run.
@@ -511,7 +512,7 @@ class RunRecorder:
         self._settle(step)
 
     def describe(self, standing: TrainingStanding) -> CheckpointMeta | None:
-        """The run at the step of a standing; None while a loss up to it is not known."""
+        """Describes the run at the step of a standing; None while a loss up to it is not known."""
         if self.state.last_step < standing.step:
             return None
         return describe_checkpoint(self._plan, self.state, self._sampler, standing, data_facts(self._run_dir))
@@ -523,7 +524,7 @@ class RunRecorder:
         self.state.finish(message)
 
     def result(self) -> tuple[RunResult, dict[str, str]]:
-        """The result of the run and its digest per tensor, once every member has finished.
+        """Makes the result of the run and its digest per tensor, once every member has finished.
 
         Raises:
             StateError: the followers' state is not the owners'.
@@ -725,7 +726,7 @@ class Publishing:
             self._driver.finish_if_complete()
 
     def give_up_missing_parts(self) -> None:
-        """With a word to the workers."""
+        """Gives up missing parts, with a word to the workers."""
         self._recorder.checkpoints.end()
         self.tell_settled()
 

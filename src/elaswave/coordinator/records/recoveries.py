@@ -67,7 +67,7 @@ class RecoveryLog:
         """Stage, rerouted micro-batches and promoted blocks by (generation, worker), for the readable line."""
 
     def seen(self, worker: int, activity: WorkerActivity) -> None:
-        """A heartbeat: where the worker is."""
+        """Notes from a heartbeat where the worker is."""
         self._activities[worker] = activity
 
     def new_generation(self, effect: NewGeneration, layout: Layout, now_s: float) -> None:
@@ -126,7 +126,8 @@ class RecoveryLog:
                 pending.installed[message.worker] = message
 
     def resumed(self, now_s: float) -> list[Recovery]:
-        """Every survivor computes again: recoveries that this completes, because the next step is known to be done."""
+        """Notes that every survivor computes again, and lists recoveries that this completes, because the next step is
+        known to be done."""
         pending = self._open
         if pending is None:
             return []
@@ -140,7 +141,7 @@ class RecoveryLog:
             self._open = None
 
     def committed(self, report: StepReport, finished_s: float) -> list[Recovery]:
-        """The next step is done: recoveries that it completes.
+        """Notes that the next step is done, and lists recoveries that it completes.
 
         Args:
             finished_s: when it was, by this process's clock.
@@ -157,7 +158,8 @@ class RecoveryLog:
         return self._done([waiting for waiting in self._waiting if waiting.redone_s])
 
     def flush(self) -> list[Recovery]:
-        """The job ends: recoveries after which no step was left to run, or of which some members have not reported."""
+        """Notes that the job ends, and lists recoveries after which no step was left to run, or of which some members
+        have not reported."""
         if self._open is not None:
             self._go_on(self._open.resumed_s or self._open.decided_s)
         return self._done(list(self._waiting))
@@ -239,7 +241,7 @@ class RecoveryLog:
         ]
 
     def describe(self, recovery: Recovery) -> str:
-        """One readable line."""
+        """Describes a recovery in one readable line."""
         if recovery.kind == "repaired":
             return (
                 f"copies that worker {recovery.worker} found wrong were made good: step {recovery.step} was done again "
@@ -285,7 +287,7 @@ class RecoveryLog:
 
 
 def layout_changed(event: LayoutChosen, before: Layout, speeds: Mapping[int, float]) -> list[Recovery]:
-    """What a planned change of the layout was for: workers that have become slower, or else layers that move.
+    """Lists what a planned change of the layout was for: workers that have become slower, or else layers that move.
 
     Args:
         event: the change has come into force.
@@ -329,13 +331,14 @@ def _last_words(lines: list[str]) -> str:
 
 
 def _is_redo(pending: _OpenRecovery, report: StepReport) -> bool:
-    """Whether a step was committed after a recovery's decision, and so by members that have all carried it out."""
+    """Tells whether a step was committed after a recovery's decision, and so by members that have all carried it
+    out."""
     decision = pending.decision
     return decision is not None and report.generation >= pending.generations[-1] and report.step >= decision.resume_step
 
 
 def _has_voted_since(step: int, phase: str, decision: Decision) -> bool:
-    """Whether a lost worker was past a place: the step before the one that is resumed had the votes of all."""
+    """Tells whether a lost worker was past a place: the step before the one that is resumed had the votes of all."""
     before = decision.resume_step - 1
     return step < before or (step == before and phase in ("forward", "backward", "reduce"))
 
@@ -346,6 +349,6 @@ def _num_recomputed(decision: Decision) -> int:
 
 
 def _place_of(activity: WorkerActivity) -> tuple[int, str]:
-    """Step and phase of a position."""
+    """Finds the step and phase of a position."""
     label = activity.label.lstrip("0123456789")
     return (activity.step, _PHASES.get(label[:1], activity.label) if activity.label[:1].isdigit() else label)

@@ -51,7 +51,7 @@ from elaswave.types import Layout
 
 
 def add_digests(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The digests per tensor and slot from those of all parts, in sorted order of names."""
+    """Adds up the digests per tensor and slot from those of all parts, in sorted order of names."""
     total: dict[str, int] = {}
     for part in parts:
         for name, value in part.items():
@@ -68,7 +68,7 @@ def state_digest(
     tensor_digests: Mapping[str, int],
     fences: Iterable[str] = (),
 ) -> str:
-    """The hash of everything that decides how training goes on, as 16 hexadecimal digits."""
+    """Computes the hash of everything that decides how training goes on, as 16 hexadecimal digits."""
     total = key64("state", step, num_updates, *data_cursor, *grids)
     for fence in fences:
         total = mix64(total + key64("fence", fence))
@@ -93,7 +93,7 @@ def as_series(metrics: Metrics, steps: Iterable[int]) -> dict[str, list[float]]:
 
 
 def by_step(series: Mapping[str, Sequence[float | str]], steps: Sequence[int]) -> dict[int, dict[str, float]]:
-    """The inverse of `as_series`."""
+    """Does the inverse of `as_series`."""
     return {step: {name: float(values[at]) for name, values in series.items()} for at, step in enumerate(steps)}
 
 
@@ -228,7 +228,7 @@ class RunState:
     # ------------------------------------------------------------------------------------------------------- is it new
 
     def is_new_loss(self, step: int, loss: float) -> bool:
-        """Whether it is the next step's, or a repeated one's that is another one, where that may be.
+        """Tells whether it is the next step's, or a repeated one's that is another one, where that may be.
 
         Raises:
             StateError: it must be the same, and is not; or a step before it is missing.
@@ -251,11 +251,12 @@ class RunState:
         return True
 
     def is_new_validation(self, step: int, loss: float) -> bool:
-        """Whether it is a new one, or another one of a step that need not repeat its loss."""
+        """Tells whether it is a new one, or another one of a step that need not repeat its loss."""
         return step not in self.val_losses or (not self._repeats_exactly and self.val_losses[step] != loss)
 
     def lacks_prediction(self) -> bool:
-        """Whether it is not known yet what a step of the present layout should take, and would still be of interest."""
+        """Tells whether it is not known yet what a step of the present layout should take, and would still be of
+        interest."""
         return self.outcome is None and bool(self.generations) and self.generations[-1].predicted_step_s is None
 
     # ------------------------------------------------------------------------------------------------------- questions
@@ -304,8 +305,8 @@ class RunState:
         return any(report.stopped for report in self.finished.values())
 
     def unreported(self, decision: Decision) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Of a decision: workers that it goes on without, that have joined, and that have left; those without an entry,
-        and an id is used once."""
+        """Lists the workers of a decision that it goes on without, that have joined, and that have left; those without
+        an entry, and an id is used once."""
         reported = {(recovery.kind, recovery.worker) for recovery in self.recoveries}
         lost, joined, left = (
             tuple(worker for worker in workers if (kind, worker) not in reported)
@@ -314,12 +315,12 @@ class RunState:
         return lost, joined, left
 
     def layout_before(self, generation: int) -> Layout:
-        """The layout that a generation has replaced."""
+        """Returns the layout that a generation has replaced."""
         earlier = [record.layout for record in self.generations if record.generation < generation]
         return earlier[-1] if earlier else self._first_layout
 
     def layout_of(self, step: int, generation: int | None = None) -> Layout:
-        """The layout in which a step was committed; a newer one may have been decided before its report came.
+        """Finds the layout in which a step was committed; a newer one may have been decided before its report came.
 
         Args:
             step: which.
@@ -331,7 +332,7 @@ class RunState:
         return self._first_layout if generation is None else self.layout
 
     def step_time_measured(self) -> StepTimeMeasured | None:
-        """What the steps of the present layout took, if any were measured."""
+        """Computes what the steps of the present layout took, if any were measured."""
         if not self._steps_s or not self.generations:
             return None
         record = self.generations[-1]
@@ -344,7 +345,7 @@ class RunState:
         )
 
     def samples_per_s(self, microbatch_size: int) -> float | None:
-        """Throughput without start-up and the first steps; None before there are others."""
+        """Computes the throughput without start-up and the first steps; None before there are others."""
         begin, end = self.first_step + STEPS_LEFT_OUT - 1, self.last_step
         if end <= begin or begin not in self.finished_s:
             return None
@@ -355,7 +356,7 @@ class RunState:
 def describe_checkpoint(
     plan: RunPlan, state: RunState, sampler: Sampler, standing: TrainingStanding, facts: dict[str, object]
 ) -> CheckpointMeta:
-    """The run at the step of a standing, the losses up to which are known.
+    """Describes the run at the step of a standing, the losses up to which are known.
 
     Args:
         plan, state, sampler: of the run.
@@ -394,7 +395,7 @@ def describe_checkpoint(
 def make_result(
     plan: RunPlan, state: RunState, sampler: Sampler, checkpoints: Sequence[CheckpointRecord], duration_s: float
 ) -> tuple[RunResult, dict[str, str]]:
-    """The result of the run and its digest per tensor, once every member has finished.
+    """Makes the result of the run and its digest per tensor, once every member has finished.
 
     Args:
         plan, state, sampler: of the run.
@@ -449,7 +450,7 @@ def make_result(
 
 
 def _ratios_until(plan: RunPlan, state: RunState, step: int) -> list[str]:
-    """The ratios of adaptive fences in the steps up to this one: given, or chosen by the run."""
+    """Lists the ratios of adaptive fences in the steps up to this one: given, or chosen by the run."""
     given = plan.config.model.fence_ratios
     recorded = map(fence_ratio_of, given) if given else state.fence_ratios
     return [str(each) for each in recorded if each.from_step <= step]

@@ -92,7 +92,7 @@ def _parts(ratio: int, num_elements: int) -> Iterator[_Part]:
 
 
 def largest(values: torch.Tensor, num_kept: int) -> torch.Tensor:
-    """Which numbers of each row are kept.
+    """Chooses which numbers of each row are kept.
 
     Args:
         values: floating-point numbers [rows, length].
@@ -128,7 +128,7 @@ def write_places(values: torch.Tensor, ratio: int, places: torch.Tensor) -> None
 
 
 def indices_of(places: torch.Tensor, ratio: int, num_elements: int) -> torch.Tensor:
-    """Where the kept numbers lie: int64, ascending.
+    """Computes where the kept numbers lie: int64, ascending.
 
     Raises:
         FrameError: the bytes name other places than a codec would, or not as many.
@@ -166,13 +166,13 @@ def write_values(values: torch.Tensor, ratio: int, places: torch.Tensor, payload
 
 
 def ratio_of(payload: torch.Tensor) -> int:
-    """What a payload begins with."""
+    """Reads what a payload begins with."""
     low, high = payload[:RATIO_BYTES].tolist()
     return int(low | high << 8)
 
 
 def spread(payload: torch.Tensor, places: torch.Tensor, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers at their places, zeros elsewhere: [num_elements].
+    """Puts the numbers at their places, with zeros elsewhere: [num_elements].
 
     Raises:
         FrameError: the bytes contradict themselves.
@@ -185,7 +185,7 @@ def spread(payload: torch.Tensor, places: torch.Tensor, num_elements: int, dtype
 
 
 def places_in(payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-    """The places at the end of a payload."""
+    """Cuts out the places at the end of a payload."""
     return payload[len(payload) - places_bytes(ratio_of(payload), num_elements) :]
 
 
@@ -193,13 +193,13 @@ _BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
 def _packed(kept: torch.Tensor) -> torch.Tensor:
-    """bool [rows, length] as uint8 [rows, length / 8 rounded up]."""
+    """Packs bool [rows, length] as uint8 [rows, length / 8 rounded up]."""
     bits = F.pad(kept.to(torch.uint8), (0, -kept.shape[1] % 8)).view(len(kept), -1, 8)
     return (bits * _BITS).sum(2, dtype=torch.uint8)
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_packed`, filled up to whole bytes."""
+    """Does the inverse of `_packed`; the result is filled up to whole bytes."""
     return ((packed[..., None] & _BITS) != 0).view(len(packed), -1)
 
 
@@ -216,14 +216,14 @@ _DIMS_MAX = 255
 
 
 def is_codable(tensor: torch.Tensor, codec: str) -> bool:
-    """Whether a codec applies to a tensor: one of floating-point numbers that it makes smaller."""
+    """Tells whether a codec applies to a tensor: one of floating-point numbers that it makes smaller."""
     if not tensor.is_floating_point() or tensor.dtype not in _CODE_OF or tensor.dim() > _DIMS_MAX:
         return False
     return coded_bytes(codec, tensor.shape, tensor.dtype.itemsize) < tensor.nbytes
 
 
 def encode_tensor(tensor: torch.Tensor, codec: str) -> torch.Tensor | None:
-    """The bytes of a tensor.
+    """Encodes a tensor as bytes.
 
     Args:
         tensor: one that is codable, contiguous.
@@ -254,12 +254,12 @@ class Places(NamedTuple):
     bytes_: torch.Tensor
 
     def equal(self, other: "Places | None") -> bool:
-        """Whether they are the same."""
+        """Tells whether they are the same."""
         return other is not None and self.ratio == other.ratio and self.bytes_.equal(other.bytes_)
 
 
 def places_of(coded: torch.Tensor) -> Places | None:
-    """What has to be kept of a coded activation for its gradient; None: nothing.
+    """Finds what has to be kept of a coded activation for its gradient; None: nothing.
 
     Raises:
         FrameError: the bytes contradict themselves.
@@ -272,7 +272,7 @@ def places_of(coded: torch.Tensor) -> Places | None:
 
 
 def encode_at(tensor: torch.Tensor, places: Places) -> torch.Tensor | None:
-    """The bytes of a gradient whose numbers at some places are kept; the places are not in them.
+    """Encodes as bytes a gradient whose numbers at some places are kept; the places are not in them.
 
     Args:
         tensor: contiguous, of floating-point numbers.
@@ -289,12 +289,12 @@ def encode_at(tensor: torch.Tensor, places: Places) -> torch.Tensor | None:
 
 
 def needs_places(coded: torch.Tensor) -> bool:
-    """Whether `decode` has to be given the places."""
+    """Tells whether `decode` has to be given the places."""
     return len(coded) > 0 and int(coded[0]) == _TOP_K_VALUES
 
 
 def _begun(tensor: torch.Tensor, number: int, num_payload_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes with a head, and those of them that are to be written."""
+    """Makes bytes with a head, and returns them and those of them that are to be written."""
     head = struct.pack(f"<BBBB{tensor.dim()}I", number, _CODE_OF[tensor.dtype], tensor.dim(), 0, *tensor.shape)
     coded = torch.empty(len(head) + num_payload_bytes, dtype=torch.uint8)
     coded[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -338,14 +338,15 @@ def _quantize(payload: torch.Tensor, values: torch.Tensor, largest: int) -> bool
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """Positive float32 numbers as the next larger ones that bfloat16 has; those below the normal ones as 0."""
+    """Rounds positive float32 numbers up to the next larger ones that bfloat16 has; those below the normal ones become
+    0."""
     bits = scales.view(torch.int32)
     rounded = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
     return torch.where(scales >= torch.finfo(torch.float32).tiny, rounded, 0.0)
 
 
 def decode_tensor(coded: torch.Tensor, places: Places | None = None) -> torch.Tensor:
-    """The tensor that bytes stand for, of the type and shape that the coded one had.
+    """Decodes the tensor that bytes stand for, of the type and shape that the coded one had.
 
     Args:
         coded: the bytes.
@@ -380,7 +381,7 @@ def decode_tensor(coded: torch.Tensor, places: Places | None = None) -> torch.Te
 
 
 def _read_head(coded: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
-    """Number of the codec, type and shape, checked against the number of bytes."""
+    """Reads the number of the codec, type and shape, checked against the number of bytes."""
     num_bytes = len(coded) if coded.dim() == 1 and coded.dtype == torch.uint8 else 0
     if num_bytes >= head_bytes(0):
         number, dtype_code, num_dims, zero = coded[:4].tolist()
@@ -395,7 +396,7 @@ def _read_head(coded: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
 
 
 def _payload_bytes(number: int, payload: torch.Tensor, num_elements: int) -> int:
-    """As many as there should be behind a head; -1: it says what cannot be."""
+    """Computes how many bytes there should be behind a head; -1: it says what cannot be."""
     if number < len(CODECS):
         return payload_bytes(CODECS[number], num_elements)
     if len(payload) < RATIO_BYTES or top_k_of(str(codec := TopK(ratio_of(payload)))) is None:

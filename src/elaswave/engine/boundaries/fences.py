@@ -86,7 +86,7 @@ class Fences:
         self._codecs = {boundary: codec for boundary, codec in in_force.items() if codec != "none"}
 
     def opened(self, value: Any) -> Any:
-        """What a layer, or the loss, is given of a value at the boundary before it.
+        """Makes what a layer, or the loss, is given of a value at the boundary before it.
 
         Raises:
             FrameError: the value was received, and its bytes contradict themselves.
@@ -99,7 +99,7 @@ class Fences:
         return unflatten(structure, leaves)
 
     def closed(self, boundary: int, value: Any, before: Any, given: Sequence[torch.Tensor]) -> Any:
-        """What a layer has returned, as it stands at the boundary behind the layer.
+        """Makes of what a layer has returned what stands at the boundary behind the layer.
 
         Args:
             boundary: the layer's position.
@@ -122,7 +122,7 @@ class Fences:
         return CodedValue(unflatten(structure, leaves), torch.tensor([*found])) if found else value
 
     def masks(self, before: Any, behind: Any) -> Masks:
-        """What has to be kept of the values beside a layer until the backward has passed it."""
+        """Finds what has to be kept of the values beside a layer until the backward has passed it."""
         if not isinstance(before, CodedValue) and not isinstance(behind, CodedValue):
             return NO_MASKS
         return Masks(_places_kept(before), _places_kept(behind))
@@ -149,7 +149,7 @@ class Fences:
         given: Sequence[torch.Tensor],
         masks: Masks,
     ) -> list[torch.Tensor]:
-        """What a layer's backward has brought, as it stands at the boundary before the layer.
+        """Makes of what a layer's backward has brought what stands at the boundary before the layer.
 
         Args:
             boundary: position of the layer before that boundary.
@@ -179,7 +179,7 @@ class Fences:
         known: Sequence[_Known],
         places: Places | None = None,
     ) -> torch.Tensor | None:
-        """The bytes with which a tensor passes a boundary; None: it passes as it is.
+        """Finds the bytes with which a tensor passes a boundary; None: it passes as it is.
 
         Args:
             places: where those numbers lie that were kept of what a gradient belongs to, if it stands coded there.
@@ -197,7 +197,7 @@ class Fences:
 
 
 def _places_kept(value: Any) -> dict[int, Places]:
-    """By position among the tensors of a value that have a gradient."""
+    """Finds the places that are kept, by position among the tensors of a value that have a gradient."""
     if not isinstance(value, CodedValue):
         return {}
     _, leaves = flatten(value.value)

@@ -57,7 +57,7 @@ _SHIFT = 17 * 64
 
 
 def hash_tensors(tensors: Iterable[torch.Tensor | None]) -> int:
-    """A hash of types, shapes and bits, 62 bits."""
+    """Computes a hash of types, shapes and bits, 62 bits."""
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         if tensor is None:
@@ -90,14 +90,14 @@ class _Source:
         self.drawn: list[torch.Tensor] = []
 
     def __call__(self, *shape: int) -> torch.Tensor:
-        """A tensor of a shape, whose gradient is looked at too."""
+        """Draws a tensor of a shape, whose gradient is looked at too."""
         drawn = torch.randn(shape, generator=self.generator, dtype=torch.float32)
         self.drawn.append(drawn.to(self.place).requires_grad_(True))
         return self.drawn[-1]
 
 
 def _operators() -> dict[str, Callable[[_Source], torch.Tensor]]:
-    """By name, a function of a source of numbers; its result is run backward too if it has a graph."""
+    """Maps names to functions of a source of numbers; the result of each is run backward too if it has a graph."""
     return {
         "matmul": lambda draw: draw(64, 192) @ draw(192, 96),
         "matmul-bfloat16": lambda draw: draw(64, 192).bfloat16() @ draw(192, 96).bfloat16(),
@@ -157,7 +157,7 @@ def _adamw(draw: _Source) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def environment(device: Device = HOST) -> Environment:
-    """What this process computes with; computed once."""
+    """Finds what this process computes with; it is computed once."""
     text = f"torch {torch.__version__}, {device.name}"
     return Environment(text, {name: _run_operator(name, function, device) for name, function in _operators().items()})
 
@@ -191,12 +191,13 @@ def _run_operator(name: str, function: Callable[[_Source], torch.Tensor], device
 
 
 def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy at another place within its page."""
+    """Makes a copy at another place within its page."""
     return aligned_clone(tensor.detach(), shift=_SHIFT)
 
 
 def made_up(tensor: torch.Tensor, key: int) -> torch.Tensor:
-    """Of the same type and shape: floating-point numbers drawn from a key, whole numbers 0, booleans True."""
+    """Makes a tensor of the same type and shape: floating-point numbers drawn from a key, whole numbers 0, booleans
+    True."""
     if not tensor.is_floating_point():
         return torch.ones_like(tensor) if tensor.dtype == torch.bool else torch.zeros_like(tensor)
     source = torch.Generator().manual_seed(key & 0xFFFFFFFF)
@@ -232,7 +233,7 @@ def with_parameters(
 
 
 def made_up_tree(value: Any) -> Any:
-    """A value of the same structure, types and shapes."""
+    """Makes up a value of the same structure, types and shapes."""
     structure, leaves = flatten(value)
     return unflatten(structure, [made_up(leaf, key64("determinism_hash", place)) for place, leaf in enumerate(leaves)])
 
@@ -275,7 +276,7 @@ def check_again(
 
 
 def determinism_hash_of(module: nn.Module, built: int, done: Done, from_scratch: Again) -> tuple[int, bool]:
-    """What a layer is known by to those that run it elsewhere, or later.
+    """Computes what a layer is known by to those that run it elsewhere, or later.
 
     Args:
         module: of the layer.
@@ -293,7 +294,7 @@ def determinism_hash_of(module: nn.Module, built: int, done: Done, from_scratch:
 
 
 def _probe(module: nn.Module, given: LayerInputs, run: LayerRun, from_scratch: Again) -> int:
-    """A hash of what a layer makes of made-up numbers; 0 for a layer that does not take such numbers."""
+    """Computes a hash of what a layer makes of made-up numbers; 0 for a layer that does not take such numbers."""
 
     def numbers(kind: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [made_up(tensor, key64("determinism_hash", kind, place)) for place, tensor in enumerate(tensors)]
@@ -315,7 +316,7 @@ def _probe(module: nn.Module, given: LayerInputs, run: LayerRun, from_scratch: A
 
 
 def remade(given: LayerInputs, make: Callable[[torch.Tensor], torch.Tensor]) -> LayerInputs:
-    """Other tensors of which gradients are wanted as before."""
+    """Makes other tensors of which gradients are wanted as before."""
     return given._replace(leaves=[make(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in given.leaves])
 
 
@@ -337,7 +338,7 @@ def check_equal(
 
 
 def check_hashes(who: str, names: Sequence[str], first: Sequence[torch.Tensor | None], second: Sequence[int]) -> None:
-    """The same where only the hashes of the second run are left.
+    """Checks the same as `check_equal` where only the hashes of the second run are left.
 
     Raises:
         UsageError: names the first difference, and what to do.
@@ -368,14 +369,14 @@ UPDATE = "update"
 
 
 def environment_of(blueprint: Blueprint, device: Device = HOST) -> Environment:
-    """What this process computes with, the optimizer of a run included."""
+    """Finds what this process computes with, the optimizer of a run included."""
     found = environment(device)
     return found._replace(operators={**found.operators, UPDATE: update_hash(blueprint, device)})
 
 
 def update_hash(blueprint: Blueprint, device: Device = HOST) -> int:
-    """A hash of the first update of the first block of each kind of layer; 0 for an optimizer that does not take
-    made-up numbers. Nothing is left behind: the updater is a new one, and so is what is updated."""
+    """Computes a hash of the first update of the first block of each kind of layer; 0 for an optimizer that does not
+    take made-up numbers. Nothing is left behind: the updater is a new one, and so is what is updated."""
     found: list[torch.Tensor] = []
     try:
         updater = blueprint.optimizer.updater()
@@ -403,7 +404,7 @@ def _one_of_each_kind(blueprint: Blueprint) -> Iterator[Block]:
 
 
 def _made_up_copy(blueprint: Blueprint, block: Block, device: Device) -> HeldBlock:
-    """A block with values that do not depend on the run; states of the optimizer are not negative."""
+    """Makes a block with values that do not depend on the run; states of the optimizer are not negative."""
     copy = HeldBlock(block, ReplicaRole.OWNER, blueprint.shapes[block.layer], {}, version=0)
     for name in blueprint.state.slots_of((segment.slot for segment in copy.segments), 0):
         values = made_up(torch.empty(copy.num_elements, device=device.place), key64(UPDATE, name, block.layer))

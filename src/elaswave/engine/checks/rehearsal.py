@@ -78,8 +78,8 @@ class Rehearsal:
                 yield Finding(what=AGAIN, value=hash_batch(again), text=_text_of(again))
 
     def loss(self) -> Finding | None:
-        """The loss of the micro-batch that `data` has drawn, from the initial values; None where there is none, or it
-        is no matter of the processor alone."""
+        """Computes the loss of the micro-batch that `data` has drawn, from the initial values; None where there is
+        none, or it is no matter of the processor alone."""
         blueprint, layers = self._blueprint, self._blueprint.model.layers
         is_here = blueprint.config.device.kind == "cpu" and not blueprint.config.model.foreign
         if self._pair is None or not is_here or any(layer.compile for layer in layers):
@@ -92,7 +92,7 @@ class Rehearsal:
         return Finding(what=FIRST_LOSS, value=loss.hex(), text=repr(loss))
 
     def _too_large(self, what: str, num_bytes: int) -> str:
-        """Why something must not be in memory once more; "" if it may."""
+        """Tells why something must not be in memory once more; "" if it may."""
         if self._memory_bytes is None or num_bytes * MEMORY_SHARE <= self._memory_bytes:
             return ""
         return (
@@ -121,13 +121,13 @@ def _loss_of(blueprint: Blueprint, pair: tuple[Any, Any]) -> float:
 
 
 def _own_memory_bytes() -> int:
-    """Of this process, without what are pages of files."""
+    """Reads how much memory this process has, without what are pages of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)
 
 
 def _text_of(pair: tuple[Any, Any]) -> str:
-    """Type, shape and mean of some tensors."""
+    """Describes type, shape and mean of some tensors."""
     leaves = [leaf for value in pair for leaf in flatten(value)[1] if not leaf.is_complex()]
     return ", ".join(
         f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)} of mean {leaf.double().mean().item():.9g}"
@@ -220,7 +220,8 @@ def _check_equal(there: Finding, here: Finding, not_taken: Sequence[str]) -> Non
 
 @contextlib.contextmanager
 def as_in_a_worker() -> Iterator[None]:
-    """One thread, as in every worker; leaves the script's generators as they were, and no server of a foreign part."""
+    """Sets one thread, as in every worker; leaves the script's generators as they were, and no server of a foreign
+    part."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -242,7 +243,7 @@ def _blas_of_one_thread() -> Iterator[None]:
 
 
 def _libraries_of_matrices() -> list[tuple[ctypes.CDLL, str, str]]:
-    """OpenBLAS, as often as it is loaded, with the names of what gets and sets its number of threads."""
+    """Finds OpenBLAS, as often as it is loaded, with the names of what gets and sets its number of threads."""
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     paths = sorted({line.split(maxsplit=5)[-1] for line in lines if "openblas" in line and "/" in line})
     return [

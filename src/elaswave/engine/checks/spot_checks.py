@@ -40,7 +40,7 @@ class CheckKind(Enum):
 
 
 def window_of(step: int, longest: int) -> tuple[int, int, int]:
-    """The steps around a step of which one has checks: first of them, their number, and how many windows of this
+    """Finds the steps around a step of which one has checks: first of them, their number, and how many windows of this
     length came before.
 
     Args:
@@ -101,7 +101,7 @@ class SpotChecks:
         self._microbatches = frozenset((start + place) % self._num_microbatches for place in range(self._width))
 
     def due(self, layer: int, microbatch: int) -> CheckKind | None:
-        """What of a layer's run is done again in this step; the loss is one past the last layer."""
+        """Tells what of a layer's run is done again in this step; the loss is one past the last layer."""
         if microbatch not in self._microbatches:
             return None
         return CheckKind.PROBE if (self._turn + layer) % 2 else CheckKind.RUN

@@ -45,7 +45,7 @@ MAX_DEPTH = 32
 
 
 def at_boundary(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it is contiguous and 64-byte aligned, else such a copy.
+    """Returns the tensor itself if it is contiguous and 64-byte aligned, else such a copy.
 
     Kernels round differently on other strides and alignments.
     """
@@ -55,7 +55,7 @@ def at_boundary(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flatten(value: Any) -> tuple[Structure, list[torch.Tensor]]:
-    """Structure and leaves of a value.
+    """Takes a value apart into its structure and leaves.
 
     Raises:
         UsageError: it holds something else than tensors, or too many containers within each other.
@@ -94,7 +94,7 @@ def _take_apart(value: Any, leaves: list[torch.Tensor], depth: int) -> Structure
 
 
 def unflatten(structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
-    """The inverse of `flatten`."""
+    """Does the inverse of `flatten`."""
     if structure == TENSOR:
         return leaves[0]
     return _put_together(structure, iter(leaves))
@@ -114,7 +114,7 @@ def _put_together(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
 
 
 def num_leaves(structure: Structure) -> int:
-    """How many tensors a structure has."""
+    """Counts the tensors that a structure has."""
     if structure in (TENSOR, NOTHING):
         return int(structure == TENSOR)
     return sum(map(num_leaves, structure[-1]))
@@ -135,7 +135,7 @@ def _name_of(kind: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _class_of(name: str) -> Any:
-    """A class of named tuples that this process has imported; nothing is imported for it.
+    """Finds a class of named tuples that this process has imported; nothing is imported for it.
 
     Raises:
         UsageError: there is none of this name.
@@ -212,7 +212,7 @@ class Signatures:
 
 
 def _why_not(leaf: torch.Tensor, place: torch.device) -> str:
-    """Why a tensor cannot travel between layers on a device, or an empty text."""
+    """Tells why a tensor cannot travel between layers on a device, or returns an empty text."""
     if leaf.layout is not torch.strided:
         return f"of layout {leaf.layout}: make it dense with .to_dense()"
     if leaf.is_inference():
@@ -229,7 +229,7 @@ def _why_not(leaf: torch.Tensor, place: torch.device) -> str:
 
 
 def tensors_of(*values: Any) -> list[torch.Tensor]:
-    """The tensors of some values, whatever containers they stand in; the model's own, and a dataset's."""
+    """Lists the tensors of some values, whatever containers they stand in; the model's own, and a dataset's."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -242,7 +242,7 @@ def tensors_of(*values: Any) -> list[torch.Tensor]:
 
 
 def is_differentiable(leaf: torch.Tensor) -> bool:
-    """Whether a gradient of it travels back."""
+    """Tells whether a gradient of it travels back."""
     return leaf.is_floating_point()
 
 
@@ -274,7 +274,7 @@ _version, _place = attrgetter("_version"), torch.Tensor.data_ptr
 
 
 def sums_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Sums of the words of a tensor, in parts, modulo 2**64; int64, where it lies. Nothing is waited for."""
+    """Sums up the words of a tensor, in parts, modulo 2**64; int64, where it lies. Nothing is waited for."""
     part_bytes, shape = _PARTS * _WORD_BYTES, tensor.shape
     is_even = shape and not (shape[-1] * tensor.itemsize % _WORD_BYTES or tensor.nbytes % part_bytes)
     is_even = is_even and not tensor.storage_offset() * tensor.itemsize % _WORD_BYTES
@@ -312,7 +312,8 @@ class WatchedTensors:
         return [*map(_version, self._tensors)] != self._versions
 
     def differs(self, *, waits: bool = True) -> bool | torch.Tensor:
-        """Whether one was written; for who does not wait for the device, a number there that is 0 if none was."""
+        """Tells whether one was written; for who does not wait for the device, returns a number there that is 0 if none
+        was."""
         if self.is_counted or self._sums is None:
             return self.is_counted
         before, now = self._sums, self._summed()
@@ -358,8 +359,8 @@ class Watching:
             raise UsageError(message())
 
     def late(self) -> tuple[tuple[int, int], str] | None:
-        """Micro-batch and layer, and message, of the first refusal that was not known when it was expected; waits for
-        the device."""
+        """Returns micro-batch and layer, and message, of the first refusal that was not known when it was expected;
+        waits for the device."""
         late, self._late = self._late, []
         return next(((at, message()) for reading, at, message in late if reading.value), None)
 
@@ -374,7 +375,8 @@ class Lent(NamedTuple):
 
 
 def aligned_clone(tensor: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
-    """A copy, in the same graph, that lies as far into a page as the tensor, aligned to 64 bytes as every boundary is.
+    """Makes a copy, in the same graph, that lies as far into a page as the tensor, aligned to 64 bytes as every
+    boundary is.
 
     Args:
         tensor: of any strides; they are kept where they leave no gap, as `torch.clone` does.
@@ -406,11 +408,11 @@ class Lending:
         """By layer (or loss), and whether in training."""
 
     def lends(self, index: int) -> bool:
-        """Whether a layer is lent its very input in training."""
+        """Tells whether a layer is lent its very input in training."""
         return self._writes.get((index, True)) is False
 
     def lend(self, index: int, leaves: Sequence[torch.Tensor], *, train: bool) -> Lent:
-        """For one run.
+        """Lends a layer its input for one run.
 
         Args:
             index: of the layer.
@@ -426,7 +428,7 @@ class Lending:
         return Lent(copies, WatchedTensors(copies, by_sums=False), are_copies=True)
 
     def look(self, index: int, leaves: Sequence[torch.Tensor], lent: Lent, *, train: bool, is_over: bool) -> bool:
-        """After a forward, and after a backward.
+        """Looks for writes after a forward, and after a backward.
 
         Args:
             index, leaves, train: as they were given to `lend`.
@@ -485,7 +487,7 @@ class Guarded:
         self._by_owner = [*by_owner.values()]
 
     def written(self, *, elsewhere: bool = False) -> str | None:
-        """The name of the first that is not as it was.
+        """Finds the name of the first that is not as it was.
 
         Args:
             elsewhere: their values lie at other places for a while.
@@ -541,7 +543,7 @@ def _state(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, type and bits."""
+    """Tells whether two tensors have the same shape, type and bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     first, second = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))

@@ -70,7 +70,7 @@ class _Handed(NamedTuple):
 
 
 def pickled_setup(setup: ForkServerSetup) -> bytes:
-    """What a fresh forkserver is started with, as it lies in its socket.
+    """Pickles what a fresh forkserver is started with, as it lies in its socket.
 
     Args:
         setup: the job's `deaths` are left out.
@@ -130,7 +130,7 @@ def spawn(log: Path, link: socket.socket, environment: Mapping[str, str]) -> Chi
 
 
 def serve_parent(parent: int, log: str, probe: int | None) -> int:
-    """The whole life of the interpreter.
+    """Runs the whole life of the interpreter.
 
     Args:
         parent: process id of the launcher.
@@ -166,16 +166,16 @@ def serve_parent(parent: int, log: str, probe: int | None) -> int:
 
 
 def _module_folders() -> list[str]:
-    """Where this process looks for modules, from any working directory; elaswave's own place in any case."""
+    """Lists where this process looks for modules, from any working directory; elaswave's own place in any case."""
     folders = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]
     own = str(Path(__file__).resolve().parents[2])
     return folders if own in folders else [*folders, own]
 
 
 def _named_tuples_of_script() -> dict[str, Any]:
-    """The classes of named tuples at the top of the script or notebook. Its layers bring them by value, but a value
-    that travels names them (`elaswave.engine.checks.values`): so the same objects must stand in the other interpreter's
-    ``__main__`` as well."""
+    """Finds the classes of named tuples at the top of the script or notebook. Its layers bring them by value, but a
+    value that travels names them (`elaswave.engine.checks.values`): so the same objects must stand in the other
+    interpreter's ``__main__`` as well."""
 
     found = {}
     for name, kind in vars(sys.modules["__main__"]).items():
@@ -202,7 +202,8 @@ def _of(label: str, holder: Any, *names: str) -> dict[str, _Setting]:
 
 
 def _settings() -> dict[str, _Setting]:
-    """In the order in which they are set: torch's newer names say the same as older ones, once more finely."""
+    """Lists the settings in the order in which they are set: torch's newer names say the same as older ones, once more
+    finely."""
     import torch  # a script's process has loaded it
 
     backends, cuda = torch.backends, torch.backends.cuda
@@ -250,8 +251,8 @@ def _settings() -> dict[str, _Setting]:
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread's processor takes results that are too small for zeros: torch can set that, but not tell.
-    Threads and processes begin with the state of the one that has started them."""
+    """Tells whether this thread's processor takes results that are too small for zeros: torch can set that, but not
+    tell. Threads and processes begin with the state of the one that has started them."""
     return sys.float_info.min * float("0.5") == 0.0  # not known when this is compiled
 
 
@@ -263,7 +264,7 @@ def _set_autocast(value: tuple[bool, Any]) -> None:
 
 
 def current_settings() -> dict[str, Any]:
-    """What this thread and process have set, by name; None of what cannot be told."""
+    """Reads what this thread and process have set, by name; None of what cannot be told."""
     return {name: _told(setting) for name, setting in _settings().items()}
 
 
@@ -285,7 +286,7 @@ def apply_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _culprit(training: Any) -> str:
-    """The part of a training that cannot be pickled, as a person knows it."""
+    """Finds the part of a training that cannot be pickled, as a person knows it."""
 
     for name, part in _parts(training):
         try:
@@ -304,7 +305,7 @@ def _parts(training: Any) -> Iterator[tuple[str, Any]]:
 
 
 def dumps(value: Any) -> bytes:
-    """As `cloudpickle.dumps`; to be read by `pickle.loads`.
+    """Does the same as `cloudpickle.dumps`; the result is to be read by `pickle.loads`.
 
     Raises:
         Exception: what cloudpickle raises for something that cannot be pickled.
@@ -337,7 +338,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _absl_reduced(value: Any) -> Any:
-    """How one of absl's flags travels; None of anything else."""
+    """Tells how one of absl's flags travels; None of anything else."""
     absl = sys.modules.get("absl.flags")
     if absl is None:
         return None
@@ -349,8 +350,8 @@ def _absl_reduced(value: Any) -> Any:
 
 
 def _bits_reduced(value: Any) -> Any:
-    """How a tensor of eight-bit floating point travels: torch's own way of pickling it cannot be read back. None of
-    anything else."""
+    """Tells how a tensor of eight-bit floating point travels: torch's own way of pickling it cannot be read back.
+    Returns None of anything else."""
     torch = sys.modules.get("torch")
     if torch is None or type(value) is not torch.Tensor or value.layout is not torch.strided:
         return None

@@ -39,11 +39,11 @@ class Rehearses(Protocol):
     """An `elaswave.engine.checks.rehearsal.Rehearsal`."""
 
     def data(self) -> Iterator[Finding]:
-        """Of the data."""
+        """Yields the findings of the data."""
         ...
 
     def loss(self) -> Finding | None:
-        """Of the loss."""
+        """Returns the finding of the loss."""
         ...
 
 
@@ -73,7 +73,7 @@ def probe_dataset(begin: Callable[[], Rehearses], log: Path, read_files: Sequenc
 
 
 def _received(descriptor: int) -> Iterator[Finding]:
-    """What comes before the end, or in time."""
+    """Yields what comes before the end, or in time."""
     deadline_s, part, begun = time.monotonic() + PROBE_S_MAX, b"", False
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -148,7 +148,7 @@ class LoaderSockets:
         return ours
 
     def asked(self, worker: int) -> list[Loader]:
-        """The loaders that a worker wants to be replaced. The end of its line closes it."""
+        """Reads which loaders a worker wants to be replaced. The end of its line closes it."""
         line = self._lines[worker]
         loaders = []
         with contextlib.suppress(BlockingIOError):
@@ -168,6 +168,6 @@ class LoaderSockets:
         line.close()
 
     def let_go(self) -> None:
-        """In a child: closes what is the forkserver's."""
+        """Closes, in a child, what is the forkserver's."""
         for line in self._lines.values():
             line.close()

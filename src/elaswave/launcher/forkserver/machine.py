@@ -271,7 +271,7 @@ class ForkServer:
         return effects + self._exit()
 
     def _go_on(self) -> list[ForkServerEffect]:
-        """The committer has ended: begins the next commit, or says that it will not be made."""
+        """Begins the next commit, or says that it will not be made: the committer has ended."""
         waiting, self._next = self._next, None
         if waiting is None or self._is_ending:
             return []

@@ -40,7 +40,7 @@ class CommitCount:
         self._count = ctypes.c_int64.from_buffer(self._memory)
 
     def add(self) -> None:
-        """A worker has committed a step."""
+        """Counts a step that a worker has committed."""
         self._count.value += 1
 
     @property
@@ -208,17 +208,17 @@ FromForkServer = (
 
 
 def pack_message(message: ToForkServer | FromForkServer) -> bytes:
-    """A message as it lies in the socket."""
+    """Encodes a message as it lies in the socket."""
     return framed(msgspec.msgpack.encode(message))
 
 
 def framed(payload: bytes) -> bytes:
-    """Bytes as they lie in the socket."""
+    """Frames bytes as they lie in the socket."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 def read_framed(link: socket.socket) -> bytearray:
-    """The first bytes that come; waits for them.
+    """Reads the first bytes that come; waits for them.
 
     Raises:
         EOFError: the other side has closed the socket.
@@ -250,7 +250,7 @@ class Unpacker(Generic[_T]):
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[_T]:
-        """The messages that are whole with these bytes."""
+        """Yields the messages that are whole with these bytes."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             stop = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]

@@ -82,7 +82,7 @@ class ModuleState(NamedTuple):
 
 
 def states_of_modules() -> dict[str, ModuleState]:
-    """What has to be taken over of the modules that this process has imported, by name."""
+    """Collects what has to be taken over of the modules that this process has imported, by name."""
     modules = {name: each for name, each in list(sys.modules.items()) if issubclass(type(each), types.ModuleType)}
     origins = {name: _origin(name, module) for name, module in modules.items()}
     own = {name for name, origin in origins.items() if origin == "script"}
@@ -103,7 +103,7 @@ def _standard_folders() -> tuple[str, ...]:
 
 
 def _origin(name: str, module: types.ModuleType) -> str:
-    """Whose a module is: "script", "library", "standard", or "ours", of which nothing is sent."""
+    """Tells whose a module is: "script", "library", "standard", or "ours", of which nothing is sent."""
     if name in ("__main__", "__mp_main__", "sys") or name.partition(".")[0] == _OWN:
         return "ours"
     file = vars(module).get("__file__") or next(iter(vars(module).get("__path__") or ()), None)
@@ -151,8 +151,8 @@ class _Sending:
             self.state.left.append((place, kind_name(value)))
 
     def _parts(self, value: Any) -> list[tuple[Any, Any]] | None:
-        """What a container, or an object of a class of the script, is made of; None of anything else: a semaphore's
-        counter must not travel without its lock."""
+        """Lists what a container, or an object of a class of the script, is made of; None of anything else: a
+        semaphore's counter must not travel without its lock."""
         kind = type(value)
         if issubclass(kind, dict):
             return [((key,), each) for key, each in dict.items(value) if type(key) in ATOMS]
@@ -163,8 +163,8 @@ class _Sending:
 
 
 def _of_class(place: tuple[Any, ...], kind: type) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What stands in a class and in those within it. Members of an enum are found by name, and properties as they
-    are."""
+    """Yields what stands in a class and in those within it. Members of an enum are found by name, and properties as
+    they are."""
     if issubclass(kind, enum.Enum):
         return
     for name, value in list(vars(kind).items()):
@@ -178,7 +178,7 @@ def _of_class(place: tuple[Any, ...], kind: type) -> Iterator[tuple[tuple[Any, .
 def _settings_of_library(
     name: str, module: types.ModuleType, own: set[str], *, takes_plain: bool
 ) -> Iterator[ModuleValue]:
-    """What the script may have set, or has put, there."""
+    """Yields what the script may have set, or has put, there."""
     takes_patches = takes_plain  # of libraries only, also of their private modules
     takes_plain &= not any(part.startswith("_") for part in name.split("."))
     for place, value in _places_of(name, module):
@@ -193,7 +193,7 @@ def _settings_of_library(
 
 
 def _places_of(name: str, module: types.ModuleType) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """A library's attributes, and those of its classes."""
+    """Yields a library's attributes, and those of its classes."""
     for attribute, value in list(vars(module).items()):
         if not is_dunder(attribute):
             yield (attribute,), value
@@ -204,12 +204,12 @@ def _places_of(name: str, module: types.ModuleType) -> Iterator[tuple[tuple[str,
 
 
 def is_dunder(name: object) -> bool:
-    """Whether a name is the language's own, or none."""
+    """Tells whether a name is the language's own, or none."""
     return not isinstance(name, str) or (name.startswith("__") and name.endswith("__"))
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether a value is an atom or a member of an enum, or built-in containers of such."""
+    """Tells whether a value is an atom or a member of an enum, or built-in containers of such."""
     kind = type(value)  # never value.__class__, which may be code that warns or imports
     if kind in ATOMS or issubclass(kind, enum.Enum):
         return True
@@ -221,7 +221,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 
 
 def _is_of_script(value: Any, own: set[str]) -> bool:
-    """Whether a function or class is the script's: in a library, a patch."""
+    """Tells whether a function or class is the script's: in a library, a patch."""
     kind = type(value)
     if kind not in CALLABLES and not issubclass(kind, type):
         return False
@@ -230,8 +230,8 @@ def _is_of_script(value: Any, own: set[str]) -> bool:
 
 
 def _is_from_elsewhere(value: Any, module: str, place: tuple[str, ...]) -> bool:
-    """Whether a function or class in a library was defined elsewhere, or as something else: it was imported there, or
-    put there by the script. Only a fresh import can tell, so its name is sent."""
+    """Tells whether a function or class in a library was defined elsewhere, or as something else: it was imported
+    there, or put there by the script. Only a fresh import can tell, so its name is sent."""
     kind = type(value)
     if kind not in CALLABLES and not issubclass(kind, type):
         return False
@@ -241,7 +241,7 @@ def _is_from_elsewhere(value: Any, module: str, place: tuple[str, ...]) -> bool:
 
 
 def _sent(value: Any, own: set[str]) -> Any:
-    """A value as it travels; `NO_VALUE` of one that cannot."""
+    """Returns a value as it travels; `NO_VALUE` of one that cannot."""
     kind = type(value)
     if kind in ATOMS and kind is not bytes:
         return value
@@ -271,7 +271,7 @@ def _whole(value: Any) -> "Whole":
 
 
 def _originals(value: Any) -> Iterator[tuple[Any, int]]:
-    """The containers and objects in a value, each with its identity in this process."""
+    """Yields the containers and objects in a value, each with its identity in this process."""
     waiting, seen = [value], set[int]()
     while waiting and len(seen) < ORIGINALS_MAX:
         each = waiting.pop()
@@ -301,7 +301,7 @@ def _pickled(value: Any) -> Any:
 
 
 def _named(value: Any) -> Named | None:
-    """Where a function or class is found; None where it is not: it was replaced there, or is the script's."""
+    """Finds where a function or class is found; None where it is not: it was replaced there, or is the script's."""
     holder = getattr(value, "__self__", None)  # of a function in C
     for module in (value.__module__, getattr(holder, "__name__", None), "torch"):
         if isinstance(module, str) and module != "__main__" and module in sys.modules:
@@ -334,13 +334,13 @@ class OfThread(NamedTuple):
 
 
 def kind_name(value: Any) -> str:
-    """A value's type, with its module."""
+    """Names a value's type, with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def _flags() -> dict[str, dict[str, bytes]]:
-    """absl's flags by the module that defines them; those of the script under the name of absl's module itself, with
-    all that makes them flags."""
+    """Collects absl's flags by the module that defines them; those of the script under the name of absl's module
+    itself, with all that makes them flags."""
     absl = sys.modules.get("absl.flags")
     found: dict[str, dict[str, bytes]] = {}
     if absl is None:
@@ -355,7 +355,7 @@ def _flags() -> dict[str, dict[str, bytes]]:
 
 
 def value_digest(value: Any) -> str:
-    """A hash of what a value holds: the same in each process, whatever made it."""
+    """Computes a hash of what a value holds: the same in each process, whatever made it."""
     digest = hashlib.blake2b(digest_size=16)
     _feed(digest, value, set())
     return digest.hexdigest()
@@ -397,8 +397,8 @@ def _contents(value: Any) -> list[Any]:
 
 
 def _reduced(value: Any) -> list[Any]:
-    """What an object of any other kind is made of, as pickling sees it: it may be in slots (a path), or in C (a type of
-    torch's numbers, a date, a generator)."""
+    """Lists what an object of any other kind is made of, as pickling sees it: it may be in slots (a path), or in C (a
+    type of torch's numbers, a date, a generator)."""
     reducer: Any = copyreg.dispatch_table.get(type(value))
     try:
         parts = value.__reduce_ex__(4) if reducer is None else reducer(value)
@@ -437,14 +437,15 @@ class TakenOver:
         """What the script has and this interpreter could not take over, for a person."""
 
     def install(self) -> None:
-        """From now on."""
+        """Takes effect from now on."""
         sys.meta_path.insert(0, self)
         for name in list(self._states):
             if name in sys.modules:
                 self._take(name)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """Of `sys.meta_path`: what the other finders answer, with a loader that calls back."""
+        """Serves as a finder of `sys.meta_path`: returns what the other finders answer, with a loader that calls
+        back."""
         if name not in self._states:
             return None
         for finder in sys.meta_path:
@@ -493,7 +494,7 @@ def _written(name: str, place: Sequence[Any]) -> str:
 
 
 def _found(module: Any, place: Sequence[Any]) -> Any:
-    """What stands at a place; `NO_VALUE` if nothing does."""
+    """Finds what stands at a place; `NO_VALUE` if nothing does."""
     here = module
     for step in place:
         try:
@@ -511,7 +512,7 @@ class _Claims:
         self._claims: dict[int, tuple[Any, int]] = {}
 
     def has(self, here: Any, original: int | None) -> bool:
-        """Whether an object may take the contents of an original; None: not known which."""
+        """Tells whether an object may take the contents of an original; None: not known which."""
         return original is None or self._claims.setdefault(id(here), (here, original))[1] == original
 
 
@@ -567,7 +568,7 @@ class _Merging(NamedTuple):
 
 
 def merged(here: Any, sent: Any, merging: _Merging) -> Any:
-    """A value that was sent, in the object that is here where that can take it: others may hold it too.
+    """Merges a value that was sent into the object that is here where that can take it: others may hold it too.
 
     Args:
         here: of any type.
@@ -627,7 +628,8 @@ def _paired(here: list[Any], sent: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _fill_numbers(here: Any, sent: Any) -> bool:
-    """Of tensors and arrays, where they are of one kind; a parameter of the script's stays what it is."""
+    """Fills in the contents of tensors and arrays, where they are of one kind; a parameter of the script's stays what
+    it is."""
     if here.shape != sent.shape or here.dtype != sent.dtype or not here.shape:
         return False
     try:

@@ -82,7 +82,7 @@ _ANSWER_BYTES_MAX = 1 << 15
 
 
 def run_forkserver(setup: ForkServerSetup, link: socket.socket, inherited: Sequence[ReadFile] = ()) -> int:
-    """The forkserver from its start to the end of the launcher, or of the job.
+    """Runs the forkserver from its start to the end of the launcher, or of the job.
 
     What its children leave, and theirs, becomes its own, and ends with it: so the launcher, which may be a script's
     process, need not tell it from what the script has started.
@@ -146,7 +146,7 @@ def _probe_dataset(setup: ForkServerSetup, plan: RunPlan) -> list[Finding]:
 
 
 def _given(plan: Any) -> dict[str, str]:
-    """What a script gives beside its data, for checkpoints; of its blueprint."""
+    """Collects what a script gives beside its data, for checkpoints; of its blueprint."""
     from elaswave.training.given import given_by  # late, as all that loads torch
 
     given: dict[str, str] = given_by(plan.training) | plan.optimizer.given
@@ -343,7 +343,7 @@ class _Serving:
         return True
 
     def _let_go(self) -> None:
-        """In a child: closes what is the forkserver's."""
+        """Closes, in a child, what is the forkserver's."""
         self._link.close()
         self._selector.close()
         self._loader_sockets.let_go()
@@ -373,7 +373,7 @@ def _load_committing() -> None:
 
 
 def commit(request: bytes, answer: int) -> int:
-    """The life of a committer.
+    """Runs the life of a committer.
 
     Args:
         request: a `CommitRequest`.

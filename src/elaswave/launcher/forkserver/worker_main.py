@@ -69,21 +69,22 @@ def worker_main(
     lock = threading.Lock()
 
     def silence(machine: Any, *, close_links: bool) -> None:
-        """The `cut` faults: from now on nothing goes in or out of this worker."""
+        """Handles the `cut` faults: from now on nothing goes in or out of this worker."""
         clients[0].silence(True)
         if close_links:
             machine.links.transport.close()
         threading.Event().wait()
 
     def slow(machine: Any, factor: float, *, links: bool) -> None:
-        """The faults `slow` and `slow-link`: this worker computes at a share of its speed, or its links do."""
+        """Handles the faults `slow` and `slow-link`: this worker computes at a share of its speed, or its links do."""
         context = machine.engine.context
         (context.slow_links if links else context.slow_down)(factor)
         if links and slow_control is not None:
             slow_control.slow_down(factor)
 
     def part(site: str, until_s: float) -> None:
-        """The fault `away`: frames to and from a site stand still, and who is there is cut off from the coordinator."""
+        """Handles the fault `away`: frames to and from a site stand still, and who is there is cut off from the
+        coordinator."""
         assert sites is not None
         with lock:  # the one that strikes is told by the record too
             if (site, until_s) in parted or until_s <= time.monotonic():

@@ -234,7 +234,7 @@ class Connection:
 
 
 def is_failure(message: PartMessage) -> bool:
-    """Whether a server says that it could not do what was asked."""
+    """Tells whether a server says that it could not do what was asked."""
     return message.kind == FAILED
 
 

@@ -102,7 +102,7 @@ class Foreign(nn.Module):
         return {**self.__dict__, "_part": ForeignPart(self._part.service, self.kind)}
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows between the brackets."""
+        """Returns what ``repr`` shows between the brackets."""
         return f"{' '.join(self._part.service.command)}, {self.kind}"
 
     def pids(self) -> list[int]:
@@ -110,7 +110,7 @@ class Foreign(nn.Module):
         return self._part.pids
 
     def found_kind(self) -> str:
-        """The kind of the server that is started here, whatever it should be; the server is ended again.
+        """Asks for the kind of the server that is started here, whatever it should be; the server is ended again.
 
         Raises:
             ForeignError: it does not answer as it should.
@@ -203,7 +203,7 @@ def _command(
     options: Mapping[str, Any] | None,
     command: Sequence[str] | None,
 ) -> tuple[str, ...]:
-    """The words that start a server.
+    """Makes the words that start a server.
 
     Raises:
         UsageError: the arguments contradict each other, or are none.
@@ -239,7 +239,7 @@ def _command(
 def _given(
     part: str, values: Mapping[str, torch.Tensor], wanted: Sequence[tuple[str, str, list[int]]]
 ) -> dict[str, torch.Tensor]:
-    """First values of a script, in the server's order.
+    """Checks the first values of a script, and returns them in the server's order.
 
     Raises:
         UsageError: they are not those that the part has.
@@ -259,7 +259,7 @@ def _given(
 
 
 def _seen(value: object) -> tuple[str, list[int]] | str:
-    """Type and shape of a tensor that travels; else what the value is, for errors."""
+    """Tells the type and shape of a tensor that travels; else what the value is, for errors."""
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__module__}.{type(value).__qualname__}, no tensor of torch"
     if value.layout is not torch.strided:
@@ -274,7 +274,7 @@ def _shown(parameter: tuple[str, list[int]] | str | None) -> str:
 
 
 def _sizes(option: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The sizes of one sample.
+    """Checks the sizes of one sample, and returns them.
 
     Raises:
         UsageError: they are none.
@@ -306,7 +306,7 @@ def _register(module: nn.Module, part: str, name: str, parameter: nn.Parameter) 
 
 
 def foreign_in(layer: str, module: nn.Module) -> dict[str, Foreign]:
-    """The foreign parts of a layer, by where they are: the layer's name, or a path within it.
+    """Finds the foreign parts of a layer, by where they are: the layer's name, or a path within it.
 
     Args:
         layer: its name.
@@ -318,12 +318,12 @@ def foreign_in(layer: str, module: nn.Module) -> dict[str, Foreign]:
 
 
 def kind_line(where: str, kind: str) -> str:
-    """How a run's configuration keeps the kind of a foreign part."""
+    """Formats the kind of a foreign part as a run's configuration keeps it."""
     return f"{where}: {kind}"
 
 
 def kinds_here(layers: Sequence[Layer]) -> tuple[str, ...]:
-    """The lines of a model as its servers are in this process, whatever they should be.
+    """Lists the lines of a model as its servers are in this process, whatever they should be.
 
     Raises:
         ForeignError: a server does not answer as it should.

@@ -119,13 +119,13 @@ class BatchPosition(NamedTuple):
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """A tensor as it travels: a view of its memory, or of a copy."""
+    """Converts a tensor to what travels: a view of its memory, or of a copy."""
     tensor = tensor.detach().cpu().contiguous()
     return Array(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def as_tensor(array: Array) -> torch.Tensor:
-    """The inverse of `as_array`; a view of what has arrived."""
+    """Does the inverse of `as_array`; makes a view of what has arrived."""
     kind = _TORCH_TYPES[array.type]
     if not array.num_bytes:
         return torch.empty(array.shape, dtype=kind)
@@ -214,7 +214,7 @@ class ForeignPart:
         return found[0]
 
     def initial(self, seed: int) -> dict[str, torch.Tensor]:
-        """Values of the parameters that training begins with, by name."""
+        """Returns the values of the parameters that training begins with, by name."""
         about = self.begin(_never)
         arrays = [Array(kind, tuple(shape), b"") for _, kind, shape in about.parameters]
         (answer, *_) = self._all(
@@ -231,7 +231,7 @@ class ForeignPart:
         check: Callable[[], None],
         output: Array | None = None,
     ) -> Returned:
-        """What the part makes of inputs.
+        """Computes what the part makes of inputs.
 
         Args:
             parameters: in the server's order.
@@ -261,7 +261,7 @@ class ForeignPart:
         place: BatchPosition,
         check: Callable[[], None],
     ) -> list[torch.Tensor]:
-        """The gradients of floating-point inputs, then of all parameters; arguments as of `forward`.
+        """Computes the gradients of floating-point inputs, then of all parameters; takes arguments as `forward` does.
 
         Args:
             gradients: of the floating-point outputs, in order.
@@ -295,7 +295,7 @@ class ForeignPart:
         self._held = wanted
 
     def _result(self, request: PartMessage, most: int, check: Callable[[], None], what: str) -> PartMessage:
-        """What the first server has computed, compared with what the second one has."""
+        """Returns what the first server has computed, compared with what the second one has."""
         first, *others = self._connections
         timeout_s = self._timeout_s(request.kind)
         number = first.ask(request, most)
@@ -314,7 +314,7 @@ class ForeignPart:
     def _all(
         self, request: PartMessage, most: int, kind: int, check: Callable[[], None], what: str
     ) -> list[PartMessage]:
-        """The answers of all servers."""
+        """Collects the answers of all servers."""
         timeout_s = self._timeout_s(request.kind)
         numbers = [connection.ask(request, most) for connection in self._connections]
         found = [
@@ -331,7 +331,7 @@ class ForeignPart:
     # ---------------------------------------------------------------------------------------------------------- answers
 
     def _checked(self, answer: PartMessage, kind: int) -> PartMessage:
-        """An answer of the kind that was asked for."""
+        """Checks that an answer is of the kind that was asked for, and returns it."""
         if is_failure(answer):
             try:
                 failure = msgspec.json.decode(answer.text, type=Failure)
@@ -382,7 +382,8 @@ class ForeignPart:
 
 
 def _answer(connection: Connection, number: int, timeout_s: float, check: Callable[[], None], what: str) -> PartMessage:
-    """`Connection.answer`, as a wait of its own: its time counts from its beginning, for the coordinator too."""
+    """Does the same as `Connection.answer`, but as a wait of its own: its time counts from its beginning, for the
+    coordinator too."""
     with computed_elsewhere():
         return connection.answer(number, timeout_s, check, what)
 
@@ -396,13 +397,13 @@ def _at(place: BatchPosition) -> str:
 
 
 def _body_bytes(arrays: Sequence[Array]) -> int:
-    """Of an answer with arrays like these, and no text."""
+    """Counts the bytes of the body of an answer with arrays like these, and no text."""
     said = sum(8 * (1 + len(array.shape)) for array in arrays)
     return sum(-(-num_bytes // ALIGNMENT) * ALIGNMENT for num_bytes in (said, *(each.num_bytes for each in arrays)))
 
 
 def same_float_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two floating-point tensors are equal in every bit."""
+    """Tells whether two floating-point tensors are equal in every bit."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     words = {2: torch.int16, 4: torch.int32}[one.element_size()]

@@ -129,7 +129,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def encode_message(message: PartMessage) -> list:
-    """A message as buffers, to be written one after the other; arrays are not copied.
+    """Encodes a message as buffers, to be written one after the other; arrays are not copied.
 
     Raises:
         ProtocolError: it has too long a text, or an array of a type that does not travel.
@@ -170,7 +170,7 @@ def encode_message(message: PartMessage) -> list:
 
 
 def decode_message_header(data: Any, body_bytes_max: int) -> MessageHeader:
-    """The first `HEADER_BYTES` bytes of a message.
+    """Decodes the first `HEADER_BYTES` bytes of a message.
 
     Args:
         data: the bytes.
@@ -198,7 +198,7 @@ def decode_message_header(data: Any, body_bytes_max: int) -> MessageHeader:
 
 
 def decode_message(header: MessageHeader, body: Any) -> PartMessage:
-    """A message of its header and its body.
+    """Decodes a message from its header and its body.
 
     Args:
         header: of `decode_message_header`.
@@ -239,7 +239,7 @@ def decode_message(header: MessageHeader, body: Any) -> PartMessage:
 
 
 def hash_arrays(arrays: Sequence[Array]) -> bytes:
-    """A hash of types, shapes and bits, `HASH_BYTES` long."""
+    """Computes a hash of types, shapes and bits, `HASH_BYTES` long."""
     found = hashlib.blake2b(digest_size=HASH_BYTES)
     for array in arrays:
         found.update(f"{array.type} {list(array.shape)} ".encode())
@@ -267,7 +267,7 @@ class Numpy:
         self.parameters: dict[str, Any] = {}
 
     def initial(self, seed: int) -> dict[str, Array]:
-        """Values that training begins with, by name."""
+        """Returns the values that training begins with, by name."""
         return {name: self._array(values) for name, values in self.part.init(seed).items()}
 
     def hold(self, parameters: Mapping[str, Array]) -> None:
@@ -275,14 +275,14 @@ class Numpy:
         self.parameters = {name: self._values(array) for name, array in parameters.items()}
 
     def forward(self, inputs: Sequence[Array]) -> Any:
-        """What the part returns."""
+        """Computes what the part returns."""
         before = self._draws()
         found = self.part.forward(self.parameters, *map(self._values, inputs))
         self._check_draws(before)
         return tuple(map(self._array, found)) if isinstance(found, tuple) else self._array(found)
 
     def backward(self, inputs: Sequence[Array], gradients: Sequence[Array]) -> list[Array]:
-        """The gradients of floating-point inputs, then of all parameters."""
+        """Computes the gradients of floating-point inputs, then of all parameters."""
         before = self._draws()
         values = tuple(map(self._values, inputs))
         of_inputs, of_parameters = self.part.backward(self.parameters, values, tuple(map(self._values, gradients)))
@@ -291,7 +291,7 @@ class Numpy:
         return [self._array(found) for found in (*wanted, *(of_parameters[name] for name in self.parameters))]
 
     def _draws(self) -> Any:
-        """Where the generator of numpy.random stands."""
+        """Tells where the generator of numpy.random stands."""
         _, words, position, *_ = self.numpy.random.get_state()
         return words, position
 
@@ -334,7 +334,7 @@ class Jax:
         self._forward, self._backward = jax.jit(self.part.apply), jax.jit(self._pulled_back)
 
     def initial(self, seed: int) -> dict[str, Array]:
-        """Values that training begins with, by name."""
+        """Returns the values that training begins with, by name."""
         return {name: self._array(values) for name, values in self.part.init(seed).items()}
 
     def hold(self, parameters: Mapping[str, Array]) -> None:
@@ -342,12 +342,12 @@ class Jax:
         self.parameters = {name: self._values(array) for name, array in parameters.items()}
 
     def forward(self, inputs: Sequence[Array]) -> Any:
-        """What the part returns."""
+        """Computes what the part returns."""
         found = self._forward(self.parameters, *map(self._values, inputs))
         return tuple(map(self._array, found)) if isinstance(found, tuple) else self._array(found)
 
     def backward(self, inputs: Sequence[Array], gradients: Sequence[Array]) -> list[Array]:
-        """The gradients of floating-point inputs, then of all parameters."""
+        """Computes the gradients of floating-point inputs, then of all parameters."""
         values = tuple(map(self._values, inputs))
         of_inputs, of_parameters = self._backward(self.parameters, values, tuple(map(self._values, gradients)))
         return [self._array(found) for found in (*of_inputs, *(of_parameters[name] for name in self.parameters))]
@@ -405,7 +405,7 @@ class Torch:
         return self.make(**self.options)
 
     def initial(self, seed: int) -> dict[str, Array]:
-        """Values that training begins with, by name."""
+        """Returns the values that training begins with, by name."""
         return {name: self._array(values) for name, values in self._build(seed).named_parameters()}
 
     def hold(self, parameters: Mapping[str, Array]) -> None:
@@ -414,7 +414,7 @@ class Torch:
             self.own[name].data = self._tensor(array).clone()
 
     def forward(self, inputs: Sequence[Array]) -> Any:
-        """What the part returns."""
+        """Computes what the part returns."""
         before = self._before()
         with self.torch.no_grad():
             found = self.module(*map(self._tensor, inputs))
@@ -422,7 +422,7 @@ class Torch:
         return tuple(map(self._array, found)) if isinstance(found, tuple) else self._array(found)
 
     def backward(self, inputs: Sequence[Array], gradients: Sequence[Array]) -> list[Array]:
-        """The gradients of floating-point inputs, then of all parameters."""
+        """Computes the gradients of floating-point inputs, then of all parameters."""
         before = self._before()
         values = list(map(self._tensor, inputs))
         floats = [value.requires_grad_() for value in values if value.is_floating_point()]
@@ -557,7 +557,7 @@ class Server:
 
 
 def aligned_room(num_bytes: int) -> Any:
-    """Writable memory at an address that is a multiple of `ALIGNMENT`."""
+    """Makes writable memory at an address that is a multiple of `ALIGNMENT`."""
     room = bytearray(num_bytes + ALIGNMENT)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % ALIGNMENT
     return memoryview(room)[start : start + num_bytes]
@@ -613,7 +613,7 @@ def _processor() -> str:
 
 
 def load_factory(place: str) -> tuple[Callable[..., Any], str]:
-    """The function or class that makes a part.
+    """Loads the function or class that makes a part.
 
     Args:
         place: ``FILE.py:NAME`` or ``MODULE:NAME``.
@@ -657,7 +657,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _main() -> int:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="Serves one part of a model to a worker of elaswave.")
     parser.add_argument("part", help="FILE.py:NAME or MODULE:NAME of what makes the part")
     parser.add_argument("--software", choices=sorted(ADAPTERS), required=True)

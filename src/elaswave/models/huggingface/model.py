@@ -66,7 +66,8 @@ class HuggingFaceModel(list[Layer]):
 
     @staticmethod
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> LossOutput:
-        """The loss for `elaswave.Trainer`: cross entropy of the next token, as transformers has it for ``labels=``.
+        """Computes the loss for `elaswave.Trainer`: cross entropy of the next token, as transformers has it for
+        ``labels=``.
 
         The labels are the tokens themselves, *not shifted*: they are shifted here, once. -100 is not to be predicted.
 
@@ -94,7 +95,7 @@ class HuggingFaceModel(list[Layer]):
 
 
 def hf(folder_or_config: Any, *, dtype: Any = None, attn: str = "sdpa") -> HuggingFaceModel:
-    """A transformers model as layers, split into token table, blocks, norm and head without changing its classes.
+    """Makes layers of a transformers model, split into token table, blocks, norm and head without changing its classes.
 
     No weight is read here. Each worker reads the byte ranges of its own layers from the folder's safetensors; from a
     configuration alone, it draws its layers' initial values as transformers does, seeded by (``run.seed``, layer).
@@ -133,7 +134,7 @@ def hf(folder_or_config: Any, *, dtype: Any = None, attn: str = "sdpa") -> Huggi
 
 
 def _model_of(config: Any, folder: Path | None, dtype: Any, attn: str) -> HuggingFaceModel:
-    """The model of a configuration, and of the values in a folder."""
+    """Makes the model of a configuration, and of the values in a folder."""
     family = family_of(config)
     kind = _dtype(dtype, config)
     config.use_cache, config._attn_implementation = False, attn
@@ -159,7 +160,7 @@ def _model_of(config: Any, folder: Path | None, dtype: Any, attn: str) -> Huggin
 
 
 def _has_another_head(family: Family, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether files hold a head whose values are not the token table's."""
+    """Tells whether files hold a head whose values are not the token table's."""
     head = stored.get(f"{HEAD}.weight")
     table = stored.get(family.embedding) or stored.get(family.embedding.removeprefix(family.base))
     if head is None or table is None:
@@ -179,7 +180,7 @@ def _require_transformers() -> None:
 
 
 def _stored_config(folder: Path) -> Any:
-    """The configuration in a folder."""
+    """Reads the configuration in a folder."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         what = f"{folder} has no {CONFIG_FILE}" if folder.is_dir() else f"there is no folder {folder}"
@@ -223,7 +224,7 @@ def _check_values(described: Any) -> None:
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:
-    """The type of parameters and activations.
+    """Finds the type of parameters and activations.
 
     Raises:
         UsageError: none that can be trained.
@@ -256,7 +257,7 @@ class Build:
     places: Mapping[str, Sequence[StoredTensor]] | None
 
     def __call__(self) -> nn.Module:
-        """The module.
+        """Makes the module.
 
         Raises:
             UsageError: a file is gone, or has changed.
@@ -279,7 +280,7 @@ class Build:
 
 
 def _read(places: Sequence[StoredTensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a parameter."""
+    """Reads the values of a parameter."""
     if len(places) == 1:
         return places[0].read().to(dtype).view(shape)
     return torch.cat([place.read().to(dtype).view(-1) for place in places]).view(shape)
@@ -298,7 +299,7 @@ class _WithoutDraws(TorchFunctionMode):
 
 
 def _initialiser(family: Family, config: Any) -> Callable[[nn.Module], None]:
-    """What transformers calls for each module of a new model: its base class, without any layer, knows how."""
+    """Makes what transformers calls for each module of a new model: its base class, without any layer, knows how."""
     base = family.kind("PreTrainedModel")(config)
 
     def initialise(module: nn.Module) -> None:
@@ -311,7 +312,7 @@ def _initialiser(family: Family, config: Any) -> Callable[[nn.Module], None]:
 def _layers(
     family: Family, config: Any, dtype: torch.dtype, names: Sequence[str], stored: Mapping[str, StoredTensor] | None
 ) -> list[Layer]:
-    """The layers, with the places of their values.
+    """Makes the layers, with the places of their values.
 
     Raises:
         UsageError: the files lack tensors, have them in another shape, or have more of them.
@@ -332,7 +333,7 @@ def _layers(
 
 
 def _described(build: Build) -> nn.Module:
-    """A layer without values.
+    """Makes a layer without values.
 
     Raises:
         UsageError: transformers makes none from the configuration.
@@ -361,7 +362,7 @@ class _Finder:
         self._problems: list[str] = []
 
     def find(self, name: str, parameter: nn.Parameter) -> tuple[StoredTensor, ...]:
-        """Where the values of a parameter lie; what is wrong is said at the end."""
+        """Finds where the values of a parameter lie; what is wrong is said at the end."""
         places = []
         for piece, shape in self._family.pieces(name, parameter.shape):
             # Files of the model without its head have no prefix.
@@ -398,7 +399,7 @@ class _Finder:
 
 
 def _companions(folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer, and what else an export needs, by name.
+    """Reads the files of a tokenizer, and what else an export needs, by name.
 
     Raises:
         UsageError: one is a link to a file elsewhere, which the export would hold; or it cannot be read.
@@ -421,7 +422,7 @@ def _companions(folder: Path) -> dict[str, bytes]:
 
 
 def _files(folder: Path | None, config: Any, family: Family, dtype: torch.dtype) -> dict[str, bytes]:
-    """What stands beside the weights in a folder that ``from_pretrained`` loads."""
+    """Makes what stands beside the weights in a folder that ``from_pretrained`` loads."""
     if folder is None:
         described = json.loads(config.to_json_string())
         found = {}

@@ -28,12 +28,12 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 def type_and_shape(tensor: torch.Tensor) -> str:
-    """Type and shape."""
+    """Describes the type and shape of a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def outside(name: str, numbers: torch.Tensor, size: int) -> str:
-    """What is wrong with numbers that no table has.
+    """Tells what is wrong with numbers that no table has.
 
     Args:
         name: of the numbers.
@@ -87,7 +87,7 @@ class _Inputs:
             )
 
     def positions(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The place of each token: what the inputs say, or 0, 1, 2, ... as transformers counts."""
+        """Returns the place of each token: what the inputs say, or 0, 1, 2, ... as transformers counts."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
@@ -105,7 +105,7 @@ class Tokens(nn.Embedding):
         self.context_length = context_length
 
     def forward(self, inputs: Any) -> torch.Tensor:
-        """The inputs of a micro-batch to hidden states [samples, tokens, width]."""
+        """Maps the inputs of a micro-batch to hidden states [samples, tokens, width]."""
         input_ids = _Inputs(inputs).input_ids
         if input_ids.shape[-1] > self.context_length:
             raise ValueError(
@@ -130,7 +130,7 @@ class LearnedPositions(nn.Embedding):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states to hidden states."""
+        """Maps hidden states to hidden states."""
         positions = _Inputs(batch()).positions(hidden)
         try:
             return self.drop(hidden + super().forward(positions))
@@ -139,7 +139,7 @@ class LearnedPositions(nn.Embedding):
 
 
 def causal_mask(config: Any, given: _Inputs, hidden: torch.Tensor, *, slides: bool) -> Any:
-    """The mask of one block, from transformers' own function; None where the kernel's own causal one is enough.
+    """Makes the mask of one block, with transformers' own function; None where the kernel's own causal one is enough.
 
     Args:
         config: of the model.
@@ -170,7 +170,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 @functools.cache
 def rotary_block(block: type[nn.Module], rotary: Callable[..., nn.Module]) -> type[nn.Module]:
-    """A decoder layer with rotary positions as a layer of one argument.
+    """Makes a decoder layer with rotary positions into a layer of one argument.
 
     Args:
         block: transformers' class, of (config, index).
@@ -187,7 +187,7 @@ def rotary_block(block: type[nn.Module], rotary: Callable[..., nn.Module]) -> ty
             self._config, self._slides = config, slides
 
         def forward(self, value: Any) -> Any:
-            """Hidden states to hidden states; with the routers' sums, if balance is asked for."""
+            """Maps hidden states to hidden states; with the routers' sums, if balance is asked for."""
             hidden = value if isinstance(value, torch.Tensor) else value[0]
             given = _Inputs(batch())
             positions = given.positions(hidden)
@@ -207,7 +207,7 @@ def rotary_block(block: type[nn.Module], rotary: Callable[..., nn.Module]) -> ty
 
 
 def balances(config: Any) -> bool:
-    """Whether the routers of a mixture of experts are to spread tokens evenly: ``output_router_logits``."""
+    """Tells whether the routers of a mixture of experts are to spread tokens evenly: ``output_router_logits``."""
     return bool(getattr(config, "output_router_logits", False)) and bool(config.router_aux_loss_coef)
 
 
@@ -232,8 +232,8 @@ class _Routed:
 
 
 def balanced(value: Any, scores: torch.Tensor | None, given: _Inputs, config: Any) -> torch.Tensor:
-    """The sums that the balance loss is made of, over the blocks so far, float32 [3, experts]: how often each expert
-    was chosen, its probabilities, and the number of tokens.
+    """Computes the sums that the balance loss is made of, over the blocks so far, float32 [3, experts]: how often each
+    expert was chosen, its probabilities, and the number of tokens.
 
     The loss is a product of means over all blocks, so that no block can compute its share; the sums travel instead.
     Source: Switch Transformer (Fedus et al. 2021, eqs. 4 to 6), as transformers' ``load_balancing_loss_func`` has it.
@@ -260,7 +260,7 @@ def balanced(value: Any, scores: torch.Tensor | None, given: _Inputs, config: An
 
 @functools.cache
 def balancing_norm(norm: type[nn.Module]) -> type[nn.Module]:
-    """The last norm, which adds the balance loss of all routers to the micro-batch's.
+    """Makes the last norm, which adds the balance loss of all routers to the micro-batch's.
 
     Args:
         norm: transformers' class.
@@ -274,7 +274,7 @@ def balancing_norm(norm: type[nn.Module]) -> type[nn.Module]:
             self._factor = config.router_aux_loss_coef * config.num_experts
 
         def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            """Hidden states and sums to hidden states."""
+            """Maps hidden states and sums to hidden states."""
             hidden, (chosen, probabilities, num_tokens) = value
             num_tokens = num_tokens.clamp(min=1)  # without any there is no loss
             aux_loss(self._factor * (chosen / num_tokens * probabilities / num_tokens).sum())
@@ -285,7 +285,7 @@ def balancing_norm(norm: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def plain_block(block: type[nn.Module]) -> type[nn.Module]:
-    """A decoder layer without positions of its own, as `rotary_block`."""
+    """Makes a decoder layer without positions of its own into a layer of one argument, as `rotary_block` does."""
 
     class Block(block):  # type: ignore[misc, valid-type]
         """The class, for one argument."""
@@ -295,7 +295,7 @@ def plain_block(block: type[nn.Module]) -> type[nn.Module]:
             self._config = config
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            """Hidden states to hidden states."""
+            """Maps hidden states to hidden states."""
             given = _Inputs(batch())
             mask = causal_mask(self._config, given, hidden, slides=False)
             return _hidden(super().forward(hidden, attention_mask=mask, use_cache=False))
@@ -310,7 +310,7 @@ def _named_as(made: type[nn.Module], block: type[nn.Module]) -> type[nn.Module]:
 
 
 def _hidden(out: Any) -> torch.Tensor:
-    """What a block returns: the hidden states, in some releases as the first of a tuple."""
+    """Takes the hidden states from what a block returns: they are all of it, in some releases the first of a tuple."""
     hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return hidden
 
@@ -350,7 +350,7 @@ class Family:
     pieces: Callable[[str, Sequence[int]], Pieces] = _as_it_is
 
     def kind(self, ending: str) -> Any:
-        """One of transformers' classes.
+        """Finds one of transformers' classes.
 
         Args:
             ending: of its name, after the architecture's: "DecoderLayer".
@@ -363,7 +363,7 @@ HEAD = "lm_head"
 
 
 def _rotary(family: Family, config: Any) -> dict[str, Callable[[], nn.Module]]:
-    """Token table, blocks with rotary positions, RMS norm, head."""
+    """Lists how to make token table, blocks with rotary positions, RMS norm, head."""
     width, padding = config.hidden_size, getattr(config, "pad_token_id", None)
 
     def block(index: int) -> Callable[[], nn.Module]:
@@ -384,7 +384,7 @@ def _rotary(family: Family, config: Any) -> dict[str, Callable[[], nn.Module]]:
 
 
 def _slides(config: Any, index: int) -> bool:
-    """Whether a block sees the latest tokens only: each block by its type, or all if there is a window."""
+    """Tells whether a block sees the latest tokens only: each block by its type, or all if there is a window."""
     types = getattr(config, "layer_types", None)
     if types is not None:
         return bool(types[index] == "sliding_attention")
@@ -392,7 +392,7 @@ def _slides(config: Any, index: int) -> bool:
 
 
 def _gpt2(family: Family, config: Any) -> dict[str, Callable[[], nn.Module]]:
-    """Token table, learned positions, blocks, layer norm, head."""
+    """Lists how to make token table, learned positions, blocks, layer norm, head."""
     width = config.hidden_size
 
     def block(index: int) -> Callable[[], nn.Module]:
@@ -446,7 +446,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Any) -> Family:
-    """How the model of a configuration is split.
+    """Finds how the model of a configuration is split.
 
     Raises:
         UsageError: the architecture is not known, or is one for another task, or has something that is not carried;
@@ -473,7 +473,7 @@ def family_of(config: Any) -> Family:
 
 
 def unknown_architecture(model_type: str, where: str) -> UsageError:
-    """The error for an architecture that is not in `FAMILIES`.
+    """Makes the error for an architecture that is not in `FAMILIES`.
 
     Args:
         model_type: its name.

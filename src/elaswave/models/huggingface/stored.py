@@ -53,7 +53,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """The tensor, in memory of its own.
+        """Reads the tensor, into memory of its own.
 
         Raises:
             UsageError: the file is gone, or is shorter than its header said.
@@ -63,7 +63,7 @@ class StoredTensor(NamedTuple):
         return values.view(self.shape)
 
     def equals(self, other: "StoredTensor") -> bool:
-        """Whether another tensor of the same shape has the same values; stops reading where they differ.
+        """Tells whether another tensor of the same shape has the same values; stops reading where they differ.
 
         Raises:
             UsageError: as of `read`.
@@ -111,7 +111,7 @@ def read_range(descriptor: int, buffer: memoryview, start: int) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint by name, from the headers of its files.
+    """Finds all tensors of a checkpoint by name, from the headers of its files.
 
     Args:
         folder: with ``model.safetensors``, or else with ``model.safetensors.index.json`` and the files that it names.
@@ -132,7 +132,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _indexed(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint in several files."""
+    """Finds the tensors of a checkpoint in several files."""
     try:
         places = read_json(folder / INDEX, _Index, _INDEX_BYTES_MAX).weight_map
     except (OSError, ValueError) as error:
@@ -156,7 +156,7 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """What a file's header says.
+    """Reads what a file's header says.
 
     Raises:
         UsageError: it is no safetensors file, or it is cut off.

@@ -39,7 +39,7 @@ _ELEMENTS_MAX = 2**18
 
 
 def is_torch(filename: str) -> bool:
-    """Whether a line of code is torch's own, or in no file."""
+    """Tells whether a line of code is torch's own, or in no file."""
     return filename.startswith(("<", str(Path(torch.__file__).parent)))
 
 
@@ -105,7 +105,7 @@ class Known(TorchFunctionMode):
         return type(tensor) is torch.Tensor and tensor in self._known
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Whether what a function makes is known, and what it is."""
+        """Tells whether what a function makes is known, and what it is."""
         with _disable_current_modes():
             before = torch.get_rng_state()
             made = func(*args, **kwargs)
@@ -173,7 +173,7 @@ class Attributes:
             yield from self._leaves_of(each, seen)
 
     def changed(self, now: "Attributes") -> set[Key]:
-        """What is something else by now."""
+        """Finds what is something else by now."""
         keys = self._leaves.keys() | now._leaves.keys()
         return {key for key in keys if not _are_same(self._leaves.get(key), now._leaves.get(key))}
 
@@ -199,7 +199,7 @@ def _flat(held: Any) -> Iterator[Any]:
 
 
 def _state_of(value: Any) -> str | bytes | None:
-    """What is in an object that does not show it otherwise."""
+    """Reads what is in an object that does not show it otherwise."""
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, torch.Generator):
@@ -303,7 +303,7 @@ class ChangingAttributes:
 
 
 def source_line(frame: FrameType | None) -> str:
-    """The innermost line outside of torch."""
+    """Finds the innermost line outside of torch."""
     own = frame
     while own is not None and is_torch(own.f_code.co_filename):
         own = own.f_back

@@ -45,7 +45,7 @@ _INSTEAD = (
 
 
 def nodes_of(ends: Sequence[torch.Tensor]) -> Iterator[Node]:
-    """All nodes of a graph, once each."""
+    """Lists all nodes of a graph, once each."""
     seen: set[Node] = set()
     waiting = [end.grad_fn for end in ends if end.grad_fn is not None]
     while waiting:
@@ -57,7 +57,7 @@ def nodes_of(ends: Sequence[torch.Tensor]) -> Iterator[Node]:
 
 
 def functions_in(ends: Sequence[torch.Tensor]) -> Counter[type | str]:
-    """How often each Function that is not torch's stands in a graph: classes of Python, names of C++."""
+    """Counts how often each Function that is not torch's stands in a graph: classes of Python, names of C++."""
     return Counter(found for found in map(_function_of, nodes_of(ends)) if found is not None)
 
 

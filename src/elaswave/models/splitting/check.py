@@ -55,8 +55,8 @@ class Difference(NamedTuple):
 
 
 def scales_of(model: nn.Module, example_inputs: Any) -> Iterator[tuple[Any, PassResult]]:
-    """The example inputs, and the same with floating-point numbers of other sizes and signs, as far as the network
-    computes finite numbers of them: what a backward does may not show where all numbers are small, or large.
+    """Yields the example inputs, and the same with floating-point numbers of other sizes and signs, as far as the
+    network computes finite numbers of them: what a backward does may not show where all numbers are small, or large.
 
     Args:
         model: in training.
@@ -158,7 +158,7 @@ def difference_in_evaluation(layers: Sequence[Layer], whole: Sequence[Layer], ex
 
 
 def _users(what: str, whole: Sequence[Layer]) -> str:
-    """The operators of the traced network that use a parameter or buffer, with their lines."""
+    """Names the operators of the traced network that use a parameter or buffer, with their lines."""
     (layer,), program = whole, _program_of(whole)
     values = {value for value, state in program.state if what.endswith(f" {layer.ties.get(state.name, state.name)}")}
     users = [f"{op.target} at {op.source}" for op in program.ops if values & set(op.values)]
@@ -172,13 +172,13 @@ def _program_of(whole: Sequence[Layer]) -> Program:
 
 
 def _coarsest(whole: Sequence[Layer]) -> float:
-    """The relative size of a rounding in which autograd may add a network's gradients; 0: that of their type."""
+    """Finds the relative size of a rounding in which autograd may add a network's gradients; 0: that of their type."""
     types = [op.context.autocast[1] for op in _program_of(whole).ops if op.context.autocast is not None]
     return max((torch.finfo(each).eps for each in types if each is not None), default=0.0)
 
 
 def _first_difference(one: PassResult, other: PassResult, coarsest: float) -> str | None:
-    """The first thing that differs between a network's outcome and that of parts.
+    """Finds the first thing that differs between a network's outcome and that of parts.
 
     Args:
         coarsest: of `_coarsest`.
@@ -197,7 +197,7 @@ def _first_difference(one: PassResult, other: PassResult, coarsest: float) -> st
 
 
 def _adds_up(whole: torch.Tensor | None, terms: Sequence[torch.Tensor | None], coarsest: float) -> bool:
-    """Whether a gradient is the sum of terms, whatever the order in which it was rounded."""
+    """Tells whether a gradient is the sum of terms, whatever the order in which it was rounded."""
     found = [each.double() for each in terms if each is not None]
     if whole is None or not found:
         return not any(bool(each.any()) for each in (whole, *found) if each is not None)
@@ -216,19 +216,19 @@ def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
-    """A hash of type, shape and content."""
+    """Computes a hash of type, shape and content."""
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     head = f"{tensor.dtype} {list(tensor.shape)}".encode()
     return hashlib.blake2b(head + content, digest_size=16).digest()
 
 
 def cloned_inputs(inputs: Any) -> Any:
-    """A micro-batch's inputs for one call, which may write them."""
+    """Copies a micro-batch's inputs for one call, which may write them."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, inputs)
 
 
 def tensors_in(outputs: Any) -> list[torch.Tensor]:
-    """The tensors of a tree."""
+    """Lists the tensors of a tree."""
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
@@ -243,7 +243,7 @@ def _gradients_of(
 
 
 def _loss_gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of some scalar: any values will do, as long as both sides get the same."""
+    """Makes the gradients of some scalar: any values will do, as long as both sides get the same."""
     source = torch.Generator().manual_seed(_SEED)
     return [
         torch.randn(each.shape, generator=source).to(each.dtype) / max(each.numel(), 1)
@@ -282,7 +282,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _of_parts(parts: Sequence[nn.Module], layers: Sequence[Layer], inputs: Any) -> PassResult:
-    """As the engine runs layers: every boundary is contiguous, and a graph of its own."""
+    """Runs the parts as the engine runs layers: every boundary is contiguous, and a graph of its own."""
     batch = cloned_inputs(inputs)
     gradients: dict[str, list[torch.Tensor | None]] = {}
     buffers: dict[str, torch.Tensor] = {}

@@ -42,7 +42,7 @@ class Crossing(NamedTuple):
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
-    """Whether numbers of a type can have gradients."""
+    """Tells whether numbers of a type can have gradients."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -73,7 +73,8 @@ class DependencyGraph:
         self._last_use = {value: places[-1] for value, places in self._uses.items()}
 
     def _free_places(self) -> set[int]:
-        """Of operators that depend on inputs of whole numbers and on constants, and write nothing else."""
+        """Finds the places of operators that depend on inputs of whole numbers and on constants, and write nothing
+        else."""
         traced, facts = self.traced, self.facts
         values = {value for value in traced.inputs if not has_gradients(facts.values[value].dtype)}
         values |= {
@@ -103,19 +104,19 @@ class DependencyGraph:
         return {known[value].storage for value in (*op.values, op.out) if value in known}
 
     def is_free(self, value: int) -> bool:
-        """Whether every part can compute it for itself."""
+        """Tells whether every part can compute it for itself."""
         place = self.maker.get(value)
         return value not in self.traced.state and (place is None or place in self.free)
 
     def path(self, value: int) -> list[int]:
-        """From the value that has memory of its own to this view of it."""
+        """Lists the values from the one that has memory of its own to this view of it."""
         found = [value]
         while (parent := self.parent(found[-1])) is not None:
             found.append(parent)
         return found[::-1]
 
     def parent(self, value: int) -> int | None:
-        """The value that it is taken from as a view."""
+        """Finds the value that it is taken from as a view."""
         if value in self.facts.several:
             return self.facts.several[value]
         place = self.maker.get(value)
@@ -128,7 +129,7 @@ class DependencyGraph:
         return None if facts is None else facts.parent
 
     def made_by(self, place: int) -> list[int]:
-        """The tensors that an operator makes: one, or those that are taken out of several."""
+        """Lists the tensors that an operator makes: one, or those that are taken out of several."""
         ops, known = self.traced.ops, self.facts.values
         out = ops[place].out
         if out in known:
@@ -136,7 +137,7 @@ class DependencyGraph:
         return [op.out for op in ops[place + 1 :] if op.target == GETITEM and Ref(out) in op.args[:1]]
 
     def live(self, place: int) -> list[int]:
-        """The values that are made before a place, used at or after it, and not free."""
+        """Lists the values that are made before a place, used at or after it, and not free."""
         ops = self.traced.ops
         return [
             op.out for before, op in enumerate(ops[:place])
@@ -144,11 +145,11 @@ class DependencyGraph:
         ]  # fmt: skip
 
     def crossing(self, place: int) -> Crossing | None:
-        """What crosses a cut before the operator at a place; None: there can be no cut."""
+        """Tells what crosses a cut before the operator at a place; None: there can be no cut."""
         return self._crossing(place, self.live(place))
 
     def crossings(self) -> list[Crossing | None]:
-        """`crossing` of every place from 0 to the number of operators."""
+        """Lists `crossing` of every place from 0 to the number of operators."""
         ops = self.traced.ops
         alive: list[int] = []
         found = []
@@ -175,8 +176,9 @@ class DependencyGraph:
         return Crossing(tuple(sorted(carried)), sum(sizes))
 
     def _carried(self, paths: Sequence[Sequence[int]]) -> int | None:
-        """The value that crosses for values that share memory: the last one that all of them are taken from, so that
-        gradients of both sides meet where they meet in the network; one that is dense, since strides must be kept."""
+        """Finds the value that crosses for values that share memory: the last one that all of them are taken from, so
+        that gradients of both sides meet where they meet in the network; one that is dense, since strides must be
+        kept."""
         common = os.path.commonprefix([list(path) for path in paths])
         for value in reversed(common):
             if value not in self.facts.several and self.facts.values[value].permutation is not None:
@@ -184,7 +186,7 @@ class DependencyGraph:
         return None
 
     def _can_be_taken_again(self, value: int, root: int) -> bool:
-        """Whether the operators from a root to its view need nothing else that would have to cross."""
+        """Tells whether the operators from a root to its view need nothing else that would have to cross."""
         while value != root:
             parent = self.parent(value)
             assert parent is not None
@@ -227,7 +229,7 @@ class DependencyGraph:
         return {name: (min(found), min(max(found), last)) for name, found in spans.items() if found}
 
     def written_buffers(self) -> set[str]:
-        """Names of persistent buffers that some operator writes."""
+        """Names the persistent buffers that some operator writes."""
         return {
             state.name for value, state in self.traced.state.items()
             if state.kind == "buffer" and self.facts.values[value].storage in self.written
@@ -243,15 +245,14 @@ class CutCosts(NamedTuple):
     """By place [0, number of operators]: what a cut there adds to each of the parts beside it; infinite: no cut."""
 
     def part_s(self, start: int, stop: int) -> float:
-        """Time of a part."""
+        """Computes the time of a part."""
         return float(self.compute_s[start:stop].sum() + self.cross_s[start] + self.cross_s[stop])
 
 
 def counted_s(flow: DependencyGraph, place: int) -> float:
-    """What the operator at a place takes forward and backward, by what can be counted: the same in every process and on
-    every machine, where measured seconds are not. A backward makes the gradient of each tensor that has one, and a
-    product takes as long for the gradient of each factor as it took itself.
-    """
+    """Computes what the operator at a place takes forward and backward, by what can be counted: the same in every
+    process and on every machine, where measured seconds are not. A backward makes the gradient of each tensor that has
+    one, and a product takes as long for the gradient of each factor as it took itself."""
     op, known = flow.traced.ops[place], flow.facts.values
     given = [known[value] for value in dict.fromkeys(op.values) if value in known]
     made = [known[value] for value in flow.made_by(place)]
@@ -271,7 +272,7 @@ def counted_s(flow: DependencyGraph, place: int) -> float:
 
 
 def costs_of(flow: DependencyGraph, there: Sequence[int | None], link_bytes_per_s: float) -> CutCosts:
-    """The costs of a network.
+    """Computes the costs of a network.
 
     Args:
         flow: of its operators.
@@ -288,7 +289,7 @@ def costs_of(flow: DependencyGraph, there: Sequence[int | None], link_bytes_per_
 
 
 def balanced_cuts(costs: CutCosts, num_parts: int) -> tuple[int, ...] | None:
-    """The places before which to cut, so that the slowest part is as fast as it can be.
+    """Finds the places before which to cut, so that the slowest part is as fast as it can be.
 
     Args:
         costs: of the network.
@@ -323,7 +324,7 @@ def balanced_cuts(costs: CutCosts, num_parts: int) -> tuple[int, ...] | None:
 def problem_with_cuts(
     flow: DependencyGraph, there: Sequence[int | None], costs: CutCosts, num_parts: int
 ) -> UsageError:
-    """Why a network cannot be cut into so many parts."""
+    """Tells why a network cannot be cut into so many parts."""
     can = int(np.isfinite(costs.cross_s[1:-1]).sum()) + 1
     spans = flow.closed_spans()
     shared = [f"{name} ({flow.traced.ops[last].source})" for first, last, name in spans if last > first + 1]
@@ -346,15 +347,15 @@ def problem_with_cuts(
 
 
 def bounds_of(cuts: Sequence[int], num_ops: int) -> list[tuple[int, int]]:
-    """The parts [start, stop) that cuts make."""
+    """Lists the parts [start, stop) that cuts make."""
     ends = [0, *cuts, num_ops]
     return list(zip(ends, ends[1:]))
 
 
 def places_in_evaluation(train: DependencyGraph, evaluation: DependencyGraph) -> list[int | None]:
-    """Where evaluation is cut when training is cut before the operator at a place: behind the last operator that both
-    have before the cut, or as near to it as evaluation can be cut. A buffer that training writes is used by the same
-    part in evaluation.
+    """Finds where evaluation is cut when training is cut before the operator at a place: behind the last operator that
+    both have before the cut, or as near to it as evaluation can be cut. A buffer that training writes is used by the
+    same part in evaluation.
 
     Args:
         train, evaluation: the network in both modes.
@@ -380,7 +381,7 @@ def places_in_evaluation(train: DependencyGraph, evaluation: DependencyGraph) ->
 
 
 def _matching_places(train: Traced, evaluation: Traced) -> list[int]:
-    """By place in training, the place behind the last operator that both modes have before it."""
+    """Finds, by place in training, the place behind the last operator that both modules have before it."""
     ours, theirs = (
         [(op.target, op.source, module) for op, module in zip(traced.ops, traced.modules)]
         for traced in (train, evaluation)

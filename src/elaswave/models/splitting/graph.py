@@ -98,7 +98,7 @@ class OperatorGraph:
         return sum(node.seconds for node in self.nodes)
 
     def parts(self) -> list[tuple[OperatorNode, ...]]:
-        """The operators of each part."""
+        """Lists the operators of each part."""
         ends = [0, *self.cuts, len(self.nodes)]
         return [self.nodes[start:stop] for start, stop in zip(ends, ends[1:])]
 
@@ -131,7 +131,7 @@ class OperatorGraph:
         return "\n".join([*found, total])
 
     def to_measure(self, count: int) -> tuple[int, ...]:
-        """Numbers of so many operators that tell much of another device: see `estimate`."""
+        """Lists the numbers of so many operators that tell much of another device: see `estimate`."""
 
         return to_measure(self, count)
 
@@ -145,12 +145,12 @@ class OperatorGraph:
         return estimate_on_device(self, measured)
 
     def to_json(self) -> str:
-        """The graph as a JSON object of ``nodes`` and ``cuts``."""
+        """Encodes the graph as a JSON object of ``nodes`` and ``cuts``."""
         return json.dumps({"nodes": [asdict(node) for node in self.nodes], "cuts": list(self.cuts)}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "OperatorGraph":
-        """The inverse of `to_json`."""
+        """Does the inverse of `to_json`."""
         found = json.loads(text)
         nodes = []
         for fields in found["nodes"]:
@@ -160,7 +160,7 @@ class OperatorGraph:
         return OperatorGraph(tuple(nodes), tuple(found["cuts"]))
 
     def to_dot(self) -> str:
-        """The graph for graphviz, one box for each part."""
+        """Encodes the graph for graphviz, one box for each part."""
         lines = ["digraph operators {", "  node [shape=box, fontsize=10];"]
         for index, part in enumerate(self.parts()):
             lines.append(f'  subgraph cluster_{index} {{ label="part {index}";')
@@ -183,7 +183,7 @@ def _escaped(text: str) -> str:
 
 
 def graph_of(flow: DependencyGraph, cuts: Sequence[int] = ()) -> OperatorGraph:
-    """The public graph of a network.
+    """Makes the public graph of a network.
 
     Args:
         flow: of its operators.
@@ -247,7 +247,7 @@ MEASURED_MIN = 3
 
 
 def to_measure(graph: OperatorGraph, count: int) -> tuple[int, ...]:
-    """The numbers of operators to measure on another device: the longest of each kind, the longest kinds first.
+    """Lists the numbers of operators to measure on another device: the longest of each kind, the longest kinds first.
 
     Args:
         graph: measured here.
@@ -329,7 +329,7 @@ def _with_seconds(node: OperatorNode, seconds: float) -> OperatorNode:
 
 
 def with_own_uses(flow: DependencyGraph) -> Traced:
-    """The same operators, where no trained parameter has two users.
+    """Makes the same operators, where no trained parameter has two users.
 
     Args:
         flow: of a network in training.
@@ -372,12 +372,13 @@ class _Uses:
         )
 
     def _path_of(self, value: int) -> Sequence[int]:
-        """From a trained parameter to this view of it; empty: it is none."""
+        """Lists the values from a trained parameter to this view of it; empty: it is none."""
         path = self._flow.path(value)
         return path if path[0] in self._trained else ()
 
     def _own(self, values: Sequence[int], viewed: Sequence[int]) -> tuple[list[Op], dict[int, int]]:
-        """What an operator is to be given instead of parameters and views of them, and the operators that make it.
+        """Finds what an operator is to be given instead of parameters and views of them, and the operators that make
+        it.
 
         Args:
             values: that it is given.
@@ -394,7 +395,7 @@ class _Uses:
         return views, {old: new for old, new in own.items() if old != new}
 
     def _use(self, parameter: int) -> int:
-        """The value of the next use of a parameter: at first that which is there."""
+        """Returns the value of the next use of a parameter: at first that which is there."""
         number = self._num_uses[parameter]
         self._num_uses[parameter] += 1
         if not number:
@@ -415,7 +416,7 @@ class _Uses:
 
 
 def _needed(ops: Sequence[Op], outputs: set[int]) -> set[int]:
-    """What the operators make that something still depends on: some views have all been made anew."""
+    """Finds what the operators make that something still depends on: some views have all been made anew."""
     needed, kept = set(outputs), set()
     for op in reversed(ops):
         if op.has_effect or op.out in needed:

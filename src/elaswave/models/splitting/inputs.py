@@ -10,14 +10,15 @@ from elaswave.errors import UsageError
 
 
 def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a network is called with a micro-batch's inputs: a dictionary by keywords, a tuple or list one by one."""
+    """Tells how a network is called with a micro-batch's inputs: a dictionary by keywords, a tuple or list one by
+    one."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
 def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any], like: Any) -> Any:
-    """The inverse of `call_of`.
+    """Does the inverse of `call_of`.
 
     Args:
         args, kwargs: of a call.
@@ -29,7 +30,7 @@ def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any], like: Any) -> Any:
 
 
 def leaves_of(inputs: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a micro-batch's inputs with their places, in the order of the call."""
+    """Lists the tensors of a micro-batch's inputs with their places, in the order of the call."""
     found = []
     args, kwargs = call_of(inputs)
     for path, leaf in pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))[0]:

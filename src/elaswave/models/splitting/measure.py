@@ -40,7 +40,7 @@ class ValueFacts:
     """Of the gradient that reaches it; None: none does."""
 
     def has_gradient(self, place: int) -> bool:
-        """Whether it has a gradient before the operator at a place runs."""
+        """Tells whether it has a gradient before the operator at a place runs."""
         return next((has for since, has in reversed(self.gradient) if since < place), False)
 
     @property
@@ -84,7 +84,7 @@ class OperatorRun:
 
 
 def state_values(traced: Traced, model: nn.Module) -> dict[int, torch.Tensor]:
-    """The tensors of a network by value; buffers as copies."""
+    """Maps values to the tensors of a network; buffers are copies."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     found: dict[int, torch.Tensor] = {}
@@ -99,7 +99,7 @@ def state_values(traced: Traced, model: nn.Module) -> dict[int, torch.Tensor]:
 
 
 def input_values(traced: Traced, inputs: Any) -> dict[int, torch.Tensor]:
-    """Copies of a micro-batch's inputs by value."""
+    """Copies a micro-batch's inputs, by value."""
     leaves = [leaf.detach().clone(memory_format=torch.contiguous_format) for _, leaf in leaves_of(inputs)]
     return dict(zip(traced.inputs, leaves, strict=True))
 
@@ -118,7 +118,8 @@ def run_operators(traced: Traced, model: nn.Module, example_inputs: Any) -> Oper
 
 
 def operator_seconds(traced: Traced, model: nn.Module, example_inputs: Any) -> list[tuple[float, float]]:
-    """Seconds by operator, forward and backward: the least of a few runs; arguments as of `measure`."""
+    """Measures seconds by operator, forward and backward: the least of a few runs; takes arguments as `measure`
+    does."""
     start_s = time.perf_counter()
     runs: list[list[tuple[float, float]]] = []
     while len(runs) < _RUNS_MIN or (len(runs) < _RUNS_MAX and time.perf_counter() - start_s < _BUDGET_S):
@@ -162,7 +163,7 @@ class _Run:
         return facts
 
     def _note_gradients(self) -> None:
-        """How gradients lie in memory: kernels that add may round by it."""
+        """Notes how gradients lie in memory: kernels that add may round by it."""
         known, values = self._facts.values, self._values
         for value in known:
             if values[value].requires_grad and values[value].grad_fn is not None:
@@ -207,7 +208,7 @@ class _Run:
             )
 
     def _backward_failed(self, error: Exception, began: Sequence[int]) -> UsageError:
-        """What a backward has raised, with the operator whose gradient it was at."""
+        """Tells what a backward has raised, with the operator whose gradient it was at."""
         op = self._traced.ops[began[-1]] if began else None
         where = "" if op is None else f" at {op.target} of {op.source}"
         return UsageError(
@@ -288,8 +289,8 @@ def _refuse_silent_draws(op: Op) -> None:
 
 
 def _flops_of(op: Op, values: Mapping[int, Any]) -> int:
-    """Of a forward, counted without numbers: so no processor's choice of kernels shows. 0 of an operator that cannot
-    run like that."""
+    """Counts the operations of a forward without numbers: so no processor's choice of kernels shows. It is 0 for an
+    operator that cannot run like that."""
     given = {value: pytree.tree_map_only(torch.Tensor, _without_numbers, values[value]) for value in op.values}
     counter = FlopCounterMode(display=False)
     try:
@@ -313,7 +314,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _timed(traced: Traced, values: dict[int, Any]) -> list[tuple[float, float]]:
-    """Seconds of one run, forward and backward, by operator."""
+    """Measures the seconds of one run, forward and backward, by operator."""
     outputs = traced.ends
     released = last_uses(traced.ops, {*outputs, *values})
     wanted = [value for value in values.values() if value.requires_grad]
@@ -337,7 +338,7 @@ def _timed(traced: Traced, values: dict[int, Any]) -> list[tuple[float, float]]:
 
 
 def _sequence() -> int:
-    """The number of the node of autograd that is made next."""
+    """Tells the number of the node of autograd that is made next."""
     return int(torch._C._autograd._get_sequence_nr())
 
 

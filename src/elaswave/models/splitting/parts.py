@@ -31,7 +31,7 @@ class Crossed(NamedTuple):
     """Whether its numbers are complex: they cross as pairs of real ones."""
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As it is sent."""
+        """Converts a tensor to the form in which it is sent."""
         if self.gradient_permutation is not None:
             tensor = _Laid.apply(tensor, self.gradient_permutation)
         if self.permutation is not None:
@@ -39,7 +39,7 @@ class Crossed(NamedTuple):
         return torch.view_as_real(tensor.resolve_conj()) if self.is_complex else tensor
 
     def unpacked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As the operators know it."""
+        """Converts a tensor to the form in which the operators know it."""
         if not self.has_gradient:
             tensor = tensor.detach()
         if self.is_complex:
@@ -58,13 +58,13 @@ class _Laid(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, permutation: Sequence[int]) -> torch.Tensor:
-        """The value."""
+        """Returns the value."""
         ctx.permutation = permutation
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The gradient with other strides."""
+        """Returns the gradient with other strides."""
         return gradient.permute(ctx.permutation).contiguous().permute(_inverse(ctx.permutation)), None
 
 
@@ -188,22 +188,22 @@ class TracedLayer(nn.Module):
             _container(self, path).register_parameter(key, nn.Parameter(values))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without further uses: copies, and what travels, have each parameter once."""
+        """Leaves out further uses: copies, and what travels, have each parameter once."""
         modules = {name: each for name, each in self._modules.items() if not name.startswith(_USE)}
         return self.__dict__ | {"_modules": modules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The inverse."""
+        """Does the inverse of `__getstate__`."""
         super().__setstate__(state)
         self._add_uses()
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows between the brackets."""
+        """Returns what ``repr`` shows between the brackets."""
         train = self._elaswave_programs[0]
         return f"{len(train.ops)} operators, {len(train.received)} values in, {len(train.sent)} out"
 
     def forward(self, argument: Any) -> Any:
-        """What the part before has returned, to what the next one is given."""
+        """Maps what the part before has returned to what the next one is given."""
         program = self._elaswave_programs[0 if self.training else 1]
         return program.run(argument, {value: self._tensor(state) for value, state in program.state})
 
@@ -239,7 +239,7 @@ class SplitMode(NamedTuple):
 
 
 def program_of(made: SplitMode, index: int, example: Sequence[tuple[str, torch.Tensor]]) -> Program:
-    """What a part runs in one mode.
+    """Makes what a part runs in one mode.
 
     Args:
         made: the mode.
@@ -271,7 +271,7 @@ def program_of(made: SplitMode, index: int, example: Sequence[tuple[str, torch.T
 
 
 def _outputs(tree: Any, outputs: Sequence[Any]) -> Any:
-    """The tree of what the network returns, with `Ref` for its tensors."""
+    """Makes the tree of what the network returns, with `Ref` for its tensors."""
     if isinstance(tree, dict):
         return {key: _outputs(each, outputs) for key, each in tree.items() if _outputs(each, outputs) is not None}
     if isinstance(tree, tuple | list):
@@ -351,7 +351,7 @@ class _Needed:
 
 
 def make_layers(model: nn.Module, train: SplitMode, evaluation: SplitMode, example_inputs: Any) -> list[Layer]:
-    """The parts as layers, whose tensors keep the names that they have in the network.
+    """Makes the parts as layers, whose tensors keep the names that they have in the network.
 
     Args:
         model: the network.
@@ -406,7 +406,7 @@ class _Tensors:
         """By tensor and use, the name in the part."""
 
     def named(self, program: Program, *, is_training: bool) -> Program:
-        """A program with the names of this part instead of the network's; training comes first."""
+        """Makes a program with the names of this part instead of the network's; training comes first."""
         state = tuple((value, StateTensor(each.kind, self._name(each, is_training))) for value, each in program.state)
         return replace(program, state=state)
 
@@ -469,28 +469,28 @@ class _Naming:
         self._home: dict[int, int] = {}
 
     def constant(self, name: str) -> torch.Tensor:
-        """A copy of it."""
+        """Makes a copy of it."""
         return cloned_constant(self._constants[name])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A parameter or buffer."""
+        """Returns a parameter or buffer."""
         return self._tensors[name]
 
     def names_of(self, tensor: torch.Tensor) -> list[str]:
-        """All names of a parameter or buffer."""
+        """Lists all names of a parameter or buffer."""
         return self._names[id(tensor)]
 
     def is_home(self, tensor: torch.Tensor, part: int) -> bool:
-        """Whether a part, asked in order, is the first that uses a tensor."""
+        """Tells whether a part, asked in order, is the first that uses a tensor."""
         return self._home.setdefault(id(tensor), part) == part
 
     def in_order(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """In the network's order, so that a tensor of several names has the same first one."""
+        """Sorts tensors in the network's order, so that a tensor of several names has the same first one."""
         order = {name: place for place, name in enumerate(self._tensors)}
         return dict(sorted(tensors.items(), key=lambda item: order.get(item[0], len(order))))
 
     def unused(self, used: set[str]) -> dict[str, torch.Tensor]:
-        """Tensors of the network that no part uses: as they are, for ever."""
+        """Finds the tensors of the network that no part uses: as they are, for ever."""
         ids = {id(self._tensors[name]) for name in used if name in self._tensors}
         found: dict[int, torch.Tensor] = {}
         for tensor in self._tensors.values():

@@ -112,7 +112,7 @@ RUNNING = _Running()
 
 
 def refs_in(tree: Any) -> Iterator[int]:
-    """The values that arguments stand for."""
+    """Lists the values that arguments stand for."""
     if isinstance(tree, Ref):
         yield tree.value
     elif isinstance(tree, tuple | list):
@@ -143,7 +143,7 @@ def renamed_in(tree: Any, names: Mapping[int, int]) -> Any:
 
 
 def renamed(op: Op, names: Mapping[int, int]) -> Op:
-    """An operator that is given, and writes, other values."""
+    """Makes an operator that is given, and writes, other values."""
     if not names:
         return op
     writes = tuple(names.get(value, value) for value in op.writes)
@@ -152,7 +152,7 @@ def renamed(op: Op, names: Mapping[int, int]) -> Op:
 
 @functools.cache
 def function_of(target: str) -> Callable[..., Any]:
-    """The function that a target names."""
+    """Finds the function that a target names."""
     if target in _OWN:
         return _OWN[target]
     namespace, name, overload = target.split(".")
@@ -186,7 +186,7 @@ def execute(ops: Sequence[Op], values: dict[int, Any], released: Sequence[Sequen
 
 
 def last_uses(ops: Sequence[Op], kept: set[int]) -> tuple[tuple[int, ...], ...]:
-    """For each operator, the values that nothing needs after it.
+    """Lists, for each operator, the values that nothing needs after it.
 
     Args:
         ops: in order.

@@ -70,7 +70,7 @@ class SplitLayers(list[Layer]):
         return [costs.part_s(start, stop) for start, stop in bounds_of(self.cuts, len(self.network.train.ops))]
 
     def cut_at(self, cuts: Sequence[int], fingerprint: str = "") -> "SplitLayers":
-        """The same network with other cuts.
+        """Makes the same network with other cuts.
 
         Args:
             cuts: numbers of the operators that begin a new part.
@@ -118,8 +118,8 @@ class TracedNetwork:
         self.costs = costs_of(self._train_flow, self._there, link_bytes_per_s)
 
     def _refuse_what_no_trace_holds(self) -> None:
-        """In ordinary calls: attributes that change, and the network's own code in its backward. After the traces,
-        which refuse what is written in place."""
+        """Refuses, in ordinary calls, attributes that change, and the network's own code in its backward. It runs after
+        the traces, which refuse what is written in place."""
         attributes, backward = ChangingAttributes(self.model), BackwardCode()
         for is_training in (True, False):
             args, kwargs = call_of(cloned_inputs(self.example_inputs))
@@ -144,14 +144,14 @@ class TracedNetwork:
         return hashlib.blake2b(b"".join([text.encode(), *constants]), digest_size=8).hexdigest()
 
     def graph(self, cuts: Sequence[int] = ()) -> OperatorGraph:
-        """The public graph; the first time, operators are timed."""
+        """Makes the public graph; the first time, operators are timed."""
         if not self._is_timed:
             self._facts.seconds = operator_seconds(self.train, self.model, self.example_inputs)
             self._is_timed = True
         return graph_of(self._train_flow, cuts)
 
     def best_cuts(self, num_parts: int) -> tuple[int, ...]:
-        """Where the slowest of so many parts is fastest.
+        """Finds where the slowest of so many parts is fastest.
 
         Raises:
             UsageError: it cannot be cut into so many.
@@ -183,7 +183,7 @@ class TracedNetwork:
         return tuple(cuts)
 
     def layers(self, cuts: Sequence[int]) -> list[Layer]:
-        """The parts."""
+        """Makes the parts."""
         places: list[int] = []
         for cut in cuts:
             place = self._there[cut]
@@ -247,7 +247,7 @@ def _compare(model: nn.Module, layers: Sequence[Layer], whole: Sequence[Layer], 
 
 
 def operator_graph(model: nn.Module, example_inputs: Any) -> OperatorGraph:
-    """The operators of a network, each measured; arguments and errors as of `split`."""
+    """Lists the operators of a network, each measured; arguments and errors are as of `split`."""
     return TracedNetwork(model, example_inputs, LINK_BYTES_PER_S).graph()
 
 

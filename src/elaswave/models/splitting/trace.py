@@ -46,7 +46,7 @@ class Assigning(nn.Module):
         self.network, self._around, self._example = network, around, example_inputs
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        """What the network returns, and in training its auxiliary losses.
+        """Returns what the network returns, and in training its auxiliary losses.
 
         Raises:
             UsageError: it has made a buffer that it had not before.
@@ -82,7 +82,7 @@ class Assigning(nn.Module):
 
 
 def own_path(path: str) -> str:
-    """A name or path in `Assigning` as the network has it."""
+    """Converts a name or path in `Assigning` to that which the network has."""
     return path.removeprefix("network").removeprefix(".")
 
 
@@ -145,7 +145,7 @@ class Traced(NamedTuple):
 
 
 def cloned_constant(constant: torch.Tensor) -> torch.Tensor:
-    """A constant with memory of its own; what is repeated in it stays so."""
+    """Copies a constant into memory of its own; what is repeated in it stays so."""
     once = constant.detach()
     for dim, stride in enumerate(constant.stride()):
         once = once.narrow(dim, 0, min(1, once.shape[dim])) if stride == 0 else once
@@ -153,7 +153,7 @@ def cloned_constant(constant: torch.Tensor) -> torch.Tensor:
 
 
 def trace(model: nn.Module, example_inputs: Any, others: Mapping[str, torch.Tensor] | None = None) -> Traced:
-    """The operators of a network in the mode in which it is.
+    """Lists the operators of a network in the mode in which it is.
 
     Args:
         model: the network.
@@ -237,7 +237,8 @@ def _line_of(error: BaseException) -> str:
 
 
 def node_source(node: fx.Node) -> str:
-    """The line of the network's code that a node comes from: the innermost one outside of torch, if there is one."""
+    """Finds the line of the network's code that a node comes from: the innermost one outside of torch, if there is
+    one."""
     text = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*([^\n]*)', text)
     frames = [frame for frame in frames if Path(frame[0]).parent != Path(__file__).parent]
@@ -306,7 +307,8 @@ class _Flat:
         )  # fmt: skip
 
     def _out_tree(self) -> tuple[Any, Sequence[int]]:
-        """What the network returns as a tree of places among the leaves, and the places of auxiliary losses."""
+        """Describes what the network returns as a tree of places among the leaves, and the places of auxiliary
+        losses."""
         spec = self._exported.call_spec.out_spec
         try:
             returned, aux_losses = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
@@ -335,7 +337,7 @@ class _Flat:
         raise UsageError(f"the network is given {spec.kind.name} {spec.target}: only tensors can be taken along")
 
     def _name_of(self, name: str, constant: torch.Tensor) -> str:
-        """A name that no other constant has."""
+        """Makes a name that no other constant has."""
         for known in (self._others, self._constants):
             while name in known and not _are_same(known[name], constant):
                 name += "_"
@@ -412,7 +414,7 @@ class _Flat:
         return Ref(out)
 
     def _memory(self, value: int) -> set[int]:
-        """The value and all that it is a view of."""
+        """Finds the value and all that it is a view of."""
         found, waiting = set(), [value]
         while waiting:
             each = waiting.pop()
@@ -441,7 +443,8 @@ class _Flat:
                     )
 
     def _added(self, target: str, args: tuple[Any, ...], source: str) -> Op:
-        """An operator that is not in the network's code. It has a number of its own: those of others key dropout."""
+        """Makes an operator that is not in the network's code. It has a number of its own: those of others key
+        dropout."""
         self._modules.append("")
         return Op(len(self._modules) - 1, target, args, {}, self._new(), source=source)
 
@@ -533,7 +536,7 @@ def _plain(tree: Any) -> Any:
 
 
 def _writes_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[int], Ref | None]:
-    """The values that an operator writes, by its schema, and the one that it returns if that is one of them."""
+    """Finds the values that an operator writes, by its schema, and the one that it returns if that is one of them."""
     schema = target._schema
     by_name = {each.name: value for each, value in zip(schema.arguments, args)} | dict(kwargs)
     by_name |= {each.name: each.default_value for each in schema.arguments if each.name not in by_name}
@@ -556,7 +559,7 @@ def _writes_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 
 
 def _seen_through(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """The values that what an operator makes is a view of, by its schema."""
+    """Finds the values that what an operator makes is a view of, by its schema."""
     schema = target._schema
     returned = {alias for each in schema.returns if each.alias_info is not None for alias in each.alias_info.before_set}
     by_name = {each.name: value for each, value in zip(schema.arguments, args)} | dict(kwargs)
@@ -569,7 +572,8 @@ def _seen_through(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _pruned(ops: Sequence[Op], outputs: set[int]) -> list[Op]:
-    """Without operators that nothing depends on. What an operator makes out of several is taken out right after it."""
+    """Leaves out operators that nothing depends on. What an operator makes out of several is taken out right after
+    it."""
     needed, kept = set(outputs), []
     for op in reversed(ops):
         if op.out in needed or op.has_effect:
@@ -589,7 +593,8 @@ def _pruned(ops: Sequence[Op], outputs: set[int]) -> list[Op]:
 
 
 def plain_tree(tree: Any) -> Any:
-    """What a network returns as a tree that may travel: objects with fields as dictionaries without what is None."""
+    """Converts what a network returns to a tree that may travel: objects with fields become dictionaries without what
+    is None."""
     if isinstance(tree, Mapping):
         return {key: plain_tree(each) for key, each in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

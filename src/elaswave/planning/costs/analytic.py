@@ -32,7 +32,7 @@ ACCUMULATOR_BITS = (64, 48)
 
 
 def sum_bytes(consistency: str, accumulator_bits: int) -> int:
-    """Of the sum of gradients of one parameter, in memory and on its way.
+    """Counts the bytes of the sum of gradients of one parameter, in memory and on its way.
 
     Args:
         consistency: ``bitwise`` (exact sums) or ``scaled`` (float32).
@@ -132,8 +132,9 @@ def layer_work(
 
 
 def multiplications(shape: ModelShape) -> tuple[float, ...]:
-    """Work of each layer per token, embedding first and head last: by this layers are dealt to stages where no device
-    is described. Only ratios count. Attention's scores are taken as a plain kernel computes them, all of them.
+    """Computes the work of each layer per token, embedding first and head last: by this layers are dealt to stages
+    where no device is described. Only ratios count. Attention's scores are taken as a plain kernel computes them, all
+    of them.
 
     Args:
         shape: sizes of the model.
@@ -266,7 +267,7 @@ def analytic_shares(
 
 
 def _all_reduces_s(num_bytes: float, num_devices: int, link: NetworkLink) -> float:
-    """Seconds of a block's two all-reduces in one direction, as rings."""
+    """Computes the seconds of a block's two all-reduces in one direction, as rings."""
     if num_devices == 1:
         return 0.0
     steps = 2 * (num_devices - 1)
@@ -284,7 +285,7 @@ def preset_cluster(
     power_limit_w: float | Literal["base level"] | None = "base level",
     usable_memory: float = USABLE_MEMORY,
 ) -> Cluster:
-    """A cluster of one kind of device.
+    """Makes a cluster of one kind of device.
 
     Args:
         num_workers: number of workers; worker i is in node ``i // workers_per_node``.

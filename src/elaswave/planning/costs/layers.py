@@ -108,7 +108,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise ValueError(f"step_overhead_s is {self.step_overhead_s}, needed: at least 0 and finite")
 
     def overhead_s(self, stages: Iterable[HeldLayers]) -> float:
-        """Seconds of a step beside its actions under a layout.
+        """Computes the seconds of a step beside its actions under a layout.
 
         Sums of gradients travel while earlier layers still compute. Nothing is left to hide those of the layer that a
         stage's backward ends with, its first, and after the vote the new parameters of all its layers. A layer's sums
@@ -136,7 +136,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.step_overhead_s + (self.end_link.transfer_s(most) if most else 0.0)
 
     def measured_at(self, stages: Sequence[HeldLayers], overhead_s: float) -> "Costs":
-        """The costs of a job of which it has been measured what a step costs beside its actions, under one layout.
+        """Returns the costs of a job of which it has been measured what a step costs beside its actions, under one
+        layout.
 
         That layout is given the measured seconds. Others differ by what travels: what the link does not explain of the
         measured seconds is theirs too, and a link that explains more than was measured is taken to be faster.
@@ -188,7 +189,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return np.array([0.0, *(layer.boundary_bytes for layer in self.layers[:-1]), 0.0])
 
     def between(self, field: str, start: int, stop: int) -> float:
-        """Sum of a cost over layers [start, stop)."""
+        """Sums a cost over layers [start, stop)."""
         prefix = self.prefix[field]
         return float(prefix[stop] - prefix[start])
 
@@ -243,7 +244,7 @@ class MemoryModel:
 
     @classmethod
     def of_stages(cls, costs: Costs, stages: Sequence[HeldLayers], followers: int) -> "MemoryModel":
-        """Of a job whose stages are known; neighbouring ones may share layers.
+        """Makes the model of a job whose stages are known; neighbouring ones may share layers.
 
         Args:
             costs: of the layers.
@@ -257,7 +258,7 @@ class MemoryModel:
 
     @classmethod
     def of_width(cls, costs: Costs, holders: float, copies: int) -> "MemoryModel":
-        """Of a stage that shares no layers.
+        """Makes the model of a stage that shares no layers.
 
         Args:
             costs: of the layers.
@@ -267,7 +268,8 @@ class MemoryModel:
         return cls(costs, copies / holders)
 
     def parts(self, start: int, stop: int, in_flight: int) -> MemoryParts:
-        """Of one worker that holds layers [start, stop) and so many micro-batches in flight."""
+        """Computes the parts of the memory of one worker that holds layers [start, stop) and so many micro-batches in
+        flight."""
         parameters, sums, state, activations = (
             float(sums[stop] - sums[start]) for sums in (self._parameters, self._sums, self._state, self._activations)
         )
@@ -275,26 +277,29 @@ class MemoryModel:
         return MemoryParts(parameters, sums, state, activations * in_flight, (behind + before) * in_flight + before)
 
     def fixed_bytes(self, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
-        """Of layers [start, stop) with nothing in flight; one entry for each pair."""
+        """Computes the bytes of layers [start, stop) with nothing in flight; gives one entry for each pair."""
         return np.asarray(self._fixed[stop] - self._fixed[start] + self._borders[start])
 
     def activation_bytes(self, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
-        """Of one micro-batch in flight in layers [start, stop), with what is kept of it."""
+        """Computes the bytes of one micro-batch in flight in layers [start, stop), with what is kept of it."""
         activations = self._activations[stop] - self._activations[start]
         return np.asarray(activations + self._borders[stop] + self._borders[start])
 
     def sent_bytes(self, start: int, stop: int) -> float:
-        """What a worker has to be sent to take up layers [start, stop): parameters, and its slices of state."""
+        """Computes what a worker has to be sent to take up layers [start, stop): parameters, and its slices of
+        state."""
         sent = self._parameters + self._state
         return float(sent[stop] - sent[start])
 
     def ends(self, in_flight: int) -> tuple[np.ndarray, np.ndarray]:
-        """What `total_bytes` is the difference of: float64 [num_layers + 1] each, by where layers stop and start."""
+        """Computes what `total_bytes` is the difference of: float64 [num_layers + 1] each, by where layers stop and
+        start."""
         totals = self._fixed + self._activations * in_flight
         return totals + self._borders * in_flight, totals - self._borders * (in_flight + 1)
 
     def total_bytes(self, start: np.ndarray, stop: np.ndarray, in_flight: int) -> np.ndarray:
-        """Of layers [start, stop) with so many micro-batches in flight; one entry for each pair."""
+        """Computes the bytes of layers [start, stop) with so many micro-batches in flight; gives one entry for each
+        pair."""
         return self.fixed_bytes(start, stop) + self.activation_bytes(start, stop) * in_flight
 
     def most_bytes(self, in_flight: int) -> float:
@@ -315,12 +320,12 @@ class MemoryModel:
 
 
 def num_copies(followers: int, num_workers: int) -> int:
-    """Copies of every block, the owner's included: each is on another worker."""
+    """Counts the copies of every block, the owner's included: each is on another worker."""
     return min(1 + followers, num_workers)
 
 
 def fitting(free_bytes: np.ndarray, each_bytes: np.ndarray) -> np.ndarray:
-    """How many micro-batches of this size fit into what is free.
+    """Computes how many micro-batches of this size fit into what is free.
 
     Args:
         free_bytes: of each worker; below 0 where something is lacking already.
@@ -335,7 +340,7 @@ def fitting(free_bytes: np.ndarray, each_bytes: np.ndarray) -> np.ndarray:
 def fenced_costs(
     costs: Costs, codecs: Mapping[int, str], *, element_bytes: int, memory_bandwidth_bytes_per_s: float | None = None
 ) -> Costs:
-    """The costs of a model with fences.
+    """Computes the costs of a model with fences.
 
     What leaves the layer before a fence is smaller. Its worker keeps the coded bytes of a micro-batch until its
     backward, since a step that is tried again may send them again; where gradients use the forward's places, either

@@ -69,7 +69,8 @@ def probing() -> Probing:
 
 
 def _direction(trip_s: float, *, is_out: bool) -> Generator[LinkProbe, float, tuple[dict[int, float], int]]:
-    """Least seconds of sizes that grow until one takes long enough, that and its quarter again; and how many probes."""
+    """Measures the least seconds of sizes that grow until one takes long enough, of that size and its quarter again;
+    and counts the probes."""
     size, found, count = FIRST_BYTES, dict[int, float](), 0
     while True:
         found[size] = yield from _timed(_probe(size, is_out))
@@ -97,7 +98,7 @@ def _timed(probe: LinkProbe) -> Generator[LinkProbe, float, float]:
 
 
 def _beta(times: Mapping[int, float], trip_s: float) -> float:
-    """Seconds a byte; by the whole transfer where its part took too long for that."""
+    """Computes the seconds a byte takes; goes by the whole transfer where its part took too long for that."""
     size = max(times)
     part = size // GROWTH
     slope = (times[size] - times[part]) / (size - part)

@@ -144,7 +144,7 @@ class Cluster:
         between_nodes: NetworkLink,
         workers_per_node: int = 8,
     ) -> "Cluster":
-        """Workers 0 to num_workers - 1 of one kind, node after node."""
+        """Makes a cluster of workers 0 to num_workers - 1 of one kind, node after node."""
         if num_workers < 1 or workers_per_node < 1:
             raise ValueError(f"{num_workers} workers, {workers_per_node} per node: both must be at least 1")
         ids = np.arange(num_workers, dtype=np.int64)
@@ -165,7 +165,7 @@ class Cluster:
         return len(self.ids)
 
     def index_of(self, workers: np.ndarray | Sequence[int]) -> np.ndarray:
-        """Positions of worker ids in the columns.
+        """Finds the positions of worker ids in the columns.
 
         Raises:
             KeyError: a worker that is not in the cluster.
@@ -198,7 +198,7 @@ class Cluster:
         return table
 
     def base_level(self, worker: int) -> int:
-        """Index of the frequency level of speed 1.0 of a worker's device.
+        """Finds the index of the frequency level of speed 1.0 of a worker's device.
 
         Raises:
             KeyError: a worker that is not in the cluster.
@@ -223,7 +223,7 @@ class Cluster:
         return speed
 
     def link_between(self, first: int, second: int) -> NetworkLink:
-        """The link from one worker to another, both by position in the columns."""
+        """Finds the link from one worker to another, both by position in the columns."""
         if self.node[first] == self.node[second]:
             return self.within_node
         if self.network is None or self.site is None:
@@ -236,7 +236,7 @@ class Cluster:
         return names if self.site is None else (*names, "site")
 
     def joined_by(self, others: "Cluster") -> "Cluster":
-        """The cluster with other workers of the same devices; those that are in it already stay as they are.
+        """Returns the cluster with other workers of the same devices; those that are in it already stay as they are.
 
         Raises:
             ValueError: other devices.
@@ -256,22 +256,22 @@ class Cluster:
         return replace(self, **columns)
 
     def without(self, workers: Collection[int] | np.ndarray) -> "Cluster":
-        """The cluster after these workers are gone; those that are not in it do not matter."""
+        """Returns the cluster after these workers are gone; those that are not in it do not matter."""
         return self.take(~np.isin(self.ids, np.fromiter(workers, dtype=np.int64, count=len(workers))))
 
     def take(self, chosen: np.ndarray) -> "Cluster":
-        """The workers at these positions (a mask, or ascending indices)."""
+        """Selects the workers at these positions (a mask, or ascending indices)."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in self._columns})
 
 
 def worker_speeds(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Speed of workers at these positions and levels."""
+    """Looks up the speed of workers at these positions and levels."""
     speeds: np.ndarray = cluster.speed[where] * _at_levels(cluster, where, levels, lambda level: level.speed)
     return speeds
 
 
 def worker_power(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Draw while computing and draw while idle, in watts, of workers at these positions and levels."""
+    """Looks up the draw while computing and the draw while idle, in watts, of workers at these positions and levels."""
     idle = np.array([device.idle_power_w for device in cluster.devices])
     draw = _at_levels(cluster, where, levels, lambda level: level.power_w)
     return draw, idle[cluster.device[where]] if len(idle) > 1 else np.full(len(where), idle[0])
@@ -280,7 +280,7 @@ def worker_power(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> tup
 def _at_levels(
     cluster: Cluster, where: np.ndarray, levels: np.ndarray, value: Callable[[FrequencyLevel], float]
 ) -> np.ndarray:
-    """What a level says, for each of these workers' devices and levels."""
+    """Looks up what a level says, for each of these workers' devices and levels."""
     found: np.ndarray
     if len(cluster.devices) == 1:
         found = np.array([value(level) for level in cluster.devices[0].levels])[levels]

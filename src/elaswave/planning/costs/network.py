@@ -33,7 +33,7 @@ class NetworkLink(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"link latency is {self.latency_s} s, needed: at least 0 and finite")
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Seconds until so many bytes are there."""
+        """Computes the seconds until so many bytes are there."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
@@ -77,7 +77,7 @@ class Network:
 
     @classmethod
     def of_links(cls, sites: Sequence[str], links: Mapping[tuple[str, str], NetworkLink]) -> "Network":
-        """A network of named links.
+        """Makes a network of named links.
 
         Args:
             sites: their names.
@@ -100,7 +100,7 @@ class Network:
         return cls(sites=tuple(sites), latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
 
     def link(self, source: int, target: int) -> NetworkLink:
-        """From one site to another, both by position in `sites`."""
+        """Returns the link from one site to another, both by position in `sites`."""
         return NetworkLink(
             bandwidth_bytes_per_s=float(self.bandwidth_bytes_per_s[source, target]),
             latency_s=float(self.latency_s[source, target]),

@@ -140,7 +140,7 @@ class DevicePreset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def frequency_levels(speeds: tuple[float, ...], *, idle_w: float, base_w: float) -> tuple[FrequencyLevel, ...]:
-    """Clock settings with a modelled draw: dynamic power is proportional to clock x voltage squared.
+    """Makes clock settings with a modelled draw: dynamic power is proportional to clock x voltage squared.
 
     Args:
         speeds: of the levels, relative to the base level.

@@ -143,7 +143,8 @@ class CostMeter:
         self._overheads_s.append(step_s - run_s)
 
     def speeds(self) -> dict[int, float]:
-        """Speed of every worker that has reported, relative to those that ran the same layers; ascending ids."""
+        """Computes the speed of every worker that has reported, relative to those that ran the same layers; lists ids
+        in ascending order."""
         base = self._base_seconds()
         ratios: dict[int, list[float]] = {}
         for key, seconds in self._medians().items():
@@ -157,7 +158,7 @@ class CostMeter:
     def relative_speeds(
         self, timings: Sequence[ActionTiming], speeds: Mapping[int, float] | None = None
     ) -> dict[int, float]:
-        """How fast workers were in one report, relative to what all reports say of the same layers.
+        """Computes how fast workers were in one report, relative to what all reports say of the same layers.
 
         Args:
             timings: of the report, which has been added.
@@ -222,7 +223,7 @@ class CostMeter:
         backward: "_Solution | None",
         scale: float,
     ) -> tuple[float, float]:
-        """Seconds of both halves of a layer's backward."""
+        """Computes the seconds of both halves of a layer's backward."""
         layer = self._analytic.layers[index]
         if inputs is not None and weights is not None:
             return float(inputs[0][index]), float(weights[0][index])
@@ -248,15 +249,15 @@ class CostMeter:
         return {key: statistics.median(seconds) for key, seconds in self._seconds.items()}
 
     def _base_seconds(self) -> dict[tuple[int, int, Kind], float]:
-        """Seconds of a worker of speed 1: of those who ran a range, the lower median."""
+        """Computes the seconds of a worker of speed 1: takes the lower median of those who ran a range."""
         by_range: dict[tuple[int, int, Kind], list[float]] = {}
         for key, seconds in self._medians().items():
             by_range.setdefault((key.start, key.stop, key.kind), []).append(seconds)
         return {where: statistics.median_low(values) for where, values in by_range.items()}
 
     def _factors(self, kind: Kind, analytic_s: Sequence[float]) -> "_Solution | None":
-        """Seconds of each layer for one kind of action, and the factors to the analytic ones; None if none was
-        timed."""
+        """Computes the seconds of each layer for one kind of action, and the factors to the analytic ones; returns None
+        if none was timed."""
         ranges = {(start, stop): s for (start, stop, each), s in self._base_seconds().items() if each == kind}
         if not ranges:
             return None
@@ -267,7 +268,7 @@ _Solution = tuple[np.ndarray, np.ndarray]
 
 
 def _solve(ranges: Mapping[tuple[int, int], float], analytic_s: Sequence[float]) -> _Solution:
-    """Seconds of layers from seconds of ranges.
+    """Computes the seconds of layers from the seconds of ranges.
 
     Args:
         ranges: [start, stop) -> seconds.
@@ -296,7 +297,8 @@ def _solve(ranges: Mapping[tuple[int, int], float], analytic_s: Sequence[float])
 
 
 def prediction_error(predicted_s: float, measured_s: Sequence[float]) -> float:
-    """By how much a predicted step is off the steps that were run: positive if it promised less time than they took.
+    """Computes by how much a predicted step is off the steps that were run: positive if it promised less time than they
+    took.
 
     Args:
         predicted_s: of a step.

@@ -76,7 +76,7 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("pauses are impossible: " + "; ".join(problems))
 
     def at(self, num_workers: int, num_blocks: int = 0) -> "RecoveryTimes":
-        """The pauses of a job of so many workers, all in the constants.
+        """Computes the pauses of a job of so many workers, all in the constants.
 
         Args:
             num_workers: that agree.
@@ -93,15 +93,16 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def horizon(self, num_workers: int) -> float:
-        """Expected seconds to the next event of so many workers."""
+        """Computes the expected seconds to the next event of so many workers."""
         return WORKER_S_BETWEEN_LOSSES / max(1, num_workers) if self.horizon_s is None else self.horizon_s
 
     def load_s(self, num_bytes: float) -> float:
-        """Seconds in which a worker loads so many bytes of a checkpoint, while all others load theirs."""
+        """Computes the seconds in which a worker loads so many bytes of a checkpoint, while all others load theirs."""
         return num_bytes / self.storage_bytes_per_s
 
     def for_mtbf(self, mtbf_s: float) -> "RecoveryTimes":
-        """With the horizon, and the checkpoint interval that loses least, at this mean time between losses.
+        """Returns these times with the horizon, and the checkpoint interval that loses least, at this mean time between
+        losses.
 
         The interval is Young's first-order optimum (CACM 17(9), 1974), sqrt(2 x stall x mtbf), at least a minute:
         writing takes its time too.

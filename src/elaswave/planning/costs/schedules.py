@@ -22,7 +22,7 @@ IN_FLIGHT: Mapping[Schedule, int] = {"zero-bubble": 1, "zero-bubble-h2": 2}
 
 
 def splits_backwards(schedule: Schedule) -> bool:
-    """Whether a schedule has I and W instead of B."""
+    """Tells whether a schedule has I and W instead of B."""
     return schedule in IN_FLIGHT
 
 
@@ -52,7 +52,7 @@ def in_flight(widths: np.ndarray, schedule: Schedule) -> np.ndarray:
 
 
 def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
-    """The most micro-batches whose activations each worker may hold at once.
+    """Computes the most micro-batches whose activations each worker may hold at once.
 
     Under ``1f1b`` a worker of stage s, of width w(s), needs ``n(s) = 1 + ceil(n(s + 1) * w(s + 1) / w(s))`` and one in
     the last stage needs 1. That is the least with which a gapless periodic schedule exists if stages are balanced: in
@@ -82,7 +82,7 @@ def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
 
 
 def bounds_of_part(part: Layout, schedule: Schedule) -> dict[int, int]:
-    """`in_flight_bounds` of pipelines that share workers."""
+    """Computes `in_flight_bounds` of pipelines that share workers."""
     given = Counter(hop.worker for route in part.routes for hop in route)
     if schedule == "gpipe":
         return dict(given)
@@ -114,13 +114,15 @@ def independent_pipelines(layout: Layout) -> list[tuple[Layout, list[int]]]:
 
 
 def bounds_within(layout: Layout, schedule: Schedule, limits: Mapping[int, int]) -> dict[int, int]:
-    """`in_flight_bounds`, but no more than these limits for the workers that are in them, as where memory is short."""
+    """Computes `in_flight_bounds`, but gives no more than these limits for the workers that are in them, as where
+    memory is short."""
     bounds = in_flight_bounds(layout, schedule)
     return {worker: min(bound, limits.get(worker, bound)) for worker, bound in bounds.items()}
 
 
 def _needed_in_flight(layout: Layout) -> list[int]:
-    """For each stage the micro-batches that one of its workers must hold for full throughput under ``1f1b``."""
+    """Computes for each stage the micro-batches that one of its workers must hold for full throughput under
+    ``1f1b``."""
     stages = layout.stages
     is_chain = all(stage.workers for stage in stages) and all(
         before.start < after.start and before.stop < after.stop for before, after in pairwise(stages)
@@ -136,8 +138,8 @@ def _needed_in_flight(layout: Layout) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _needed_by(widths: tuple[int, ...], passes: tuple[tuple[tuple[int, int], int], ...]) -> tuple[int, ...]:
-    """The same by the stages' widths and by how many micro-batches go from one stage to another: ((before, after),
-    number). A planner asks for the same few again and again."""
+    """Computes the same by the stages' widths and by how many micro-batches go from one stage to another: ((before,
+    after), number). A planner asks for the same few again and again."""
     needed = [1] * len(widths)
     arriving: Counter[int] = Counter()
     for (_, after), count in passes:
@@ -156,7 +158,7 @@ def _needed_by(widths: tuple[int, ...], passes: tuple[tuple[tuple[int, int], int
 
 
 def independent_parts(layout: Layout) -> list[list[int]]:
-    """The micro-batches, parted such that no worker runs any of two parts: pipelines that run side by side.
+    """Parts the micro-batches such that no worker runs any of two parts: pipelines that run side by side.
 
     Args:
         layout: routes whose hops are there; nothing else is looked at.

@@ -25,7 +25,7 @@ CAPS = np.array([1.0, 1.05, 1.2, 1.6, 3.0, np.inf])
 
 
 def best_cuts(model: Model, groups: list[Group], schedule: Schedule) -> tuple[list[int], StepParts] | None:
-    """The best cuts that are found for stages in order.
+    """Returns the best cuts that are found for stages in order.
 
     Args:
         model: of the job.
@@ -55,7 +55,8 @@ def best_cuts(model: Model, groups: list[Group], schedule: Schedule) -> tuple[li
 
 
 def _stage_seconds(model: Model, groups: list[Group], schedule: Schedule) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Of each stage and range of layers what it takes of a step, infinite where it does not fit; and one way."""
+    """Computes for each stage and range of layers what it takes of a step, infinite where it does not fit; and one
+    way."""
     held = model.held(groups, schedule)
     busy, way = [], []
     for group, most in zip(groups, held.tolist()):
@@ -125,7 +126,8 @@ def clusterings(model: Model) -> list[tuple[Cluster, ...]]:
 
 
 def _communities(model: Model, by_site: Sequence[Cluster], resolution: float) -> list[Cluster]:
-    """Louvain over sites: devices of one site are alike to it, so a site is a node whose own weight is that inside."""
+    """Runs Louvain over sites: devices of one site are alike to it, so a site is a node whose own weight is that
+    inside."""
     import networkx
 
     graph = networkx.Graph()
@@ -182,7 +184,7 @@ def orders(model: Model, clusters: Sequence[Cluster], most: int) -> list[tuple[C
 
 
 def _distances(model: Model, clusters: Sequence[Cluster]) -> np.ndarray:
-    """Seconds of an ordinary boundary between each two clusters, by their slowest pair."""
+    """Computes the seconds of an ordinary boundary between each two clusters, by their slowest pair."""
     size = float(np.median(model.job.coded_bytes[:-1])) if model.job.num_layers > 1 else 0.0
     count = len(clusters)
     found = np.zeros((count, count))

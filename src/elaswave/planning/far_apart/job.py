@@ -154,7 +154,7 @@ class FarPlan:
 
 
 def fences_of(job: FarJob, stages: tuple[FarStage, ...] | list[FarStage]) -> tuple[int, ...]:
-    """The boundaries at which some tensor goes from one site to another: the first layer behind each."""
+    """Finds the boundaries at which some tensor goes from one site to another: gives the first layer behind each."""
     found = []
     for before, after in zip(stages, stages[1:]):
         if len(set(job.site[[*before.devices, *after.devices]].tolist())) > 1:
@@ -173,7 +173,7 @@ def costs_of_kind(job: FarJob, kind: int, fences: tuple[int, ...]) -> Costs:
 
 
 def allocation_of_plan(job: FarJob, plan: FarPlan) -> Allocation:
-    """The same as an allocation, of which `elaswave.planning.programs.routes` makes a layout."""
+    """Returns the same plan as an allocation, of which `elaswave.planning.programs.routes` makes a layout."""
     shares = []
     for stage, counts in zip(plan.stages, plan.num_microbatches, strict=True):
         ids = job.cluster.ids[list(stage.devices)]
@@ -194,7 +194,7 @@ def allocation_of_plan(job: FarJob, plan: FarPlan) -> Allocation:
 
 
 def durations_on(job: FarJob, fences: tuple[int, ...]) -> Durations:
-    """Seconds of every action, by the kind of the worker's device and its speed."""
+    """Makes the seconds of every action, by the kind of the worker's device and its speed."""
     kinds: Mapping[int, Durations] = {
         kind: durations_of(costs_of_kind(job, kind, fences).layer_s, job.cluster.speed_of())
         for kind in range(len(job.costs))
@@ -208,5 +208,5 @@ def durations_on(job: FarJob, fences: tuple[int, ...]) -> Durations:
 
 
 def without_devices(job: FarJob, workers: tuple[int, ...]) -> FarJob:
-    """The job after these workers are gone."""
+    """Returns the job after these workers are gone."""
     return replace(job, cluster=job.cluster.without(workers))

@@ -132,7 +132,7 @@ class _Memory:
         self.activations = np.maximum(of_any_width.activation_bytes(*self._ranges), 0.0)
 
     def fixed_state(self, width: int) -> np.ndarray:
-        """With nothing in flight, in a stage of so many workers."""
+        """Computes the bytes with nothing in flight, in a stage of so many workers."""
         if width not in self._fixed:
             job = self._model.job
             copies = num_copies(job.followers, job.cluster.num_workers)
@@ -198,15 +198,15 @@ class Model:
         return found
 
     def worst_within(self, where: np.ndarray) -> tuple[float, float]:
-        """The largest latency and smallest bandwidth between these devices."""
+        """Finds the largest latency and the smallest bandwidth between these devices."""
         if len(where) < 2:
             return 0.0, float("inf")
         block = np.ix_(where, where)
         return float(self.latency[block].max()), float(self.bandwidth[block].min())
 
     def follower_link(self, where: np.ndarray) -> tuple[float, float, bool] | None:
-        """Latency and bandwidth from the owners of a stage to their followers, and whether those are in the stage;
-        None: there is no other worker."""
+        """Finds the latency and bandwidth from the owners of a stage to their followers, and whether those are in the
+        stage; returns None if there is no other worker."""
         sites = self.job.site
         own = set(sites[where].tolist())
         others = np.ones(len(sites), dtype=bool)
@@ -229,14 +229,14 @@ class Model:
         return float(latency[rows, best].max()), float(bandwidth[rows, best].min()), False
 
     def group(self, devices: tuple[int, ...]) -> Group:
-        """Workers of one stage."""
+        """Returns the group of the workers of one stage."""
         found = self._groups.get(devices)
         if found is None:
             found = self._groups[devices] = Group(self, devices)
         return found
 
     def boundary(self, before: Group, after: Group) -> "Boundary":
-        """What travels between two stages, by the first layer of the second one."""
+        """Returns what travels between two stages, by the first layer of the second one."""
         key = before.devices, after.devices
         found = self._boundaries.get(key)
         if found is None:
@@ -244,8 +244,8 @@ class Model:
         return found
 
     def worst_between(self, before: Group, after: Group) -> tuple[float, float]:
-        """The largest latency and smallest bandwidth from the workers of one stage that are given something to those of
-        another."""
+        """Finds the largest latency and the smallest bandwidth from the workers of one stage that are given something
+        to those of another."""
         network = self.cluster.network
         assert network is not None
         if before.only_site is not None and after.only_site is not None and before.only_site != after.only_site:
@@ -255,7 +255,7 @@ class Model:
         return float(self.latency[block].max()), float(self.bandwidth[block].min())
 
     def vote_s(self, devices: list[int]) -> float:
-        """Of these workers."""
+        """Computes the seconds of a vote of these workers."""
         if len(devices) < 2:
             return 0.0
         where = np.array(devices)
@@ -267,7 +267,7 @@ class Model:
         return np.minimum(in_flight(np.array([group.width for group in groups]), schedule), most)
 
     def evaluate(self, groups: list[Group], cuts: list[int], schedule: Schedule) -> StepParts | None:
-        """The objective.
+        """Computes the objective.
 
         Args:
             groups: of each stage.
@@ -279,7 +279,7 @@ class Model:
         return self.evaluate_all(groups, [cuts], schedule)[0]
 
     def evaluate_all(self, groups: list[Group], choices: list[list[int]], schedule: Schedule) -> list[StepParts | None]:
-        """The objective of several cuts of the same stages; as `evaluate`."""
+        """Computes the objective of several cuts of the same stages; works as `evaluate` does."""
         wanted = self.held(groups, schedule).tolist()
         vote_s = self.vote_s([device for group in groups for device in group.devices])
         found: list[StepParts | None] = []
@@ -298,7 +298,7 @@ class Model:
         return found
 
     def plan(self, planner: str, groups: list[Group], cuts: list[int], schedule: Schedule, parts: StepParts) -> FarPlan:
-        """The plan of what has been evaluated."""
+        """Makes the plan of what has been evaluated."""
         ends = [0, *cuts, self.job.num_layers]
         stages = tuple(
             FarStage(start=start, stop=stop, devices=group.devices)
@@ -355,7 +355,7 @@ class Boundary:
         self.busy_ahead_s, self.busy_back_s = before.most * sent_s, after.most * returned_s
 
     def at(self, cut: int) -> LinkTimes:
-        """For one place of the cut."""
+        """Returns the link times for one place of the cut."""
         return LinkTimes(
             float(self.ahead_s[cut]),
             float(self.back_s[cut]),
@@ -372,7 +372,7 @@ def _run(
     held: list[float],
     schedule: Schedule,
 ) -> tuple[float, str]:
-    """Seconds until the last backward has ended, and what bounds them."""
+    """Computes the seconds until the last backward has ended, and tells what bounds them."""
     forward = [float(group.forward[each]) for group, each in zip(groups, ranges)]
     backward = [float(group.backward[each]) for group, each in zip(groups, ranges)]
     coding = _coding(groups, links)
@@ -413,7 +413,7 @@ def _run(
 
 
 def _coding(groups: list[Group], links: list[LinkTimes]) -> list[float]:
-    """Seconds that each stage codes in one direction, of all micro-batches of its busiest worker."""
+    """Computes the seconds that each stage codes in one direction, of all micro-batches of its busiest worker."""
     found = [0.0] * len(groups)
     for index, link in enumerate(links):
         found[index] += groups[index].most * link.coding_s
@@ -422,7 +422,7 @@ def _coding(groups: list[Group], links: list[LinkTimes]) -> list[float]:
 
 
 def _phase(way: list[float], busy: list[float], link_way: list[float], link_beyond: list[float]) -> tuple[float, str]:
-    """Of a direction in which nothing is held back."""
+    """Computes the seconds of a direction in which nothing is held back, and tells what bounds them."""
     beyond = [(whole - one, f"stage {index} computes") for index, (whole, one) in enumerate(zip(busy, way))]
     beyond += [(each, f"the link from stage {index} to {index + 1}") for index, each in enumerate(link_beyond)]
     most, bound = max(beyond)
@@ -477,7 +477,7 @@ BLOCKS_MAX = 4096
 
 
 def survival_of_plan(job: FarJob, plan: FarPlan) -> Survival | None:
-    """What the loss of workers and of sites leaves; None for a model without parameters.
+    """Tells what the loss of workers and of sites leaves; returns None for a model without parameters.
 
     Args:
         job: for which it was planned.

@@ -47,7 +47,7 @@ class FarPlanner(Protocol):
     """Plans a job on machines far apart."""
 
     def __call__(self, job: FarJob, *, schedules: Sequence[Schedule] = FAR_SCHEDULES) -> FarPlan:
-        """The plan.
+        """Makes the plan.
 
         Raises:
             InfeasiblePlan: nothing that this planner would choose fits into memory.
@@ -89,11 +89,12 @@ class _Search:
         """Of each device its number among those that differ."""
 
     def signature(self, chain: Chain) -> object:
-        """Equal for chains that are alike."""
+        """Computes a key that is equal for chains that are alike."""
         return tuple(tuple(sorted(self.alike[device] for device in stage)) for stage in chain)
 
     def evaluate(self, chain: Chain, clusters: tuple[Cluster, ...]) -> _Found | None:
-        """The best cuts and schedule of a chain that has not been looked at before; None: there are none, or it has."""
+        """Finds the best cuts and schedule of a chain that has not been looked at before; returns None if there are
+        none, or it has."""
         key = self.signature(chain)
         if key in self.known or self.budget <= 0 or len(chain) > self.model.job.num_layers:
             return None
@@ -146,7 +147,8 @@ def op_fence(
 
 
 def _best_improved(search: _Search, starts: list[_Found], *, use_all: bool) -> _Found:
-    """The best chain that is found from these: all of them are improved for a while, the better half goes on."""
+    """Finds the best chain that can be reached from these: all of them are improved for a while, the better half goes
+    on."""
     while True:
         rounds = len(starts).bit_length()
         for index, start in enumerate(starts):
@@ -161,7 +163,7 @@ def _best_improved(search: _Search, starts: list[_Found], *, use_all: bool) -> _
 
 
 def _narrowed(search: _Search, start: _Found) -> list[_Found]:
-    """The chain with narrow ends, where that fits."""
+    """Evaluates the chain with narrow ends, where that fits."""
     of_device = _cluster_of_device(start)
     cluster_of = [of_device[stage[0]] for stage in start.chain]
     chains = _narrow_ends(search.model, start.chain, cluster_of)
@@ -170,12 +172,12 @@ def _narrowed(search: _Search, start: _Found) -> list[_Found]:
 
 
 def _cluster_of_device(found: _Found) -> dict[int, int]:
-    """The number of each device's cluster."""
+    """Maps each device to the number of its cluster."""
     return {device: number for number, cluster in enumerate(found.clusters) for device in cluster}
 
 
 def _different(found: list[_Found]) -> list[_Found]:
-    """The best one, then the best of other devices, then of other depths."""
+    """Chooses the best one, then the best of other devices, then of other depths."""
     by_devices: dict[object, _Found] = {}
     by_depth: dict[object, _Found] = {}
     for each in found:
@@ -223,14 +225,15 @@ def _some_of(model: Model, clusters: tuple[Cluster, ...]) -> list[tuple[Cluster,
 
 
 def _depths(most: int) -> list[int]:
-    """Numbers of stages: all small ones, some large ones."""
+    """Lists numbers of stages: all small ones, some large ones."""
     known = sorted({*range(1, min(most, 12) + 1), *(round(12 * 1.3**power) for power in range(1, 8)), most})
     depths = [depth for depth in known if depth <= most]
     return sorted(depths, key=lambda depth: (abs(depth - SHALLOW), depth))
 
 
 def _stages_of_each(model: Model, order: Sequence[Cluster], depth: int) -> list[int]:
-    """How many of so many stages each cluster has: the next one goes where stages have most speed, and devices."""
+    """Computes how many of so many stages each cluster has: the next one goes where stages have most speed, and
+    devices."""
     rates = [float(model.rate[list(cluster)].sum()) for cluster in order]
     numbers = [1] * len(order)
     for _ in range(depth - len(order)):
@@ -266,7 +269,7 @@ def _dealt(model: Model, order: Sequence[Cluster], numbers: Sequence[int], *, is
 
 
 def _improved(search: _Search, start: _Found, *, use_all: bool) -> _Found:
-    """The chain after all steps that help."""
+    """Returns the chain after all steps that help."""
     best = start
     changed = True
     while changed and search.budget > 0:
@@ -318,7 +321,7 @@ def _one_of_each(search: _Search, devices: Sequence[int]) -> list[int]:
 
 
 def _other_depths(chain: Chain, cluster_of: list[int]) -> Iterator[Chain]:
-    """Two stages of a cluster joined, or one parted."""
+    """Yields chains with two stages of a cluster joined, or one parted."""
     for index in range(len(chain) - 1):
         if cluster_of[index] == cluster_of[index + 1]:
             joined = tuple(sorted((*chain[index], *chain[index + 1])))
@@ -334,7 +337,8 @@ def _other_depths(chain: Chain, cluster_of: list[int]) -> Iterator[Chain]:
 
 
 def _narrow_ends(model: Model, chain: Chain, cluster_of: list[int]) -> Iterator[Chain]:
-    """The first stage, the last one, or both at once with one device: the others form a stage beside it, or join it.
+    """Yields chains whose first stage, last one, or both at once have one device: the others form a stage beside it, or
+    join it.
 
     Embedding and head have the most parameters and end the step. A stage of one device reduces nothing; but while the
     other end is wide nothing is gained by it, so both steps are one.
@@ -362,7 +366,7 @@ def _narrow_ends(model: Model, chain: Chain, cluster_of: list[int]) -> Iterator[
 
 
 def _moved_devices(search: _Search, chain: Chain, cluster_of: list[int]) -> Iterator[Chain]:
-    """A device in another stage of its cluster, or two of them in each other's."""
+    """Yields chains with a device in another stage of its cluster, or two of them in each other's."""
     for index, stage in enumerate(chain):
         for other, target in enumerate(chain):
             if other == index or cluster_of[other] != cluster_of[index]:
@@ -380,7 +384,7 @@ def _moved_devices(search: _Search, chain: Chain, cluster_of: list[int]) -> Iter
 
 
 def _other_places(chain: Chain, cluster_of: list[int]) -> Iterator[Chain]:
-    """Two stages in each other's place, or a cluster elsewhere."""
+    """Yields chains with two stages in each other's place, or a cluster elsewhere."""
     yield chain[::-1]
     for first in range(len(chain)):
         for second in range(first + 1, len(chain)):

@@ -33,7 +33,7 @@ def adapted_ratios(
     *,
     element_bytes: int,
 ) -> dict[int, int]:
-    """The ratio of each adaptive fence.
+    """Computes the ratio of each adaptive fence.
 
     Args:
         layout: who runs what.
@@ -68,9 +68,9 @@ def adapted_ratios(
 
 
 def plan_with_ratios(job: FarJob, plan_for: Callable[[FarJob], FarPlan]) -> tuple[FarJob, FarPlan]:
-    """A plan, and the job with the ratios that its cut wants: the best of a few rounds, each of which plans with the
-    ratios of the round before. The last one, and the one after a round that changes nothing, plans without codes: where
-    links are fast, a cut that counts on codes is not what is best without them.
+    """Makes a plan, and the job with the ratios that its cut wants: takes the best of a few rounds, each of which plans
+    with the ratios of the round before. The last one, and the one after a round that changes nothing, plans without
+    codes: where links are fast, a cut that counts on codes is not what is best without them.
 
     Args:
         job: with any codec; one that is not adaptive needs one round.
@@ -100,7 +100,8 @@ def plan_with_ratios(job: FarJob, plan_for: Callable[[FarJob], FarPlan]) -> tupl
 
 
 def _seconds_per_byte(layout: Layout, boundary: int, cluster: Cluster) -> float:
-    """Of the slowest link that carries what leaves a layer, for all micro-batches that cross it there; 0: none does."""
+    """Computes the seconds per byte of the slowest link that carries what leaves a layer, for all micro-batches that
+    cross it there; returns 0 if none does."""
     assert cluster.site is not None
     loads: dict[tuple[int, int], float] = {}
     for route in layout.routes:
@@ -116,7 +117,7 @@ def _seconds_per_byte(layout: Layout, boundary: int, cluster: Cluster) -> float:
 
 
 def _busiest_s(layout: Layout, layer_s: Sequence[Sequence[float]], cluster: Cluster) -> float:
-    """Seconds that the busiest worker computes in a step."""
+    """Computes the seconds that the busiest worker computes in a step."""
     speed = cluster.speed_of()
     busy: dict[int, float] = {}
     for route in layout.routes:

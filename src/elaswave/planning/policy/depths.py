@@ -16,7 +16,7 @@ TIMED = 3
 def best_of_depths(
     cluster: Cluster, costs: Costs, before: Allocation, *, workers: np.ndarray | None = None
 ) -> Allocation:
-    """The fastest split of workers into equal pipelines; the batch and the schedule stay.
+    """Finds the fastest split of workers into equal pipelines; the batch and the schedule stay.
 
     Args:
         cluster: the workers; what is left after the last whole pipeline stays unused.

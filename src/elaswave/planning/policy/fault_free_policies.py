@@ -53,7 +53,7 @@ def fault_free(
     share_layers: bool = False,
     followers: int = DEFAULT_FOLLOWERS,
 ) -> Allocation:
-    """The best allocation of a fault-free job: stages of equal width, workers stage by stage in order of ids.
+    """Finds the best allocation of a fault-free job: stages of equal width, workers stage by stage in order of ids.
 
     Args:
         cluster: with num_stages x num_replicas workers or more; the first ones are used.
@@ -84,7 +84,7 @@ def fastest_fault_free(
     share_layers: bool = False,
     followers: int = DEFAULT_FOLLOWERS,
 ) -> Allocation:
-    """The best allocation of a fault-free job under the schedule that makes it fastest, of those that fit.
+    """Finds the best allocation of a fault-free job under the schedule that makes it fastest, of those that fit.
 
     What policies are compared by: otherwise one that changes the schedule after a loss would gain by that alone, which
     any job could have had before.
@@ -109,7 +109,7 @@ def timed_fault_free(
     followers: int = DEFAULT_FOLLOWERS,
     exact_actions: int = EXACT_ACTIONS,
 ) -> tuple[float, Allocation]:
-    """Of these schedules the fastest; of those that are as fast the one that holds least.
+    """Finds the fastest of these schedules; takes of those that are as fast the one that holds least.
 
     Args and errors: as of `fault_free`, and
 
@@ -165,7 +165,8 @@ def _cuts(
     share_layers: bool,
     followers: int,
 ) -> list[tuple[Cut, ...]]:
-    """Where the model may be cut: with all in flight that the schedule wants, and with less where memory is short.
+    """Lists where the model may be cut: with all in flight that the schedule wants, and with less where memory is
+    short.
 
     Raises:
         InfeasiblePlan: not even the least that the schedule can do with fits.
@@ -213,7 +214,7 @@ def own_starts(
     schedules: Sequence[Schedule] = SCHEDULES,
     followers: int = DEFAULT_FOLLOWERS,
 ) -> dict[str, FaultFreeStart]:
-    """What each policy would run on these workers.
+    """Finds what each policy would run on these workers.
 
     Args:
         cluster: all workers, none lost.
@@ -256,7 +257,7 @@ def fault_free_step_s(
     schedules: Sequence[Schedule] = SCHEDULES,
     followers: int = DEFAULT_FOLLOWERS,
 ) -> float:
-    """Seconds of the shortest step that any policy is known to make of these workers: see the module.
+    """Computes the seconds of the shortest step that any policy is known to make of these workers: see the module.
 
     A policy that runs the same layout in another way than the others (ReCycle, without a barrier between steps) is
     asked how long its steps take: else it would do more than what goodput is measured by.
@@ -282,7 +283,8 @@ def best_equal_stages(
     schedules: Sequence[Schedule] = SCHEDULES,
     followers: int = DEFAULT_FOLLOWERS,
 ) -> FaultFreeStart:
-    """The fastest job of stages of equal width, of any number of stages, and at least as fast as it is configured.
+    """Finds the fastest job of stages of equal width, of any number of stages, and at least as fast as it is
+    configured.
 
     Jobs of more than `EXACT_WORKERS` workers are tried with half to twice as many stages as configured.
 
@@ -325,7 +327,7 @@ def _with_spares(
     schedules: Sequence[Schedule],
     followers: int,
 ) -> FaultFreeStart:
-    """As many stages as the fastest job of equal stages has, and so many workers left over."""
+    """Plans as many stages as the fastest job of equal stages has, and leaves so many workers over."""
     depth, number = len(equal.allocation.chains[0].stages), equal.allocation.num_microbatches
     width = min(number, num_pipelines(cluster.num_workers, depth, num_spares))
     try:
@@ -336,7 +338,8 @@ def _with_spares(
 
 
 def _asked(cluster: Cluster, costs: Costs, allocation: Allocation, planner: Planner) -> list[FaultFreeStart]:
-    """What a planner makes of a job to which nothing has happened; nothing where it would shrink the batch."""
+    """Returns what a planner makes of a job to which nothing has happened; returns nothing where it would shrink the
+    batch."""
     fastest = int(np.argmax(cluster.speed))
     nothing = ClusterEvent(
         kind="slowed", workers=(int(cluster.ids[fastest]),), speed=float(cluster.speed[fastest])

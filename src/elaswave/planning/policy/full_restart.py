@@ -44,7 +44,7 @@ _REPLICATION = Replication(
 
 
 def policy_metadata(*, num_spares: int = 0, is_candidate: bool = False) -> PolicyMetadata:
-    """What this policy is.
+    """Describes what this policy is.
 
     Args:
         num_spares: workers that stand by.
@@ -166,11 +166,11 @@ def restart(
 
 
 def _usable(cluster: Cluster, allocation: Allocation) -> np.ndarray:
-    """All workers that are there, except those that were excluded and are still slow."""
+    """Lists all workers that are there, except those that were excluded and are still slow."""
     used = allocation.workers
     return np.union1d(used[np.isin(used, cluster.ids, assume_unique=True)], unused(cluster, allocation))
 
 
 def _repays(better: Plan, now: Plan, horizon_s: float) -> bool:
-    """Whether more steps are done within the horizon in spite of the pause."""
+    """Tells whether more steps are done within the horizon in spite of the pause."""
     return (horizon_s - better.predicted_pause_s) / better.predicted_step_s > horizon_s / now.predicted_step_s

@@ -52,7 +52,7 @@ class TimedPlanner(Protocol):
         *,
         times: RecoveryTimes,
     ) -> Plan:
-        """As of `elaswave.planning.plan.Planner`.
+        """Plans as `elaswave.planning.plan.Planner` does.
 
         Raises:
             InfeasiblePlan: there is no plan.
@@ -73,7 +73,7 @@ def make_policies(
     followers: int = DEFAULT_FOLLOWERS,
     others: Mapping[str, TimedPlanner] = MappingProxyType({}),
 ) -> Mapping[str, Planner]:
-    """The policies with these times of recovery.
+    """Makes the policies with these times of recovery.
 
     Args:
         times: how long training stands still; None means `RecoveryTimes`' defaults.
@@ -107,7 +107,7 @@ def _by_number(
     planner: TimedPlanner,
     times: RecoveryTimes,
 ) -> Plan:
-    """A policy with the pauses of as many workers, and as many blocks, as there are."""
+    """Runs a policy with the pauses of as many workers, and as many blocks, as there are."""
     return planner(cluster, costs, allocation, event, times=times.at(cluster.num_workers, num_blocks(costs)))
 
 

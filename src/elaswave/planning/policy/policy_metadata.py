@@ -38,7 +38,7 @@ class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def declares(metadata: PolicyMetadata) -> Callable[[_Policy], _Policy]:
-    """A decorator with which a policy says what it is.
+    """Makes a decorator with which a policy says what it is.
 
     Args:
         metadata: of the policy.
@@ -52,7 +52,7 @@ def declares(metadata: PolicyMetadata) -> Callable[[_Policy], _Policy]:
 
 
 def replicates(replication: Replication) -> Callable[[_Policy], _Policy]:
-    """A decorator with which a policy says what of the state it holds more than once.
+    """Makes a decorator with which a policy says what of the state it holds more than once.
 
     The simulated job goes back to its last durable checkpoint where a loss takes all of it, and ``plan`` and
     ``compare`` say which losses that is. Where ``unit`` is ``nothing``, it writes checkpoints as often as a job of
@@ -65,6 +65,6 @@ def replicates(replication: Replication) -> Callable[[_Policy], _Policy]:
 
 
 def policy_metadata_of(planner: Callable[..., Plan]) -> PolicyMetadata:
-    """What a policy declares."""
+    """Returns what a policy declares."""
     found = getattr(planner, "metadata", None)
     return found if isinstance(found, PolicyMetadata) else PolicyMetadata()

@@ -29,12 +29,12 @@ from which on it need not be known exactly."""
 
 
 def gone_from(event: ClusterEvent) -> np.ndarray:
-    """Ids of the workers that an event takes away, ascending: int64."""
+    """Lists the ids of the workers that an event takes away, ascending: int64."""
     return np.array(event.workers if event.kind in ("lost", "drained") else (), dtype=np.int64)
 
 
 def is_in(workers: np.ndarray, some: np.ndarray) -> np.ndarray:
-    """Positions in `workers` (ascending) of those of `some` that are there, ascending."""
+    """Finds the positions in `workers` (ascending) of those of `some` that are there, ascending."""
     if not len(workers) or not len(some):
         return np.zeros(0, dtype=np.int64)
     found = np.searchsorted(workers, some)
@@ -43,7 +43,7 @@ def is_in(workers: np.ndarray, some: np.ndarray) -> np.ndarray:
 
 
 def unused(cluster: Cluster, allocation: Allocation) -> np.ndarray:
-    """Ids of the workers that compute nothing and are no slower than the slowest that does, ascending.
+    """Lists the ids of the workers that compute nothing and are no slower than the slowest that does, ascending.
 
     Workers that were put out as stragglers so stay out until they are as fast as the others.
     """
@@ -57,7 +57,7 @@ def unused(cluster: Cluster, allocation: Allocation) -> np.ndarray:
 
 
 def base_levels(cluster: Cluster, workers: np.ndarray) -> np.ndarray:
-    """The base frequency level of each worker: these policies change no clocks."""
+    """Finds the base frequency level of each worker: these policies change no clocks."""
     if len(cluster.devices) == 1:
         return np.full(len(workers), cluster.devices[0].base_level, dtype=np.int64)
     table = np.array([device.base_level for device in cluster.devices], dtype=np.int64)
@@ -65,7 +65,7 @@ def base_levels(cluster: Cluster, workers: np.ndarray) -> np.ndarray:
 
 
 def balanced_ranges(costs: Costs, num_stages: int) -> Ranges:
-    """Layers over stages of one worker each, the slowest as fast as possible.
+    """Divides layers over stages of one worker each, the slowest as fast as possible.
 
     Raises:
         InfeasiblePlan: more stages than layers.
@@ -80,7 +80,7 @@ def balanced_ranges(costs: Costs, num_stages: int) -> Ranges:
 def chain_of(
     cluster: Cluster, ranges: Ranges, columns: Sequence[np.ndarray], counts: Sequence[np.ndarray] | np.ndarray
 ) -> Chain:
-    """A chain without shared layers.
+    """Makes a chain without shared layers.
 
     Args:
         cluster: of the workers, for their levels.
@@ -101,7 +101,7 @@ def rectangle(
     cluster: Cluster, costs: Costs, *, num_stages: int, num_microbatches: int, schedule: Schedule,
     ranges: Ranges | None = None, workers: np.ndarray | None = None, most: int | None = None,
 ) -> Allocation:  # fmt: skip
-    """As many equal pipelines as the workers give: how a job begins, and begins again.
+    """Makes as many equal pipelines as the workers give: this is how a job begins, and begins again.
 
     Args:
         cluster: the workers; what is left after the last whole pipeline stays unused.
@@ -150,8 +150,8 @@ def fetch(
 
 
 def copy_s(cluster: Cluster, costs: Costs, before: Allocation, transfers: Sequence[StateTransfer]) -> float:
-    """Seconds until every worker has what it is sent while training stands still, over links between nodes: of the
-    worker that receives most, or of the holder of layers that sends most, as ElasWave's copies take.
+    """Computes the seconds until every worker has what it is sent while training stands still, over links between
+    nodes: of the worker that receives most, or of the holder of layers that sends most, as ElasWave's copies take.
 
     Args:
         cluster: after the event.
@@ -177,7 +177,7 @@ def make_plan(
     reason: str, transfers: tuple[StateTransfer, ...] = (), within_s: float = float("inf"),
     period_of: PeriodOf | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan around an allocation: timed as ElasWave's own are, within the workers' memory and power.
+    """Makes the plan around an allocation: timed as ElasWave's own are, within the workers' memory and power.
 
     These policies choose no clocks, but have to keep within the power limit: where all workers at the base level would
     exceed it, they are held to one lower speed.
@@ -223,5 +223,5 @@ def make_plan(
 
 
 def fallback_plan(plan: Plan, policy: str, why: str) -> Plan:
-    """A plan that another policy has fallen back to."""
+    """Makes the plan that another policy has fallen back to."""
     return replace(plan, policy=policy, reason=f"{why}; {plan.reason}")

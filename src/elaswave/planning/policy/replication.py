@@ -46,7 +46,7 @@ class LayerRange:
 
 
 def layer_ranges(allocation: Allocation) -> tuple[LayerRange, ...]:
-    """The layers, cut wherever other workers run them. Layers that stages share are of the workers of both."""
+    """Lists the layers, cut wherever other workers run them. Layers that stages share are of the workers of both."""
     stages = [stage for chain in allocation.chains for stage in chain.stages]
     bounds = sorted({bound for stage in stages for bound in (stage.start, stage.stop)})
     found = []
@@ -64,11 +64,12 @@ class ReplicaSet(Protocol):
     """Who holds what under one allocation."""
 
     def lost_with(self, workers: Collection[int]) -> bool:
-        """Whether something has no holder left when these workers go at one instant."""
+        """Tells whether something has no holder left when these workers go at one instant."""
         ...
 
     def fatal_sets(self, size: int) -> Iterator[tuple[int, ...]]:
-        """The sets of exactly so many workers, ascending ids, each once, that are fatal and contain no smaller one."""
+        """Yields the sets of exactly so many workers, ascending ids, each once, that are fatal and contain no smaller
+        one."""
         ...
 
 
@@ -79,11 +80,11 @@ class WithoutCopies:
         self._workers = allocation.workers
 
     def lost_with(self, workers: Collection[int]) -> bool:
-        """As of `Copies`."""
+        """Does what `ReplicaSet` says."""
         return any(has(self._workers, worker) for worker in workers)
 
     def fatal_sets(self, size: int) -> Iterator[tuple[int, ...]]:
-        """As of `Copies`."""
+        """Does what `ReplicaSet` says."""
         if size == 1:
             yield from ((worker,) for worker in self._workers.tolist())
 
@@ -101,7 +102,7 @@ class WholeStages:
         self._incomplete = frozenset(incomplete)
 
     def lost_with(self, workers: Collection[int]) -> bool:
-        """As of `Copies`."""
+        """Does what `ReplicaSet` says."""
         gone = self._incomplete.union(workers)
         for layers in self._ranges:
             if len(gone) < len(layers.members):
@@ -112,7 +113,7 @@ class WholeStages:
         return False
 
     def fatal_sets(self, size: int) -> Iterator[tuple[int, ...]]:
-        """As of `Copies`."""
+        """Does what `ReplicaSet` says."""
         complete = [_without(layers.members, self._incomplete) for layers in self._ranges]
         holders = {tuple(members.tolist()) for members in complete if len(members) <= size}
         yield from sorted(
@@ -136,12 +137,12 @@ class WholeGroups:
         self._number = number
 
     def lost_with(self, workers: Collection[int]) -> bool:
-        """As of `Copies`."""
+        """Does what `ReplicaSet` says."""
         broken = self._groups_of(workers)
         return bool(broken) and len(broken | self._healing) == self._number
 
     def fatal_sets(self, size: int) -> Iterator[tuple[int, ...]]:
-        """As of `Copies`."""
+        """Does what `ReplicaSet` says."""
         whole = [row for row in range(self._number) if row not in self._healing]
         if len(whole) == size:
             members = [[int(column[row]) for column in self._columns] for row in whole]
@@ -166,12 +167,12 @@ WHOLE: Mapping[Unit, Callable[[Allocation, Collection[int]], ReplicaSet]] = {
 
 
 def has(ids: np.ndarray, worker: int) -> bool:
-    """Whether a worker is among ascending ids."""
+    """Tells whether a worker is among ascending ids."""
     return place_of(ids, worker) is not None
 
 
 def place_of(ids: np.ndarray, worker: int) -> int | None:
-    """The position of a worker among ascending ids; None if it is not there."""
+    """Finds the position of a worker among ascending ids; returns None if it is not there."""
     index = int(np.searchsorted(ids, worker))
     return index if index < len(ids) and int(ids[index]) == worker else None
 

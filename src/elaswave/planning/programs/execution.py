@@ -21,7 +21,7 @@ def execution_of(
     levels: Mapping[int, int] | None = None,
     in_flight: Mapping[int, int] | None = None,
 ) -> ExecutionParameters:
-    """What all workers must know to compile the same programs by the same durations.
+    """Collects what all workers must know to compile the same programs by the same durations.
 
     Args:
         costs: of the layers.
@@ -47,7 +47,7 @@ def programs_of(
     forward_only: bool = False,
     only: int | None = None,
 ) -> dict[int, Program]:
-    """The programs of all workers, the same in every process.
+    """Compiles the programs of all workers, the same in every process.
 
     Args:
         layout: in force.
@@ -67,7 +67,7 @@ def programs_of(
 def compiled_by(
     layout: Layout, execution: ExecutionParameters, configured: Schedule
 ) -> tuple[Schedule, dict[int, int] | None, Durations | None]:
-    """By what `programs_of` compiles: schedule, bounds of micro-batches in flight, durations of actions."""
+    """Returns by what `programs_of` compiles: schedule, bounds of micro-batches in flight, durations of actions."""
     schedule: Schedule = execution.schedule or configured  # type: ignore[assignment]  # checked by compile_programs
     limits = bounds_within(layout, schedule, execution.in_flight) if execution.in_flight else None
     if not execution.layer_s:
@@ -86,7 +86,7 @@ def timed_step_s(
     transfer_s: TransferSeconds | None = None,
     within_s: float = float("inf"),
 ) -> float:
-    """Seconds of a step: its programs, compiled and timed.
+    """Computes the seconds of a step: its programs, compiled and timed.
 
     Args:
         layout: whose programs.

@@ -40,7 +40,7 @@ DEFAULT_REPLICAS = 2
 def resolve_widths(
     stages: int | None, replicas: int | None, widths: Sequence[int] | None, workers: int | None
 ) -> tuple[int, ...]:
-    """The number of workers of each stage.
+    """Determines the number of workers of each stage.
 
     All unset means 2 stages x 2 replicas. ``workers`` alone means the largest number of stages, at most 2, that
     divides it. One of ``stages`` and ``replicas`` alone is completed by ``workers``, or by 2.
@@ -110,7 +110,8 @@ def layout_problems(
     layers_per_stage: Sequence[int] | None = None,
     counted: str = "embedding and head included",
 ) -> list[str]:
-    """Everything that makes a layout impossible for a model and a batch, one line each; empty if it is possible.
+    """Lists everything that makes a layout impossible for a model and a batch, one line each; the list is empty if it
+    is possible.
 
     Args:
         widths: workers per stage.
@@ -172,7 +173,7 @@ def partition_layers(costs: Sequence[float], widths: Sequence[int]) -> tuple[int
 
 
 def exact_prefix(costs: Sequence[float]) -> list[int]:
-    """Cost of the layers before each layer, and of all of them, as integers over one common denominator.
+    """Computes the cost of the layers before each layer, and of all of them, as integers over one common denominator.
 
     Exact, so that ties between splits are ties.
 
@@ -200,7 +201,7 @@ def make_layout(
     labels: Mapping[int, str] | None = None,
     copies: Copies = "",
 ) -> Layout:
-    """The layout with these stages, worker ids given stage by stage from 0.
+    """Makes the layout with these stages, worker ids given stage by stage from 0.
 
     Micro-batch m runs on worker ``m % width`` of each stage, so neighbouring stages of unequal width exchange
     between many pairs of workers.
@@ -243,7 +244,7 @@ def make_layout(
 
 
 def evaluation_layout(layout: Layout, num_microbatches: int) -> Layout:
-    """The same stages with the micro-batches of an evaluation.
+    """Makes a layout of the same stages with the micro-batches of an evaluation.
 
     They take the routes of training in turn, so that every link they need is there, and so that there may be fewer
     of them than a stage has workers.
@@ -325,7 +326,8 @@ def _stage_faults(layout: Layout) -> list[str]:
 
 
 def peers_of(layout: Layout, placement: Placement | None = None, blocks: Sequence[Block] = ()) -> dict[int, set[int]]:
-    """The workers that each worker exchanges tensors with, apart from the vote. Symmetric; no worker is its own peer.
+    """Finds the workers that each worker exchanges tensors with, apart from the vote. The relation is symmetric; no
+    worker is its own peer.
 
     Args:
         layout: routes join the workers of neighbouring hops; the workers that run a layer exchange its gradients.
@@ -383,7 +385,7 @@ class JobModel(NamedTuple):
     """Costs by whose bytes memory is kept to; None where it is not planned with."""
 
     def step_s(self, layout: Layout, execution: ExecutionParameters, costs: Costs) -> float:
-        """Seconds of a step: the very programs that the workers run, timed.
+        """Computes the seconds of a step: the very programs that the workers run, timed.
 
         Args:
             layout: of workers of the job.
@@ -399,7 +401,7 @@ class JobModel(NamedTuple):
         return taken_s + costs.overhead_s(layout.stages)
 
     def within_memory(self, layout: Layout, execution: ExecutionParameters) -> ExecutionParameters:
-        """The parameters with what workers have room for under another layout, as far as it fits at all.
+        """Returns the parameters with what workers have room for under another layout, as far as it fits at all.
 
         Args:
             layout: from now on.
@@ -415,7 +417,7 @@ class JobModel(NamedTuple):
 
 
 def to_layout(allocation: Allocation, job: JobModel, costs: Costs, present: Layout) -> RunningLayout:
-    """The running layout of a plan.
+    """Makes the running layout of a plan.
 
     Routes are made anew, and, if the batch stays what it is, also such that micro-batches stay with their workers;
     the faster ones are taken. (Those that stay are no faster for it, and now and then much slower: they meet in another
@@ -451,7 +453,7 @@ def to_layout(allocation: Allocation, job: JobModel, costs: Costs, present: Layo
 
 
 def without_idle(layout: Layout) -> Layout:
-    """A layout without the workers that no route passes; stages without any worker left are left out too."""
+    """Returns a layout without the workers that no route passes; stages without any worker left are left out too."""
     busy = {hop.worker for route in layout.routes for hop in route}
     members = [tuple(worker for worker in stage.workers if worker in busy) for stage in layout.stages]
     numbers = {stage: number for number, stage in enumerate(index for index, each in enumerate(members) if each)}
@@ -466,7 +468,7 @@ def without_idle(layout: Layout) -> Layout:
 
 
 def with_idle(layout: Layout, present: Layout) -> Layout:
-    """A layout with the workers that it has nothing for.
+    """Returns a layout with the workers that it has nothing for.
 
     Those of a stage join the stage that is nearest to where they were, since they hold blocks of its layers; those that
     are idle stay so.

@@ -91,7 +91,7 @@ def estimate(
     where: np.ndarray | None = None,
     known: Estimate | None = None,
 ) -> Estimate:
-    """What a step takes by `elaswave.planning.costs.step_time.bound`, and memory and power.
+    """Estimates what a step takes by `elaswave.planning.costs.step_time.bound`, and memory and power.
 
     Args:
         cluster: with all workers of the allocation.
@@ -136,7 +136,7 @@ def estimate(
 
 
 def _load_of(cluster: Cluster, costs: Costs, allocation: Allocation, where: np.ndarray | None) -> Load:
-    """What workers compute; arguments as of `estimate`."""
+    """Computes what workers compute; takes arguments as `estimate` does."""
     tables = [
         StageTable.of([(share.start, share.stop) for share in chain.stages], chain.cuts, chain.num_microbatches, costs)
         for chain in allocation.chains
@@ -185,7 +185,7 @@ class Prediction:
 
 
 def fidelity_for(allocation: Allocation, exact_actions: int = EXACT_ACTIONS) -> Fidelity:
-    """``exact`` where a step has at most so many actions, else ``bound``."""
+    """Chooses ``exact`` where a step has at most so many actions, else ``bound``."""
     return "bound" if num_actions(allocation) > exact_actions else "exact"
 
 
@@ -198,7 +198,7 @@ def step_s(
     max_in_flight: Mapping[int, int] | None = None,
     within_s: float = float("inf"),
 ) -> float:
-    """Seconds of a step.
+    """Computes the seconds of a step.
 
     Args:
         cluster: with all workers of the allocation.
@@ -235,7 +235,7 @@ def step_s(
 
 
 def stages_of(allocation: Allocation) -> list[StageShare]:
-    """All stages of all chains."""
+    """Lists all stages of all chains."""
     return [stage for chain in allocation.chains for stage in chain.stages]
 
 
@@ -250,7 +250,7 @@ def time_within_memory(
     within_s: float = float("inf"),
     known: Estimate | None = None,
 ) -> Prediction:
-    """What a step takes, with fewer micro-batches in flight where memory is short: how every plan is judged.
+    """Computes what a step takes, with fewer micro-batches in flight where memory is short: how every plan is judged.
 
     Args:
         cluster: with all workers of the allocation.
@@ -293,7 +293,8 @@ def time_within_memory(
 
 
 def _least_s(costs: Costs, allocation: Allocation, found: Estimate) -> float:
-    """Seconds that no order of a step's actions gets below: see `elaswave.planning.costs.step_time.bound.least_s`."""
+    """Computes the seconds that no order of a step's actions gets below: see
+    `elaswave.planning.costs.step_time.bound.least_s`."""
     longest, first, load = 0.0, 0, found.load
     for chain, table in zip(allocation.chains, load.tables, strict=True):
         own = slice(first, first + len(chain.stages))
@@ -310,7 +311,7 @@ def _least_s(costs: Costs, allocation: Allocation, found: Estimate) -> float:
 def time_as_it_is(
     cluster: Cluster, costs: Costs, allocation: Allocation, *, followers: int = DEFAULT_FOLLOWERS, exact: bool = True
 ) -> Prediction:
-    """What a step of a job takes that runs, whether the description says that it fits into memory or not.
+    """Computes what a step of a job takes that runs, whether the description says that it fits into memory or not.
 
     Args:
         cluster, costs, allocation, followers: as of `time_within_memory`.
@@ -326,7 +327,7 @@ def time_as_it_is(
 
 
 def _limited_step_s(costs: Costs, allocation: Allocation, limits: MemoryLimits) -> float:
-    """The bound of the stage whose workers wait longest for micro-batches to come back."""
+    """Computes the bound of the stage whose workers wait longest for micro-batches to come back."""
     longest, first = 0.0, 0
     for chain in allocation.chains:
         for stage in chain.stages:

@@ -72,7 +72,7 @@ def compile_programs(
     only: int | None = None,
     begins_s: Mapping[int, float] | None = None,
 ) -> dict[int, Program]:
-    """One program per worker that together run every hop of every route forward and backward.
+    """Compiles one program per worker that together run every hop of every route forward and backward.
 
     Args:
         layout: stages and routes.
@@ -117,7 +117,7 @@ def compiled_step_s(
     transfer_s: TransferSeconds | None = None,
     within_s: float = float("inf"),
 ) -> float:
-    """Seconds of a step whose programs are compiled by the durations that it takes.
+    """Computes the seconds of a step whose programs are compiled by the durations that it takes.
 
     The same to the last bit as `compile_programs` and `elaswave.planning.costs.step_time.exact.time_programs`, without
     the programs themselves.
@@ -156,7 +156,7 @@ def compiled_step_s(
 def _bounds(
     part: Layout, schedule: Schedule, max_in_flight: Mapping[int, int] | None, *, forward_only: bool
 ) -> Mapping[int, int]:
-    """The most micro-batches that each worker of a part may hold."""
+    """Computes the most micro-batches that each worker of a part may hold."""
     check_schedule(schedule)
     if max_in_flight is not None and schedule != "gpipe" and not forward_only:
         if too_low := [worker for worker in part.active if max_in_flight.get(worker, 0) < 1]:
@@ -186,7 +186,7 @@ def _compile(
     flow: StepGraph, schedule: Schedule, limits: Limits, begins: Sequence[int], *,
     forward_only: bool, within: float | None = None,
 ) -> list[list[int]] | None:  # fmt: skip
-    """The programs of one part, as codes; None if they take as long as `within`."""
+    """Compiles the programs of one part, as codes; returns None if they take as long as `within`."""
     open_, tried = limits
     key = (schedule, forward_only, open_, tried, tuple(begins), flow.digest)
     known = _PROGRAMS.get(key)
@@ -211,7 +211,7 @@ def _at_most(held: Sequence[int], bounds: Mapping[int, int], flow: StepGraph) ->
 def _zero_bubble(
     flow: StepGraph, open_: Sequence[int], tried: Sequence[Sequence[int]], begins: Sequence[int], within: float | None
 ) -> list[list[int]] | None:
-    """The best of several orders with split backwards.
+    """Finds the best of several orders with split backwards.
 
     Args:
         flow: the work.
@@ -246,9 +246,9 @@ def _zero_bubble(
 
 
 def _least_ticks(flow: StepGraph) -> float:
-    """What no order of split backwards gets below: a worker waits for its first input, does all its work, or all but
-    its weight gradients before the last gradient goes back to the beginning of its route; and a micro-batch goes there
-    and back to each of its hops, whose weight gradient follows."""
+    """Computes what no order of split backwards gets below: a worker waits for its first input, does all its work, or
+    all but its weight gradients before the last gradient goes back to the beginning of its route; and a micro-batch
+    goes there and back to each of its hops, whose weight gradient follows."""
     num_workers, seconds = len(flow.workers), flow.seconds
     alone, weights = [0.0] * num_workers, [0.0] * num_workers
     arrives, returns = [float("inf")] * num_workers, [float("inf")] * num_workers
@@ -278,7 +278,7 @@ def _least_ticks(flow: StepGraph) -> float:
 
 
 def _longest_since(ends: Sequence[float], begins: Sequence[float]) -> float:
-    """From a worker's own beginning to its end, of the worker for which that is longest."""
+    """Computes the time from a worker's own beginning to its end, of the worker for which that is longest."""
     return max(end - begin for end, begin in zip(ends, begins or [0] * len(ends), strict=True))
 
 
@@ -297,7 +297,7 @@ class _Memo(Generic[_Value]):
         self._known: dict[Hashable, _Value] = {}
 
     def get(self, key: Hashable) -> _Value | None:
-        """The answer, if it is known."""
+        """Returns the answer, if it is known."""
         found = self._known.pop(key, None)
         if found is not None:
             self._known[key] = found  # now the youngest

@@ -37,7 +37,7 @@ class _RoutePiece(NamedTuple):
 
 
 def make_routes(allocation: Allocation, costs: Costs, cluster: Cluster, *, previous: Layout | None = None) -> Layout:
-    """The layout of an allocation.
+    """Makes the layout of an allocation.
 
     Args:
         allocation: who does how much.
@@ -80,7 +80,7 @@ def make_routes(allocation: Allocation, costs: Costs, cluster: Cluster, *, previ
 
 
 def allocation_of(layout: Layout, schedule: Schedule, levels: Mapping[int, int]) -> Allocation:
-    """What `make_routes` has made a layout of.
+    """Returns what `make_routes` has made a layout of.
 
     Args:
         layout: one chain of stages, or several that share no workers (pipelines of different depth).
@@ -147,7 +147,7 @@ def _homes(layout: Layout) -> dict[int, frozenset[int]]:
 
 
 def _take_turns(shares: Sequence[int]) -> list[list[int]]:
-    """Micro-batch numbers of each chain, each spread evenly over all of them."""
+    """Deals the micro-batch numbers of each chain, each spread evenly over all of them."""
     turns = sorted(((2 * k + 1) / (2 * share), chain) for chain, share in enumerate(shares) for k in range(share))
     numbers: list[list[int]] = [[] for _ in shares]
     for number, (_, chain) in enumerate(turns):
@@ -192,7 +192,7 @@ def _deal_microbatches(
     cut: Mapping[int, int],
     homes: Sequence[frozenset[int]],
 ) -> list[int]:
-    """The worker of each micro-batch, as a position in the stage.
+    """Chooses the worker of each micro-batch, as a position in the stage.
 
     Workers take micro-batches in turns, each at its own pace. Micro-batches that begin earlier than the latest start
     (long ones) go only to workers that can even them out.
@@ -246,7 +246,8 @@ def _room_for_long(
     extra: Sequence[float],
     cut: Mapping[int, int],
 ) -> tuple[list[int], list[int]]:
-    """How many long and how many short micro-batches each worker of a stage can take so that all end together."""
+    """Computes how many long and how many short micro-batches each worker of a stage can take so that all end
+    together."""
     num_long = sum(value > 0 for value in extra)
     if num_long in (0, len(extra)):
         return list(counts), list(counts)
@@ -273,7 +274,7 @@ def _room_for_long(
 
 
 def _common_end(counts: Sequence[int], speeds: Sequence[float], least: float, most: float, more: float) -> float:
-    """When the workers of a stage end if its work can be divided as its cuts permit.
+    """Computes when the workers of a stage end if its work can be divided as its cuts permit.
 
     Args:
         counts: micro-batches of each worker.
@@ -321,7 +322,7 @@ def _deal_cuts(
     starts: Sequence[int],
     cut: Mapping[int, int],
 ) -> list[int]:
-    """The layer at which each micro-batch leaves the stage, so that its workers end together.
+    """Chooses the layer at which each micro-batch leaves the stage, so that its workers end together.
 
     Layer by layer: those that leave later than it are dealt to the workers that would end first with it, and within a
     worker to its shortest micro-batches, evenly over its step.
@@ -397,7 +398,7 @@ def _exchange(
 
 
 def _spread(microbatches: Sequence[int], number: int, starts: Sequence[int]) -> list[int]:
-    """So many of these micro-batches: those that begin last, evenly among equals."""
+    """Chooses so many of these micro-batches: those that begin last, evenly among equals."""
     chosen: list[int] = []
     for start in sorted({starts[microbatch] for microbatch in microbatches}, reverse=True):
         equal = [microbatch for microbatch in microbatches if starts[microbatch] == start]

@@ -57,7 +57,7 @@ def share_layers(
 
 
 def held_ranges(cuts: Sequence[Cut], num_layers: int) -> list[tuple[int, int]]:
-    """Layers that the workers of each stage hold under these cuts."""
+    """Lists the layers that the workers of each stage hold under these cuts."""
     starts = [0, *(min(cut) for cut in cuts)]
     stops = [*(max(cut) for cut in cuts), num_layers]
     return list(zip(starts, stops))
@@ -103,7 +103,8 @@ def widen_cuts(
 def _lack(
     prefix: np.ndarray, cuts: Sequence[Cut], stage: int, counts: np.ndarray, speeds: np.ndarray, num_layers: int
 ) -> float:
-    """Seconds of work that a stage's workers would have to hand to each other, but cannot with these cuts."""
+    """Computes the seconds of work that a stage's workers would have to hand to each other, but cannot with these
+    cuts."""
     left = cuts[stage - 1] if stage else {0: int(counts.sum())}
     right = cuts[stage] if stage < len(cuts) else {num_layers: int(counts.sum())}
     core = max(0.0, float(prefix[min(right)] - prefix[max(left)]))
@@ -120,7 +121,7 @@ def _lack(
 def _spread_cut(
     cuts: Sequence[Cut], side: int, lack: float, prefix: np.ndarray, num_layers: int
 ) -> dict[int, int] | None:
-    """A boundary's cut, spread by one layer on both sides; None if there is no layer or nothing to spread."""
+    """Spreads a boundary's cut by one layer on both sides; returns None if there is no layer or nothing to spread."""
     cut = dict(cuts[side])
     lowest, highest = min(cut), max(cut)
     floor = max(cuts[side - 1]) if side else 0

@@ -65,7 +65,7 @@ def validate_programs(
 
 
 def _where_everything_belongs(layout: Layout, forward_only: bool) -> dict[Action, int]:
-    """The worker of every action that may occur at all."""
+    """Maps every action that may occur at all to its worker."""
     kinds: tuple[Kind, ...] = ("F",) if forward_only else ("F", "B", "I", "W")
     return {
         Action(hop.stage, kind, microbatch): hop.worker
@@ -126,7 +126,7 @@ def _missing(programs: Mapping[int, Program], where: Mapping[Action, int], forwa
 
 
 def _too_many_in_flight(programs: Mapping[int, Program], max_in_flight: Mapping[int, int]) -> Iterator[_Fault]:
-    """The first forward of each worker that begins while it holds as much as it may."""
+    """Finds the first forward of each worker that begins while it holds as much as it may."""
     for worker, program in sorted(programs.items()):
         bound = max_in_flight.get(worker, 0)
         held = 0
@@ -199,7 +199,7 @@ def _deadlock(layout: Layout, programs: Mapping[int, Program], where: Mapping[Ac
 def _neighbours(
     layout: Layout,
 ) -> tuple[dict[tuple[int, int], int | None], dict[tuple[int, int], int | None]]:
-    """The stages before and after each (stage, micro-batch) on its route, None at the ends."""
+    """Finds the stages before and after each (stage, micro-batch) on its route, None at the ends."""
     before: dict[tuple[int, int], int | None] = {}
     after: dict[tuple[int, int], int | None] = {}
     for microbatch, route in enumerate(layout.routes):
@@ -219,7 +219,7 @@ def _report(programs: Mapping[int, Program], faults: list[_Fault]) -> str:
 
 
 def _grid(programs: Mapping[int, Program], faults: list[_Fault]) -> Iterator[str]:
-    """The part of the programs around the first fault, bad cells marked."""
+    """Shows the part of the programs around the first fault, bad cells marked."""
     bad = {(fault.worker, fault.position) for fault in faults}
     focus = faults[0]
     rows = sorted({*programs, *(fault.worker for fault in faults)})

@@ -80,7 +80,7 @@ def apportion(
 
 
 def _classes(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The times that there are, which of them each worker takes, and how many workers take each."""
+    """Finds the times that there are, which of them each worker takes, and how many workers take each."""
     least, most = seconds.min(), seconds.max()
     slowest = seconds == most
     if bool(np.all(slowest | (seconds == least))):  # mostly; without sorting
@@ -90,7 +90,7 @@ def _classes(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _divisible_end(num_microbatches: int, seconds: np.ndarray, members: np.ndarray, caps: np.ndarray | None) -> float:
-    """When all workers end if micro-batches can be divided and no worker takes more than its cap."""
+    """Computes when all workers end if micro-batches can be divided and no worker takes more than its cap."""
     rates = members / seconds
     if caps is None:
         return num_microbatches / float(rates.sum())
@@ -105,7 +105,7 @@ def _divisible_end(num_microbatches: int, seconds: np.ndarray, members: np.ndarr
 
 
 def _level(num_microbatches: int, seconds: np.ndarray, begun_s: np.ndarray) -> float:
-    """When all workers end that take anything, if micro-batches can be divided and some are busy already."""
+    """Computes when all workers end that take anything, if micro-batches can be divided and some are busy already."""
     order = np.argsort(begun_s, kind="stable")
     rates = np.cumsum(1.0 / seconds[order])
     ends = (num_microbatches + np.cumsum(begun_s[order] / seconds[order])) / rates

@@ -87,7 +87,7 @@ class Options:
             raise ValueError("options of a plan are impossible: " + "; ".join(problems))
 
     def pause_of(self, kind: EventKind, *, moves: bool) -> float:
-        """Predicted pause where no state has to be fetched.
+        """Predicts the pause where no state has to be fetched.
 
         Args:
             kind: of the event.
@@ -99,7 +99,7 @@ class Options:
         return pause_s + (self.pause_s if kind == "lost" else self.join_pause_s)
 
     def horizon(self, num_workers: int) -> float:
-        """Expected seconds until the next event of so many workers."""
+        """Computes the expected seconds until the next event of so many workers."""
         return RecoveryTimes(horizon_s=self.horizon_s).horizon(num_workers)
 
 
@@ -125,7 +125,7 @@ class Survivors(NamedTuple):
 
 
 def survivors_of(cluster: Cluster, before: Allocation, event: ClusterEvent) -> Survivors:
-    """Who is left, and what they have had.
+    """Finds who is left, and what they have had.
 
     Args:
         cluster: after the event.
@@ -192,7 +192,7 @@ class Candidate:
     transfer_s: float = 0.0
 
     def done_until(self, horizon_s: float) -> float:
-        """Steps until the horizon, if training stood still while state moves."""
+        """Computes the steps until the horizon, if training stood still while state moves."""
         return max(0.0, horizon_s - self.transfer_s) / self.step_s if self.step_s else float("inf")
 
 
@@ -227,7 +227,7 @@ class Judge:
         """By any candidate so far, until the horizon."""
 
     def of_shape(self, shape: Shape, schedule: Schedule) -> Candidate | None:
-        """A shape as a candidate; None if it does not keep to the limits of memory and power."""
+        """Makes a candidate of a shape; returns None if it does not keep to the limits of memory and power."""
         try:
             allocation = build(
                 self._cluster,
@@ -244,7 +244,7 @@ class Judge:
             return None
 
     def of_allocation(self, allocation: Allocation, origin: str, where: np.ndarray | None = None) -> Candidate:
-        """An allocation as a candidate.
+        """Makes a candidate of an allocation.
 
         Args:
             allocation: who does how much.
@@ -296,7 +296,8 @@ class Judge:
         within_s: float = float("inf"),
         known: Estimate | None = None,
     ) -> tuple[float, Estimate]:
-        """Seconds of a step, with fewer micro-batches in flight where memory is short, and what else it takes.
+        """Computes the seconds of a step, with fewer micro-batches in flight where memory is short, and what else it
+        takes.
 
         Args:
             allocation, where: as of `of_allocation`.
@@ -361,7 +362,7 @@ def contributions_of(
 
 
 def reason_of(tuned: Candidate, staying: Candidate | None) -> str:
-    """One line; arguments as of `contributions_of`."""
+    """Writes the reason in one line; takes arguments as `contributions_of` does."""
     found = tuned.found
     share = found.pace_s / tuned.step_s if tuned.step_s else 1.0
     compared = "rerouting alone does not fit" if staying is None else (

@@ -80,7 +80,7 @@ def all_shapes(
     most: int,
     stages: Sequence[np.ndarray] | None = None,
 ) -> list[Ranked]:
-    """The best layouts of one chain of whole layers.
+    """Finds the best layouts of one chain of whole layers.
 
     Args:
         cluster: of the workers.
@@ -150,7 +150,7 @@ def _kinds_of(cluster: Cluster, workers: np.ndarray) -> _Kinds:
 
 
 def _mixes_of(kinds: _Kinds, num_microbatches: int) -> _Mixes:
-    """In the order of codes: the number of the first kind's workers counts most."""
+    """Tabulates the mixes in the order of codes: the number of the first kind's workers counts most."""
     numbers = list(product(*(range(count + 1) for count in kinds.counts)))
     seconds, speed, memory_bytes = np.full(len(numbers), np.inf), np.ones(len(numbers)), np.zeros(len(numbers))
     is_uniform, most = np.ones(len(numbers), dtype=bool), np.zeros(len(numbers))
@@ -191,7 +191,8 @@ def _codes_of(kinds: _Kinds, stages: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _are_regular(mixes: _Mixes, stages: np.ndarray, num_microbatches: int) -> np.ndarray:
-    """Whether the stages of each row have workers alike, and widths that divide each other and the micro-batches."""
+    """Tells whether the stages of each row have workers alike, and widths that divide each other and the
+    micro-batches."""
     width = mixes.width[stages]
     small, large = np.minimum(width[:, 1:], width[:, :-1]), np.maximum(width[:, 1:], width[:, :-1])
     is_even = np.all(num_microbatches % width == 0, axis=1) & np.all(large % small == 0, axis=1)
@@ -199,14 +200,14 @@ def _are_regular(mixes: _Mixes, stages: np.ndarray, num_microbatches: int) -> np
 
 
 def _divisions(num_layers: int, num_stages: int) -> np.ndarray:
-    """All boundaries between so many stages: [ways, stages + 1]."""
+    """Lists all boundaries between so many stages: [ways, stages + 1]."""
     inner = _choices(num_layers - 1, num_stages - 1) + 1
     ends = np.zeros((len(inner), 1), dtype=np.int64)
     return np.concatenate([ends, inner, ends + num_layers], axis=1)
 
 
 def _choices(number: int, chosen: int) -> np.ndarray:
-    """All ascending choices of so many numbers below a number: [ways, chosen]."""
+    """Lists all ascending choices of so many numbers below a number: [ways, chosen]."""
     found = list(combinations(range(number), chosen))
     return np.array(found, dtype=np.int64).reshape(len(found), chosen)
 
@@ -214,7 +215,8 @@ def _choices(number: int, chosen: int) -> np.ndarray:
 def _scored(
     costs: Costs, mixes: _Mixes, stages: np.ndarray, bounds: np.ndarray, schedule: Schedule, copies: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a step of each layout, [ways to divide workers, ways to divide layers]; infinite where memory lacks.
+    """Computes the seconds of a step of each layout, [ways to divide workers, ways to divide layers]; they are infinite
+    where memory lacks.
 
     The closed form of `elaswave.planning.costs.step_time.bound`, without links, where memory is short not below what
     waiting for micro-batches takes; and what a step takes at least: a worker waits for its first input and does all its
@@ -276,9 +278,9 @@ def _overheads_s(costs: Costs, widths: np.ndarray, bounds: np.ndarray) -> np.nda
 
 
 def _waiting_s(costs: Costs, mixes: _Mixes, stages: np.ndarray, bounds: np.ndarray, copies: int) -> np.ndarray:
-    """Seconds of each layout by the stage whose workers wait longest for micro-batches to come back, as of
-    `elaswave.planning.costs.step_time.bound.limited_s`; infinite if some worker has no room for its layers and one of
-    them."""
+    """Computes the seconds of each layout by the stage whose workers wait longest for micro-batches to come back, as
+    `elaswave.planning.costs.step_time.bound.limited_s` does; they are infinite if some worker has no room for its
+    layers and one of them."""
     waiting_s = np.zeros((len(stages), len(bounds)))
     models = [MemoryModel.of_width(costs, max(1, width), copies) for width in range(int(mixes.width.max()) + 1)]
     if max(model.most_bytes(int(mixes.most.max())) for model in models) <= float(mixes.memory_bytes[1:].min()):
@@ -296,7 +298,7 @@ def _waiting_s(costs: Costs, mixes: _Mixes, stages: np.ndarray, bounds: np.ndarr
 
 
 def _members(kinds: _Kinds, codes: Sequence[int], bounds: Sequence[int], held: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Workers for stages: of each kind those first that hold most of the stage's layers already."""
+    """Chooses workers for stages: of each kind those first that hold most of the stage's layers already."""
     pools = [own.tolist() for own in kinds.positions]
     members: list[np.ndarray] = []
     for stage, code in enumerate(codes):

@@ -56,7 +56,7 @@ class MemoryBudget:
         """Whether anything that was asked for did not fit."""
 
     def needed_bytes(self, stage: int, start: int, stop: int) -> float:
-        """Bytes that the fullest worker of a stage would hold with layers [start, stop)."""
+        """Computes the bytes that the fullest worker of a stage would hold with layers [start, stop)."""
         ends = self._ends.get(stage)
         if ends is None:
             stops, starts = self._held(stage)
@@ -68,7 +68,7 @@ class MemoryBudget:
         return model.ends(int(self._in_flight[stage]))
 
     def fits(self, stage: int, start: int, stop: int, shared_before: int = 0, shared_behind: int = 0) -> bool:
-        """Whether a stage's workers can hold layers [start, stop).
+        """Tells whether a stage's workers can hold layers [start, stop).
 
         Args:
             stage: by index.
@@ -86,7 +86,8 @@ class MemoryBudget:
         return fits
 
     def _elsewhere(self, stage: int, neighbour: int, start: int, stop: int) -> float:
-        """Bytes of the state of layers that a worker of a stage does not hold, since its neighbour's workers do."""
+        """Computes the bytes of the state of layers that a worker of a stage does not hold, since its neighbour's
+        workers do."""
         if start >= stop:
             return 0.0
         state, own = self._costs.prefix["optimizer_bytes"], int(self._widths[stage])
@@ -94,8 +95,8 @@ class MemoryBudget:
         return float(state[stop] - state[start]) * part
 
     def earliest_starts(self) -> list[list[int]]:
-        """For `split_layers`: for each stage and each layer at which it ends the first at which it may begin, and at
-        any later one too. A stage that ends later may not begin earlier."""
+        """Finds for `split_layers`, for each stage and each layer at which it ends, the first at which it may begin; it
+        may begin at any later one too. A stage that ends later may not begin earlier."""
         found = []
         for stage, limit in enumerate(self._limits):
             stops, starts = self._held(stage)
@@ -106,7 +107,7 @@ class MemoryBudget:
         return found
 
     def lacking(self, bounds: Sequence[int]) -> tuple[int, MemoryParts, float]:
-        """The stage that lacks most, what one of its workers needs, and the bytes that it has."""
+        """Finds the stage that lacks most, what one of its workers needs, and the bytes that it has."""
         needed = [self.needed_bytes(stage, bounds[stage], bounds[stage + 1]) for stage in range(len(self._limits))]
         worst = max(range(len(needed)), key=lambda stage: needed[stage] - self._limits[stage])
         model = MemoryModel.of_width(self._costs, int(self._widths[worst]), self._copies)
@@ -134,7 +135,7 @@ class AllocatedMemory:
 
 
 def memory_of(costs: Costs, allocation: Allocation, followers: int = DEFAULT_FOLLOWERS) -> AllocatedMemory:
-    """Bytes that each worker holds: what it computes with, its part of the state, and what is in flight.
+    """Computes the bytes that each worker holds: what it computes with, its part of the state, and what is in flight.
 
     Args:
         costs: of the layers.
@@ -173,7 +174,7 @@ class MemoryLimits:
     """Workers that hold fewer than the schedule would."""
 
     def as_mapping(self) -> dict[int, int]:
-        """Worker -> bound, as `compile_programs` takes it."""
+        """Maps worker to bound, as `compile_programs` takes it."""
         return dict(zip(self.workers.tolist(), self.bounds.tolist(), strict=True))
 
 
@@ -185,7 +186,7 @@ def memory_limits(
     followers: int = DEFAULT_FOLLOWERS,
     where: np.ndarray | None = None,
 ) -> MemoryLimits | None:
-    """What memory permits the workers of an allocation.
+    """Computes what memory permits the workers of an allocation.
 
     Args:
         cluster: with all workers of the allocation.
@@ -247,7 +248,7 @@ def layout_limits(
     followers: int = DEFAULT_FOLLOWERS,
     must_fit: bool = True,
 ) -> dict[int, int]:
-    """What memory permits the workers of a layout, where that is less than its programs would hold.
+    """Computes what memory permits the workers of a layout, where that is less than its programs would hold.
 
     Args:
         cluster: with all workers of the layout.
@@ -294,7 +295,8 @@ def held_microbatches(
     schedule: Schedule,
     followers: int,
 ) -> list[np.ndarray | None]:
-    """For each stage the most micro-batches that its workers can be given; None where memory does not matter.
+    """Computes for each stage the most micro-batches that its workers can be given; gives None where memory does not
+    matter.
 
     What counts is how many a worker holds at once. gpipe holds all of them; under other schedules a worker that can
     hold one can be given any number, with fewer in flight than it should.

@@ -50,14 +50,14 @@ def split_layers(
 
 @lru_cache(maxsize=64)
 def _split_freely(prefix: tuple[float, ...], factors: tuple[float, ...], _of_ints: bool) -> tuple[int, ...] | None:
-    """`_split` without limits: a plan asks for stages of the same widths several times."""
+    """Does the same as `_split`, but without limits: a plan asks for stages of the same widths several times."""
     return _split(prefix, factors, None)
 
 
 def _split(
     prefix: Sequence[N], factors: Sequence[N], earliest_starts: Sequence[Sequence[int]] | None
 ) -> tuple[int, ...] | None:
-    """`split_layers` of at least as many layers as stages."""
+    """Does the same as `split_layers`, but for at least as many layers as stages."""
     num_layers, num_stages = len(prefix) - 1, len(factors)
     windows = _windows(prefix, factors, _rough_bound(prefix, factors, earliest_starts))
     slowest = _smallest_slowest(prefix, factors, earliest_starts, windows)
@@ -96,7 +96,8 @@ def _split(
 
 
 def _windows(prefix: Sequence[N], factors: Sequence[N], bound: float) -> list[tuple[int, int]]:
-    """First and last layer at which each stage can begin if no stage takes longer than a bound; one more for the end.
+    """Finds the first and last layer at which each stage can begin if no stage takes longer than a bound; gives one
+    more for the end.
 
     Every stage has a layer, and the stages before and after cannot hold more than the bound lets them. Floats are
     enough here: windows only leave out what is far off.
@@ -131,7 +132,7 @@ def _normalised(prefix: Sequence[N], factors: Sequence[N]) -> tuple[list[float],
 
 
 def _rough_bound(prefix: Sequence[N], factors: Sequence[N], earliest_starts: Sequence[Sequence[int]] | None) -> float:
-    """A time that some split keeps to, found by filling stages one after the other; infinite if none was found.
+    """Finds a time that some split keeps to, by filling stages one after the other; it is infinite if none was found.
 
     It is a share of the time of all layers on the slowest stage.
     """
@@ -167,7 +168,7 @@ def _smallest_slowest(
     earliest_starts: Sequence[Sequence[int]] | None,
     windows: Sequence[tuple[int, int]],
 ) -> N | None:
-    """The smallest possible largest stage time over all contiguous splits, by dynamic programming over stages.
+    """Finds the smallest possible largest stage time over all contiguous splits, by dynamic programming over stages.
 
     No bisection: since every stage needs a layer, the slowest of the stages up to a layer may fall when a layer is
     added (a costly one moves to an earlier, wider stage).
@@ -202,7 +203,7 @@ def _smallest_slowest(
 def choose_widths(
     seconds: np.ndarray, num_workers: int, num_microbatches: int, current: Sequence[int]
 ) -> np.ndarray | None:
-    """Workers for each stage, all equally fast, such that the busiest is done as early as possible.
+    """Chooses workers for each stage, all equally fast, such that the busiest is done as early as possible.
 
     A worker runs whole micro-batches: at a pace T, n = floor(T / seconds) of them, so a stage needs M / n workers,
     rounded up. Workers that are not needed elsewhere stay in their stage, so that few change stage.
@@ -270,7 +271,7 @@ def split_layers_and_workers(
     seconds = np.where(ordered, np.maximum(seconds, 1e-30), np.inf)
 
     def fewest_workers(pace: float) -> list[np.ndarray]:
-        """For each number of stages, and each layer, the fewest workers for the layers before it."""
+        """Computes for each number of stages, and each layer, the fewest workers for the layers before it."""
         each = np.floor(pace / seconds * (1 + _SLACK))
         workers = np.where(each >= 1, np.ceil(num_microbatches / np.maximum(each, 1)), np.inf)
         found = [np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)]

@@ -64,7 +64,7 @@ class WorkerSubset(NamedTuple):
 
 
 def smaller_subsets(whole: WorkerSubset, speed: np.ndarray, *, one_by_one: bool) -> list[WorkerSubset]:
-    """What is left without some: slow ones first, then those of the widest stages.
+    """Lists what is left without some: slow ones first, then those of the widest stages.
 
     Args:
         whole: all workers.
@@ -94,8 +94,8 @@ def _staying(whole: WorkerSubset, stays: np.ndarray, num_left_out: int) -> Worke
 
 
 def in_order(members: Sequence[np.ndarray], free: np.ndarray, speeds: np.ndarray) -> np.ndarray:
-    """Positions of workers, those last that are left out first: slow ones, those that hold nothing, those of the widest
-    stages.
+    """Orders the positions of workers, those last that are left out first: slow ones, those that hold nothing, those of
+    the widest stages.
 
     Args:
         members: of each stage.
@@ -168,7 +168,7 @@ def mixed_pipelines(
     most: int,
     leave_out: bool = True,
 ) -> list[tuple[Allocation, str]]:
-    """The best mixes.
+    """Finds the best mixes.
 
     Args:
         cluster: after the event.
@@ -252,7 +252,7 @@ def _dealt(depths: Sequence[tuple[int, int]], speeds: Sequence[float], usual: in
 
 
 def _beside_usual(pipeline_workers: PipelineWorkers, number: int, num_layers: int) -> Iterator[list[tuple[int, int]]]:
-    """(depth, number of pipelines): all workers have a place, some pipelines are as before."""
+    """Yields lists of (depth, number of pipelines): all workers have a place, some pipelines are as before."""
     depth, whole = len(pipeline_workers.usual), min(map(len, pipeline_workers.members))
     for kept in range(whole, -1, -1):
         rest = number - kept * depth
@@ -267,7 +267,7 @@ def _beside_usual(pipeline_workers: PipelineWorkers, number: int, num_layers: in
 
 
 def _of_two_depths(usual: int, number: int, num_layers: int) -> Iterator[list[tuple[int, int]]]:
-    """(depth, number of pipelines): as many of the shorter depth as the others leave workers for."""
+    """Yields lists of (depth, number of pipelines): as many of the shorter depth as the others leave workers for."""
     low, high = (1, number) if number <= ANY_DEPTH else (max(1, usual - SHORTER), usual + LONGER + 1)
     for longer in range(low, min(high, num_layers, number) + 1):
         for count in range(1, number // longer + 1):
@@ -312,7 +312,7 @@ class _Ideal:
         return fixed_s, pace_s * self._unevenness(depth)
 
     def _unevenness(self, depth: int) -> float:
-        """How much longer than the mean the slowest of so many stages takes, since layers are whole."""
+        """Computes how much longer than the mean the slowest of so many stages takes, since layers are whole."""
         even = template_beside(self._costs, (1.0,) * depth, frozenset())
         busy = self._costs.prefix["busy_s"]
         if even is None or not busy[-1]:
@@ -320,7 +320,8 @@ class _Ideal:
         return max(float(busy[stop] - busy[start]) for start, stop in even.ranges) * depth / float(busy[-1])
 
     def step_s(self, mix: _Mix, num_microbatches: int) -> float:
-        """Of a mix whose pipelines run whole micro-batches, if all layers sent as much at the end of a step."""
+        """Computes the seconds of a step of a mix whose pipelines run whole micro-batches, if all layers sent as much
+        at the end of a step."""
         kinds = [(number, *self.linear(speeds)) for speeds, number in mix.groups]
         kinds = [kind for kind in kinds if np.isfinite(kind[1])]
         if not kinds:
@@ -334,7 +335,7 @@ class _Ideal:
         return high + self._end_s(shortest, pipelines)
 
     def _end_s(self, depth: int, holders: int) -> float:
-        """Beside the actions, of a pipeline's stage, all of whose layers so many workers hold."""
+        """Computes the seconds beside the actions, of a pipeline's stage, all of whose layers so many workers hold."""
         link = self._costs.end_link
         if link is None or holders < 2:
             return 0.0
@@ -371,9 +372,9 @@ class _Placing:
         self._is_used[workers] = True
 
     def allocations(self, mix: _Mix, num_microbatches: int, schedule: Schedule) -> Iterator[Allocation]:
-        """A mix with real stages, workers and micro-batches: with even stages, and with those that suit as few
+        """Yields a mix with real stages, workers and micro-batches: with even stages, and with those that suit as few
         micro-batches as each pipeline gets, if those are others, of all pipelines or, which takes less memory, of one
-        kind; nothing if its pipelines cannot be one layout."""
+        kind; yields nothing if its pipelines cannot be one layout."""
         templates = self._templates(mix)
         if templates is None:
             return
@@ -457,7 +458,8 @@ class _Placing:
         return len(speeds) == len(self._usual) and speeds[0] == speeds[-1]
 
     def _columns(self, mix: _Mix, templates: Sequence[PipelineTemplate]) -> list[list[np.ndarray]]:
-        """Positions of each group's workers, stage by stage: workers that held early layers get early ones again.
+        """Chooses the positions of each group's workers, stage by stage: workers that held early layers get early ones
+        again.
 
         Pipelines of the usual depth keep their workers as long as there are enough in every stage.
         """
@@ -514,8 +516,8 @@ def _joined(allocation: Allocation) -> Allocation:
 
 
 def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, followers: int, within_s: float) -> float:
-    """Seconds of a step by the slowest pipeline: one of each depth, with the most micro-batches, within the memory
-    there is. Infinite, or the seconds, where they are not below `within_s`."""
+    """Computes the seconds of a step by the slowest pipeline: one of each depth, with the most micro-batches, within
+    the memory there is. Returns infinity, or the seconds, where they are not below `within_s`."""
     limits = memory_limits(cluster, costs, allocation, followers=followers)
     bounds = None if limits is None else limits.as_mapping()
     slowest, overhead_s = 0.0, costs.overhead_s(stages_of(allocation))
@@ -543,7 +545,7 @@ def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, follo
 def linear_s(
     costs: Costs, ranges: Ranges, schedule: Schedule, speeds: Sequence[float] | None = None
 ) -> tuple[float, float]:
-    """Seconds of a pipeline beside its micro-batches, and of each of them at the slowest stage.
+    """Computes the seconds of a pipeline beside its micro-batches, and of each of them at the slowest stage.
 
     Args:
         costs: of the layers.
@@ -560,6 +562,6 @@ def linear_s(
 
 
 def ranges_of(chain: Chain) -> Ranges:
-    """Layers that each stage runs, shared ones counted where most micro-batches run them."""
+    """Lists the layers that each stage runs, shared ones counted where most micro-batches run them."""
     bounds = [0, *(max(sorted(cut), key=lambda layer: cut[layer]) for cut in chain.cuts), chain.stages[-1].stop]
     return tuple(pairwise(bounds))

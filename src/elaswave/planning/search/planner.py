@@ -140,7 +140,7 @@ class _Planning:
     # ------------------------------------------------------------------------------------------------ what there is
 
     def _find_subsets(self) -> list[WorkerSubset]:
-        """All workers, and what is left without some, if that may be."""
+        """Lists all workers, and what is left without some, if that may be."""
         whole = WorkerSubset(self._left.stages, self._left.free)
         if "graph" not in self._options.axes or not self._options.leave_out:
             return [whole]
@@ -149,7 +149,7 @@ class _Planning:
     # -------------------------------------------------------------------------------------------------- candidates
 
     def run(self) -> Plan:
-        """The plan."""
+        """Makes the plan."""
         stay = self._stay(self._subsets[0])
         staying = self._pipelines_stay() if len(self._before.chains) > 1 else None
         candidates = [] if staying is None else [staying]
@@ -174,7 +174,7 @@ class _Planning:
         return self._plan(tuned, best, staying, stay)
 
     def _with_less_in_flight(self, best: Candidate) -> Candidate:
-        """The same with half the activations, if that is no slower."""
+        """Returns the same candidate with half the activations, if that is no slower."""
         if best.allocation.schedule != "zero-bubble-h2" or self._options.schedules:
             return best
         allocation = replace(best.allocation, schedule="zero-bubble")
@@ -230,7 +230,7 @@ class _Planning:
         return 1 if subset.num_left_out else FINALISTS_AT_SCALE
 
     def _finalists(self, ranked: Iterable[tuple[Shape, Schedule]], most: int) -> list[Candidate]:
-        """The first shapes that can be, as candidates."""
+        """Makes candidates of the first shapes that can be."""
         found: list[Candidate] = []
         for shape, schedule in ranked:
             if len(found) >= most:
@@ -240,7 +240,7 @@ class _Planning:
         return found
 
     def _shapes(self, subset: WorkerSubset, stay: Shape | None) -> list[tuple[Shape, Schedule]]:
-        """What the graph axis offers, and other schedules, the most promising first."""
+        """Lists what the graph axis offers, and other schedules, the most promising first."""
         groups: list[tuple[tuple[np.ndarray, ...], str]] = []
         may_move = bool(self._exact) or not subset.num_left_out  # planning for many workers has to be quick
         if "graph" in self._options.axes:
@@ -290,7 +290,7 @@ class _Planning:
         return [(shape, schedule) for _, _, shape, schedule in sorted(ranked, key=lambda entry: entry[:2])]
 
     def _whole_shapes(self, stay: Shape | None) -> list[Candidate]:
-        """The best layouts of whole layers of a small job."""
+        """Finds the best layouts of whole layers of a small job."""
         options, subset = self._options, self._subsets[0]
         if "graph" not in options.axes or subset.num_workers > WORKERS_MAX:
             return []
@@ -342,8 +342,8 @@ class _Planning:
         return found
 
     def _of_other_depths(self) -> list[tuple[Shape, Schedule]]:
-        """All workers in some stages fewer or more, in the order of the layers that they have held, where candidates
-        are timed exactly; the most promising first."""
+        """Lists shapes of all workers in some stages fewer or more, in the order of the layers that they have held,
+        where candidates are timed exactly; the most promising come first."""
         if not (self._exact and "graph" in self._options.axes and self._options.move_workers):
             return []
         subset, held = self._subsets[0], self._left.held
@@ -435,7 +435,7 @@ class _Planning:
         return found
 
     def _from_baselines(self) -> list[Candidate]:
-        """The baselines' allocations, judged like our own."""
+        """Judges the baselines' allocations like our own."""
         found = []
         for baseline in self._baselines:
             try:
@@ -449,7 +449,7 @@ class _Planning:
     # --------------------------------------------------------------------------------------------------- frequency
 
     def _tune(self, best: Candidate) -> Candidate:
-        """The candidate at other frequency levels, if that helps."""
+        """Returns the candidate at other frequency levels, if that helps."""
         cluster = self._cluster
         if "frequency" not in self._options.axes or all(len(device.levels) == 1 for device in cluster.devices):
             return best
@@ -498,7 +498,7 @@ class _Planning:
         )
 
     def _even_s(self, staying: Candidate, stay: Shape | None) -> float:
-        """Seconds of a step of the workers where they are if micro-batches were not dealt by speed."""
+        """Computes the seconds of a step of the workers where they are if micro-batches were not dealt by speed."""
         speeds = self._cluster.speed
         if "dataflow" not in self._options.axes or stay is None or len(self._before.chains) > 1:
             return staying.found.step_s
@@ -508,7 +508,7 @@ class _Planning:
         return estimate(self._cluster, self._costs, even, where=np.concatenate(stay.members)).step_s
 
     def _interim_s(self, staying: Candidate) -> float:
-        """Seconds of a step of the workers where they are while state is copied in the background."""
+        """Computes the seconds of a step of the workers where they are while state is copied in the background."""
         cluster, costs = shared_links(self._cluster, self._costs, self._options.copy_share)
         timed = time_within_memory(
             cluster,

@@ -29,7 +29,7 @@ from elaswave.types import Hop, Layout, Stage
 
 
 def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence[float] | None = None) -> Layout:
-    """The layout without the lost workers; survivors stay in their stage and keep their micro-batches.
+    """Makes the layout without the lost workers; survivors stay in their stage and keep their micro-batches.
 
     A stage that has lost all its workers is dissolved: its layers go to the remaining stages beside it, cut so that the
     slowest of those (cost of its layers over its width) is as fast as possible; among equal cuts so that the fewest
@@ -78,7 +78,7 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
 
 
 def set_idle(layout: Layout, workers: Collection[int]) -> Layout:
-    """The layout in which some workers run nothing, as if they were lost, but stay members.
+    """Makes the layout in which some workers run nothing, as if they were lost, but stay members.
 
     Args:
         layout: any valid layout.
@@ -92,7 +92,8 @@ def set_idle(layout: Layout, workers: Collection[int]) -> Layout:
 
 
 def put_to_work(layout: Layout, worker: int) -> Layout:
-    """The layout in which an idle worker works in the last of the narrowest stages; micro-batches are dealt in turn."""
+    """Makes the layout in which an idle worker works in the last of the narrowest stages; micro-batches are dealt in
+    turn."""
     narrowest = min(reversed(range(len(layout.stages))), key=lambda index: layout.stages[index].width)
     stages = tuple(
         msgspec.structs.replace(stage, workers=tuple(sorted((*stage.workers, worker)))) if index == narrowest else stage
@@ -112,7 +113,7 @@ def put_to_work(layout: Layout, worker: int) -> Layout:
 
 
 def _of_idle(layout: Layout, idle: tuple[int, ...]) -> Layout:
-    """One stage of all layers, of the workers that were idle; they take the micro-batches in turn."""
+    """Makes one stage of all layers, of the workers that were idle; they take the micro-batches in turn."""
     stage = Stage(start=0, stop=layout.num_layers, workers=idle)
     routes = tuple(
         (Hop(idle[microbatch % len(idle)], 0, 0, layout.num_layers),) for microbatch in range(layout.num_microbatches)
@@ -124,7 +125,7 @@ def _of_idle(layout: Layout, idle: tuple[int, ...]) -> Layout:
 def _close_gaps(
     ranges: Sequence[tuple[int, int]], widths: Sequence[int], prefix: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Layer ranges of the remaining stages, extended over the layers that no remaining stage holds.
+    """Extends the layer ranges of the remaining stages over the layers that no remaining stage holds.
 
     Args:
         ranges: of the remaining stages before, ascending; neighbours may overlap or leave a gap.
@@ -147,7 +148,7 @@ def _close_gaps(
 
 
 def _best_cuts(bounds: Sequence[Sequence[int]], widths: Sequence[int], prefix: Sequence[int]) -> tuple[int, ...]:
-    """Where to cut each gap between stages: smallest slowest stage, then fewest (worker, layer) pairs moved, then
+    """Finds where to cut each gap between stages: smallest slowest stage, then fewest (worker, layer) pairs moved, then
     earliest."""
     common = lcm(*widths)
     gaps = [range(before[1], after[0] + 1) for before, after in zip(bounds, bounds[1:])]
@@ -163,7 +164,7 @@ def _best_cuts(bounds: Sequence[Sequence[int]], widths: Sequence[int], prefix: S
 def _reroute(
     layout: Layout, kept: Sequence[int], stages: Sequence[Stage], gone: frozenset[int]
 ) -> tuple[tuple[Hop, ...], ...]:
-    """The routes over the remaining stages; a hop keeps its worker where that one is left.
+    """Makes the routes over the remaining stages; a hop keeps its worker where that one is left.
 
     Args:
         layout: before the loss.
@@ -281,7 +282,8 @@ def choose_followers(
     max_elements: int,
     scatter_width: int,
 ) -> Placement:
-    """The next placement on the way back to full redundancy: one more follower for some of the blocks that lack one.
+    """Chooses the next placement on the way back to full redundancy: one more follower for some of the blocks that lack
+    one.
 
     A block lacks one also if it has as many as are wanted, but all copies are in one domain and there are others, as
     when a move to another placement ends half-way. Blocks with the fewest followers come first. Whom a block gets is
@@ -354,7 +356,7 @@ def choose_followers(
 
 
 def _alike(placement: Placement, blocks: Sequence[Block]) -> dict[tuple[int, tuple[int, ...]], list[Block]]:
-    """The blocks by layer and holders, in the order of the first ones: there are many, but few kinds of them."""
+    """Groups the blocks by layer and holders, in the order of the first ones: there are many, but few kinds of them."""
     owners, followers = placement.owner, placement.followers
     alike: dict[tuple[int, int, tuple[int, ...]], list[Block]] = {}
     for block in blocks:

@@ -50,7 +50,7 @@ def requested_stages(present: Layout, layers: Sequence[int] | None, widths: Sequ
 
 
 def _members(present: Layout, widths: Sequence[int]) -> list[tuple[int, ...]]:
-    """The workers of each stage."""
+    """Chooses the workers of each stage."""
     in_order = [worker for stage in present.stages for worker in stage.workers]
     if len(widths) == len(present.stages):
         kept = [list(stage.workers[:width]) for stage, width in zip(present.stages, widths)]

@@ -51,7 +51,7 @@ class Shape:
         return np.array([len(own) for own in self.members], dtype=np.int64)
 
     def held(self, num_layers: int) -> list[tuple[int, int]]:
-        """Layers that the workers of each stage hold."""
+        """Lists the layers that the workers of each stage hold."""
         return held_ranges(self.cuts, num_layers)
 
 
@@ -182,7 +182,7 @@ def build(
     by_speed: bool = True,
     followers: int = DEFAULT_FOLLOWERS,
 ) -> Allocation:
-    """The allocation of a shape: micro-batches are split over the workers of each stage.
+    """Makes the allocation of a shape: micro-batches are split over the workers of each stage.
 
     Args:
         cluster: the workers.
@@ -216,7 +216,7 @@ def build(
 
 
 def score(cluster: Cluster, costs: Costs, shape: Shape, schedule: Schedule) -> float:
-    """Seconds of a step in closed form, from what stages have in common: for choosing between shapes."""
+    """Computes the seconds of a step in closed form, from what stages have in common: for choosing between shapes."""
     held = shape.held(costs.num_layers)
     table = StageTable.of(held, shape.cuts, shape.num_microbatches, costs)
     busiest_each_s, mean = busiest_s(table, shape.num_microbatches, [cluster.speed[own] for own in shape.members])

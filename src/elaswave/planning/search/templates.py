@@ -36,7 +36,7 @@ class PipelineTemplate(NamedTuple):
 def template_beside(
     costs: Costs, speeds: tuple[float, ...], others: frozenset[tuple[int, int]]
 ) -> PipelineTemplate | None:
-    """A pipeline of workers of these speeds: its slowest stage as fast as may be, beside others in one `Layout`.
+    """Makes a pipeline of workers of these speeds: its slowest stage as fast as may be, beside others in one `Layout`.
 
     Which worker has which stage is chosen with the layers. Of splits up to a layer with the same workers only the best
     is kept: smallest slowest stage, then the most even, then earliest starts.
@@ -86,7 +86,7 @@ def template_beside(
 def template_of_few(
     costs: Costs, speeds: tuple[float, ...], others: frozenset[tuple[int, int]], num_microbatches: int, *, split: bool
 ) -> PipelineTemplate | None:
-    """The pipeline with the shortest step of so many micro-batches: a lower bound of it, worker by worker.
+    """Finds the pipeline with the shortest step of so many micro-batches: by a lower bound of it, worker by worker.
 
     A worker waits for its first input and does all its work; or all but its weight gradients, before the last gradient
     goes back to the first stage, whose weight gradient follows; and a micro-batch goes through all stages and back to
@@ -130,8 +130,8 @@ def template_of_few(
 
 
 def orders_of(speeds: Sequence[float]) -> list[tuple[float, ...]]:
-    """All orders of some speeds that differ, the largest first; what takes time is how many these are, not how many
-    permutations there are of workers, most of whom are alike."""
+    """Lists all orders of some speeds that differ, the largest first; what takes time is how many these are, not how
+    many permutations there are of workers, most of whom are alike."""
     if not speeds:
         return [()]
     first = sorted(set(speeds), reverse=True)
@@ -139,11 +139,11 @@ def orders_of(speeds: Sequence[float]) -> list[tuple[float, ...]]:
 
 
 def _without(speeds: Sequence[float], speed: float) -> tuple[float, ...]:
-    """The speeds less one of these."""
+    """Returns the speeds less one of these."""
     place = speeds.index(speed)
     return (*speeds[:place], *speeds[place + 1 :])
 
 
 def _may_be(start: int, stop: int, others: frozenset[tuple[int, int]]) -> bool:
-    """Whether a stage neither lies inside one of these nor encloses one."""
+    """Tells whether a stage neither lies inside one of these nor encloses one."""
     return not any((a < start and stop < b) or (start < a and b < stop) for a, b in others)

@@ -31,7 +31,7 @@ _ELEMENT_BYTES = 12
 
 
 def num_blocks(costs: Costs) -> int:
-    """How many blocks the engine cuts a model into whose configuration gives no size of them.
+    """Computes how many blocks the engine cuts a model into whose configuration gives no size of them.
 
     Args:
         costs: of its layers.
@@ -75,7 +75,7 @@ class PlacedBlocks:
 
     @classmethod
     def of(cls, allocation: Allocation, there: Cluster, placing: Placing) -> "PlacedBlocks":
-        """Of blocks that are placed afresh.
+        """Makes blocks that are placed afresh.
 
         Args:
             allocation: who runs which layers.
@@ -85,13 +85,13 @@ class PlacedBlocks:
         return cls(layer_ranges(allocation), (there.ids, there.node), placing, {})
 
     def moved_to(self, allocation: Allocation, there: Cluster) -> "PlacedBlocks":
-        """Under another allocation, once all copies are where it wants them."""
+        """Returns the blocks under another allocation, once all copies are where it wants them."""
         return PlacedBlocks(
             layer_ranges(allocation), (there.ids, there.node), self._placing, self._replica_peers_so_far
         )
 
     def without(self, workers: Collection[int]) -> "PlacedBlocks":
-        """Without some workers, once their copies have been made again."""
+        """Returns the blocks without some workers, once their copies have been made again."""
         gone = np.fromiter(workers, dtype=np.int64, count=len(workers))
         ranges = [
             LayerRange(start=each.start, stop=each.stop, members=each.members[~np.isin(each.members, gone)])
@@ -100,7 +100,7 @@ class PlacedBlocks:
         return PlacedBlocks(ranges, self._hosts, self._placing, self._replica_peers_so_far)
 
     def shares(self, worker: int) -> Iterator[tuple[LayerRange, int]]:
-        """The layer ranges whose blocks a worker owns a share of, and how many workers share them."""
+        """Yields the layer ranges whose blocks a worker owns a share of, and how many workers share them."""
         for layers in self._ranges:
             if has(layers.members, worker):
                 yield layers, len(layers.members)
@@ -108,7 +108,7 @@ class PlacedBlocks:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def lost_with(self, workers: Collection[int]) -> bool:
-        """As of `Copies`."""
+        """Does what `ReplicaSet` says."""
         gone = frozenset(worker for worker in workers if any(has(layers.members, worker) for layers in self._ranges))
         if len(gone) <= self._num_followers:
             return False
@@ -119,7 +119,7 @@ class PlacedBlocks:
         return any(self._is_fatal(layers, (owner,), gone) for owner in gone for layers, _ in self.shares(owner))
 
     def fatal_sets(self, size: int) -> Iterator[tuple[int, ...]]:
-        """As of `Copies`."""
+        """Does what `ReplicaSet` says."""
         if size != self._num_followers + 1:
             return
         seen: set[tuple[int, ...]] = set()
@@ -132,12 +132,12 @@ class PlacedBlocks:
                         yield found
 
     def num_senders(self, worker: int) -> int:
-        """How many workers hold the other copies of what a worker holds, at least 1."""
+        """Counts the workers that hold the other copies of what a worker holds, at least 1."""
         peers = max((width for _, width in self.shares(worker)), default=1) - 1
         return max(1, peers if self._placing.scatter_width is None else min(peers, self._placing.scatter_width))
 
     def _is_fatal(self, layers: LayerRange, holders: tuple[int, ...], gone: Collection[int]) -> bool:
-        """Whether some block with these holders has all others among those who are gone, too."""
+        """Tells whether some block with these holders has all others among those who are gone, too."""
         if len(holders) > self._num_followers:
             return True
         next_ones = self._next_holders(layers, holders)
@@ -148,7 +148,7 @@ class PlacedBlocks:
         )
 
     def _holders(self, layers: LayerRange, holders: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """All sets of owner and followers that begin with these."""
+        """Yields all sets of owner and followers that begin with these."""
         if len(holders) > self._num_followers:
             yield holders
             return
@@ -156,8 +156,8 @@ class PlacedBlocks:
             yield from self._holders(layers, (*holders, other))
 
     def _next_holders(self, layers: LayerRange, holders: tuple[int, ...]) -> np.ndarray:
-        """Those among whom the next follower is chosen, ascending: replica peers of the owner, then as
-        `FollowerChooser`."""
+        """Lists those among whom the next follower is chosen, ascending: replica peers of the owner, then as
+        `FollowerChooser` does."""
         replica_peers = self._replica_peers_of(layers, holders[0])
         if len(holders) == 1 and len(replica_peers):
             return replica_peers
@@ -178,8 +178,8 @@ class PlacedBlocks:
         return fitting[[turn % len(fitting)]]
 
     def _replica_peers_of(self, layers: LayerRange, owner: int) -> np.ndarray:
-        """The replica peers that may be first followers of an owner's blocks in these layers; none if all workers
-        may."""
+        """Lists the replica peers that may be first followers of an owner's blocks in these layers; the list is empty
+        if all workers may."""
         if self._placing.scatter_width is None:
             return np.zeros(0, dtype=np.int64)
         replica_peers = np.array(self._replica_peers[owner], dtype=np.int64)
@@ -265,7 +265,8 @@ class PlacedBlocks:
         return ()
 
     def _apart(self, workers: np.ndarray, holders: tuple[int, ...]) -> np.ndarray:
-        """Those in domains without a copy, by the coarsest level at which there are any; all if there are none."""
+        """Finds those in domains without a copy, by the coarsest level at which there are any; all if there are
+        none."""
         for level in self._levels:
             used = level[np.searchsorted(self._members, holders)]
             elsewhere = workers[~np.isin(level[np.searchsorted(self._members, workers)], used)]

@@ -50,7 +50,7 @@ def smallest_scatter_width(
     memory_bytes: float,
     step_s: float | None = None,
 ) -> int:
-    """The smallest number of replica peers whose share of a lost worker's load fits.
+    """Finds the smallest number of replica peers whose share of a lost worker's load fits.
 
     Args:
         costs: of the layers, and of what a step takes beside its actions.
@@ -89,7 +89,8 @@ def target_placement(
     scatter_width: int,
     excluded: Collection[int] = (),
 ) -> Placement:
-    """The placement to move to under a layout: balanced as by `place_blocks`, with few copies that are not there yet.
+    """Finds the placement to move to under a layout: balanced as by `place_blocks`, with few copies that are not there
+    yet.
 
     An owner stays if it runs the unit and is not above the others. Otherwise a holder that runs the unit is promoted
     where balance allows it, and the former owner follows where the rules allow it.
@@ -133,7 +134,7 @@ def _nearest(
     scatter_width: int,
     excluded: Collection[int],
 ) -> Placement:
-    """A placement that keeps the rules. Arguments as of `target_placement`.
+    """Finds a placement that keeps the rules. Its arguments are as those of `target_placement`.
 
     What it returns does not show all that it was chosen by: replica peers that follow nothing, and which of several
     followers is the replica peer. So it may want another placement than the one that it has returned before.
@@ -189,7 +190,7 @@ class _Group:
 
 
 def _groups(layout: Layout, blocks: Sequence[Block], workers: Sequence[int], num_followers: int) -> list[_Group]:
-    """The blocks by the workers that run them, in the order of their first blocks."""
+    """Groups the blocks by the workers that run them, in the order of their first blocks."""
     members_of_unit = holders_of_layers(layout)
     allowed = frozenset(workers)
     groups: dict[tuple[int, ...], _Group] = {}
@@ -217,7 +218,8 @@ def _groups(layout: Layout, blocks: Sequence[Block], workers: Sequence[int], num
 
 
 def _deal_owners(groups: Sequence[_Group], placement: Placement) -> list[int]:
-    """The owner of each block by rule 1. A block that is held by none of the right workers goes to the least loaded."""
+    """Chooses the owner of each block by rule 1. A block that is held by none of the right workers goes to the least
+    loaded."""
     owners = list(placement.owner)
     load = {worker: 0 for group in groups for worker in group.members}
     for group in groups:
@@ -303,7 +305,7 @@ class _Surplus:
                 self._held[owner, worker].append(block)
 
     def owns_any(self, worker: int) -> bool:
-        """Whether a worker owns a block of the group; drops the entries of those that it no longer owns."""
+        """Tells whether a worker owns a block of the group; drops the entries of those that it no longer owns."""
         entries = self._owned[worker]
         while entries and self._owners[entries[-1][-1].id] != worker:
             entries.pop()
@@ -347,7 +349,7 @@ class _Followers:
             self._chooser.count(group.members, (self._owners[block.id],), block.num_elements)
 
     def in_order(self) -> tuple[tuple[int, ...], ...]:
-        """The followers of each block: those that stay in their order, then the others."""
+        """Lists the followers of each block: those that stay in their order, then the others."""
         return tuple(
             (
                 *(worker for worker in options if worker in chosen),
@@ -384,7 +386,7 @@ class _Followers:
                     self._take(group, block, staying)
 
     def _full(self, group: _Group, owner: int, num_blocks: int) -> frozenset[int]:
-        """The replica peers that follow their share of an owner's blocks of a group."""
+        """Finds the replica peers that follow their share of an owner's blocks of a group."""
         share = -(-num_blocks // len(self._chooser.candidates(group.members, owner, ())))
         return frozenset(worker for worker, count in self._followed[group, owner].items() if count >= share)
 

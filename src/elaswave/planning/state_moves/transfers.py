@@ -28,7 +28,7 @@ class Sources(NamedTuple):
 
     @classmethod
     def of(cls, costs: Costs, before: Allocation, held_start: np.ndarray, held_stop: np.ndarray) -> "Sources":
-        """Of the workers that are left of a job.
+        """Makes the sources of the workers that are left of a job.
 
         Args:
             costs: of the layers.
@@ -44,7 +44,7 @@ class Sources(NamedTuple):
 
     @classmethod
     def of_stages(cls, costs: Costs, stages: Sequence[HeldLayers]) -> "Sources":
-        """Of all workers of a job.
+        """Makes the sources of all workers of a job.
 
         Args:
             costs: of the layers.
@@ -56,8 +56,8 @@ class Sources(NamedTuple):
         return cls(holders, tuple(sorted({(stage.start, stage.stop) for stage in stages})))
 
     def sending_s(self, link: NetworkLink, costs: Costs, transfers: Sequence[StateTransfer]) -> float:
-        """Seconds of the worker that sends most: a layer's holders send equal parts of it, and a worker all its layers
-        one after the other. Layers that nobody has held come from elsewhere.
+        """Computes the seconds of the worker that sends most: a layer's holders send equal parts of it, and a worker
+        all its layers one after the other. Layers that nobody has held come from elsewhere.
 
         Args:
             link: of each worker.
@@ -87,7 +87,7 @@ def needed_transfers(
     sources: Sources | None = None,
     followers: int = DEFAULT_FOLLOWERS,
 ) -> tuple[tuple[StateTransfer, ...], float]:
-    """State that workers lack for an allocation, and the seconds until all of them have it.
+    """Finds the state that workers lack for an allocation, and computes the seconds until all of them have it.
 
     The seconds are those of the worker that receives most, or sends most, whichever is more, if training stood still.
 
@@ -131,7 +131,7 @@ def needed_transfers(
 
 
 def receiving_s(link: NetworkLink, transfers: Sequence[StateTransfer]) -> float:
-    """Seconds of the worker that receives most.
+    """Computes the seconds of the worker that receives most.
 
     Args:
         link: of each worker.
@@ -145,7 +145,7 @@ def receiving_s(link: NetworkLink, transfers: Sequence[StateTransfer]) -> float:
 
 
 def shared_links(cluster: Cluster, costs: Costs, share: float) -> tuple[Cluster, Costs]:
-    """The cluster and costs as training has them while copies take a share of the links' bandwidth.
+    """Computes the cluster and costs as training has them while copies take a share of the links' bandwidth.
 
     Args:
         cluster: its links.
@@ -161,7 +161,7 @@ def shared_links(cluster: Cluster, costs: Costs, share: float) -> tuple[Cluster,
 
 
 def _without(wanted: tuple[int, int], had: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """The parts of a range of layers that lie outside of another."""
+    """Yields the parts of a range of layers that lie outside of another."""
     if had[0] >= had[1] or had[1] <= wanted[0] or had[0] >= wanted[1]:
         yield wanted
         return

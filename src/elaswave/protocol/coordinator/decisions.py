@@ -19,13 +19,13 @@ from elaswave.types import ExecutionParameters, Layout
 
 
 def newest_evidence(found: Sequence[Evidence | None]) -> Evidence | None:
-    """The newest of several votes."""
+    """Returns the newest of several votes."""
     known = [evidence for evidence in found if evidence is not None]
     return max(known, key=lambda evidence: evidence.order, default=None)
 
 
 def base_step(decided: int, evidence: Evidence | None) -> int:
-    """The newest step that is committed.
+    """Finds the newest step that is committed.
 
     Args:
         decided: the step that the newest decision, or the job itself, goes on after.
@@ -35,7 +35,7 @@ def base_step(decided: int, evidence: Evidence | None) -> int:
 
 
 def can_reach(version: int, report: Report, evidence: Evidence | None, base: int) -> bool:
-    """Whether a copy at a version is, or can at once be brought, to the committed step.
+    """Tells whether a copy at a version is, or can at once be brought, to the committed step.
 
     One step behind is enough where the worker holds that step's complete gradients: every voter does.
     """
@@ -57,8 +57,8 @@ def _is_prepared(report: Report, evidence: Evidence) -> bool:
 
 
 def valid_copies(reports: Sequence[Report], evidence: Evidence | None, base: int) -> dict[int, frozenset[int]]:
-    """Worker -> blocks of which it holds a copy that is, or can at once be brought, to the committed step, and that
-    nobody knows to be wrong."""
+    """Maps each worker to the blocks of which it holds a copy that is, or can at once be brought, to the committed
+    step, and that nobody knows to be wrong."""
     wrong: dict[int, set[int]] = {}
     for report in reports:
         for block, worker in report.wrong:
@@ -80,7 +80,7 @@ def _valid_in(report: Report, evidence: Evidence | None, base: int) -> frozenset
 
 
 def lost_blocks(num_blocks: int, valid: Mapping[int, frozenset[int]]) -> tuple[int, ...]:
-    """Blocks of which no valid copy is left, ascending."""
+    """Lists the blocks of which no valid copy is left, ascending."""
     kept = frozenset().union(*valid.values())
     if len(kept) == num_blocks:
         return ()
@@ -88,7 +88,7 @@ def lost_blocks(num_blocks: int, valid: Mapping[int, frozenset[int]]) -> tuple[i
 
 
 def merged_placement(placement: Placement, reports: Sequence[Report]) -> Placement:
-    """A placement with the followers that have been added since, as the members report them.
+    """Extends a placement with the followers that have been added since, as the members report them.
 
     Args:
         placement: of the newest decision, or of the change that has come into force since.
@@ -105,7 +105,7 @@ def merged_placement(placement: Placement, reports: Sequence[Report]) -> Placeme
 
 
 def next_attempt(reports: Sequence[Report], evidence: Evidence | None, step: int) -> int:
-    """The number of the next attempt of a step: larger than every earlier one."""
+    """Computes the number of the next attempt of a step: larger than every earlier one."""
     attempt = 1 + max((report.attempt for report in reports if report.step == step), default=0)
     if evidence is not None and not evidence.commits:
         attempt = max(attempt, evidence.attempt + 1)
@@ -113,8 +113,8 @@ def next_attempt(reports: Sequence[Report], evidence: Evidence | None, step: int
 
 
 def deliveries(layout: Layout, reports: Sequence[Report], base: int) -> tuple[tuple[int, int], ...]:
-    """(worker, unit) of all parameters that are not where they are needed, or not of the committed step; of all, where
-    some are wrong."""
+    """Lists (worker, unit) of all parameters that are not where they are needed, or not of the committed step; of all,
+    where some are wrong."""
     by_worker = {report.worker: report for report in reports}
     is_sound = all(report.proven is None for report in reports)
     found = []
@@ -131,9 +131,9 @@ def deliveries(layout: Layout, reports: Sequence[Report], base: int) -> tuple[tu
 def salvaged(
     question: PlanRecovery, layout: Layout, pending: PendingWork, reports: Sequence[Report], *, doubts_step: bool
 ) -> Salvage:
-    """What of the step that was being tried is kept (S5): nothing after a return to a checkpoint, or where an
-    evaluation must be made before the step, which computes losses of its own; and nothing where what a lost worker has
-    handed on may be wrong, since survivors have computed with it.
+    """Determines what of the step that was being tried is kept (S5): nothing after a return to a checkpoint, or where
+    an evaluation must be made before the step, which computes losses of its own; and nothing where what a lost worker
+    has handed on may be wrong, since survivors have computed with it.
 
     Args:
         question: what was planned.
@@ -156,7 +156,7 @@ def salvaged(
 
 
 def what_is_lost(orphans: Sequence[int], num_blocks: int, lost: Sequence[int]) -> str:
-    """Which blocks have no copy left, for people."""
+    """Describes for people which blocks have no copy left."""
     named = ", ".join(map(str, orphans[:8])) + (" ..." if len(orphans) > 8 else "")
     if not lost:
         return f"of {len(orphans)} of {num_blocks} blocks ({named}) no copy is known to be right"
@@ -164,7 +164,7 @@ def what_is_lost(orphans: Sequence[int], num_blocks: int, lost: Sequence[int]) -
 
 
 def what_helps(placement: Placement, num_lost: int) -> str:
-    """What a person can set so that a loss of so many workers is survived."""
+    """Describes what a person can set so that a loss of so many workers is survived."""
     now = max(map(len, placement.followers), default=0)
     together = max(now + 1, num_lost)
     survived = f"any {now} at one instant, and any number with some steps between them" if now else "no loss"
@@ -189,7 +189,8 @@ def plan_with(
     reason: str = "",
     predicted_step_s: float | None = None,
 ) -> RecoveryPlan:
-    """A plan under a layout: valid copies are promoted, or, for a return to a checkpoint, blocks are placed afresh.
+    """Makes a plan under a layout: valid copies are promoted, or, for a return to a checkpoint, blocks are placed
+    afresh.
 
     Args:
         question: what is to be planned.
@@ -226,7 +227,8 @@ def plan_survivors(
     *,
     reason: str = "",
 ) -> RecoveryPlan:
-    """The plan that needs no planner: survivors keep their stages and micro-batches. Arguments as of `plan_with`."""
+    """Makes the plan that needs no planner: survivors keep their stages and micro-batches. Arguments are as of
+    `plan_with`."""
     layout = survivor_layout(question.layout, question.lost) if question.lost else question.layout
     return plan_with(question, layout, blocks, num_followers, scatter_width, reason=reason)
 
@@ -245,7 +247,7 @@ def make_decision(
     newcomers: Sequence[int] = (),
     doubts_step: bool = False,
 ) -> Decision:
-    """The decision that follows from a plan.
+    """Makes the decision that follows from a plan.
 
     Args:
         question: what was planned.
@@ -293,14 +295,14 @@ def make_decision(
 
 
 def newest_progress(reports: Sequence[Report]) -> Progress | None:
-    """Where training stands, as the member says that has learned the newest vote."""
+    """Tells where training stands, as the member says that has learned the newest vote."""
     told = [report for report in reports if report.progress is not None]
     newest = max(told, key=lambda report: (0, 0) if report.evidence is None else report.evidence.order, default=None)
     return None if newest is None else newest.progress
 
 
 def with_members(layout: Layout, members: Sequence[int], domains: Mapping[int, str]) -> Layout:
-    """The layout with the members that it lacks as idle ones; lost workers stay in it.
+    """Extends the layout with the members that it lacks as idle ones; lost workers stay in it.
 
     Args:
         layout: in force.
@@ -327,7 +329,7 @@ class MemberEnd(NamedTuple):
 
 
 def all_have_ended(members: Iterable[int], generation: int, ends: Mapping[int, MemberEnd], published: int) -> bool:
-    """Whether no worker is needed any more: the coordinator's part of W10.
+    """Tells whether no worker is needed any more: the coordinator's part of W10.
 
     Args:
         members: of the present generation.

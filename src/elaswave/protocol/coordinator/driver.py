@@ -48,7 +48,7 @@ class CoordinatorDriver(ABC):
         self.carry_out(self.core.suspect(suspicions, self.now_s()))
 
     def hears(self, worker: int) -> bool:
-        """Whether what a worker says counts. An excluded one is told that it is no member."""
+        """Tells whether what a worker says counts. An excluded one is told that it is no member."""
         if worker in self.core.members:
             return True
         self.send(worker, self.core.dismissal(worker))
@@ -126,8 +126,8 @@ class CoordinatorDriver(ABC):
         self.feed(CheckpointFound(question.sequence, step))
 
     def _pending(self, question: PlanRecovery) -> PendingWork:
-        """As of now, and not as of the question (P5): a checkpoint may have become durable while the planner was
-        busy."""
+        """Tells what is still to be done as of now, and not as of the question (P5): a checkpoint may have become
+        durable while the planner was busy."""
         evidence = question.evidence
         return self.pending_work(question.base, evidence is not None and evidence.checkpoint == question.base)
 
@@ -135,7 +135,7 @@ class CoordinatorDriver(ABC):
 
     @abstractmethod
     def now_s(self) -> float:
-        """Monotonic time."""
+        """Reads the monotonic time."""
 
     @abstractmethod
     def persist(self, record: AnyRecord) -> None:
@@ -159,7 +159,7 @@ class CoordinatorDriver(ABC):
 
     @abstractmethod
     def pending_work(self, step: int, asked: bool) -> PendingWork:
-        """What of a committed step is still to be done.
+        """Tells what of a committed step is still to be done.
 
         Args:
             step: the newest committed one.
@@ -168,11 +168,11 @@ class CoordinatorDriver(ABC):
 
     @abstractmethod
     def ends(self) -> Mapping[int, MemberEnd]:
-        """Workers that have said that they have made their last step."""
+        """Returns the workers that have said that they have made their last step."""
 
     @abstractmethod
     def published_step(self) -> int:
-        """The newest step whose loss is known."""
+        """Returns the newest step whose loss is known."""
 
     @abstractmethod
     def give_up_missing_parts(self) -> None:
@@ -180,7 +180,7 @@ class CoordinatorDriver(ABC):
 
     @abstractmethod
     def is_committing(self) -> bool:
-        """Whether a checkpoint is being committed."""
+        """Tells whether a checkpoint is being committed."""
 
     @abstractmethod
     def on_finished(self) -> None:

@@ -78,7 +78,7 @@ class KeyChange:
         return True
 
     def is_over(self, key: bytes, present: Iterable[int]) -> bool:
-        """Whether a key stands alone, with all participants."""
+        """Tells whether a key stands alone, with all participants."""
         return self.accepted == (key,) and not self.waits_for(present)
 
     def waits_for(self, present: Iterable[int]) -> list[int]:

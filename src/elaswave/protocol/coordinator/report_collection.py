@@ -67,8 +67,8 @@ class ReportCollection:
         return [self._reports[worker] for worker in self._history.members]
 
     def newest_evidence(self) -> Evidence | None:
-        """The newest vote that any member or the coordinator knows. One that knows it is enough: evidence is the whole
-        vote, from which all that it has decided can be read."""
+        """Finds the newest vote that any member or the coordinator knows. One that knows it is enough: evidence is the
+        whole vote, from which all that it has decided can be read."""
         return newest_evidence([self._history.evidence, *(report.evidence for report in self.reports)])
 
     @property
@@ -122,7 +122,7 @@ class ReportCollection:
         return cause
 
     def ask_for_checkpoint(self) -> FindCheckpoint:
-        """The question which checkpoint there is."""
+        """Makes the question which checkpoint there is."""
         self.sequence += 1
         return FindCheckpoint(self.sequence, self._proven)
 
@@ -142,7 +142,7 @@ class ReportCollection:
     # --------------------------------------------------------------------------------------------------------- the plan
 
     def ask_for_plan(self) -> PlanRecovery:
-        """The question how training goes on."""
+        """Makes the question how training goes on."""
         history = self._history
         self.sequence += 1
         # Votes after the checkpoint do not count any more, nor do copies: all are loaded.
@@ -170,7 +170,8 @@ class ReportCollection:
         return self.question
 
     def decide(self, event: RecoveryPlanned | PlanningFailed) -> tuple[Decision, float | None]:
-        """The decision that follows from an answer to the newest question, and the predicted seconds of a step.
+        """Makes the decision that follows from an answer to the newest question, and returns it with the predicted
+        seconds of a step.
 
         Without a plan survivors keep their stages (P4).
         """

@@ -85,15 +85,15 @@ class Shards(Generic[K, V]):
         return len(self._committing)
 
     def is_committing(self, step: int) -> bool:
-        """Whether a step's checkpoint is being committed."""
+        """Tells whether a step's checkpoint is being committed."""
         return step in self._committing
 
     def is_settled(self, step: int) -> bool:
-        """Whether nothing more has to be said of a step's checkpoint."""
+        """Tells whether nothing more has to be said of a step's checkpoint."""
         return step in self._settled
 
     def is_void(self, step: int, generation: int) -> bool:
-        """Whether all members have gone back behind a step after a part of it was begun in this generation."""
+        """Tells whether all members have gone back behind a step after a part of it was begun in this generation."""
         return any(generation < newer and step > kept for newer, kept in self._rollbacks)
 
     def hold(self) -> None:
@@ -137,7 +137,7 @@ class Shards(Generic[K, V]):
         return self.judge(step)
 
     def failed(self, step: int, generation: int, worker: int, reason: str) -> "Complete[K, V] | GivenUp | None":
-        """A worker could not write its part. Arguments and result as of `written`."""
+        """A worker could not write its part. Arguments and result are as of `written`."""
         pending = self._take(step, generation, worker)
         if pending is None:
             return None
@@ -152,7 +152,7 @@ class Shards(Generic[K, V]):
         return pending
 
     def judge(self, step: int) -> "Complete[K, V] | GivenUp | None":
-        """What becomes of a pending checkpoint by what is known now."""
+        """Decides what becomes of a pending checkpoint by what is known now."""
         pending = self._pending[step]
         if pending.pieces and pending.size == self._size(step):
             return None if self._is_held else Complete(step, pending.pieces, pending.files)

@@ -86,7 +86,7 @@ class Holder(NamedTuple):
         return Transaction(((TERM, self.revision),), ((TERM, self.value),) if self.value else (), reads=(TERM,))
 
     def has_lost_lease(self, standing: KeyValue | None) -> bool:
-        """Whether it may not write any more.
+        """Tells whether it may not write any more.
 
         Args:
             standing: what a failed comparison has found in `TERM`.
@@ -94,7 +94,7 @@ class Holder(NamedTuple):
         return standing is None or (standing.revision, standing.value) != (self.revision, self.value)
 
     def is_followed(self, standing: KeyValue | None) -> bool:
-        """Whether another coordinator has claimed the job since; else what this one held was removed, forged, or
+        """Tells whether another coordinator has claimed the job since; else what this one held was removed, forged, or
         replaced by an older claim (H14).
 
         Args:
@@ -118,7 +118,7 @@ def holder_of(found: KeyValue | None) -> Holder:
 
 
 def lease_heartbeat_value(term: int, number: int) -> bytes:
-    """What a coordinator writes to `LEASE_HEARTBEAT`.
+    """Encodes what a coordinator writes to `LEASE_HEARTBEAT`.
 
     Args:
         number: of this term's lease heartbeat, from 1.
@@ -127,7 +127,7 @@ def lease_heartbeat_value(term: int, number: int) -> bytes:
 
 
 def lease_heartbeat_of(found: KeyValue | None, holder: Holder) -> int:
-    """The number of a holder's newest lease heartbeat; 0: what stands there is none of its."""
+    """Reads the number of a holder's newest lease heartbeat; 0: what stands there is none of its."""
     if found is None or not found.is_genuine:
         return 0
     said = json.loads(found.value)
@@ -135,7 +135,7 @@ def lease_heartbeat_of(found: KeyValue | None, holder: Holder) -> int:
 
 
 def spec_value(job_generation: int, **facts: object) -> bytes:
-    """What stands in `SPEC`.
+    """Encodes what stands in `SPEC`.
 
     Args:
         job_generation: number of the job generation, which no other one of this name has.
@@ -145,12 +145,12 @@ def spec_value(job_generation: int, **facts: object) -> bytes:
 
 
 def job_generation_of(spec: KeyValue | None) -> int:
-    """Which job generation is in the store; 0: none, or what stands in `SPEC` is not genuine."""
+    """Reads which job generation is in the store; 0: none, or what stands in `SPEC` is not genuine."""
     return int(json.loads(spec.value)["founded"]) if spec is not None and spec.is_genuine else 0
 
 
 def is_there(spec: KeyValue | None, term: KeyValue | None, job_generation: int, *, creates_job: bool = False) -> bool:
-    """Whether a job generation is in the store. A claim says so; before there is one, `SPEC` does. An older
+    """Tells whether a job generation is in the store. A claim says so; before there is one, `SPEC` does. An older
     `SPEC` that was put back stands beside what another job generation has claimed.
 
     Args:
@@ -189,14 +189,14 @@ class Claim:
         self._value = json.dumps({"term": self.term, "holder": name, "nonce": nonce}).encode()
 
     def transaction(self) -> Transaction:
-        """To be said until there is an answer."""
+        """Makes the transaction, which is to be said until there is an answer."""
         asked = self._seen.still_writes()
         return asked._replace(
             unwritten_since=(*asked.unwritten_since, (SPEC, self._spec)), puts=((TERM, self._value), *self._again)
         )
 
     def judge(self, outcome: TransactionResult) -> Holder | None:
-        """What the answer means: this claimant, which may write now; None if another one was quicker."""
+        """Tells what the answer means: this claimant, which may write now; None if another one was quicker."""
         if outcome.succeeded:
             return Holder(self.term, self._name, outcome.revision, self._value)
         standing = outcome.found[0]
@@ -237,7 +237,7 @@ class EntryWrite:
         self._before = (previous,) if previous else ()
 
     def transaction(self) -> Transaction:
-        """To be said until there is an answer; nothing may be sent before (H5)."""
+        """Makes the transaction, which is to be said until there is an answer; nothing may be sent before (H5)."""
         asked = self._term.still_writes()
         return asked._replace(
             unwritten_since=(*asked.unwritten_since, (self._key, self.over)),
@@ -247,7 +247,7 @@ class EntryWrite:
         )
 
     def judge(self, outcome: TransactionResult) -> Written:
-        """What the answer means."""
+        """Tells what the answer means."""
         if outcome.succeeded:
             return Written.YES
         term, standing, *before = outcome.found

@@ -42,7 +42,7 @@ class TransitionTable(Generic[S, C, R]):
                 self._rows[state, row.cause] = row
 
     def next(self, state: S, cause: C) -> tuple[S, tuple[R, ...]]:
-        """What follows from a cause.
+        """Looks up what follows from a cause.
 
         Args:
             state: the present one.

@@ -44,6 +44,7 @@ class ActiveTime:
         return self._passed_s
 
     def take_overslept(self) -> bool:
-        """Whether there was a longer pause since this was called last: what came in it may not have been read yet."""
+        """Tells whether there was a longer pause since this was called last: what came in it may not have been read
+        yet."""
         overslept, self._overslept = self._overslept, False
         return overslept

@@ -175,7 +175,7 @@ class Detector:
         return {host: workers for host, (_, workers) in self._silent_hosts.items()}
 
     def take_excuses(self) -> list[str]:
-        """Of each silence that has outlasted its bound, and was excused: why, for people, once."""
+        """Explains for people, once, why each silence that has outlasted its bound was excused."""
         excuses, self._excuses = self._excuses, []
         return excuses
 
@@ -187,7 +187,7 @@ class Detector:
         self._awaited[worker] = Stillness(self._now_s)
 
     def used(self, worker: int, cpu_s: float, now_s: float) -> None:
-        """How much processor time the process of a worker had used when it was looked at just now."""
+        """Notes how much processor time the process of a worker had used when it was looked at just now."""
         self._advance(now_s)
         awaited = self._awaited.get(worker)
         if awaited is not None:
@@ -281,8 +281,8 @@ class Detector:
             self._paused, self._moved_s = False, self._now_s
 
     def new_generation(self, now_s: float) -> None:
-        """A new generation begins: links are made again, so what was said of them is of the old one. As `resume`
-        beside."""
+        """A new generation begins: links are made again, so what was said of them is of the old one. The call also does
+        the same as `resume`."""
         self.resume(now_s)
         self._broken.clear()
 
@@ -296,14 +296,14 @@ class Detector:
     # ------------------------------------------------------------------------------------------------- what follows
 
     def next_tick_s(self, now_s: float) -> float:
-        """When `tick` is to be called next at the latest; the present time if there is news that cannot wait."""
+        """Tells when `tick` is to be called next at the latest; the present time if there is news that cannot wait."""
         if self._exits:
             return now_s
         due_s = [self._due_s(pair) - self._now_s for pair in self._broken]
         return now_s + max(0.0, min([TICK_S, *due_s]))
 
     def tick(self, now_s: float) -> list[Suspicion]:
-        """The workers that are held for lost from now on."""
+        """Lists the workers that are held for lost from now on."""
         self._advance(now_s)
         suspicions = self._ended()
         if not self._active_time.take_overslept():  # else what came in the meantime is read first
@@ -380,8 +380,8 @@ class Detector:
         return suspicions
 
     def _due_s(self, pair: tuple[int, int]) -> float:
-        """When it is decided about a broken link. While one end has still to be heard after a silence of all it is not:
-        whose words come first says nothing about whose link it was."""
+        """Computes when it is decided about a broken link. While one end has still to be heard after a silence of all
+        it is not: whose words come first says nothing about whose link it was."""
         ends = [self._watched[worker] for worker in pair]
         if any(end.is_spared for end in ends):
             return math.inf
@@ -391,14 +391,15 @@ class Detector:
         return self._domains.get(worker, "")
 
     def _num_apart(self, worker: int, others: Collection[int]) -> int:
-        """How many others there are to a worker: each one of its own host, and each other host."""
+        """Counts how many others there are to a worker: each one of its own host, and each other host."""
         here = self._host_of(worker)
         return len({(host, other if host == here else -1) for other in others for host in (self._host_of(other),)})
 
     # ------------------------------------------------------------------------------------------------------ heartbeat
 
     def _never_begun(self) -> list[Suspicion]:
-        """Of those that have not registered: whose process was seen to stand still, and whose was not seen."""
+        """Lists, of the workers that have not registered, those whose process was seen to stand still, and those whose
+        process was not seen."""
         suspicions = []
         for worker, awaited in sorted(self._awaited.items()):
             still_s = awaited.still_s  # as it was seen: time without a look is another matter
@@ -416,11 +417,12 @@ class Detector:
         return suspicions
 
     def _common_gap_s(self) -> float:
-        """The longest gap lately that not only one worker has had: what disturbs two may disturb all."""
+        """Finds the longest gap lately that not only one worker has had: what disturbs two may disturb all."""
         return sorted([0.0, 0.0, *(watched.gaps.value_s for watched in self._watched.values())])[-2]
 
     def _usual_bound_s(self, watched: WatchedWorker, common_gap_s: float) -> float:
-        """What its heartbeats and those of others have taught, whatever it does at present."""
+        """Computes the bound that a worker's heartbeats and those of others have taught, whatever it does at
+        present."""
         gap_s = max(watched.gaps.value_s, common_gap_s)
         bound_s = max(SILENCE_FLOOR_S, min(SILENCE_FACTOR * gap_s, gap_s + SILENCE_MARGIN_S))
         return bound_s + self._held_up_s(watched.worker)
@@ -434,8 +436,8 @@ class Detector:
         return bound_s
 
     def _look_for_silence_of_all(self) -> None:
-        """Whether all workers, or most, are silent together. If they were, and somebody is heard again, whatever was
-        heard, it is not held against the others that they are not the first: each has a whole bound from now on.
+        """Checks whether all workers, or most, are silent together. If they were, and somebody is heard again, whatever
+        was heard, it is not held against the others that they are not the first: each has a whole bound from now on.
         Between hosts that is at least as long as it was silent, up to `SENT_AGAIN_S`: a kernel doubles the time after
         which it sends again. A process that has not registered is silent with them if nobody has looked at it since
         they were heard last: looks are a second apart, which may be most of a bound."""
@@ -460,7 +462,7 @@ class Detector:
         return len(workers) >= CROWD and self._are_most(workers)
 
     def _are_most_hosts(self, workers: Sequence[int]) -> bool:
-        """Whether most hosts, of several, have no other worker than these."""
+        """Tells whether most hosts, of several, have no other worker than these."""
         if not workers:
             return False
         heard = {self._host_of(worker) for worker in self._watched.keys() - set(workers)}
@@ -512,8 +514,8 @@ class Detector:
         ]
 
     def _hosts_cut_off(self) -> list[Suspicion]:
-        """Workers of hosts whose kernels acknowledge nothing; none if no worker at all is heard: then this host is cut
-        off."""
+        """Lists the workers of hosts whose kernels acknowledge nothing; none if no worker at all is heard: then this
+        host is cut off."""
         quiet = {worker for worker, each in self._watched.items() if self._now_s - each.alive_s > LOOK_S}
         if not quiet or len(quiet) == len(self._watched):
             self._silent_hosts.clear()
@@ -538,11 +540,12 @@ class Detector:
         ]
 
     def _spared(self, workers: Iterable[int], factor: float) -> float:
-        """The factor on a silent host's bounds, if its workers have more time than that."""
+        """Computes the factor on a silent host's bounds, if its workers have more time than that."""
         return max(self._watched[worker].allowed_s(factor * HOST_SILENT_S) for worker in workers) / HOST_SILENT_S
 
     def _are_most(self, workers: Sequence[int]) -> bool:
-        """Whether these are more than half of all that are watched; of several hosts, on more than half of them."""
+        """Tells whether these are more than half of all that are watched; of several hosts, on more than half of
+        them."""
         hosts = {self._host_of(worker) for worker in self._watched}
         if len(hosts) == 1:
             return 2 * len(workers) > len(self._watched)
@@ -587,7 +590,8 @@ class Detector:
         return self._steps.count >= LEARNED_STEPS
 
     def busy_bound_s(self, label: str, *, is_first: bool = False) -> float:
-        """Seconds for which a worker may compute what is called `label`; the first time, without using a processor."""
+        """Computes the seconds for which a worker may compute what is called `label`; the first time, without using a
+        processor."""
         kind = action_kind(label)
         longest = self._busy.get(kind)
         longest_s = 0.0 if longest is None else longest.value_s
@@ -623,7 +627,7 @@ class Detector:
         return suspicions
 
     def stall_bound_s(self) -> float:
-        """Seconds for which all workers may wait without anything moving."""
+        """Computes the seconds for which all workers may wait without anything moving."""
         activities = [watched.activity for watched in self._watched.values()]
         ordinary = all(activity is None or action_kind(activity.label) in (*PHASES, *IDLE) for activity in activities)
         floor_s = max(STALL_FLOOR_S, self._steps.value_s) if ordinary and self._learned else UNLEARNED_S

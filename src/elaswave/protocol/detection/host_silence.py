@@ -83,12 +83,12 @@ class HostSilence:
             self._asked_s = now_s
 
     def is_mute(self, now_s: float) -> bool:
-        """Whether its agent is silent too, and what its kernel does is known: it is lost by that, or starved."""
+        """Tells whether its agent is silent too, and what its kernel does is known: it is lost by that, or starved."""
         is_known = bool(self._known) and self._looked_s is not None and now_s - self._looked_s <= FRESH_S
         return is_known and now_s - self._came_s > MUTE_S
 
     def finding(self, now_s: float, factor: float = 1.0) -> str:
-        """Why the host is lost; empty if it is not, as far as anybody knows.
+        """Explains why the host is lost; empty if it is not, as far as anybody knows.
 
         Args:
             now_s: the time.
@@ -106,7 +106,7 @@ class HostSilence:
 
 
 def _has_come(now: Counters, before: Counters | None) -> bool:
-    """Whether anything has come on a connection since the look before; a new one has come itself."""
+    """Tells whether anything has come on a connection since the look before; a new one has come itself."""
     return before is None or now.num_received > before.num_received
 
 

@@ -61,7 +61,7 @@ class Starvation:
         return f"; for {self._waited_s:.2f} s of that time it waited for a processor" if self._waited_s else ""
 
     def condemns(self, silence_s: float, bound_s: float, now_s: float, can_look: bool) -> bool:
-        """Whether a silence is one, by all that is known.
+        """Tells whether a silence is one, by all that is known.
 
         Args:
             silence_s: how long it has lasted; longer than its bound.
@@ -76,7 +76,8 @@ class Starvation:
         return is_fresh or not can_look or excess_s > LOOK_GRACE_S
 
     def take_excuse(self) -> str:
-        """Why a silence above its bound is none, for people; empty if that was said before or nothing was seen."""
+        """Explains for people why a silence above its bound is none; empty if that was said before or nothing was
+        seen."""
         if self._is_reported or not self._waited_s:
             return ""
         self._is_reported = True

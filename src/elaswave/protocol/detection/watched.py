@@ -110,7 +110,7 @@ class WatchedWorker:
             self.starvation.ends(now_s)
 
     def allowed_s(self, bound_s: float) -> float:
-        """How long that may last, where others would have this bound."""
+        """Computes how long that may last, where others would have this bound."""
         return max(bound_s, self._patience_s)
 
     @property

@@ -101,8 +101,8 @@ class Watch:
         self._looked_s = asked_s
 
     def _newest(self, seen: Seen) -> Seen:
-        """What is known now. A claim that was removed, forged or replaced by an older one is followed as it was known,
-        and lease heartbeats of earlier days do not count (H14)."""
+        """Determines what is known now. A claim that was removed, forged or replaced by an older one is followed as it
+        was known, and lease heartbeats of earlier days do not count (H14)."""
         known = self._seen
         if seen.holder.term > known.holder.term:
             return seen
@@ -121,7 +121,7 @@ class Watch:
         self._since_s = None
 
     def is_due(self, now_s: float) -> bool:
-        """Whether to claim the job now."""
+        """Tells whether to claim the job now."""
         if self._since_s is None or now_s < self._not_before_s:
             return False
         holder = self._seen.holder
@@ -247,11 +247,11 @@ class CoordinatorCandidate:
         self._run = self._actions()
 
     def begin(self) -> CandidateAction:
-        """The first thing to be done."""
+        """Returns the first thing to be done."""
         return next(self._run)
 
     def next(self, answer: StoreAnswer) -> CandidateAction:
-        """What is to be done after that; nothing more after `Won` and `NoJob`."""
+        """Returns what is to be done after that; nothing more after `Won` and `NoJob`."""
         self._now_s = answer.now_s
         return self._run.send(answer)
 
@@ -293,12 +293,12 @@ class CoordinatorCandidate:
             news = "another candidate was quicker than this one"
 
     def is_mine(self, spec: KeyValue | None, term: KeyValue | None) -> bool:
-        """Whether the job in which this candidate's agent takes part shows itself by its own keys."""
+        """Tells whether the job in which this candidate's agent takes part shows itself by its own keys."""
         return is_there(spec, term, self._job_generation, creates_job=self.watch.creates_job)
 
     def tells_term(self, holder: Holder) -> bool:
-        """Whether `TERM` tells the newest term. If it does not, what this candidate has seen there may be older than
-        the entries are: another one may have had the job since (H14)."""
+        """Checks whether `TERM` tells the newest term. If it does not, what this candidate has seen there may be older
+        than the entries are: another one may have had the job since (H14)."""
         return holder.term > 0
 
     def _term_before(self, spec: KeyValue | None, term: KeyValue | None) -> _Asking:

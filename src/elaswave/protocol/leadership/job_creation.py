@@ -70,7 +70,7 @@ def left_of(
     next_entry: str,
     in_its_place: KeyValue | None = None,
 ) -> Left | None:
-    """What was found of a job; None: nothing."""
+    """Describes what was found of a job; None: nothing."""
     if spec is None:
         return None
     foreign = None if in_its_place is not None and in_its_place.is_genuine else in_its_place
@@ -181,7 +181,7 @@ class JobCreation:
         self._outcome = _revision(outcome)
 
     def transaction(self) -> Transaction:
-        """To be said until there is an answer."""
+        """Makes the transaction, which is to be said until there is an answer."""
         return Transaction(
             unwritten_since=((SPEC, 0), (OUTCOME, self._outcome)),
             puts=((SPEC, self._spec),),
@@ -190,7 +190,7 @@ class JobCreation:
         )
 
     def judge(self, outcome: TransactionResult) -> CreationResult:
-        """What the answer means."""
+        """Tells what the answer means."""
         if outcome.succeeded:
             return CreationResult.YES
         (spec,) = outcome.found
@@ -204,7 +204,8 @@ class JobCreation:
 def ending(
     name: str, job_generation: int, spec: KeyValue | None, term: KeyValue | None, outcome: bytes | None
 ) -> Transaction | None:
-    """How the keys of a job are removed that is over; to be said until there is an answer, which does not matter.
+    """Makes the transaction that removes the keys of a job that is over; it is to be said until there is an answer,
+    which does not matter.
 
     Args:
         name: under which its last coordinator holds it, where several may.

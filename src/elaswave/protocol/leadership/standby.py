@@ -50,7 +50,7 @@ class Standby:
         self._wait_s = STAND_BY_AGAIN_S
 
     def is_due(self, now_s: float) -> bool:
-        """Whether to start the next process now; says so once."""
+        """Tells whether to start the next process now; says so once."""
         is_due = self.stand_by_at_s is not None and now_s >= self.stand_by_at_s
         if is_due:
             self.stand_by_at_s = None

@@ -43,7 +43,7 @@ class PositionVerdict(Enum):
 
 
 def first_position(job_generation: int) -> StorePosition:
-    """What a member of a job generation says that has heard nothing of its history yet.
+    """Makes what a member of a job generation says that has heard nothing of its history yet.
 
     Args:
         job_generation: as in `StorePosition`.
@@ -52,7 +52,7 @@ def first_position(job_generation: int) -> StorePosition:
 
 
 def newest_position(one: StorePosition | None, other: StorePosition) -> StorePosition:
-    """Which of two store positions a member keeps. It stays of the job generation that it is of."""
+    """Chooses which of two store positions a member keeps. It stays of the job generation that it is of."""
     if one is None or (
         one.job_generation == other.job_generation and (other.term, other.length) > (one.term, one.length)
     ):
@@ -61,7 +61,7 @@ def newest_position(one: StorePosition | None, other: StorePosition) -> StorePos
 
 
 def compare_positions(reported: StorePosition, own: StorePosition, digests: Sequence[bytes]) -> PositionVerdict:
-    """What a member's store position means.
+    """Tells what a member's store position means.
 
     Args:
         heard: what the member has heard.
@@ -91,13 +91,13 @@ class TermLease:
         """The newest one that stands in the journal."""
 
     def refusal(self, term: int) -> str | None:
-        """Why nothing may be written by a coordinator of this term; None if it may write."""
+        """Explains why nothing may be written by a coordinator of this term; None if it may write."""
         if term < self.term:
             return f"takes no record of term {term}: a coordinator of term {self.term} has taken over; this must end"
         return None
 
     def refusal_of(self, record: object) -> str | None:
-        """Why a record is not taken; None if it is."""
+        """Explains why a record is not taken; None if it is."""
         term = getattr(record, "term", None)
         if term is None:
             return None

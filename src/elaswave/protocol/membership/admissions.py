@@ -48,7 +48,7 @@ def libraries(versions: Mapping[str, str]) -> str:
 def determinism_hashes_in(
     vector: Sequence[int], *, num_layers: int, num_tensors: int, num_buffers: int
 ) -> Mapping[int, int]:
-    """The determinism hashes that all voters agree on; empty where bits are not compared.
+    """Reads the determinism hashes that all voters agree on; empty where bits are not compared.
 
     They stand before what a vote says of tensors, which is its end, see `elaswave.protocol.step.ballot.VoteShape`.
 
@@ -61,7 +61,7 @@ def determinism_hashes_in(
 
 
 def admission_problem(joining: Joining, founders: Founders, layer_names: Sequence[str]) -> str | None:
-    """Why a worker may not join.
+    """Explains why a worker may not join.
 
     Args:
         joining: what it says of itself.
@@ -170,7 +170,7 @@ class Admissions:
         return waiting
 
     def ready(self, members: Collection[int]) -> tuple[int, ...]:
-        """The joiners whose links stand, from both sides, and between each other."""
+        """Lists the joiners whose links stand, from both sides, and between each other."""
         found: list[int] = []
         for joiner in self.joiners:
             peers = {*members, *found}
@@ -180,7 +180,7 @@ class Admissions:
         return tuple(found)
 
     def released(self, members: Collection[int], layout: Layout, placement: Placement) -> tuple[int, ...]:
-        """The leaving members that can be let go now, while others stay: those that run and hold nothing.
+        """Lists the leaving members that can be let go now, while others stay: those that run and hold nothing.
 
         Args:
             members: of the generation.
@@ -193,7 +193,8 @@ class Admissions:
     def calls(
         self, addresses: Mapping[int, str], members: Collection[int], term: int, generation: int
     ) -> list[tuple[int, Dial]]:
-        """(worker, what it is told): members are to make links to all joiners, joiners to all members and joiners.
+        """Lists (worker, what it is told): members are to make links to all joiners, joiners to all members and
+        joiners.
 
         Args:
             addresses: of those members that have told theirs; joiners are told nothing before all have.

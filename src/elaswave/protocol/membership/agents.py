@@ -103,7 +103,7 @@ class HostAgents:
         return [asked.StartFirst(host.incarnation, workers)] if workers and is_here else []
 
     def takes_part(self, incarnation: int) -> bool:
-        """Whether an agent has come, and is not given up."""
+        """Tells whether an agent has come, and is not given up."""
         return self.hosts.find(incarnation) is not None
 
     def went(self, incarnation: int, now_s: float) -> None:
@@ -153,7 +153,7 @@ class HostAgents:
         return [] if host is None else [asked.TellAgent(host.incarnation, asked.EndJoiner(worker=worker))]
 
     def _host_of(self, worker: int) -> Host | None:
-        """The host of a worker, if the others do not go on without it."""
+        """Finds the host of a worker, if the others do not go on without it."""
         host = self.hosts.of(worker)
         return None if host is None or host.state is HostState.GONE else host
 
@@ -178,7 +178,7 @@ class HostAgents:
         return [*suspicions, *others]
 
     def _is_silent(self, incarnation: int) -> bool:
-        """Of an agent whose connection may stand."""
+        """Tells whether an agent is silent whose connection may stand."""
         last_heartbeat_s = self._last_heartbeat_s(incarnation)
         return last_heartbeat_s is None or last_heartbeat_s > SILENT_S
 
@@ -192,8 +192,8 @@ class HostAgents:
         ]
 
     def can_look(self, worker: int) -> bool:
-        """Whether a worker's agent can be expected to say how its process gets on. That of this host waits for the same
-        processors: its silence tells nothing."""
+        """Tells whether a worker's agent can be expected to say how its process gets on. That of this host waits for
+        the same processors: its silence tells nothing."""
         host = self.hosts.of(worker)
         if host is None:
             return False
@@ -201,8 +201,8 @@ class HostAgents:
         return last_heartbeat_s is not None and (host.incarnation == self.hosts.home or last_heartbeat_s <= SILENT_S)
 
     def looked_at(self, workers: Iterable[int]) -> list[Host]:
-        """The hosts of some workers whose connections tell whether they are cut off: not this coordinator's own, since
-        its kernel is this one."""
+        """Lists the hosts of some workers whose connections tell whether they are cut off: not this coordinator's own,
+        since its kernel is this one."""
         hosts = {host.incarnation: host for host in map(self.hosts.of, workers) if host is not None}
         hosts.pop(self.hosts.home, None)
         return [host for host in hosts.values() if host.state is not HostState.GONE]

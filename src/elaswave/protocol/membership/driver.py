@@ -87,7 +87,7 @@ class MembersDriver(CoordinatorDriver):
             self.look_soon()
 
     def note_end(self, worker: int, text: str) -> bool:
-        """As `worker_ended`; returns whether the next look has something to say of it."""
+        """Does the same as `worker_ended`, but returns whether the next look has something to say of it."""
         self.carry_out(self.membership.ended(worker, self.now_s()))
         self.not_admitted(worker, f"its process {text}")
         if worker not in self.core.members or self.is_over or worker in self.failures:
@@ -252,12 +252,12 @@ class MembersDriver(CoordinatorDriver):
 
     @abstractmethod
     def last_heartbeat_s(self, worker: int) -> float | None:
-        """Seconds, of those in which the coordinator was awake, since anything has come from a worker; None: it is not
-        connected."""
+        """Returns the seconds, of those in which the coordinator was awake, since anything has come from a worker;
+        None: it is not connected."""
 
     @abstractmethod
     def step_s(self) -> float:
-        """Seconds of a step; 0 if that is not known."""
+        """Returns the seconds of a step; 0 if that is not known."""
 
     @abstractmethod
     def stop_job(self, cause: str) -> None:

@@ -243,8 +243,9 @@ class Hosts:
                 heappush(self._free, host.number)
 
     def overdue(self, now_s: float, bound_s: float) -> list[Host]:
-        """Hosts whose agents have been away for too long: to be given up. Never that of the coordinator: its agent is
-        slow to connect again, as on a machine without a free processor, or the coordinator ends with it."""
+        """Lists the hosts whose agents have been away for too long: they are to be given up. The host of the
+        coordinator is never among them: its agent is slow to connect again, as on a machine without a free processor,
+        or the coordinator ends with it."""
         return [
             host
             for host in self._hosts.values()
@@ -266,7 +267,7 @@ class Hosts:
         return self._num_here
 
     def find(self, incarnation: int) -> Host | None:
-        """The host of an agent that counts."""
+        """Finds the host of an agent that counts."""
         host = self._incarnations.get(incarnation)
         return None if host is None or host.state is HostState.GONE else host
 
@@ -282,20 +283,20 @@ class Hosts:
         return {worker for worker, host in of_gone if worker in host.workers}
 
     def of(self, worker: int) -> Host | None:
-        """The host of a worker that was placed."""
+        """Finds the host of a worker that was placed."""
         return self._host_of.get(worker)
 
     def label_of(self, worker: int) -> str:
-        """The failure domain of a worker that was placed; empty if there is only one host."""
+        """Returns the failure domain of a worker that was placed; empty if there is only one host."""
         host = self.of(worker)
         return "" if host is None else host.label
 
     def numbered(self, number: int) -> Host:
-        """The host with a number."""
+        """Returns the host with a number."""
         return self._hosts[number]
 
     def first_workers(self, host: Host) -> tuple[int, ...]:
-        """Workers with which the job begins there."""
+        """Lists the workers with which the job begins there."""
         return self._first_workers.get(host.number, ())
 
     @property
@@ -304,7 +305,7 @@ class Hosts:
         return sum(host.room for host in self._hosts.values())
 
     def choose(self) -> Host | None:
-        """Where the next worker that joins is started: where most room is."""
+        """Chooses where the next worker that joins is started: where most room is."""
         return max(
             (host for host in self._hosts.values() if host.room),
             key=lambda host: (host.room, -host.number),
@@ -312,7 +313,8 @@ class Hosts:
         )
 
     def lost_with(self, suspected: Iterable[int], is_silent: Callable[[int], bool]) -> dict[str, set[int]]:
-        """Who is lost together with workers that are suspected (H11): all workers of a host whose agent has gone too.
+        """Finds who is lost together with workers that are suspected (H11): all workers of a host whose agent has gone
+        too.
 
         Args:
             suspected: workers that have ended, or whose links have.
@@ -330,20 +332,22 @@ class Hosts:
         return found
 
     def _num_fruitless(self, node: str) -> int:
-        """Of the next agent of a node. One that had a notice has ended for another reason, and proves nothing."""
+        """Computes `num_fruitless` of the next agent of a node. One that had a notice has ended for another reason, and
+        proves nothing."""
         last = self._newest.get(node)
         if last is None or not (last.is_fruitless or last.had_notice):
             return 0
         return last.num_fruitless + (last.is_fruitless and not last.had_notice)
 
     def _must_be_here(self, host: Host) -> bool:
-        """Whether a host's agent is connected, or is about to be: it lives as long as this coordinator."""
+        """Tells whether a host's agent is connected, or is about to be: it lives as long as this coordinator."""
         is_home = host.incarnation == self.home and host.state is not HostState.GONE
         return is_home or host.state in (HostState.HERE, HostState.LEAVING)
 
     def _free_number(self, node: str) -> int:
-        """Of the next host: one of those with which the job begins, while one of them is missing; that with the node's
-        name before others. Before the job begins, who has not waited for it gives way to who comes."""
+        """Chooses the number of the next host: one of those with which the job begins, while one of them is missing;
+        that with the node's name before others. Before the job begins, who has not waited for it gives way to who
+        comes."""
         if self.is_complete:
             return 1 + max(self._hosts, default=-1)
         while self._free and not self._is_free(self._free[0]):
@@ -364,7 +368,7 @@ class Hosts:
         return min(range(self.num_initial), key=order)
 
     def _is_free(self, number: int, node: str = "") -> bool:
-        """Whether nobody has the number of a first host, but perhaps an earlier agent of a node."""
+        """Tells whether nobody has the number of a first host, but perhaps an earlier agent of a node."""
         host = self._hosts.get(number)
         return host is None or host.state is HostState.GONE or host.node == node
 

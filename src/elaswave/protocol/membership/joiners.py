@@ -108,7 +108,7 @@ class Respawn:
         return min((place.since_s for place in self._places if place.state is PlaceState.OPEN), default=math.inf)
 
     def has_place(self, worker: int) -> bool:
-        """Whether a worker has a place: it was started for it, and has not ended since, as far as is known."""
+        """Tells whether a worker has a place: it was started for it, and has not ended since, as far as is known."""
         number = self._place_of.get(worker)
         return (
             number is not None
@@ -194,7 +194,7 @@ class Respawn:
         self._is_over = True
 
     def tick(self, now_s: float, room: float = math.inf) -> list[PlaceTaken]:
-        """The workers whose time has come, as many as there is room for: the others wait.
+        """Lists the workers whose time has come, as many as there is room for: the others wait.
 
         Args:
             now_s: monotonic time.
@@ -275,7 +275,7 @@ class JoinerHosts:
         self._of_worker[worker] = self._of_place[place]
 
     def of(self, worker: int) -> str:
-        """The host of a joiner."""
+        """Returns the host of a joiner."""
         return self._of_worker.get(worker, "")
 
 
@@ -366,11 +366,12 @@ class Joiners:
         self._were_members.update(workers)
 
     def was_member(self, worker: int) -> bool:
-        """Whether a worker is a member, or was one."""
+        """Tells whether a worker is a member, or was one."""
         return worker in self._were_members
 
     def domain_of(self, worker: int) -> str:
-        """Where a joiner runs that does not say it itself: on the host of its place. Empty: on the only one."""
+        """Tells where a joiner runs that does not say it itself: on the host of its place. Empty means on the only
+        one."""
         return self._hosts.label_of(worker) or self._labels.of(worker)
 
     # ------------------------------------------------------------------------------------------------ who is started
@@ -391,11 +392,11 @@ class Joiners:
         return self._respawn.next_s if self._hosts.room else math.inf
 
     def due(self, now_s: float) -> list[PlaceTaken]:
-        """Workers that are to be started now."""
+        """Lists the workers that are to be started now."""
         return self._take(self._respawn.tick(now_s, self._hosts.room))
 
     def request(self, count: int, now_s: float, request: int = 0) -> list[PlaceTaken]:
-        """Workers that are to be started because a person wants so many more; none once the job is stopping.
+        """Lists the workers that are to be started because a person wants so many more; none once the job is stopping.
 
         Args:
             count: how many.
@@ -405,8 +406,8 @@ class Joiners:
         return self._take(self._respawn.join(count, now_s), request)
 
     def started_for(self, request: int) -> list[int]:
-        """Workers that were started for a request, perhaps by an earlier coordinator: it may come again, and is to
-        start nobody else then.
+        """Lists the workers that were started for a request, perhaps by an earlier coordinator: it may come again, and
+        is to start nobody else then.
 
         Args:
             request: its number.

@@ -91,7 +91,7 @@ class Membership:
     # -------------------------------------------------------------------------------------------------- who is to come
 
     def obstacle_to_join(self, count: int) -> str | None:
-        """Why so many more workers cannot be started; None: they can."""
+        """Explains why so many more workers cannot be started; None: they can."""
         there = len(self._core.members) + len(self.joining)
         if there + count > self._terms.workers_max:
             return (
@@ -260,11 +260,11 @@ class Membership:
     # ---------------------------------------------------------------------------------------------------------- joiners
 
     def is_joiner(self, worker: int) -> bool:
-        """Whether a worker never was a member. What befalls it is no loss."""
+        """Tells whether a worker never was a member. What befalls it is no loss."""
         return not self.joiners.was_member(worker)
 
     def used(self, worker: int, cpu_s: float, now_s: float) -> Effects:
-        """What a joiner's process has used up to now; one that hangs before its first word is ended.
+        """Notes what a joiner's process has used up to now; one that hangs before its first word is ended.
 
         Args:
             worker: its id; any other one is left to others.
@@ -320,8 +320,8 @@ class Membership:
         return [asked.Refuse(worker, f"it has ended with an error: {summary}")]
 
     def withdraws(self, worker: int, now_s: float) -> Effects:
-        """A joiner has had a notice. It does not come in then; nobody takes its place, as that of a member. May be said
-        again."""
+        """A joiner has had a notice. It does not come in then; nobody takes its place, as that of a member. This may be
+        said again."""
         if worker in self._withdrawn:
             return []
         self._withdrawn.add(worker)

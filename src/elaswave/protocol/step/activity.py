@@ -58,7 +58,7 @@ class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
     0 if it is none. `since_s` is then counted from when it, or a process that it has started, used a processor last."""
 
     def same_stay(self, later: "WorkerActivity") -> bool:
-        """Whether a later heartbeat tells of the same thing still going on."""
+        """Tells whether a later heartbeat tells of the same thing still going on."""
         return (
             self.label == later.label
             and self.computing == later.computing
@@ -72,12 +72,12 @@ class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
 
 
 def action_kind(label: str) -> str:
-    """What a label is a case of: "F" of "2F0", "reduce" of "reduce"."""
+    """Returns what a label is a case of: "F" of "2F0", "reduce" of "reduce"."""
     return label.strip("0123456789")
 
 
 def blame(activities: Mapping[int, WorkerActivity]) -> int:
-    """Whom a standstill goes back to.
+    """Finds whom a standstill goes back to.
 
     The chains of who waits for whom end in a worker that waits for no other (that is known), or in a circle. Of those
     at the ends the one is named that most workers wait for; then the one that is furthest behind; then the largest id.
@@ -115,7 +115,7 @@ def blame(activities: Mapping[int, WorkerActivity]) -> int:
 
 
 def _reachable(edges: Mapping[int, Iterable[int]], start: int) -> set[int]:
-    """Whom a worker waits for, directly or not."""
+    """Finds whom a worker waits for, directly or not."""
     found: set[int] = set()
     todo = list(edges[start])
     while todo:

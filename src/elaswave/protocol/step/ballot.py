@@ -89,7 +89,7 @@ Pair = tuple[int, int]
 
 
 def pairs_of(known: Mapping[int, int], own: Mapping[int, int]) -> dict[int, Pair]:
-    """What a worker tells.
+    """Computes what a worker tells.
 
     Args:
         known: determinism hashes of earlier votes, by place.
@@ -117,7 +117,7 @@ class VotedHashes(NamedTuple):
 
 
 def read_votes(maxima: Iterable[int]) -> VotedHashes:
-    """The inverse of `flat`, after a vote."""
+    """Computes the inverse of `flat`, after a vote."""
     values = list(maxima)
     pairs = [(place, top, bottom) for place, (top, bottom) in enumerate(zip(values[::2], values[1::2], strict=True))]
     told = [(place, top, bottom) for place, top, bottom in pairs if top != NO_HASH]
@@ -128,13 +128,13 @@ def read_votes(maxima: Iterable[int]) -> VotedHashes:
 
 
 def text_words(text: str) -> list[int]:
-    """The beginning of a text as whole numbers below 2**63."""
+    """Encodes the beginning of a text as whole numbers below 2**63."""
     data = text.encode()[: TEXT_WORDS * _WORD_BYTES].ljust(TEXT_WORDS * _WORD_BYTES, b"\0")
     return [int.from_bytes(data[start : start + _WORD_BYTES], "little") for start in range(0, len(data), _WORD_BYTES)]
 
 
 def words_text(words: Iterable[int]) -> str:
-    """The inverse of `text_words`."""
+    """Computes the inverse of `text_words`."""
     data = b"".join(word.to_bytes(_WORD_BYTES, "little") for word in words)
     return data.rstrip(b"\0").decode(errors="replace")
 
@@ -342,7 +342,7 @@ class VoteShape:
         self.size = self.num_sums + self.num_maxima
 
     def vector_of(self, ballot: Ballot) -> list[int]:
-        """The vector of one worker's ballot: signed 64-bit integers, [size]."""
+        """Makes the vector of one worker's ballot: signed 64-bit integers, [size]."""
         checks = (
             1,
             ballot.coverage,
@@ -372,7 +372,7 @@ class VoteShape:
         return vector
 
     def merge(self, ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
-        """Both vectors as one: sums wrap, maxima are maximised."""
+        """Merges both vectors into one: sums wrap, maxima are maximised."""
         num_sums = self.num_sums
         merged = add_words(ours[:num_sums], theirs[:num_sums])
         merged += map(max, ours[num_sums:], theirs[num_sums:])
@@ -388,17 +388,17 @@ class VoteShape:
 
 
 def add_words(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
-    """Element by element the sums of signed 64-bit integers, wrapping."""
+    """Computes element by element the sums of signed 64-bit integers, wrapping."""
     return [(a + b + _SIGN & MASK64) - _SIGN for a, b in zip(ours, theirs, strict=True)]
 
 
 def encode_certificate(vector: Sequence[int]) -> bytes:
-    """A merged vector as evidence carries it: little-endian, 8 bytes for each integer."""
+    """Encodes a merged vector as evidence carries it: little-endian, 8 bytes for each integer."""
     return struct.pack(f"<{len(vector)}q", *vector)
 
 
 def decode_certificate(certificate: bytes) -> tuple[int, ...]:
-    """The inverse of `encode_certificate`."""
+    """Computes the inverse of `encode_certificate`."""
     return struct.unpack(f"<{len(certificate) // 8}q", certificate)
 
 
@@ -506,7 +506,7 @@ def _read_writes(shape: VoteShape, values: Sequence[int]) -> tuple[tuple[int, ..
 
 
 def residency_key(block: int, role: int, worker: int, version: int) -> int:
-    """What holding a block contributes to the residency sums."""
+    """Computes what holding a block contributes to the residency sums."""
     return mix64(_copy_key(block, role, worker) + version)
 
 
@@ -516,7 +516,8 @@ def _copy_key(block: int, role: int, worker: int) -> int:
 
 
 def agreement_key(kind: str, block: int, step: int, attempt: int, *hashes: int) -> int:
-    """What a copy of a block contributes to the agreement sum, before it is multiplied by the number of partners.
+    """Computes what a copy of a block contributes to the agreement sum, before it is multiplied by the number of
+    partners.
 
     Args:
         kind: "copy", of gradient and state, or "parameters".
@@ -526,7 +527,7 @@ def agreement_key(kind: str, block: int, step: int, attempt: int, *hashes: int) 
 
 
 def residency_of(copies: Iterable[tuple[int, int, int]], worker: int) -> int:
-    """What a worker brings to a residency sum.
+    """Computes what a worker brings to a residency sum.
 
     Args:
         copies: (block, role, version) that count.
@@ -537,7 +538,7 @@ def residency_of(copies: Iterable[tuple[int, int, int]], worker: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def expected_residency(placement: Placement, step: int) -> int:
-    """What the residency sums must come to in the vote on a step.
+    """Computes what the residency sums must come to in the vote on a step.
 
     Args:
         placement: the one under which the vote is held.
@@ -553,7 +554,7 @@ def expected_residency(placement: Placement, step: int) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def coverage_key(unit: int, microbatch: int, use: int = 0) -> int:
-    """What adding a micro-batch to a unit adds to the coverage.
+    """Computes what adding a micro-batch to a unit adds to the coverage.
 
     Args:
         unit: a layer, or what layers share.
@@ -565,13 +566,13 @@ def coverage_key(unit: int, microbatch: int, use: int = 0) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def loss_key(microbatch: int) -> int:
-    """What a micro-batch's loss adds to the coverage: it must count once, like a gradient (S1)."""
+    """Computes what a micro-batch's loss adds to the coverage: it must count once, like a gradient (S1)."""
     return key64("coverage", "loss", microbatch)
 
 
 @functools.lru_cache(maxsize=64)
 def expected_coverage(num_layers: int, num_microbatches: int, shared: tuple[tuple[int, ...], ...] = ()) -> int:
-    """The coverage of a step in which everything ran exactly once.
+    """Computes the coverage of a step in which everything ran exactly once.
 
     Args:
         num_layers, num_microbatches: of the step.
@@ -588,7 +589,8 @@ def expected_coverage(num_layers: int, num_microbatches: int, shared: tuple[tupl
 
 
 def _nonfinite_code(nonfinite: NonFinite | None) -> int:
-    """0 for none; else larger for earlier micro-batches, then for later layers (backward meets those first)."""
+    """Encodes none as 0, and all else as a number that is larger for earlier micro-batches, then for later layers
+    (backward meets those first)."""
     if nonfinite is None:
         return 0
     return ((UNKNOWN_MICROBATCH - nonfinite.microbatch) << _ROW_BITS | nonfinite.layer) + 1

@@ -198,7 +198,7 @@ class WorkerBlocks(Generic[C]):
             self.links.send(self.execution.key(FrameKind.PARTIAL_SUM, layer, 0, shipment.peer), payload)
 
     def reduce(self) -> Life[None]:
-        """REDUCE: makes every held block's mean gradient complete, and every new base copy."""
+        """Carries out REDUCE: makes every held block's mean gradient complete, and every new base copy."""
         self.observer.point("reduce")
         self.observer.doing("reduce", computing=False)
         key, receive, traffic = self.execution.key, self.execution.receive, self.traffic
@@ -222,7 +222,7 @@ class WorkerBlocks(Generic[C]):
     # ------------------------------------------------------------------------------------------- GATHER and deliveries
 
     def gather(self) -> Life[None]:
-        """GATHER: brings new parameters to those that run a layer and hold no copy of its blocks."""
+        """Carries out GATHER: brings new parameters to those that run a layer and hold no copy of its blocks."""
         self.observer.point("gather")
         for index, (layer, peer, blocks) in enumerate(self.traffic.parameters_out):
             if index:

@@ -217,8 +217,8 @@ class Engine(Protocol[C]):
         ...
 
     def output(self, action: Action) -> Any:
-        """What an action that was run before has returned. A forward's is kept until its backward begins, a backward's
-        until `release`, and all of it at most until `committed`."""
+        """Returns what an action that was run before has returned. A forward's is kept until its backward begins, a
+        backward's until `release`, and all of it at most until `committed`."""
         ...
 
     def release(self, microbatch: int) -> None:
@@ -226,7 +226,7 @@ class Engine(Protocol[C]):
         ...
 
     def unfinished(self) -> Unfinished:
-        """What there is of the step of the last `begin`."""
+        """Returns what there is of the step of the last `begin`."""
         ...
 
     def evaluate(self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool) -> Any:
@@ -244,11 +244,12 @@ class Engine(Protocol[C]):
     # REDUCE
 
     def partial_sums(self, layer: int, blocks: Sequence[int]) -> Any:
-        """The own partial sums of blocks of a layer, with their coverage, to be sent; called once for each frame."""
+        """Returns the own partial sums of blocks of a layer, with their coverage, to be sent; called once for each
+        frame."""
         ...
 
     def partial_sums_slot(self, layer: int, peer: int, blocks: Sequence[int]) -> Any:
-        """Where a peer's partial sums of owned blocks of a layer arrive; `reduce` finds them there."""
+        """Returns where a peer's partial sums of owned blocks of a layer arrive; `reduce` finds them there."""
         ...
 
     def reduce(self, layer: int, copies: Sequence[C], peers: Sequence[int]) -> None:
@@ -256,25 +257,25 @@ class Engine(Protocol[C]):
         ...
 
     def gradients(self, copies: Sequence[C]) -> Any:
-        """The mean gradients of owned copies, to be sent."""
+        """Returns the mean gradients of owned copies, to be sent."""
         ...
 
     def gradients_slot(self, copies: Sequence[C]) -> Any:
-        """Where the mean gradients of followed copies arrive."""
+        """Returns where the mean gradients of followed copies arrive."""
         ...
 
     # VOTE
 
     def measured(self) -> Measured:
-        """What the computation of this attempt brings to the ballot."""
+        """Returns what the computation of this attempt brings to the ballot."""
         ...
 
     def square_sums(self, copies: Sequence[C]) -> Sequence[float]:
-        """Sum of squares of each copy's mean gradient; not finite if that is not."""
+        """Computes the sum of squares of each copy's mean gradient; not finite if that is not."""
         ...
 
     def gradient_hashes(self, copies: Sequence[C]) -> Sequence[int]:
-        """Of each copy's mean gradient, 64 bits."""
+        """Computes the hash of each copy's mean gradient, 64 bits."""
         ...
 
     def changes(self, copies: Collection[C], *, given_up: bool) -> Sequence[Change]:
@@ -288,8 +289,8 @@ class Engine(Protocol[C]):
         ...
 
     def parameter_hashes(self, blocks: Sequence[int], copies: Mapping[int, C]) -> Sequence[int]:
-        """Of the parameters of blocks as they were written into the layers here, when `changes` was asked last: what
-        has changed since is its own finding.
+        """Returns the hashes of the parameters of blocks as they were written into the layers here, when `changes` was
+        asked last: what has changed since is its own finding.
 
         Args:
             copies: held ones by block; where the layer is not here, what they would serve counts.
@@ -297,23 +298,23 @@ class Engine(Protocol[C]):
         ...
 
     def master_hashes(self, copies: Sequence[C]) -> Sequence[int]:
-        """The same of the masters of copies."""
+        """Does the same as `parameter_hashes`, but for the masters of copies."""
         ...
 
     def state_hashes(self, copies: Sequence[C]) -> Sequence[Iterable[tuple[str, int]]]:
-        """Of each copy: name and 64-bit hash of each of its states beside the master."""
+        """Lists for each copy the name and 64-bit hash of each of its states beside the master."""
         ...
 
     def counts(self) -> Mapping[tuple[int, int], int]:
-        """How often each (layer, micro-batch) was added in this attempt; for a diagnosis."""
+        """Counts how often each (layer, micro-batch) was added in this attempt; for a diagnosis."""
         ...
 
     def imbalance(self) -> Imbalance:
-        """Where the partial sums are wrong; for a diagnosis."""
+        """Finds where the partial sums are wrong; for a diagnosis."""
         ...
 
     def environment(self) -> Environment:
-        """What this worker computes with; for a diagnosis."""
+        """Describes what this worker computes with; for a diagnosis."""
         ...
 
     # APPLY, GATHER, delivery
@@ -328,8 +329,8 @@ class Engine(Protocol[C]):
         ...
 
     def batches(self, copies: Sequence[C]) -> Iterable[Sequence[C]]:
-        """Copies in their order, as `apply` takes them. An interrupt takes effect between two batches, so that a batch
-        is bounded: on a host it is one copy."""
+        """Groups copies in their order, as `apply` takes them. An interrupt takes effect between two batches, so that a
+        batch is bounded: on a host it is one copy."""
         ...
 
     def apply(
@@ -357,11 +358,11 @@ class Engine(Protocol[C]):
         ...
 
     def parameters_of(self, copies: Sequence[C]) -> Any:
-        """The parameters of copies, to be sent."""
+        """Returns the parameters of copies, to be sent."""
         ...
 
     def parameters_slot(self, layer: int, blocks: Sequence[int]) -> Any:
-        """Where parameters of blocks of a layer arrive: in the layer itself."""
+        """Returns where parameters of blocks of a layer arrive: in the layer itself."""
         ...
 
     def parameters_arrived(self, layer: int, blocks: Sequence[int]) -> None:
@@ -369,15 +370,15 @@ class Engine(Protocol[C]):
         ...
 
     def parameter_bytes(self, blocks: Iterable[int]) -> int:
-        """Bytes of the parameters of blocks, as they travel."""
+        """Counts the bytes of the parameters of blocks, as they travel."""
         ...
 
     def constants(self, layer: int) -> Any:
-        """What no step writes of a layer that is here, to be sent."""
+        """Returns what no step writes of a layer that is here, to be sent."""
         ...
 
     def constants_slot(self, layer: int) -> Any:
-        """Where another worker's arrive; `take_constants` finds them there."""
+        """Returns where another worker's constants arrive; `take_constants` finds them there."""
         ...
 
     def take_constants(self, layer: int) -> bool:
@@ -387,20 +388,20 @@ class Engine(Protocol[C]):
     # copies
 
     def empty_copy(self, block: int, num_updates: int) -> C:
-        """A copy of a block for a new follower, after so many updates, yet without content and version."""
+        """Makes a copy of a block for a new follower, after so many updates, yet without content and version."""
         ...
 
     def state(self, copy: C) -> Any:
-        """The whole state of a copy, to be sent."""
+        """Returns the whole state of a copy, to be sent."""
         ...
 
     def state_slot(self, copy: C) -> Any:
-        """Where the whole state of a copy arrives."""
+        """Returns where the whole state of a copy arrives."""
         ...
 
     def carried(self) -> str:
-        """What this engine keeps once, and not in blocks, of the steps that have been made (options of the optimizer
-        that change from step to step)."""
+        """Returns what this engine keeps once, and not in blocks, of the steps that have been made (options of the
+        optimizer that change from step to step)."""
         ...
 
     def carry_on(self, carried: str, step: int) -> None:
@@ -444,7 +445,7 @@ class Links(Protocol):
         ...
 
     def has(self, peer: int) -> bool:
-        """Whether there is a link to a peer."""
+        """Tells whether there is a link to a peer."""
         ...
 
     @property
@@ -467,7 +468,7 @@ class Links(Protocol):
         ...
 
     def take(self, key: Key) -> Any:
-        """A frame that is here: what was sent, or None if it has landed where `post` said."""
+        """Takes a frame that is here: returns what was sent, or None if it has landed where `post` said."""
         ...
 
 
@@ -531,7 +532,7 @@ class Outbox(Protocol):
         ...
 
     def request(self) -> Request:
-        """What the coordinator has told this worker to ask for."""
+        """Returns what the coordinator has told this worker to ask for."""
         ...
 
 
@@ -544,7 +545,7 @@ class Disk(Protocol):
         ...
 
     def is_due(self) -> bool:
-        """Whether a durable checkpoint is due by this worker's clock."""
+        """Tells whether a durable checkpoint is due by this worker's clock."""
         ...
 
     def restart_clock(self) -> None:
@@ -561,7 +562,7 @@ class StepObserver:
     """Is told what the machine does; decides nothing. Every call may be ignored."""
 
     def step_begins(self, step: int, attempt: int) -> None:
-        """The next step, at its first attempt here."""
+        """Notes that the next step begins, at its first attempt here."""
 
     def evaluation_begins(self) -> None:
         """An evaluation begins."""
@@ -582,7 +583,7 @@ class StepObserver:
         """It is done, and its output is on its way."""
 
     def point(self, phase: Phase) -> None:
-        """Just before the next action of a phase: faults and tests strike here."""
+        """Runs just before the next action of a phase: faults and tests strike here."""
 
     def enter(self, phase: str) -> None:
         """One of run, reduce, vote, apply, gather begins."""

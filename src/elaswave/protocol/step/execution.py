@@ -162,7 +162,7 @@ class Execution(Generic[C]):
         return tuple(turns)
 
     def run(self, on_layer_done: Callable[[int], None]) -> Life[None]:
-        """RUN: carries out the program's actions in order.
+        """Does RUN: carries out the program's actions in order.
 
         Args:
             on_layer_done: called with each unit once its last gradient of the step has been added here; at the

@@ -339,7 +339,7 @@ class StepLoop(Generic[C]):
     # ----------------------------------------------------------------------------------------------------------- VOTE
 
     def vote(self) -> Life[Verdict]:
-        """VOTE: merges the ballots in one all-reduce; a worker that has the whole certificate has learned the
+        """Does VOTE: merges the ballots in one all-reduce; a worker that has the whole certificate has learned the
         result."""
         self.observer.point("vote")
         self.observer.doing("vote", computing=False)
@@ -453,8 +453,8 @@ class StepLoop(Generic[C]):
     # ------------------------------------------------------------------------------------------ APPLY, switch, GATHER
 
     def apply(self, step: int, verdict: Verdict) -> Life[None]:
-        """APPLY: updates every held copy that is still at the version before (W5). An interrupt takes effect between
-        two batches of copies; the versions of those before it are moved."""
+        """Does APPLY: updates every held copy that is still at the version before (W5). An interrupt takes effect
+        between two batches of copies; the versions of those before it are moved."""
         self.engine.committed(step, verdict.loss, updates=verdict.outcome is not VoteOutcome.SKIP)
         behind = [copy for copy in self.blocks.copies.values() if copy.version != step]
         for batch in self.engine.batches(behind):
@@ -483,7 +483,7 @@ class StepLoop(Generic[C]):
         self.observer.switched()
 
     def gather(self) -> Life[None]:
-        """GATHER: sends and receives parameters, and notes then that those here are of the step."""
+        """Does GATHER: sends and receives parameters, and notes then that those here are of the step."""
         step = self.execution.step
         assert self.ledger.may_write_parameters(step)
         yield from self.blocks.gather()

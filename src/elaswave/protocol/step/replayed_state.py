@@ -56,7 +56,8 @@ class ReplayedState:
         self._end = message
 
     def linked(self, message: Any) -> None:
-        """To which of the peers that it is to be linked to there are links; None: nobody is wanted any more."""
+        """Notes to which of the peers that the worker is to be linked to there are links; None: nobody is wanted any
+        more."""
         self._linked = message
 
     def paused(self, message: Any) -> None:
@@ -85,7 +86,7 @@ class ReplayedState:
         self._parts = {key: message for key, message in self._parts.items() if wanted(key[0])}
 
     def standing(self) -> list[Any]:
-        """All that holds, in the order in which it must be said."""
+        """Lists all that holds, in the order in which it must be said."""
         parts = [message for _, message in sorted(self._parts.items(), key=lambda part: part[0])]
         here = [self._ready, self._linked, *self._broken_links.values(), self._leaving]
         facts = [*here, *parts, self._paused, self._unsound, self._end]

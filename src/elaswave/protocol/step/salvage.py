@@ -96,13 +96,13 @@ class Todo(NamedTuple):
     """To the hop before; without `backward`, the one that is kept."""
 
     def includes(self, kind: str) -> bool:
-        """Whether an action of this kind is to be done."""
+        """Tells whether an action of this kind is to be done."""
         if kind == "F":
             return self.forward or self.sends_output
         return self.backward or (self.sends_gradient and kind != "W")
 
     def runs(self, kind: str) -> bool:
-        """Whether it computes anything."""
+        """Tells whether an action of this kind computes anything."""
         return self.forward if kind == "F" else self.backward
 
 
@@ -118,7 +118,7 @@ class Salvage(NamedTuple):
 
 
 def encode_rows(masks: Mapping[tuple[int, int], int]) -> tuple[AccumulatedUnits, ...]:
-    """Rows of a table.
+    """Encodes a table as rows.
 
     Args:
         masks: (unit, use) -> micro-batches, one bit each.
@@ -137,12 +137,12 @@ def encode_rows(masks: Mapping[tuple[int, int], int]) -> tuple[AccumulatedUnits,
 
 
 def decode_rows(rows: Iterable[AccumulatedUnits]) -> dict[tuple[int, int], int]:
-    """The inverse of `encode_rows`."""
+    """Does the inverse of `encode_rows`."""
     return {(unit, row.use): int(row.microbatches, 16) for row in rows for unit in range(row.start, row.stop)}
 
 
 def numbers_in(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set, ascending."""
+    """Yields the numbers of the bits that are set, ascending."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
@@ -150,7 +150,7 @@ def numbers_in(mask: int) -> Iterator[int]:
 
 
 def mask_of(numbers: Iterable[int]) -> int:
-    """The inverse of `numbers_in`."""
+    """Does the inverse of `numbers_in`."""
     mask = 0
     for number in numbers:
         mask |= 1 << number
@@ -158,7 +158,7 @@ def mask_of(numbers: Iterable[int]) -> int:
 
 
 def _end_of(hop: Hop | InFlightMicrobatch, num_layers: int) -> int:
-    """One past the last layer that a hop runs forward, the loss included."""
+    """Returns one past the last layer that a hop runs forward, the loss included."""
     return hop.stop + (hop.stop == num_layers)
 
 
@@ -173,7 +173,7 @@ def salvage(
     newest_vote: tuple[int, int] | None,
     before: Layout,
 ) -> Salvage:
-    """What of a step all members keep.
+    """Finds what of a step all members keep.
 
     Args:
         partials: of the members' reports.
@@ -241,7 +241,7 @@ def _kept(partials: Sequence[Partial], here: Mapping[int, range], layout: Layout
 
 
 def _held_layers(layout: Layout, worker: int, here: range) -> range:
-    """The layers that a worker has, and still has under a layout."""
+    """Finds the layers that a worker has, and still has under a layout."""
     layers = layout.layers_of(worker)
     return range(max(here.start, layers.start), min(here.stop, layers.stop))
 
@@ -266,7 +266,8 @@ def _drop_entangled(layers: dict[int, int], table: Mapping[tuple[int, int], int]
 def _can_go_on(
     microbatch_in_flight: InFlightMicrobatch, worker: int, here: range, layout: Layout, covered: Sequence[int]
 ) -> bool:
-    """Whether a micro-batch goes on where it is: its hop is the same, and what it would not do again is covered."""
+    """Tells whether a micro-batch goes on where it is: its hop is the same, and what it would not do again is
+    covered."""
     number, num_layers = microbatch_in_flight.microbatch, layout.num_layers
     if (
         Hop(worker, _stage_of_hop(layout, number, worker), microbatch_in_flight.start, microbatch_in_flight.stop)
@@ -290,7 +291,7 @@ def _stage_of_hop(layout: Layout, microbatch: int, worker: int) -> int:
 
 
 def keep_of(worker: int, kept: Sequence[Partial], layout: Layout, lowest_trained: int) -> Keep | None:
-    """What one worker's engine keeps; None if no worker keeps anything.
+    """Finds what one worker's engine keeps; returns None if no worker keeps anything.
 
     Args:
         kept: of the decision.
@@ -322,7 +323,7 @@ def keep_of(worker: int, kept: Sequence[Partial], layout: Layout, lowest_trained
 
 
 def covered_by(kept: Iterable[Partial], num_layers: int) -> tuple[int, ...]:
-    """By layer, the loss last: the micro-batches that some worker has kept."""
+    """Collects by layer, the loss last, the micro-batches that some worker has kept."""
     covered = [0] * (num_layers + 1)
     for partial in kept:
         for (layer, _), mask in decode_rows(partial.rows).items():
@@ -336,7 +337,7 @@ def covered_by(kept: Iterable[Partial], num_layers: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def todos_of(layout: Layout, kept: tuple[Partial, ...], lowest_trained: int) -> Mapping[tuple[int, int], Todo]:
-    """(stage, micro-batch) -> what is left to be done there; hops with nothing to do are not in it.
+    """Maps (stage, micro-batch) to what is left to be done there; hops with nothing to do are not in it.
 
     Args:
         layout: in force.
@@ -367,7 +368,7 @@ def _todos(
     num_layers: int,
     lowest_trained: int,
 ) -> list[Todo]:
-    """What is left of one micro-batch, hop by hop.
+    """Finds what is left of one micro-batch, hop by hop.
 
     Args:
         in_flight: of its hops; None where nothing is kept.
@@ -403,7 +404,7 @@ def _todos(
 
 
 def _num_recomputed(partials: Sequence[Partial], kept: tuple[Partial, ...], layout: Layout, before: Layout) -> int:
-    """How many micro-batches run again in part, as far as survivors know.
+    """Counts how many micro-batches run again in part, as far as survivors know.
 
     A layer is known to have run forward if a survivor says so, or has what was made behind it. A hop of a lost worker
     is taken to have run if all that it needs was there.
@@ -434,7 +435,7 @@ def _num_recomputed(partials: Sequence[Partial], kept: tuple[Partial, ...], layo
 
 
 def _reached(partials: Sequence[Partial], before: Layout) -> list[int]:
-    """By micro-batch: one past the last layer that is known to have run forward."""
+    """Finds by micro-batch one past the last layer that is known to have run forward."""
     num_layers = before.num_layers
     reached = [0] * before.num_microbatches
     known: set[tuple[int, int]] = set()

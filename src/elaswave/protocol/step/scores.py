@@ -42,24 +42,24 @@ class MetricSum(NamedTuple):
     """Values that are not finite, or not below 2**128."""
 
     def plus(self, total: float, count: int) -> "MetricSum":
-        """With one more micro-batch."""
+        """Returns the sum with one more micro-batch."""
         if not abs(total) < _LARGEST:
             return MetricSum(self.units, self.count + count, self.num_bad + 1)
         numerator, denominator = total.as_integer_ratio()
         return MetricSum(self.units + (numerator << _FRACTION_BITS) // denominator, self.count + count, self.num_bad)
 
     def merged(self, other: "MetricSum") -> "MetricSum":
-        """Both sums as one."""
+        """Returns both sums as one."""
         return MetricSum(self.units + other.units, self.count + other.count, self.num_bad + other.num_bad)
 
     def over(self, count: int) -> float:
-        """The sum divided by a count; nan if a value was bad, or nothing was counted."""
+        """Divides the sum by a count; the result is nan if a value was bad, or nothing was counted."""
         if self.num_bad or count == 0:
             return math.nan
         return self.units / (count << _FRACTION_BITS)
 
     def words(self) -> list[int]:
-        """As integers; those of all workers may be added in any order."""
+        """Encodes the sum as integers; those of all workers may be added in any order."""
         if self == _NOTHING:
             return [0] * _METRIC_WORDS  # of most workers
         units = self.units % (1 << _ALL_BITS)
@@ -125,7 +125,7 @@ class Means(NamedTuple):
 
 
 def num_score_words(num_microbatches: int, num_metrics: int) -> int:
-    """How many integers `score_words` returns."""
+    """Computes how many integers `score_words` returns."""
     return _COUNT_WORDS + num_microbatches + _METRIC_WORDS * (num_metrics + 1)
 
 
@@ -169,12 +169,13 @@ def means_of(words: Sequence[int], slots: int, num_microbatches: int) -> Means:
 
 
 def float_bits(value: float) -> int:
-    """The bits of a float64 as a signed integer. Sums of such integers, all but one of which are of 0.0, keep it."""
+    """Returns the bits of a float64 as a signed integer. Sums of such integers, all but one of which are of 0.0, keep
+    it."""
     bits: int = _WORD.unpack(_FLOAT.pack(value))[0]
     return bits
 
 
 def bits_float(bits: int) -> float:
-    """The inverse of `float_bits`."""
+    """Does the inverse of `float_bits`."""
     value: float = _FLOAT.unpack((bits & MASK64).to_bytes(8, "little"))[0]
     return value

@@ -223,8 +223,8 @@ class CopyChecks(Generic[C]):
         self.changes = self.engine.changes(self.blocks.voting_copies.values(), given_up=True)
 
     def compared(self, *, at_rest: bool = False) -> dict[int, tuple[int, int, int]]:
-        """Hashes, by block, gradient and state of a copy that has others, and the parameters that this worker computes
-        with or serves; 0 for nothing.
+        """Hashes, by block, the gradient and the state of a copy that has others, and the parameters that this worker
+        computes with or serves; 0 stands for nothing.
 
         Args:
             at_rest: between two steps: there are no gradients, and of the optimizer's states none is left out.

@@ -88,7 +88,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"rates {self.name!r} are impossible: " + "; ".join(problems))
 
     def expected_changes(self, num_workers: int, duration_s: float, num_racks: int = 0) -> float:
-        """How many changes a scenario has on average, at most: each loss has its repair, each slow-down its end."""
+        """Computes how many changes a scenario has on average, at most: each loss has its repair, each slow-down its
+        end."""
         losses_per_day = self.losses_per_worker_day * num_workers + self.rack_losses_per_day * num_racks
         of_losses = losses_per_day * (1 if self.repair_s is None else 2)
         return (of_losses + 2 * self.stragglers_per_worker_day * num_workers) * duration_s / DAY_S
@@ -138,7 +139,7 @@ RATES: dict[str, Rates] = {
 
 
 def rates_named(name: str) -> Rates:
-    """The public rates of this name.
+    """Finds the public rates of this name.
 
     Raises:
         UsageError: there are none.
@@ -176,7 +177,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
 
     def rack_of(self, node: int) -> int:
-        """The rack that a node is in."""
+        """Returns the rack that a node is in."""
         return self.racks[node] if self.racks else node
 
     @property
@@ -200,7 +201,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def racks_of(num_nodes: int, nodes_per_rack: int) -> tuple[int, ...]:
-    """Rack of each node, where neighbouring nodes share one; empty where every node has its own."""
+    """Lists the rack of each node, where neighbouring nodes share one; the list is empty where every node has its
+    own."""
     return () if nodes_per_rack == 1 else tuple(node // nodes_per_rack for node in range(num_nodes))
 
 
@@ -302,7 +304,8 @@ class _Drawing:
         )
 
     def _draw_next(self, kind: str, now: float) -> None:
-        """The next strike on any slot or rack; whom it finds there is seen when it comes (thinning, which is exact)."""
+        """Draws the next strike on any slot or rack; whom it finds there is seen when it comes (thinning, which is
+        exact)."""
         num_racks = -(-self._num_nodes // self._nodes_per_rack)
         rng, per_day, number = {
             "lost": (self._losses, self._rates.losses_per_worker_day, self._num_slots),
@@ -315,7 +318,7 @@ class _Drawing:
             self._push(at_s, kind, (rng.randrange(number),))
 
     def _draw_lives(self, now: float, slots: Iterable[int], *, in_service: bool) -> None:
-        """When the workers in these slots fail, for lives whose hazard falls with age.
+        """Draws when the workers in these slots fail, for lives whose hazard falls with age.
 
         Args:
             now: seconds.
@@ -339,7 +342,7 @@ class _Drawing:
             self._push(now + left_s, "worn", (slot, worker))
 
     def _lost_with(self, slot: int) -> range:
-        """The slots that are lost when one of them is."""
+        """Lists the slots that are lost when one of them is."""
         if not self._rates.whole_nodes:
             return range(slot, slot + 1)
         first = slot - slot % self._workers_per_node

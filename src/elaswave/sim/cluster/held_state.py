@@ -66,12 +66,12 @@ class HeldBlocks:
         self._step_s = 0.0
 
     def begin(self, plan: Plan, there: Cluster) -> None:
-        """As of `HeldState`: all blocks are placed afresh."""
+        """Does what `HeldState` says: all blocks are placed afresh."""
         self._placed, self._gone, self._next = PlacedBlocks.of(plan.allocation, there, self._placing), {}, None
         self._step_s = plan.predicted_step_s
 
     def lose(self, now_s: float, workers: Collection[int]) -> bool:
-        """As of `HeldState`."""
+        """Does what `HeldState` says."""
         placed = self._settled(now_s)
         if placed.lost_with((*self._gone, *workers)):
             return True
@@ -81,14 +81,15 @@ class HeldBlocks:
         return False
 
     def adopt(self, now_s: float, plan: Plan, there: Cluster, copied_s: float) -> None:
-        """As of `HeldState`: missing followers are made first, then copies travel to where the plan wants them."""
+        """Does what `HeldState` says: missing followers are made first, then copies travel to where the plan wants
+        them."""
         self._step_s = plan.predicted_step_s
         begins_s = max((now_s, *self._gone.values()))
         longest_s = max(copies_s(plan, self._link).values(), default=0.0)
         self._next = (max(begins_s + longest_s, copied_s), plan.allocation, there)
 
     def _settled(self, now_s: float) -> PlacedBlocks:
-        """Who holds blocks by now."""
+        """Finds who holds blocks by now."""
         placed = self._placed
         assert placed is not None, "no job has begun"
         back = [worker for worker, at_s in self._gone.items() if at_s <= now_s]
@@ -103,7 +104,7 @@ class HeldBlocks:
         return placed
 
     def _refill_s(self, placed: PlacedBlocks, worker: int) -> float:
-        """Seconds until the copies that a worker had are elsewhere; 0 if it held none.
+        """Computes the seconds until the copies that a worker had are elsewhere; returns 0 if it held none.
 
         It owned a share of its layers' state, and followed as much for each follower that a block has. Those who hold
         the other copies send them, each over its own link. A copy counts with the commit of the step in which it
@@ -136,17 +137,17 @@ class HeldWhole:
         """Workers that are being sent their state -> when they hold it."""
 
     def begin(self, plan: Plan, there: Cluster) -> None:
-        """As of `HeldState`."""
+        """Does what `HeldState` says."""
         self._allocation, self._arriving = plan.allocation, {}
 
     def lose(self, now_s: float, workers: Collection[int]) -> bool:
-        """As of `HeldState`."""
+        """Does what `HeldState` says."""
         assert self._allocation is not None, "no job has begun"
         self._arriving = {worker: at_s for worker, at_s in self._arriving.items() if at_s > now_s}
         return self._copies(self._allocation, self._arriving).lost_with(workers)
 
     def adopt(self, now_s: float, plan: Plan, there: Cluster, copied_s: float) -> None:
-        """As of `HeldState`."""
+        """Does what `HeldState` says."""
         self._allocation = plan.allocation
         if not plan.from_checkpoint:
             for worker, seconds in copies_s(plan, self._link).items():
@@ -154,7 +155,7 @@ class HeldWhole:
 
 
 def copies_s(plan: Plan, link: NetworkLink) -> dict[int, float]:
-    """Seconds until each worker has what a plan sends it, over its own link."""
+    """Computes the seconds until each worker has what a plan sends it, over its own link."""
     received: dict[int, float] = {}
     for transfer in plan.transfers:
         for worker in transfer.workers:
@@ -163,7 +164,7 @@ def copies_s(plan: Plan, link: NetworkLink) -> dict[int, float]:
 
 
 def held_state(replication: Replication, costs: Costs, link: NetworkLink, placing: Placing) -> HeldState:
-    """The copies of a policy's job; arguments as of `HeldBlocks`."""
+    """Makes the copies of a policy's job; takes arguments as `HeldBlocks` does."""
     if replication.unit == "blocks":
         return HeldBlocks(costs, link, placing)
     return HeldWhole(link, WHOLE[replication.unit])
@@ -185,7 +186,7 @@ class BackgroundTransfer(NamedTuple):
 def background_transfer_of(
     cluster: Cluster, costs: Costs, before: Plan, plan: Plan, event: ClusterEvent, times: RecoveryTimes
 ) -> BackgroundTransfer | None:
-    """What a plan has copied in the background; None: nothing.
+    """Finds what a plan has copied in the background; returns None if it is nothing.
 
     Args:
         cluster: after the event.
@@ -212,6 +213,6 @@ def background_transfer_of(
 
 
 def _slower_by(cluster: Cluster, costs: Costs, allocation: Allocation, share: float) -> float:
-    """Seconds that a step takes longer, in closed form, while copies take a share of the links."""
+    """Computes the seconds that a step takes longer, in closed form, while copies take a share of the links."""
     slower, with_less = shared_links(cluster, costs, share)
     return step_s(slower, with_less, allocation, "bound") - step_s(cluster, costs, allocation, "bound")

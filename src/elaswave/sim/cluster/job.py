@@ -223,7 +223,7 @@ class _SimulatedJob:
         self._sample()
 
     def outcome(self) -> PolicyOutcome:
-        """The accounts, closed."""
+        """Returns the accounts, closed."""
         duration_s = self._scenario.duration_s
         useful_s = (self._done - self._lost) / self._rho
         lost_work_s = self._lost / self._rho

@@ -25,7 +25,7 @@ _STUDENT_T = (
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Mean and 95 % confidence interval of independent values, by Student's t.
+    """Computes the mean and 95 % confidence interval of independent values, by Student's t.
 
     Raises:
         ValueError: no value.

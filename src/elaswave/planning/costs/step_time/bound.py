@@ -58,7 +58,7 @@ class StageTable:
     def of(
         cls, held: Sequence[tuple[int, int]], cuts: Sequence[Mapping[int, int]], num_microbatches: int, costs: Costs
     ) -> "StageTable":
-        """Of a chain whose stages hold these layers, with these cuts."""
+        """Makes the table of a chain whose stages hold these layers, with these cuts."""
         num_stages = len(held)
         least, most = np.zeros((2, num_stages + 1), dtype=np.int64)
         least[-1] = most[-1] = held[-1][1]
@@ -110,7 +110,8 @@ def busy_s(
     quantum: np.ndarray,
     work: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds for which workers compute: evened out in each stage, and the same rounded up to whole layers.
+    """Computes the seconds for which workers compute: evened out in each stage, and the same rounded up to whole
+    layers.
 
     Args:
         stage: of each worker, ascending.
@@ -144,7 +145,8 @@ def busy_s(
 
 
 def busiest_s(table: StageTable, num_microbatches: int, speeds: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """`busy_s` of each stage's busiest worker from what its workers have in common: takes no longer for more workers.
+    """Computes `busy_s` of each stage's busiest worker from what its workers have in common: takes no longer for more
+    workers.
 
     Args:
         table: of the chain.
@@ -172,7 +174,7 @@ def busiest_s(table: StageTable, num_microbatches: int, speeds: Sequence[np.ndar
 def step_per_stage(
     table: StageTable, slowest: np.ndarray, speeds: np.ndarray, schedule: Schedule, links_s: float
 ) -> np.ndarray:
-    """Seconds of the step if each stage were the one that bounds it."""
+    """Computes the seconds of the step if each stage were the one that bounds it."""
     forward, first, second = (each / speeds for each in (table.forward, table.input_gradient, table.weight_gradient))
     mean = table.forward + table.input_gradient + table.weight_gradient
     spread = np.divide(table.longest - table.shortest, 2 * mean, out=np.zeros_like(mean), where=mean > 0)
@@ -196,7 +198,8 @@ def least_s(
     costs: Costs,
     schedule: Schedule,
 ) -> float:
-    """Seconds that no order of a chain's actions gets below, whatever the routes: not an estimate, as all else here.
+    """Computes the seconds that no order of a chain's actions gets below, whatever the routes: not an estimate, as all
+    else here.
 
     A worker waits for its first input and does all its work, or all but its weight gradients (with split backwards)
     before the last gradient goes back to the first stage. What links take is left out.
@@ -232,7 +235,7 @@ def least_s(
 
 
 def travel_s(cluster: Cluster, costs: Costs, table: StageTable) -> float:
-    """Seconds that a micro-batch's tensors travel on their way through all stages and back."""
+    """Computes the seconds that a micro-batch's tensors travel on their way through all stages and back."""
     if len(table.stops) < 2:
         return 0.0
     same = len(cluster.node) > 0 and bool(cluster.node[0] == cluster.node[-1])
@@ -242,7 +245,7 @@ def travel_s(cluster: Cluster, costs: Costs, table: StageTable) -> float:
 
 
 def limited_s(costs: Costs, start: int, stop: int, rounds: float) -> float:
-    """Seconds of computing of a step of which a stage's workers hold only some micro-batches at a time.
+    """Computes the seconds of computing of a step of which a stage's workers hold only some micro-batches at a time.
 
     As many as a worker may hold are on their way to the last stage and back at a time. That is an upper bound of what
     the limit costs.
@@ -258,7 +261,7 @@ def limited_s(costs: Costs, start: int, stop: int, rounds: float) -> float:
 
 
 def pipeline_line(stages: Sequence[tuple[float, float, float]], *, split: bool) -> tuple[float, float]:
-    """Seconds of a pipeline of one worker per stage: with m micro-batches first + m x second.
+    """Computes the seconds of a pipeline of one worker per stage: with m micro-batches first + m x second.
 
     Args:
         stages: seconds of forward, input gradient and weight gradient of each stage.

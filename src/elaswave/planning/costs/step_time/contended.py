@@ -78,7 +78,7 @@ class SimulatedStep:
         return total
 
     def to_json(self) -> dict[str, object]:
-        """Plain data: what a person asks for, not every action."""
+        """Describes the step as plain data: gives what a person asks for, not every action."""
         return {
             "step_s": self.step_s,
             "overhead_s": self.overhead_s,
@@ -163,7 +163,7 @@ class _SharedLink:
         """Rises whenever the next end may have changed."""
 
     def last_byte(self, num_bytes: float) -> float:
-        """Where in `each_sent` the last byte of a transfer will be that begins now."""
+        """Computes where in `each_sent` the last byte of a transfer will be that begins now."""
         return self.each_sent + num_bytes
 
     def count(self, now_s: float) -> None:
@@ -173,7 +173,7 @@ class _SharedLink:
         self._counted_at_s = now_s
 
     def next_end_s(self) -> float:
-        """When the next transfer will have left if none is added."""
+        """Computes when the next transfer will have left if none is added."""
         left = max(0.0, self.sendings[0].leaves_at - self.each_sent)
         return self._counted_at_s + left * len(self.sendings) / self._bandwidth
 
@@ -190,7 +190,7 @@ class _QueuedLink(_SharedLink):
         self._queued = 0.0
 
     def last_byte(self, num_bytes: float) -> float:
-        """Behind those that are queued."""
+        """Places the last byte behind those that are queued."""
         self._queued = (self._queued if self.sendings else self.each_sent) + num_bytes
         return self._queued
 
@@ -201,7 +201,7 @@ class _QueuedLink(_SharedLink):
         self._counted_at_s = now_s
 
     def next_end_s(self) -> float:
-        """When the first transfer will have left."""
+        """Computes when the first transfer will have left."""
         return self._counted_at_s + max(0.0, self.sendings[0].leaves_at - self.each_sent) / self._bandwidth
 
 

@@ -42,7 +42,7 @@ _TICKS = 1 << 24
 
 
 def durations_of(layer_s: Sequence[tuple[float, float, float]], speed_of: Callable[[int], float]) -> Durations:
-    """Seconds of actions by the seconds of layers and the speeds of workers.
+    """Makes the seconds of actions from the seconds of layers and the speeds of workers.
 
     Args:
         layer_s: of each layer's forward, input gradient and weight gradient, on a worker of speed 1.
@@ -63,7 +63,7 @@ def durations_of(layer_s: Sequence[tuple[float, float, float]], speed_of: Callab
 
 
 def transfer_of(costs: Costs, cluster: Cluster) -> TransferSeconds:
-    """Seconds of transfers between workers, each as if it had its link to itself.
+    """Makes the seconds of transfers between workers, each as if it had its link to itself.
 
     Args:
         costs: bytes at the layers' boundaries.
@@ -75,7 +75,7 @@ def transfer_of(costs: Costs, cluster: Cluster) -> TransferSeconds:
     places: dict[int, tuple[int, int]] = {}
 
     def place_of(worker: int) -> tuple[int, int]:
-        """Its node and its position in the cluster."""
+        """Finds a worker's node and its position in the cluster."""
         found = places.get(worker)
         if found is None:
             position = int(cluster.index_of([worker])[0])
@@ -147,7 +147,8 @@ class StepGraph:
             self._round()
 
     def in_ticks(self) -> "StepGraph":
-        """The same with rounded durations: see `ticks`. For flows that were made with durations."""
+        """Returns the same graph with rounded durations: see `ticks`. This is for flows that were made with
+        durations."""
         rounded = copy(self)
         rounded._round()
         return rounded
@@ -241,7 +242,7 @@ class StepGraph:
         return encoded
 
     def decode(self, encoded: Sequence[Sequence[int]]) -> dict[int, Program]:
-        """The programs of these codes."""
+        """Decodes the programs of these codes."""
         microbatch, hops = self.microbatch, self.hops
         return {
             worker: tuple(Action(hops[code >> 2].stage, KINDS[code & 3], microbatch[code >> 2]) for code in own)

@@ -71,7 +71,7 @@ HEADER = "job_id,user,node_num,"
 
 
 def read_rates(lines: Iterable[str], *, name: str) -> Rates:
-    """How often jobs met a crash of a node.
+    """Reads how often jobs met a crash of a node.
 
     Args:
         lines: of the trace, the header first.

@@ -16,7 +16,7 @@ _DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334, 365
 
 
 def timestamp_s(text: str) -> float | None:
-    """Seconds since 1970 of a date and time, as 2021-12-11 11:11:30; None if it is none."""
+    """Reads the seconds since 1970 of a date and time, as 2021-12-11 11:11:30; returns None if it is none."""
     found = _DATE_AND_TIME.fullmatch(text)
     if found is None:
         return None
@@ -36,7 +36,7 @@ class TraceMachines:
     """What a trace does not say of its machines, and the name that messages give it."""
 
     def __init__(self, name: str, *, workers_per_node: int = 1, nodes_per_rack: int = 1, seed: int = 0) -> None:
-        """A layout.
+        """Makes a layout.
 
         Args:
             name: of the trace, for messages.
@@ -56,11 +56,11 @@ class TraceMachines:
         self.seed = seed
 
     def fault(self, number: int, what: str) -> DataError:
-        """An error about one line."""
+        """Makes an error about one line."""
         return DataError(f"trace {self.name}, line {number} {what}")
 
     def empty(self, needed: str) -> DataError:
-        """An error about a trace without a line."""
+        """Makes an error about a trace without a line."""
         return DataError(f"trace {self.name} has no line; needed are lines of {needed}")
 
 
@@ -85,7 +85,7 @@ class History:
         self._changes: list[ClusterChange] = []
 
     def __contains__(self, machine: str) -> bool:
-        """Whether it is there now."""
+        """Tells whether it is there now."""
         return machine in self._there
 
     @property
@@ -112,7 +112,7 @@ class History:
         self._add(at_s, kind, [(worker, -1) for worker in self._there.pop(machine)])
 
     def scenario(self, end_s: float) -> Scenario:
-        """What happened until then."""
+        """Returns what happened until then."""
         self._flush()
         begin_s = self._begin_s or 0.0
         initial = self._initial or []
