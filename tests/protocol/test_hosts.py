@@ -225,6 +225,17 @@ def test_a_committed_step_a_notice_and_a_host_without_workers_do_not_count_again
     assert came(hosts, "b", 40).num_fruitless == 0
 
 
+def test_a_host_of_which_a_worker_has_committed_stays_proven_when_all_its_workers_have_ended():
+    hosts, _, b = two()
+    hosts.placed(50, b.number)
+    hosts.committed([0, 50])
+    for worker in [*b.workers]:
+        hosts.ended(worker)
+    hosts.placed(51, b.number)
+    fall(hosts, b)
+    assert came(hosts, "b", 40).num_fruitless == 0
+
+
 def test_workers_of_an_agent_are_not_those_of_the_next_one_with_its_number():
     hosts = Hosts((0, 1), home=99)
     first = hosts.add(Came(0, "a", 1, 0, 0), 0.0)

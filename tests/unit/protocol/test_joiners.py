@@ -14,7 +14,7 @@ from elaswave.coordinator.driver import founders_of
 from elaswave.job.plan import RunPlan, identity_of
 from elaswave.protocol.events import LeavingRecord, NewGenerationRecord
 from elaswave.protocol.membership.admissions import Founders
-from elaswave.protocol.membership.effects import PlaceTaken
+from elaswave.protocol.membership.effects import PlaceTaken, StepPublished
 from elaswave.protocol.membership.hosts import Came, Hosts
 from elaswave.protocol.membership.joiners import BACKOFF_S_MIN, AdmissionResult, Joiners, MembershipTerms
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
@@ -318,3 +318,19 @@ def test_nobody_takes_a_place_at_a_site_that_is_away():
         NewGenerationRecord(term=1, generation=2, members=(0,), lost=(1,), reason="it is silent", at_s=10.0)
     )
     assert job.take_over().next_s == 70.0 + BACKOFF_S_MIN
+
+
+def test_a_successor_knows_of_which_hosts_a_worker_has_committed() -> None:
+    job = Job()
+    for records, num_fruitless in (([], 1), ([StepPublished()], 0)):
+        hosts = Hosts((0, 1), home=11)
+        for number, node in enumerate("ab"):
+            hosts.restore(Came(number, node, 11 + number, 0), 0.0)
+        Joiners(MembershipTerms(job.plan.layout), hosts, records, lambda vector, environment: no_founders())
+        hosts.give_up(hosts.numbered(1))
+        answer = hosts.hello("b", 30, 0)
+        assert isinstance(answer, Came) and answer.num_fruitless == num_fruitless
+
+
+def no_founders() -> Founders:
+    raise AssertionError("no step is committed here")

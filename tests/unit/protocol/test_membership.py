@@ -94,6 +94,9 @@ class FakeJoiners:
         self.closed.append(worker)
         return LeaveAsked(worker=worker, within_s=within_s, at_s=now_s)
 
+    def was_asked_to_leave(self, worker: int) -> bool:
+        return worker in self.closed
+
     def stop(self) -> None:
         pass
 
@@ -255,6 +258,26 @@ def test_a_joiner_that_has_had_a_notice_does_not_come_in_and_nobody_takes_its_pl
     assert (
         world.told[0] == "worker 3 is not admitted: it has had a notice that its machine will be taken away (SIGTERM)"
     )
+
+
+def test_a_joiner_whose_agent_had_a_notice_before_its_first_word_does_not_come_in_afterwards(world: World) -> None:
+    world.join(1, 0.0)
+    world.do(world.membership.agent_leaves(11, 30.0, 1.0))
+    problem = "it has had a notice that its machine will be taken away (SIGTERM)"
+    assert world.refused == [(3, problem)], "which has no connection to go by yet"
+    world.do(world.membership.received(joining(3), 2.0))
+    assert world.fed == [] and world.refused == 2 * [(3, problem)]
+    assert world.membership.joining == () == tuple(world.membership.spoken)
+
+
+def test_a_successor_does_not_let_a_joiner_in_that_was_withdrawn() -> None:
+    job = Job()
+    (worker,) = job.request(1, 0.0)
+    job.journal.append(job.joiners.left(worker, 0.0, 1.0))
+    membership = membership_of(cast(Coordinator, SimpleNamespace(members=(0, 1))), job.take_over())
+    assert [type(effect) for effect in membership.received(joining(worker), 2.0)] == [Refuse]
+    (other,) = job.request(1, 3.0)
+    assert not any(isinstance(effect, Refuse) for effect in membership.received(joining(other), 4.0))
 
 
 def test_a_successor_watches_all_that_are_no_members(world: World) -> None:

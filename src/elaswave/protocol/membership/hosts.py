@@ -51,6 +51,8 @@ class Host:
         """Those that its agent was asked to start and that have not ended."""
         self.is_fruitless = False
         """Whether it was asked to start workers, and none of them has had a part in a committed step."""
+        self.is_proven = False
+        """Whether one of them has."""
         self.had_notice = False
 
     @property
@@ -154,7 +156,7 @@ class Hosts:
         """A worker is to be started on a host."""
         if number in self._hosts:
             host = self._host_of[worker] = self._hosts[number]
-            if not host.workers and not host.is_fruitless:
+            if not host.is_proven:
                 host.is_fruitless = True
                 self._unproven.add(host)
             host.workers.add(worker)
@@ -162,7 +164,7 @@ class Hosts:
     def committed(self, members: Collection[int]) -> None:
         """A step has been committed by these members."""
         for host in [host for host in self._unproven if not host.workers.isdisjoint(members)]:
-            host.is_fruitless = False
+            host.is_fruitless, host.is_proven = False, True
             self._unproven.discard(host)
 
     def ended(self, worker: int) -> None:

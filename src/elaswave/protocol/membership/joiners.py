@@ -316,6 +316,7 @@ class Joiners:
         """Those that are members, or were."""
         self.leave_at_s: dict[int, float] = {}
         """Worker that is to leave -> monotonic time at which it is lost, as earlier coordinators have said it."""
+        self._asked_to_leave: set[int] = set()
         self._restore(records)
 
     def _restore(self, records: Iterable[Any]) -> None:
@@ -326,7 +327,7 @@ class Joiners:
                     self._respawn.spawned(record)
                     self._note(record)
                 case LeaveAsked():
-                    self._respawn.left(record.worker)
+                    self._leaves(record.worker)
                     self.leave_at_s[record.worker] = record.at_s + record.within_s
                 case NewGenerationRecord():
                     for worker in sorted(self._were_members.difference(record.members)):
@@ -336,10 +337,11 @@ class Joiners:
                 case Decision():
                     members = record.members
                 case LeavingRecord():
-                    self._respawn.left(record.worker)
+                    self._leaves(record.worker)
                 case Founders():
                     self._founders = record
                 case StepPublished():
+                    self._hosts.committed(members)
                     self._respawn.committed(members)
 
     def _note(self, record: PlaceTaken) -> None:
@@ -445,8 +447,16 @@ class Joiners:
             within_s: after which it is lost.
             now_s: monotonic time.
         """
-        self._respawn.left(worker)
+        self._leaves(worker)
         return LeaveAsked(worker=worker, within_s=within_s, at_s=now_s)
+
+    def _leaves(self, worker: int) -> None:
+        self._respawn.left(worker)
+        self._asked_to_leave.add(worker)
+
+    def was_asked_to_leave(self, worker: int) -> bool:
+        """Tells whether a worker was asked to leave, by this coordinator or an earlier one."""
+        return worker in self._asked_to_leave
 
     def stop(self) -> None:
         """The job is stopping, or has made its steps: nobody is started any more."""

@@ -36,6 +36,7 @@ JOINER_SILENT_S = SILENCE_STARTING_S
 """How long one that has, and that is no member yet, may be silent then."""
 JOIN_STEPS_MAX = 10.0
 """And at least within the time of so many steps."""
+_HAD_NOTICE = "it has had a notice that its machine will be taken away (SIGTERM)"
 
 Effects = list[asked.MembershipEffect]
 
@@ -70,8 +71,6 @@ class Membership:
         """Leaving member -> when it is lost."""
         self._leaving: set[int] = set()
         """Members that have had a notice."""
-        self._withdrawn: set[int] = set()
-        """Joiners that have had one."""
         self._joining_since_s: dict[int, float] = {}
         """Joiner that may come in -> when it has said so first."""
         self._silent: dict[int, Stillness | None] = {}
@@ -285,6 +284,9 @@ class Membership:
     def received(self, joining: Joining, now_s: float) -> Effects:
         """A joiner has said who it is."""
         self._silent.pop(joining.worker, None)
+        if self.joiners.was_asked_to_leave(joining.worker):
+            # Its agent had the notice before its first word: what it was told then had no connection to go by.
+            return [asked.Refuse(joining.worker, _HAD_NOTICE)]
         self._received_at[joining.worker] = self._active_time.passed_s(now_s)
         return self._answer(self.joiners.received(joining), now_s)
 
@@ -322,12 +324,10 @@ class Membership:
     def withdraws(self, worker: int, now_s: float) -> Effects:
         """A joiner has had a notice. It does not come in then; nobody takes its place, as that of a member. This may be
         said again."""
-        if worker in self._withdrawn:
+        if self.joiners.was_asked_to_leave(worker):
             return []
-        self._withdrawn.add(worker)
-        problem = "it has had a notice that its machine will be taken away (SIGTERM)"
         left = asked.WriteDown(self.joiners.left(worker, 0.0, now_s))
-        return [left, *self._drop(worker), asked.Refuse(worker, problem)]
+        return [left, *self._drop(worker), asked.Refuse(worker, _HAD_NOTICE)]
 
     def ended(self, worker: int, now_s: float) -> Effects:
         """A worker's process has ended, or the others go on without it; may be said again."""
