@@ -97,6 +97,7 @@ def pairs_of(known: Mapping[int, int], own: Mapping[int, int]) -> dict[int, Pair
     """
     pairs = {place: (value, -value) for place, value in known.items()}
     for place, value in own.items():
+        # Where both are told and differ, these maxima do not add to 0: the place differs in the vote.
         top, bottom = pairs.get(place, (value, -value))
         pairs[place] = (max(top, value), max(bottom, -value))
     return pairs
@@ -136,6 +137,7 @@ def text_words(text: str) -> list[int]:
 def words_text(words: Iterable[int]) -> str:
     """Computes the inverse of `text_words`."""
     data = b"".join(word.to_bytes(_WORD_BYTES, "little") for word in words)
+    # A long text may have been cut within a character.
     return data.rstrip(b"\0").decode(errors="replace")
 
 
@@ -208,6 +210,7 @@ class BufferTensor(NamedTuple):
     @property
     def nothing(self) -> tuple[int, int]:
         """What a worker without a micro-batch of its layer brings."""
+        # No maximum changes by it.
         return (_NO_HASH, _NO_HASH) if self.is_whole else (0, 0)
 
 
@@ -366,6 +369,7 @@ class VoteShape:
             *flat(ballot.determinism_hashes, self.num_determinism_hashes),
         )
         maxima = ballot.maxima
+        # Bits of floats that are not negative are ordered as the floats are, so one maximum over integers serves all.
         vector += [float_bits(maxima[index]) if index in maxima else 0 for index in range(self.num_tensors)]
         for buffer in self.buffers:
             vector += ballot.writes.get(buffer.tensor, buffer.nothing)
@@ -449,6 +453,7 @@ def read_verdict(
     nonfinite = _nonfinite_from(nonfinite_code) or (NOTHING_COUNTED if means.count <= 0 else None)
 
     def verdict(outcome: VoteOutcome, reason: str, grids_after: tuple[int, ...]) -> Verdict:
+        # What is not finite stands in no limb: the rest is no norm.
         norm = means.scale * norm_from_limbs(limbs) if nonfinite is None else math.nan
         commits = outcome in (VoteOutcome.COMMIT, VoteOutcome.SKIP)
         change = change_max if commits and change_max == -change_min else 0
@@ -469,8 +474,10 @@ def read_verdict(
             unequal,
         )
 
+    # First, since nothing else in a certificate that does not hold can be trusted: the grids stay as they are.
     if failed:
         return verdict(VoteOutcome.REJECT, "the certificate does not hold: " + ", ".join(failed), grids.exponents)
+    # Before grids are judged: what is not finite was not added, and is missing from the maxima.
     if nonfinite is not None:
         outcome = VoteOutcome.SKIP if skip_nonfinite else VoteOutcome.NON_FINITE
         what = "the loss counts nothing" if nonfinite == NOTHING_COUNTED else "a loss or gradient is not finite"
@@ -487,6 +494,7 @@ def read_verdict(
     if not grids.calibrated:
         return verdict(VoteOutcome.RETRY, "the first gradients have been measured", after)
     tensors = list(zip(maxima, grids.exponents, after, strict=True))
+    # By the largest single gradient: a sum that has wrapped around looks like any other.
     overflows = sum(map(could_overflow, maxima, grids.exponents, shape.num_terms, repeat(width)))
     # Once per step: the same gradients have all the bits that there are on the grids which they ask for.
     coarse = sum(is_too_coarse(maximum, grid) and finer > grid for maximum, grid, finer in tensors)
@@ -500,6 +508,7 @@ def read_verdict(
 def _read_writes(shape: VoteShape, values: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Buffers that may have been changed, and those in which micro-batches do not agree."""
     pairs = list(zip(shape.buffers, values[::2], values[1::2], strict=True))
+    # Whole numbers count as written in any case: where micro-batches agree, the mean is exactly what they have left.
     written = tuple(buffer.tensor for buffer, first, _ in pairs if buffer.is_whole or first > 0)
     unequal = tuple(buffer.tensor for buffer, first, second in pairs if buffer.is_whole and first != -second)
     return written, unequal
@@ -507,6 +516,7 @@ def _read_writes(shape: VoteShape, values: Sequence[int]) -> tuple[tuple[int, ..
 
 def residency_key(block: int, role: int, worker: int, version: int) -> int:
     """Computes what holding a block contributes to the residency sums."""
+    # Only the version changes from step to step; the costly part of the key is remembered.
     return mix64(_copy_key(block, role, worker) + version)
 
 

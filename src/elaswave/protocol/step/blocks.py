@@ -73,6 +73,7 @@ class WorkerBlocks(Generic[C]):
         """Takes the placement under which the next attempt votes, and finds who sends what to whom under it."""
         self.voting = voting
         before, self._routed = self._routed, (self.execution.layout, self.placement, voting)
+        # By identity: equality looks at every block. An equal one that is another object costs work, no more.
         if before is None or any(old is not new for old, new in zip(before, self._routed, strict=True)):
             layout = self.execution.layout
             self._is_complete = False
@@ -118,6 +119,7 @@ class WorkerBlocks(Generic[C]):
             copy.role = role
             if copy.version != base:
                 raise StateError(f"block {block} of worker {self.worker} is of step {copy.version}, not {base}")
+        # The decision does not count on the others; copies that are known to be wrong are among them (K3).
         self.copies = {block: self.copies[block] for block in roles}
         self.placement = placement
 
@@ -143,6 +145,7 @@ class WorkerBlocks(Generic[C]):
             num_elements: the most that may travel for it in this attempt.
             num_updates: that training has made.
         """
+        # A base copy counts only with the vote of its own attempt; without that it travels again (W6).
         self.arriving = {}
         target = None
         if moving is not None:
@@ -161,6 +164,7 @@ class WorkerBlocks(Generic[C]):
             num_elements,
             terms.scatter_width,
         )
+        # One object where nothing is to be copied: `use_placement` and `_is_complete` go by identity.
         if voting == self.placement:
             voting = self.placement
         self.use_placement(voting)
@@ -205,6 +209,7 @@ class WorkerBlocks(Generic[C]):
         peers: dict[int, list[int]] = {}
         for shipment in traffic.partials_in:
             peers.setdefault(shipment.layer, []).append(shipment.peer)
+        # What is owned comes first: followers wait for it, and two workers may follow each other.
         for layer, blocks in traffic.owned.items():
             senders = peers.get(layer, [])
             yield from receive([key(FrameKind.PARTIAL_SUM, layer, 0, peer) for peer in senders])
@@ -216,6 +221,7 @@ class WorkerBlocks(Generic[C]):
             [key(FrameKind.REDUCED, shipment.layer, 0, shipment.peer) for shipment in traffic.reduced_in]
         )
         yield from receive([key(FrameKind.BASE_COPY, block, 0, owner) for block, owner in traffic.copies_in])
+        # Not before their states are here: the residency sum proves versions.
         for copy in self.arriving.values():
             copy.version = self.execution.step - 1
 
@@ -342,6 +348,7 @@ class PlannedChange:
         """Holds a planned change, whose links are there, until it is adopted (W8)."""
         self.held = change
         content = (struct_hash(change.layout), struct_hash(change.execution), struct_hash(change.placement))
+        # Without the term: members may hold one change from coordinators that followed each other.
         self.hash = key64("change", change.number, *content) >> 2
 
     def forget(self) -> None:
@@ -363,6 +370,7 @@ class PlannedChange:
         """
         if self.adopts(verdict):
             self.moving, self.held, self.hash = self.held, None, 0
+        # Perhaps with the vote that adopts it: ballots tell also of a held change which copies are in their places.
         if self.arrives(verdict, step, copied=copied):
             self.coming, self.moving = self.moving, None
 
@@ -433,6 +441,7 @@ def next_placement(
         max_elements=refill_elements,
         scatter_width=scatter_width,
     )
+    # Redundancy first (M4): while a block lacks a follower, nothing travels towards the target.
     if complete != placement or target is None:
         return complete
     return towards(placement, target, blocks, move_elements)
@@ -462,6 +471,7 @@ def towards(placement: Placement, target: Placement, blocks: Sequence[Block], ma
             if sent and max(after) > max_elements:
                 continue
             sent[owner], received[worker] = after
+            # Nothing is taken from a holder before the target is in force: a loss may still make the change void (M7).
             followers[index] += (worker,)
     return Placement(placement.owner, tuple(followers))
 

@@ -138,6 +138,7 @@ class Imbalance(NamedTuple):
 class MemoryKind(IntEnum):
     """What of a worker's memory is meant."""
 
+    # No kind is 0: with zeros a worker fills up what it tells of changes (`elaswave.protocol.step.soundness.words_of`).
     WORKING = 1
     """The parameters of a block that RUN reads."""
     COPY = 2

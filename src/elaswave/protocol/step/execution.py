@@ -110,6 +110,7 @@ class Execution(Generic[C]):
         if lender is not None:
             (theirs,) = yield from self.receive([self.key(kind, part, 0, lender)])
             values = merge(values, theirs)
+        # Turns 0 and 1 name the frames from and to a worker that lends.
         for turn, partner in enumerate(partners, start=2):
             self.links.send(self.key(kind, part, turn, partner), values)
             (theirs,) = yield from self.receive([self.key(kind, part, turn, partner)])
@@ -144,6 +145,7 @@ class Execution(Generic[C]):
             elif action.kind != "W":  # which is local: the gradients of the inputs have gone back before it
                 source = part.after if runs and todo.takes_gradient else None
                 target = part.before if todo.sends_gradient else None
+            # I leaves the gradients of parameters to W.
             adds = runs and action.kind in ("B", "W")
             turns.append(
                 Turn(
@@ -201,6 +203,7 @@ class Execution(Generic[C]):
     def _release(self, given_back: deque[int], microbatch: int, target: Hop) -> None:
         """Keeps the newest gradients that a worker was sent, as many as it may have yet to use (S2)."""
         given_back.append(microbatch)
+        # One that is wanted after all is made again (`todos_of`): that costs time, and changes no result.
         if len(given_back) > len(self.layout.stages) - target.stage:
             self.engine.release(given_back.popleft())
 
@@ -225,6 +228,7 @@ class Execution(Generic[C]):
         layout = evaluation_layout(self.layout, self.terms.eval_microbatches)
         parts = local_hops_of(self.worker, layout)
         local: dict[Key, Any] = {}
+        # No attempt has the number 0: frames of a step have other names (W3).
         self.step, self.attempt = step, 0
         self.observer.evaluation_begins()
         self.engine.forget_scores()

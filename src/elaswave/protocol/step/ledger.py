@@ -104,6 +104,7 @@ class Ledger:
             if not commits:
                 raise LedgerError(f"a checkpoint of step {self.step} is asked for by a vote that does not commit it")
             self.checkpoint = self.step
+        # Change and checkpoint as they stand, whichever vote brought them: who reads this one may have missed that.
         self.evidence = Evidence(
             step=self.step,
             attempt=self.attempt,
@@ -172,15 +173,18 @@ class Ledger:
                 f"a decision of generation {decision.generation} after a promise of {self.promised_generation}"
             )
         self.promised_generation = None
+        # Before anything is taken over: it compares the decision with what was known.
         catch_up = self._catch_up(decision)
         self.decided_generation = decision.generation
         self.change = decision.change
         base = decision.resume_step - 1
         self.step, self.attempt, self.prepared = base, 0, False
+        # As if this worker had tried the attempt before: another loss must not lead back to a number that was used.
         if decision.resume_attempt > 1:
             self.step, self.attempt = decision.resume_step, decision.resume_attempt - 1
         self.is_fresh = False
         if decision.rollback is not None:
+            # Votes after the checkpoint would commit, as the newest evidence, steps that are undone.
             self.evidence, self.checkpoint, self._joined_at = None, 0, None
         elif decision.evidence is not None:
             self.evidence, self.checkpoint = decision.evidence, decision.evidence.checkpoint
@@ -204,6 +208,7 @@ class Ledger:
             if ours is None:
                 return CatchUp.NOTHING
             return CatchUp.APPLY if ours.commits else CatchUp.ADOPT_GRIDS
+        # A vote needs every ballot, so one that it has not learned can only be of the attempt that it voted in.
         if (self.step, self.attempt, self.prepared) != (theirs.step, theirs.attempt, True):
             raise LedgerError(
                 f"the decision commits attempt {theirs.attempt} of step {theirs.step}, but this worker was in attempt "

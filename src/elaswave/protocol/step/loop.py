@@ -228,8 +228,10 @@ class StepLoop(Generic[C]):
                         f"the same bits in every process. The state of step {step - 1} is unchanged"
                     )
                 reason = f"{reason} ({culprits})"
+                # First: `note_unsound` would count what code has written as a fault of this worker's memory.
                 self.checks.refuse_code(found)
                 self.checks.note_unsound(found)
+                # Only now: it waits, and if it is interrupted the report must already say what is wrong (K2).
                 yield from self.checks.fetch_constants(found)
                 if found.needs_copies:
                     return f"step {step} was refused: {reason}"
@@ -249,6 +251,7 @@ class StepLoop(Generic[C]):
         self.observer.leave("apply")
         self.observer.enter("gather")
         self.observer.doing("gather", computing=False)
+        # Between APPLY and GATHER: new layers begin with updated masters, and GATHER serves those that run them (M5).
         if self.planned.coming is not None:
             self.switch(self.planned.coming)
         yield from self.gather()
@@ -261,6 +264,8 @@ class StepLoop(Generic[C]):
         self.execution.step, self.execution.attempt = step, attempt
         self.observer.began()
         yield Pause.SENT  # of the attempt before: the memory that this one writes may still be on its way
+        # The placement that this attempt votes under comes first: what is sent and received follows from it (W6). Sums
+        # are begun before receives are posted, since the engine then drops the slots of the attempt before.
         self.replicate()
         self.begin_sums()
         self.blocks.post_receives()  # before RUN, in which partial sums of peers may arrive already
@@ -305,8 +310,10 @@ class StepLoop(Generic[C]):
     def begin_sums(self) -> None:
         """Begins the sums of the attempt: empty, or with what a decision says that workers keep (S3)."""
         step, attempt = self.execution.step, self.execution.attempt
+        # Only in the attempt that the decision is about: one that follows it is on other grids, or was rejected (S5).
         self.execution.kept = self.kept_next if (step, attempt) == self.kept_for else ()
         kept = self.execution.kept
+        # Sums that are kept stay as old as the attempt that began them: a vote since then makes them void (S5).
         root = next((partial.root for partial in kept if partial.worker == self.worker), attempt)
         keep = self.keep() if kept else None
         self.sums = None  # an interrupt within the next call leaves sums of which nothing can be said
@@ -346,6 +353,7 @@ class StepLoop(Generic[C]):
         yield Pause.MOMENT
         vector = self._vote_shape.vector_of(self.ballot())
         vector = list((yield from self.execution.all_reduce(FrameKind.VOTE, vector, self._vote_shape.merge)))
+        # Before `learn`, which changes what a vote is judged by: grids, number of updates and the budget of copies.
         verdict = self.judge(vector, self.execution.step)
         self.learn(vector, verdict)
         if verdict.outcome is VoteOutcome.REJECT:
@@ -363,6 +371,7 @@ class StepLoop(Generic[C]):
         owned = [copy for copy in copies if copy.role is ReplicaRole.OWNER]
         square_sums = list(self.engine.square_sums(owned))
         for place, (copy, value) in enumerate(zip(owned, square_sums, strict=True)):
+            # Infinite or nan. The norm's limbs take finite numbers only; a finding with a micro-batch says more.
             if value - value != 0.0:
                 layer = self.execution.layout.layer_of(copy.block.layer)
                 nonfinite = nonfinite or NonFinite(UNKNOWN_MICROBATCH, layer)
@@ -370,6 +379,7 @@ class StepLoop(Generic[C]):
         residency = agreement = 0
         self.checks.changes = ()
         if self.terms.verify:
+            # Before `compared`, for which the engine gives the hashes that it had when it looked last.
             self.checks.look()
             residency = residency_of(((copy.block.id, copy.role, copy.version) for copy in copies), self.worker)
             terms = self.checks.agreement_terms(self.checks.compared())
@@ -419,6 +429,7 @@ class StepLoop(Generic[C]):
         """Takes over the own vote, which is complete. One moment: what is known of the vote and what follows from it
         change together, and nothing in between may raise an interrupt."""
         execution, planned = self.execution, self.planned
+        # Before the ledger: the evidence names the change that comes into force with this very vote.
         planned.learn(verdict, execution.step, copied=bool(self.blocks.traffic.changed))
         evidence = self.ledger.learn(
             encode_certificate(vector),
@@ -456,19 +467,24 @@ class StepLoop(Generic[C]):
         """Does APPLY: updates every held copy that is still at the version before (W5). An interrupt takes effect
         between two batches of copies; the versions of those before it are moved."""
         self.engine.committed(step, verdict.loss, updates=verdict.outcome is not VoteOutcome.SKIP)
+        # Others are of the step already: an APPLY that was interrupted goes on here after the decision (W5).
         behind = [copy for copy in self.blocks.copies.values() if copy.version != step]
         for batch in self.engine.batches(behind):
             yield Pause.MOMENT
             self.observer.point("apply")
             self.apply_batch(batch, step, verdict)
+        # All of them: some may have been updated before an interrupt, and not published. None that was arriving when an
+        # attempt was interrupted: it may never have come.
         self.engine.publish(self.blocks.copies.values())
 
     def apply_batch(self, batch: Sequence[C], step: int, verdict: Verdict) -> None:
         """Updates some copies."""
         for copy in batch:
             assert copy.version == step - 1, f"block {copy.block.id} is of step {copy.version} when {step} is applied"
+        # A skipped step moves versions too, since it is committed; its gradients are only forgotten.
         norm = None if verdict.outcome is VoteOutcome.SKIP else verdict.norm
         self.engine.apply(batch, step, norm, verdict.means.scale, self.progress.num_updates, verdict.written)
+        # In the same moment as the update (W4): a copy that has it and does not say so would be updated once more.
         for copy in batch:
             copy.version = step
 
@@ -477,6 +493,7 @@ class StepLoop(Generic[C]):
         self.planned.coming = None
         copies = self.blocks.copies
         new = self.execution.use_layout(change.layout, change.execution, copies.values())
+        # After the layout: whom GATHER serves follows from both.
         self.blocks.use_placement(self.blocks.placement)
         self.planned.restart_budget()
         self.engine.publish(copy for copy in copies.values() if copy.block.layer in new)  # APPLY did the others

@@ -210,6 +210,7 @@ class WorkerMachine(Generic[C]):
             return
         self.is_started = True
         self._live(self.train())
+        # After the life has begun: one of them may end it, and a life begun later would train on after a promise (W1).
         early, self._early = self._early, []
         for message in early:
             self.on_message(message)
@@ -239,6 +240,7 @@ class WorkerMachine(Generic[C]):
             detail: what was seen.
         """
         self._stop()
+        # A worker that has reported has left the generation that the link was of.
         if lost_peer is not None and self.member.state is MemberState.TRAINING:
             self._tell_of_link(lost_peer, detail)
 
@@ -267,6 +269,7 @@ class WorkerMachine(Generic[C]):
 
     def on_message(self, message: CoreToWorker) -> None:
         """Takes a message of the coordinator's machine."""
+        # Who is fenced off before the start may never get one, and must end itself now.
         if not self.is_started and not isinstance(message, FencedOff):
             self._early.append(message)
             return
@@ -311,6 +314,7 @@ class WorkerMachine(Generic[C]):
             generation: in which writing began.
             message: tells of it.
         """
+        # The fact first: a new connection, which another thread makes, says all facts once and would miss a later one.
         self.replayed_state.part(step, generation, message)
         self.outbox.send(message)
 
@@ -326,6 +330,7 @@ class WorkerMachine(Generic[C]):
             self.outbox.send(ready)
         stopped = pauses = False
         while True:
+            # Before the end and before a pause: who says either may be let go, and its parts must be written (W10, J6).
             if wrong := (yield from self.between.do(self.last_step, self.members[0])):
                 self.wait_for_copies(wrong)
                 return
@@ -343,6 +348,7 @@ class WorkerMachine(Generic[C]):
             if isinstance(committed, str):
                 self.wait_for_copies(committed)
                 return
+            # No wait from here to `between.note`: the report, the next step and what is due change in one moment (W4).
             self.note_committed(committed)
             pauses = committed.request is Request.PAUSE
             stopped = committed.request is Request.STOP and committed.step < self.terms.num_steps
@@ -369,6 +375,7 @@ class WorkerMachine(Generic[C]):
         """Holds the newest planned change that has come, once its links are there (W8). Between two steps: within one,
         nothing may be held that the own ballot did not tell of."""
         change, self._offered = self._offered, None
+        # A coordinator says a change again to each member that registers, also one that is in force by now.
         if change is None or change.number <= self.ledger.change:
             return
         action = self.member.handle(change)
@@ -417,8 +424,10 @@ class WorkerMachine(Generic[C]):
         is lost.
         """
         asked = self.outbox.request()
+        # Not while a part is still being written: training would stand still until it is.
         if asked is Request.NONE and self.worker == self.members[0] and self.disk.is_due() and not self.disk.is_busy:
             asked = Request.CHECKPOINT
+        # A pause can give way: it is asked for in every ballot until it begins.
         return Request.PAUSE if asked is Request.NONE and self._asks_pause else asked
 
     # -------------------------------------------------------------------------------------------- reports and the end
@@ -432,6 +441,7 @@ class WorkerMachine(Generic[C]):
 
     def keep_report(self, step: int, report: Any) -> None:
         """Keeps the report of a committed step, for the case that the worker that should have sent it is lost."""
+        # Catching up makes the report again also of a step that this worker has noted itself.
         if not self._reports or self._reports[-1][0] < step:
             self._reports.append((step, report))
 
@@ -462,6 +472,7 @@ class WorkerMachine(Generic[C]):
         wrong = tuple(sorted(self.checks.wrong))
         self.report = msgspec.structs.replace(report, wrong=wrong, proven=self.checks.proven)
         self.observer.moved()
+        # Not durable: until the decision is carried out each new connection begins with it (`registration`).
         self.outbox.send(self.report)
 
     def layers_here(self) -> tuple[int, int]:
@@ -495,6 +506,7 @@ class WorkerMachine(Generic[C]):
         """Carries out a decision, and goes on."""
         steps = self.steps
         self.members = decision.members
+        # It may be interrupted: until the decision is accepted below, the promise and the report stay as they were.
         self.links.connect(decision.layout, decision.placement)
         if decision.rollback is not None:
             yield Pause.MOMENT
@@ -513,6 +525,7 @@ class WorkerMachine(Generic[C]):
             yield from self.catch_up(todo, decision)
             received = yield from self.take_roles(decision)
         self.planned.restart_budget()  # not all members have taken over the same votes
+        # After catching up, which has made the report of the step that the decision commits.
         self.send_reports_again(decision)
         self.between.note_decided(self.last_step, evaluate=decision.evaluate, checkpoint=decision.checkpoint)
         self.report = None
@@ -543,12 +556,14 @@ class WorkerMachine(Generic[C]):
                     f"{'commits' if evidence.commits else 'does not commit'}; worker {self.worker} reads "
                     f"{verdict.outcome.value} ({', '.join(verdict.failed) or 'nothing failed'})"
                 )
+            # Before APPLY, whose number of updates has this step in it.
             steps.take(verdict)
             steps.known_vote = (*evidence.order, verdict)
         if todo is not CatchUp.APPLY:
             return
         yield from steps.apply(evidence.step, verdict)
         self.execution.step = evidence.step
+        # Also where the vote was known: this worker may have been interrupted before it had noted the step (W9).
         committed = steps.committed(*evidence.order, verdict, (), was_run=False)
         self.keep_report(evidence.step, self.outbox.committed(committed))
 
@@ -560,9 +575,11 @@ class WorkerMachine(Generic[C]):
         """
         base = decision.resume_step - 1
         self.blocks.take_decided(decision)
+        # Before the first call that may be interrupted: new layers have no values until the deliveries are here (W5).
         self.note_missing_parameters(decision)
         new = self.execution.use_layout(decision.layout, decision.execution, self.copies.values())
         self.blocks.use_placement(decision.placement)
+        # They name the frames of deliveries, so they are the decision's, whatever each member was trying.
         self.execution.step, self.execution.attempt = base, decision.resume_attempt
         received = yield from self.blocks.deliver(decision, new)
         self.ledger.gathered(base)
@@ -583,9 +600,12 @@ class WorkerMachine(Generic[C]):
         assert decision.rollback is not None
         steps, placement = self.steps, decision.placement
         self.replayed_state.rolled_back(decision.rollback)
+        # Loading writes over what is here: until it has ended, no report may say that parameters or sums are there.
         self.ledger.parameters_step, steps.sums = -1, None
+        # These steps are made again: `keep_report` would take their new reports for known ones.
         while self._reports and self._reports[-1][0] > decision.rollback:
             self._reports.pop()
+        # Attempts are counted from 1 again, so a vote to come may have the numbers of this one.
         steps.known_vote = None
         self.checks.loaded_step = decision.rollback
         loaded = self.engine.load(decision.rollback, decision.layout, placement)

@@ -26,6 +26,7 @@ class AccumulatedUnits(msgspec.Struct, frozen=True, array_like=True):
     stop: int
     use: int
     """Which of the uses of a shared unit; 0 for a layer."""
+    # Text: an integer of a message has 64 bits, and a step may have more micro-batches.
     microbatches: str
     """One bit each, as a hexadecimal number."""
 
@@ -99,6 +100,7 @@ class Todo(NamedTuple):
         """Tells whether an action of this kind is to be done."""
         if kind == "F":
             return self.forward or self.sends_output
+        # The gradient that is handed on is made before W.
         return self.backward or (self.sends_gradient and kind != "W")
 
     def runs(self, kind: str) -> bool:
@@ -124,6 +126,7 @@ def encode_rows(masks: Mapping[tuple[int, int], int]) -> tuple[AccumulatedUnits,
         masks: (unit, use) -> micro-batches, one bit each.
     """
     rows: list[AccumulatedUnits] = []
+    # By use first, so that adjacent layers follow each other and become one row.
     for (unit, use), mask in sorted(masks.items(), key=lambda item: (item[0][1], item[0][0])):
         last = rows[-1] if rows else None
         text = f"{mask:x}"
@@ -190,6 +193,7 @@ def salvage(
         and partial.num_microbatches == layout.num_microbatches
         and (newest_vote is None or newest_vote < (partial.step, partial.root))  # it has changed the grids since
     ]
+    # What cannot be kept has run all the same, so it counts as run again (S6).
     kept = _kept([partial for partial in valid if partial.can_be_kept], here, layout)
     return Salvage(kept, _num_recomputed(valid, kept, layout, before))
 
@@ -206,16 +210,20 @@ def _kept(partials: Sequence[Partial], here: Mapping[int, range], layout: Layout
         for (unit, _), mask in table.items()
         if unit in held[worker]
     ]
+    # Of sums that overlap the one with the most micro-batches is kept.
     for _, worker, layer, mask in sorted(candidates):
+        # Whole or not at all (S3): no micro-batch can be taken out of a sum.
         if not taken[layer] & mask:
             taken[layer] |= mask
             layers[worker][layer] = mask
     for worker, table in tables.items():
         _drop_entangled(layers[worker], table, layout)
+    # Counted anew: entangled layers have been taken out.
     covered = [0] * (num_layers + 1)
     for masks in layers.values():
         for layer, mask in masks.items():
             covered[layer] |= mask
+    # Losses are not summed up, each has a slot: where two workers have the same ones, they are dealt out one by one.
     losses = {}
     for partial in partials:
         losses[partial.worker] = int(partial.losses, 16) & ~covered[num_layers]
@@ -257,9 +265,11 @@ def _drop_entangled(layers: dict[int, int], table: Mapping[tuple[int, int], int]
     while changed:
         changed = False
         for unit, users in enumerate(layout.shared, start=layout.num_layers):
+            # All uses are in one sum: it stays only if each layer stays that has added to it, with all of that.
             parts = [(layer, table.get((unit, use), 0)) for use, layer in enumerate(users)]
             if any(layers.get(layer, 0) != mask for layer, mask in parts):
                 dropped = [layers.pop(layer) for layer in dict.fromkeys(users) if layer in layers]
+                # A layer that goes may use other shared units, whose sums cannot stay then.
                 changed = changed or bool(dropped)
 
 
@@ -276,6 +286,7 @@ def _can_go_on(
         return False
     if not here.start <= microbatch_in_flight.start < microbatch_in_flight.stop <= here.stop:
         return False
+    # These layers do not run backward again: what they have added must be in sums that are kept.
     done = range(
         0 if microbatch_in_flight.backward is None else microbatch_in_flight.backward,
         0 if microbatch_in_flight.backward is None else microbatch_in_flight.stop,
@@ -301,9 +312,11 @@ def keep_of(worker: int, kept: Sequence[Partial], layout: Layout, lowest_trained
     if not kept:
         return None
     own = next((partial for partial in kept if partial.worker == worker), None)
+    # Without anything of its own it must still not add what others have kept.
     if own is None:
         return Keep(frozenset(), 0, {}, covered_by(kept, layout.num_layers))
     todos = todos_of(layout, tuple(kept), lowest_trained)
+    # What no action needs any more would only take memory until the commit.
     needed = {
         number
         for number, route in enumerate(layout.routes)
@@ -374,20 +387,24 @@ def _todos(
         in_flight: of its hops; None where nothing is kept.
         missing: layers, the loss among them, that are not covered.
     """
+    # From the front: whether a gradient is wanted follows from the layers before.
     backwards = []
     is_wanted = False  # the gradient, by the hop before
     for index, (hop, microbatch_in_flight) in enumerate(zip(route, in_flight, strict=True)):
         resume_point = None if microbatch_in_flight is None else microbatch_in_flight.backward
+        # A backward that has come to the first layer of the hop has made the gradient, which only has to be sent.
         runs = not missing.isdisjoint(range(hop.start, hop.stop)) or (is_wanted and resume_point != hop.start)
         takes = runs and resume_point is None and hop.stop > lowest_trained and index + 1 < len(route)
         backwards.append((runs, takes, is_wanted))
         is_wanted = takes
+    # Then from the back: whether an output is wanted follows from what runs behind it.
     todos = []
     is_wanted = False  # the output, by the hop after
     for index, (hop, microbatch_in_flight) in reversed(list(enumerate(zip(route, in_flight, strict=True)))):
         runs, takes, sends = backwards[index]
         end = _end_of(hop, num_layers)
         resume_point = None if microbatch_in_flight is None else microbatch_in_flight.backward
+        # A forward's output is gone once its backward has begun: if it is wanted again, the hop runs from its input.
         reached = (
             hop.start if microbatch_in_flight is None or resume_point is not None else microbatch_in_flight.forward
         )
@@ -454,9 +471,11 @@ def _reached(partials: Sequence[Partial], before: Layout) -> list[int]:
                 microbatch_in_flight.microbatch,
                 microbatch_in_flight.forward if microbatch_in_flight.backward is None else microbatch_in_flight.stop,
             )
+        # A survivor has told all that it has run: nothing is guessed of its hops.
         known.update((partial.worker, number) for number in range(before.num_microbatches))
     for number, route in enumerate(before.routes):
         for hop in route:
+            # Its input had been sent; of a first hop, which is sent none, nobody knows whether it had begun.
             if reached[number] == hop.start > 0 and (hop.worker, number) not in known:
                 note(number, hop.stop)
     return reached

@@ -43,8 +43,10 @@ class MetricSum(NamedTuple):
 
     def plus(self, total: float, count: int) -> "MetricSum":
         """Returns the sum with one more micro-batch."""
+        # In this form nan is bad too.
         if not abs(total) < _LARGEST:
             return MetricSum(self.units, self.count + count, self.num_bad + 1)
+        # Each value is rounded by itself and then added exactly: neither order nor grouping can show.
         numerator, denominator = total.as_integer_ratio()
         return MetricSum(self.units + (numerator << _FRACTION_BITS) // denominator, self.count + count, self.num_bad)
 
@@ -56,12 +58,14 @@ class MetricSum(NamedTuple):
         """Divides the sum by a count; the result is nan if a value was bad, or nothing was counted."""
         if self.num_bad or count == 0:
             return math.nan
+        # Python divides whole numbers of any length with a single rounding.
         return self.units / (count << _FRACTION_BITS)
 
     def words(self) -> list[int]:
         """Encodes the sum as integers; those of all workers may be added in any order."""
         if self == _NOTHING:
             return [0] * _METRIC_WORDS  # of most workers
+        # Two's complement, so that limbs of negative sums are added like all others.
         units = self.units % (1 << _ALL_BITS)
         limbs = [(units >> (_LIMB_BITS * index)) & _LIMB_MASK for index in range(_NUM_LIMBS)]
         return [self.num_bad, self.count, *limbs]
@@ -72,6 +76,7 @@ _NOTHING = MetricSum()
 
 def _metric_from(words: Sequence[int]) -> MetricSum:
     num_bad, count, *limbs = words
+    # Limbs are added over workers without carrying, so each may be longer than its bits.
     units = sum(limb << (_LIMB_BITS * index) for index, limb in enumerate(limbs)) % (1 << _ALL_BITS)
     return MetricSum(units - (1 << _ALL_BITS) if units >> (_ALL_BITS - 1) else units, count, num_bad)
 

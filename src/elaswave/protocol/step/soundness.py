@@ -98,6 +98,7 @@ def words_of(changes: Sequence[Change]) -> list[int]:
 def changes_in(words: Sequence[int]) -> list[Change]:
     """Decodes what `words_of` has encoded; hashes as they were told."""
     rows = [words[first : first + _NUM_WORDS] for first in range(0, len(words), _NUM_WORDS)]
+    # No kind is 0: rows of zeros are those that were not needed.
     return [Change(MemoryKind(memory), index, was, now) for memory, index, was, now in rows if memory]
 
 
@@ -114,6 +115,7 @@ def judge_copies(
     changes = tuple(changes)
     wrong = {(change.place, worker) for worker, change in changes if change.memory is MemoryKind.COPY}
     for each in differences:
+        # Gradients are made anew and parameters sent again: only a wrong state costs its holder the copy.
         if each.what == "state":
             holders = placement.holders(each.block)
             voters = {w: each.hashes[w] for w in holders if w in each.hashes}
@@ -145,6 +147,7 @@ def describe_mismatches(
         layer_name: of the layer that a change is of.
     """
     masters = {(worker, change.place) for worker, change in changes if change.memory is MemoryKind.COPY}
+    # Layers of float32 compute with the master itself: a change of that memory is found twice, and told once.
     told = [
         (worker, change)
         for worker, change in changes
@@ -234,11 +237,14 @@ class CopyChecks(Generic[C]):
         copies = {block: copy for block, copy in held.items() if blocks.voting.followers[block]}
         states = self.engine.master_hashes([*copies.values()])
         gradients = [0] * len(copies) if at_rest else self.engine.gradient_hashes([*copies.values()])
+        # 0 stands for nothing, so a hash that is 0 is told as 1.
         found = {
             block: (0 if at_rest else gradient or 1, state or 1, 0)
             for block, gradient, state in zip(copies, gradients, states, strict=True)
         }
         step, changed = self.execution.step, blocks.traffic.changed
+        # All holders of a block must sample it in the same step: `changed` is of all workers. A copy that has just come
+        # is in it, since nothing has compared its states yet.
         sampled = [
             block for block in copies if at_rest or (block + step) % STATE_SAMPLE_PERIOD == 0 or block in changed
         ]
@@ -274,8 +280,10 @@ class CopyChecks(Generic[C]):
             StateError: it changes again and again, or is of what only others have now.
         """
         copies = self.blocks.copies.values()
+        # What had changed in layers that were given up is for the next ballot, if sums are kept that have read it (K5).
         self.changes = self.engine.changes(copies, given_up=False) if self.terms.verify else ()
         self.note_changes()
+        # Another worker sends constants only after a refused vote, of which it knows that they are lacking (K6).
         if any(change.memory is MemoryKind.CONSTANT for change in self.changes):
             raise StateError(f"{self.describe_changes()}: they cannot be made anew here")
         if self.changes:
@@ -295,9 +303,12 @@ class CopyChecks(Generic[C]):
         """
         if not self.terms.verify:
             return ""
+        # No attempt has the number 0, so no vote or diagnosis has frames of these names (W3).
         self.execution.step, self.execution.attempt = step, 0
         self.observer.doing(COMPARE, computing=True)
         yield Pause.MOMENT
+        # Own memory first: `differing` goes by the hashes of this look. If it ends here, the others wait for frames of
+        # this worker until the new generation interrupts them.
         if not self.is_sound():
             return self.describe_changes()
         self.observer.doing(COMPARE, computing=False)
@@ -305,6 +316,7 @@ class CopyChecks(Generic[C]):
         placement = self.blocks.placement
         found = judge_copies(placement, (), differences)
         self.note_unsound(found)
+        # The others need what was sent for the same finding, and this worker may be about to end.
         yield Pause.SENT
         if not found.needs_copies:
             return ""
@@ -320,6 +332,7 @@ class CopyChecks(Generic[C]):
         """
         own = self.compared(at_rest=at_rest)
         terms = self.agreement_terms(own)
+        # Copies at rest are nearly always equal: one number says so, before numbers are told for every block.
         if at_rest:
             weighed = signed64(sum(weight * key for _, weight, key in terms))
             if not any((yield from self._sum([weighed], part=10))):
@@ -327,6 +340,7 @@ class CopyChecks(Generic[C]):
         sums = [0] * len(self.terms.blocks)
         for block, weight, key in terms:
             sums[block] = signed64(sums[block] + weight * key)
+        # What is asked next follows from merged sums, so all workers ask for the same.
         total = yield from self._sum(sums, part=2)
         blocks = [block for block, difference in enumerate(total) if difference][:MAX_COMPARED]
         if not blocks:
@@ -334,6 +348,7 @@ class CopyChecks(Generic[C]):
         workers = self.execution.layout.workers
         row = len(WHAT) * len(workers)
         hashes = [0] * (row * len(blocks))
+        # Each worker fills its own column, so that the sum is the table of all.
         for index, block in enumerate(blocks):
             for kind, value in enumerate(own.get(block, ())):
                 hashes[row * index + kind * len(workers) + workers.index(self.worker)] = signed64(value)
@@ -359,6 +374,7 @@ class CopyChecks(Generic[C]):
         return [(worker, change) for worker, those in zip(workers, found, strict=True) for change in those]
 
     def _sum(self, values: list[int], part: int) -> Life[Sequence[int]]:
+        # The part tells frames of one attempt apart: `elaswave.protocol.step.diagnosis` must use other numbers.
         return (yield from self.execution.all_reduce(FrameKind.DIAGNOSIS, values, add_words, part))
 
     def refuse_code(self, found: Soundness) -> None:
@@ -394,6 +410,7 @@ class CopyChecks(Generic[C]):
             self._count_changes()
         if found.needs_copies:
             step = self.execution.step
+            # Across generations: `StepLoop.run_step` counts rejections anew in each of them.
             self._unsound_at = [at for at in self._unsound_at if at == step] + [step]
             if len(self._unsound_at) > MAX_CHANGES * len(self.execution.layout.workers):
                 raise VoteError(f"step {step} cannot be committed: copies are wrong again and again")
@@ -402,6 +419,7 @@ class CopyChecks(Generic[C]):
         if not found.needs_copies:
             return
         self.wrong |= found.wrong
+        # The parameters of all members are sent again (K3): no report may say that they are here.
         self.ledger.parameters_step = -1
         # What was read in this attempt was written after the vote before, which has proven what was there then.
         since = STATE_SAMPLE_PERIOD + 1 if any(each.what == "state" for each in found.differences) else 2
@@ -441,6 +459,7 @@ class CopyChecks(Generic[C]):
         """
         key = self.execution.key
         missing = []
+        # All begin to send before anybody waits: two workers may each lack what the other one has.
         for layer, worker, source in found.sources(holders_of_layers(self.execution.layout)):
             if self.worker == source:
                 self.links.send(key(FrameKind.CONSTANTS, layer, 0, worker), self.engine.constants(layer))

@@ -83,8 +83,10 @@ def traffic_of(
     read: dict[int, int] = {}
     for block in blocks:
         index, layer = block.id, block.layer
+        # By the voting placement: a new follower gets the gradient of the step that its base copy travels in (W6).
         owner, followers, before = voting.owner[index], voting.followers[index], placement.followers[index]
         new = [follower for follower in followers if follower not in before]
+        # Of all blocks, not of this worker's alone: all must say alike whether copies have travelled (M5).
         if before != followers:
             changed.append(index)
         num_others = len(members[layer]) - (owner in members[layer])
@@ -95,6 +97,7 @@ def traffic_of(
             for peer in members[layer]:
                 if peer != owner:
                     partials_in.setdefault((layer, peer), []).append(index)
+                    # A follower makes the new parameters itself, in APPLY.
                     if peer not in followers:
                         parameters_out.setdefault((layer, peer), []).append(index)
             for peer in followers:
@@ -187,6 +190,7 @@ def doubling(workers: tuple[int, ...], worker: int) -> tuple[int | None, int | N
     rank = workers.index(worker)
     num_active = 1 << (len(workers).bit_length() - 1)
     num_lenders = len(workers) - num_active
+    # The first workers are pairs: one lends, and the other one takes part for both.
     if rank < 2 * num_lenders:
         if rank % 2 == 0:
             return workers[rank + 1], None, ()
