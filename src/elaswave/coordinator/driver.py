@@ -154,6 +154,7 @@ class JobDriver(MembersDriver):
         self._hosts = Hosts(founders, labels, home=setup.job.home)
         self._faults = CoordinatorFaults(setup.job.faults, setup.job.run_dir, self)
         self._events = EventLog(setup.job.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
+        # A predecessor that died before its first record but the clock's leaves none: this one begins the run.
         self._recorder = RunRecorder(
             setup, self._store, self._events, self._terminal, records or None, self._tell_home, self._at_home
         )
@@ -208,6 +209,7 @@ class JobDriver(MembersDriver):
         """Why workers are held for lost, while the core hears of it."""
         self.detector = Detector(
             takes_over=self.has_begun,
+            # The machine's own, not a copy: it enters there where joiners run.
             domains=self.core.domains,
             can_look=agents.can_look,
             held_up_s=self._held_up_s(),
@@ -223,6 +225,7 @@ class JobDriver(MembersDriver):
             self._recorder,
             self._terminal,
             self._background,
+            # Asked later: the end is made below, of parts that are made here.
             is_over=lambda: self._end.is_there,
             change=self.feed,
         )
@@ -267,6 +270,7 @@ class JobDriver(MembersDriver):
         """Returns what earlier coordinators have recorded; from here on what this one records is by its clock."""
         clock, now_s = clock_here(), time.monotonic()
         records = by_own_clock(self._store.records(), clock, now_s)
+        # The first record of this coordinator: by it a successor reads the times of all that follow.
         self._store.add(ClockRead(clock=clock, at_s=now_s))
         return records
 
@@ -292,6 +296,7 @@ class JobDriver(MembersDriver):
         loop, background = asyncio.get_running_loop(), self._background
         return Owner(
             post=lambda call: loop.call_soon_threadsafe(background.guarded, call),
+            # Looked up when they are called: the store is opened before server and terminal are made.
             turn=lambda: self._server.keep_alive(),
             say=lambda text: self._terminal.say_trouble(text),
             broken=background.fail,
@@ -329,6 +334,7 @@ class JobDriver(MembersDriver):
 
     def _key_retired(self) -> None:
         self._terminal.say("the job's key was changed (elaswave keys rotate): the old one is refused from now on")
+        # All participants have said that they have the new key; whoever else is connected has still to show it.
         self._server.keep(self._participants())
 
     # ---------------------------------------------------------------------------------------------------------- effects
@@ -354,6 +360,7 @@ class JobDriver(MembersDriver):
 
     def persist(self, record: AnyRecord) -> None:
         """Writes a record into the journal."""
+        # Not `add`: what the machine sends next must not be said before this is durable.
         self._store.append(record)
 
     def send(self, worker: int, message: CoreToWorker) -> None:
@@ -406,6 +413,7 @@ class JobDriver(MembersDriver):
         """Shows that all members compute again."""
         self._recoveries.resumed(time.monotonic())
         super().on_resumed(effect)
+        # First, since there is one search at a time: members that are to leave have a deadline.
         self._searches.plan_for_members()
         self._searches.look_for_better()
 
@@ -599,6 +607,7 @@ class JobDriver(MembersDriver):
 
     def look_soon(self) -> None:
         """Looks now, and then as before."""
+        # Else there would be one more chain of ticks from now on.
         if self._ticker is not None:
             self._ticker.cancel()
         self._tick()

@@ -224,6 +224,7 @@ class EtcdStore(Generic[_T]):
                 if isinstance(action, Ask):
                     transaction = action.transaction
                     result = waiting.ask(lambda transaction=transaction: client.carry_out(transaction))  # type: ignore[misc]
+                    # Nobody is watched here, so the times do not matter.
                     action = asking.send(StoreAnswer(0.0, 0.0, result))
                 else:
                     action = asking.send(StoreAnswer(0.0, 0.0, newest_term=term_of_entries(client, waiting)))
@@ -244,6 +245,7 @@ class EtcdStore(Generic[_T]):
         self._in_use: BlobsInUse = chain.in_use
         wanted = {key for blob in chain.in_use.needed | chain.in_use.kept for key in blob.chunk_keys}
         present = {found.key for found in pages(self._client, self._waiting, "blob/")}
+        # Also what a predecessor did not live to remove.
         self._garbage = present - wanted
         """Keys of chunks that no entry needs."""
 
@@ -269,6 +271,7 @@ class EtcdStore(Generic[_T]):
     def append(self, *records: _T) -> None:
         """See `Store.append`."""
         self._give(records, urgent=True)
+        # Only the owner's thread gives records: this is the number of those above.
         number = self._num_given
         begun_s = time.monotonic()
         try:
@@ -281,6 +284,7 @@ class EtcdStore(Generic[_T]):
                 self._owner.turn()
         finally:
             self._is_waited_for = False
+        # What was given before is durable too: who waits for that need not wait for another turn.
         for call in self._due():
             call()
 
@@ -311,6 +315,7 @@ class EtcdStore(Generic[_T]):
         """See `Store.check`."""
         if (reported.term or reported.length) and not self._client.seal.knows(reported):
             _log.warning("no coordinator of this job has told what a peer says that it has heard (%s)", reported)
+            # As if it had heard nothing: whoever has a lesser key must not be able to end the job by this (H14).
             reported = first_position(reported.job_generation)
         with self._changed:
             own, meaning = self._store_position, compare_positions(reported, self._store_position, self._digests)
@@ -357,6 +362,7 @@ class EtcdStore(Generic[_T]):
 
     def _give_up(self, waited_s: float) -> None:
         with self._changed:
+            # The thread stops with it: nothing may be written once the owner has been told that it was not.
             self._error = StoreGoneError(
                 f"{self._client.name} has not taken a record for {waited_s:.0f} s ({self._trouble or 'it is slow'}); "
                 "without it no loss can be decided on. See whether a majority of its members runs and can be reached "
@@ -419,6 +425,7 @@ class EtcdStore(Generic[_T]):
         with self._changed:
             if self._error is None:
                 self._error = error
+                # Who waits in `append` is told by that; at the end there is nobody to tell.
                 if not self._is_waited_for and not self._is_closing:
                     self._post(lambda: self._owner.broken(error))
             self._changed.notify_all()
@@ -436,9 +443,11 @@ class EtcdStore(Generic[_T]):
                 self._changed.wait(BATCH_S - self._age_s() if self._given else None)
             group: list[_Given] = []
             num_bytes = 0
+            # One group that is larger than an entry should be goes alone.
             while self._given and (not group or num_bytes + self._given[0].num_bytes <= CHUNK_BYTES):
                 group.append(self._given.popleft())
                 num_bytes += group[-1].num_bytes
+            # What did not fit in is waited for still.
             self._is_urgent &= bool(self._given)
             return group
 
@@ -449,6 +458,7 @@ class EtcdStore(Generic[_T]):
         """Appends an entry."""
         records = [record for given in group for record in given.records]
         if not records:
+            # `append()` of nothing: it asks whether this coordinator may still write.
             self._confirm()
             return
         length, last = self._store_position.length, self._store_position.digest
@@ -470,6 +480,7 @@ class EtcdStore(Generic[_T]):
                 raise DisplacedError(f"{self._client.name}: {key}: {written.value}; this coordinator must end")
             if written is Written.INCOMPLETE:
                 self._write_blobs(packed)  # a late removal has taken them
+            # Else what a stranger had put there is gone again, and nothing is replaced.
             elif entry.over:
                 self._tell_of_stranger(key)
         with self._changed:
@@ -477,6 +488,7 @@ class EtcdStore(Generic[_T]):
             self._store_position = self._position_now()
         self._in_use.take(packed, records)
         self._garbage |= {chunk for blob in self._in_use.superseded for chunk in blob.chunk_keys}
+        # A placement that was garbage may be named again: chunks are named by their content.
         self._garbage -= {chunk for blob in self._in_use.needed | self._in_use.kept for chunk in blob.chunk_keys}
         self._in_use.superseded.clear()
 
@@ -507,6 +519,7 @@ class EtcdStore(Generic[_T]):
             asked = self._term.still_writes()
             absent = (entry_key(self._store_position.length), 0)
             unwritten_since = (*asked.unwritten_since, absent)
+            # Once, without patience: no record is to wait for it.
             self._client.carry_out(asked._replace(unwritten_since=unwritten_since, deletes=keys, reads=()))
             self._garbage -= set(keys)
 
@@ -533,6 +546,7 @@ class EtcdStore(Generic[_T]):
                 raise self._error
             if self._is_closing and time.monotonic() >= self._close_by_s:
                 raise StoreError(f"{self._client.name} did not take the last records: {text}")
+            # Who waits in `append` says it there, on the owner's thread.
             must_say = not self._has_warned and self._silent_s >= SLOW_S and not self._is_waited_for
             self._changed.wait(RETRY_S)
         if must_say:
@@ -651,6 +665,7 @@ def pages(client: EtcdClient, waiting: Patience, folder: str) -> list[KeyValue]:
         found += page
         if len(page) < _PAGE:
             return found
+        # The least key behind the last one.
         first = page[-1].key + "\0"
 
 
@@ -706,6 +721,7 @@ def found(client: EtcdClient, spec: bytes, patience_s: float) -> int:
             raise StoreError(f"{client.name} holds another job: remove its keys, or give this one another name")
         if made is CreationResult.FOREIGN:
             raise foreign_job(client.name)
+        # `CHANGED` is looked at once more: the job that was in the way has ended.
         if made is CreationResult.YES:
             return client.job_generation
 

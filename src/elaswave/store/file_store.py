@@ -87,6 +87,7 @@ class FileStore(Generic[_T]):
     def _open(self, database: sqlite3.Connection, decoder: msgspec.msgpack.Decoder[list[_T]]) -> None:
         # The lock is taken with the first transaction, and kept.
         database.executescript("PRAGMA locking_mode=EXCLUSIVE; PRAGMA synchronous=OFF; BEGIN EXCLUSIVE; COMMIT")
+        # Only under the lock: another coordinator may be making the table.
         version, tables = _found(database)
         if not version and not tables:
             database.executescript(f"BEGIN; {_TABLE}; PRAGMA user_version={FORMAT}; COMMIT")
@@ -105,6 +106,7 @@ class FileStore(Generic[_T]):
         """Yields the payloads of all entries, compared with their digests."""
         count = 0
         for number, payload, digest in database.execute("SELECT number, payload, digest FROM entries ORDER BY number"):
+            # Of any type, since sqlite keeps in a column whatever it finds there.
             if number != count + 1 or not isinstance(payload, bytes) or digest != self._next_digest(payload):
                 raise StoreError(f"{self.path} is damaged in entry {count}: {_ADVICE}")
             self._digest = digest
@@ -172,6 +174,7 @@ class FileStore(Generic[_T]):
 
     def close(self) -> None:
         """See `Store.close`."""
+        # The first trouble stays: it says more.
         self._trouble = self._trouble or "it is closed"
         database, self._database = self._database, None
         if database is not None:
@@ -211,6 +214,7 @@ def _found(database: sqlite3.Connection) -> tuple[int, list[str]]:
 
 def _refusal(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> StoreError:
     """Makes the error that tells people of a journal that cannot be opened."""
+    # The low byte is the kind of error, the rest a detail. Text that is none (`UnicodeDecodeError`) has no code.
     match getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF:
         case sqlite3.SQLITE_BUSY:
             return StoreError(f"another coordinator holds {path}: end it first, or wait until it has ended")

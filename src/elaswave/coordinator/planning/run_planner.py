@@ -89,6 +89,7 @@ class RunPlanner:
 
     def _baseline(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
         costs = self.measurements.known_or_estimated()  # takes too long where nothing needs it
+        # Read here, and not in `plan`: that runs in a thread while measurements change.
         replanner = self._replanner.at(self.measurements.speeds())
 
         def plan() -> RecoveryPlan:
@@ -140,6 +141,7 @@ class RunPlanner:
         costs = self.measurements.costs()
         if costs is None:
             return None
+        # Not before costs are known: until then each step asks again.
         self._searched_generation = decision.generation
         self.measurements.shift = None  # this search knows the newest speeds
         layout, execution = decision.layout, decision.execution
@@ -151,8 +153,10 @@ class RunPlanner:
         def search() -> tuple[float, LayoutChange | None, str]:
             now_s, better = replanner.improve(before, layout, execution, lost, costs)
             present = RunningLayout(layout, execution, now_s, BLOCKS_FOLLOW)
+            # A recovery moves no block: also in the present layout they may not be where they should be.
             return now_s, self.change(better or present, decision.generation, in_force), ""
 
+        # Else nothing better is looked for; people are told all the same what a step should take.
         improves = self._rebalances and not self._replanner.is_own  # whose plan the recovery has installed
         return search if improves else lambda: (replanner.predict(layout, execution, costs), None, "")
 
@@ -372,11 +376,13 @@ class RecoveryPlanning:
         if self._planner.is_quick(question):
             self._answer(question, _result_of(plan))
         else:
+            # Members wait for the answer: none is to be suspected for that (P7).
             self._pause(now_s)
             self._background.begin(self._plan_slowly(question, plan))
 
     async def _plan_slowly(self, question: PlanRecovery, plan: Callable[[], RecoveryPlan]) -> None:
         try:
+            # The thread goes on after that, as nothing can end it; nobody hears its answer.
             answer = await asyncio.wait_for(in_thread(lambda: _result_of(plan)), PLAN_TIMEOUT_S)
         except TimeoutError:
             answer = f"no recovery is planned within {PLAN_TIMEOUT_S:g} s"
@@ -452,6 +458,7 @@ class LayoutSearches:
     def plan_for_members(self) -> None:
         """Begins to plan a layout in which members that are to leave are idle, and others are not."""
         core = self._core
+        # The machine would take no change now; this is called again after the next step.
         if self._may_search() and not core.is_changing and not core.admissions.is_asked:
             self._begin(self._planner.for_members(core.generation, core.in_force(), core.admissions.leaving))
 
@@ -474,6 +481,7 @@ class LayoutSearches:
         finally:
             self._is_searching = False
         core = self._core
+        # It was planned for what is not in force any more, or somebody's request came first.
         if (core.generation, core.in_force().change) != (generation, number) or core.is_changing or self._is_over():
             return
         self._recorder.predicted(predicted_s)

@@ -205,6 +205,7 @@ class RunRecorder:
 
     def _record(self, record: RecorderRecord) -> None:
         """Counts a record; it is durable soon."""
+        # First: what a store refuses of a coordinator that was replaced must not be counted.
         self._store.add(record)
         self.state.apply(record)
 
@@ -213,6 +214,7 @@ class RunRecorder:
         return self.checkpoints.is_settled(step) and step not in self._settling
 
     def _settle(self, step: int) -> None:
+        # A worker that is told so says nothing more of its part: a successor must know what became of it.
         self._settling.add(step)
         self._store.when_durable(partial(self._settled, step))
 
@@ -249,6 +251,7 @@ class RunRecorder:
         change: int = 0,
         predicted_step_s: float | None = None,
     ) -> None:
+        # Before the next one is entered: what was measured is of the layout that is left.
         self.close_layout()
         speeds = planned_speeds(self._config, execution)
         num_known = len(self.state.recoveries)
@@ -336,6 +339,7 @@ class RunRecorder:
 
     def catch_up(self, generation: int, decision: Decision | None) -> None:
         """Enters what an earlier coordinator has persisted and died before it could enter it here."""
+        # In the order in which they came: a decision is entered under its own generation.
         state = self.state
         if decision is not None and decision.generation > max(
             (known.generation for known in state.generations), default=0
@@ -445,12 +449,14 @@ class RunRecorder:
                 metrics=dict(report.metrics),
             )
         )
+        # A complete checkpoint may have waited for this loss, which its description has.
         self.checkpoints.published()
         return True
 
     def _tell_troubles(self, report: StepReport) -> None:
         """Shows why a step was tried again, or had no update."""
         for reason in report.retries:
+            # The first attempt of a run measures gradients, and is always tried again: that is no trouble.
             if "measured" not in reason:
                 self._terminal.say(f"step {report.step} was tried again: {reason}")
         if report.skipped is not None:
@@ -538,8 +544,10 @@ class RunRecorder:
         duration_s = time.monotonic() - self._started_s
         event = RunFinished(outcome=outcome, steps=self.state.last_step, duration_s=duration_s, reason=reason)
         try:
+            # Waited for: who is told of the end acts on it, and a successor must not go on with the job.
             self._store.append(Entered(event=event))
         except SupersededError:
+            # Another coordinator speaks for the job: for that one it is not over.
             raise
         except StoreError as error:
             # Only a successor would need the record, and it would come to the same end.
@@ -700,6 +708,7 @@ class Publishing:
             elif isinstance(message, ShardWritten | ShardFailed):
                 self._recorder.checkpoints.part(message)
                 step = message.standing.step if isinstance(message, ShardWritten) else message.step
+                # It may have missed the word, and would say it again to every coordinator.
                 if self._recorder.is_settled(step):
                     self._server.send(message.worker, Settled(step=step))
             else:

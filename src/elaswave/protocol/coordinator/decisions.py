@@ -47,6 +47,7 @@ def can_reach(version: int, report: Report, evidence: Evidence | None, base: int
         and evidence.commits
         and evidence.step == base
         and (
+            # A vote proves gradients for its own attempt alone: the worker has learned it, or was prepared for it.
             (report.evidence is not None and report.evidence.order == evidence.order) or _is_prepared(report, evidence)
         )
     )
@@ -61,6 +62,7 @@ def valid_copies(reports: Sequence[Report], evidence: Evidence | None, base: int
     step, and that nobody knows to be wrong."""
     wrong: dict[int, set[int]] = {}
     for report in reports:
+        # One report is enough: only who has finished the diagnosis knows of the copies of others (K2).
         for block, worker in report.wrong:
             wrong.setdefault(worker, set()).add(block)
     return {
@@ -99,6 +101,7 @@ def merged_placement(placement: Placement, reports: Sequence[Report]) -> Placeme
     for report in reports:
         worker = report.worker
         for block in report.copies.blocks:
+            # Whether the copy is valid does not matter yet: `promote` drops followers whose copies are not.
             if owner[block] != worker:
                 followers[block] += (worker,)
     return Placement(owner, tuple(followers))
@@ -107,6 +110,7 @@ def merged_placement(placement: Placement, reports: Sequence[Report]) -> Placeme
 def next_attempt(reports: Sequence[Report], evidence: Evidence | None, step: int) -> int:
     """Computes the number of the next attempt of a step: larger than every earlier one."""
     attempt = 1 + max((report.attempt for report in reports if report.step == step), default=0)
+    # Perhaps only a lost worker has told of this vote: its attempt is used up, though no report is of it.
     if evidence is not None and not evidence.commits:
         attempt = max(attempt, evidence.attempt + 1)
     return attempt
@@ -121,6 +125,7 @@ def deliveries(layout: Layout, reports: Sequence[Report], base: int) -> tuple[tu
     for stage in layout.stages:
         for worker in stage.workers:
             report = by_worker[worker]
+            # Until its GATHER is complete a worker reports the step before: what has come already is sent again too.
             has = range(*report.layers) if is_sound and report.parameters_step == base else range(0)
             wanted, had = range(stage.start, stage.stop), layout.shared_units(has)
             found += [(worker, layer) for layer in wanted if layer not in has]
@@ -146,6 +151,7 @@ def salvaged(
         return Salvage((), 0)
     partials = [report.partial for report in reports if report.partial is not None]
     return salvage(
+        # What is not kept stays in the list: it tells what had run, and now runs again (S6).
         [msgspec.structs.replace(partial, can_be_kept=partial.can_be_kept and not doubts_step) for partial in partials],
         {report.worker: range(*report.layers) for report in reports},
         layout,
@@ -204,6 +210,7 @@ def plan_with(
     """
     if layout.workers != question.members:
         raise ValueError(f"the layout is of workers {layout.workers}, but the members are {question.members}")
+    # Without labels followers would be chosen as if all workers were on one host (D1).
     labels = question.layout.domain_of
     if any(labels.get(worker) != label for worker, label in layout.domains):
         raise ValueError(f"the layout has its workers at {layout.domains}, but they are at {question.layout.domains}")
@@ -273,6 +280,7 @@ def make_decision(
         lost=lost,
         evidence=question.evidence,
         resume_step=base + 1,
+        # All load what they hold from a checkpoint: nothing is delivered, and attempts of before do not count.
         resume_attempt=1 if rollback else next_attempt(reports, question.evidence, base + 1),
         layout=plan.layout,
         placement=plan.placement,
@@ -309,6 +317,7 @@ def with_members(layout: Layout, members: Sequence[int], domains: Mapping[int, s
         members: of the generation.
         domains: where they run, of those of whom that is known.
     """
+    # A planner takes the lost ones out by itself, and has to know what they ran.
     new = set(members) - set(layout.workers)
     if not new:
         return layout

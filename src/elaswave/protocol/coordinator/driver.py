@@ -70,6 +70,7 @@ class CoordinatorDriver(ABC):
         durable what became of every checkpoint.
         """
         core = self.core
+        # A new generation withdraws all ends, and members may write parts of a checkpoint again.
         if core.state is not CoordinatorState.TRAINING:
             return
         if all_have_ended(core.members, core.generation, self.ends(), self.published_step()):
@@ -79,6 +80,7 @@ class CoordinatorDriver(ABC):
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
         """Carries out effects in their order."""
+        # A quick planner answers within its effect: what follows from that is carried out before the next effect.
         for effect in effects:
             self.carry_out_one(effect)
 

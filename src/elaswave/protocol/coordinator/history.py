@@ -60,6 +60,7 @@ class JobHistory:
     ) -> None:
         self.state = TRANSITIONS.first
         self.generation = FIRST_GENERATION
+        # Above that of every predecessor: members ignore older terms, and no term is begun twice.
         self.term = 1 + max((record.term for record in records), default=0)
         self.members = start.layout.workers
         self.layout = start.layout
@@ -113,15 +114,19 @@ class JobHistory:
             self.state = CoordinatorState.TRAINING
         elif isinstance(record, NewGenerationRecord):
             gone = set(self.members) - set(record.members)
+            # Who has left as it was asked to does not count against the losses that an hour may have.
             self._losses_at_s += [record.at_s] * len(gone - set(record.left))
             self.generation, self.members = record.generation, record.members
             self.admissions.leaving -= gone
+            # No record says who has installed a decision since. To ask once more where training stands does no harm.
             self._fresh |= set(record.joined)
             self.domains.update(record.domains)
+            # A joiner that was lost again before the decision has not joined.
             self.joined = tuple(worker for worker in (*self.joined, *record.joined) if worker in record.members)
             self.left = (*self.left, *record.left)
             self._gone_as_asked.update(record.left)
             self.lost, self.reason = record.lost, record.reason
+            # A successor must know the error when it ends a second worker, and what a wrong worker has spoilt (S5).
             if record.failure is not None:
                 self._failures[record.failure.signature] = record.failure.worker
                 self._errors[record.failure.worker] = record.failure.summary
@@ -140,11 +145,13 @@ class JobHistory:
         self.generation, self.members = decision.generation, decision.members
         self.layout, self.placement = decision.layout, decision.placement
         self.execution = decision.execution
+        # A change in force is the layout of the decision from now on; any other one is void (M7).
         self._changes.clear()
         self.lost = self.joined = self.left = ()
         self._errors.clear()
         self.doubts_step = False
         if decision.rollback is not None:
+            # Votes on steps after the checkpoint would outrank those with which these steps are made again.
             self.evidence = None
             self.rollback_generation = decision.generation
         elif decision.evidence is not None:
@@ -164,8 +171,10 @@ class JobHistory:
         """Finds what is in force if this is the newest vote."""
         number = 0 if self.decision is None else self.decision.change
         if evidence is not None:
+            # The newest vote may be older than the decision, and name an older change.
             number = max(number, evidence.change)
         change = self._changes.get(number)
+        # A change of before the decision is forgotten: the decision has its layout.
         found = self if change is None else change
         return InForce(found.layout, found.placement, found.execution, number)
 
@@ -218,6 +227,7 @@ class JobHistory:
 
     def is_new(self, report: Report) -> bool:
         """Says whether it is of a member that has no state yet."""
+        # Founders have taken no decision either before the first loss, and have their state from the start.
         return report.decided == 0 and report.worker not in self.founders
 
     def base_step(self, evidence: Evidence | None) -> int:
@@ -227,6 +237,7 @@ class JobHistory:
 
     def dismissal(self, worker: int) -> FencedOff | Released:
         """Makes what a worker is told that is no member any more."""
+        # Its release may have been lost with a connection: it is no loss, and is let go once more.
         if worker in self._gone_as_asked:
             return self._released()
         return self._fenced_off(f"worker {worker} is no member of generation {self.generation}")
@@ -238,6 +249,7 @@ class JobHistory:
         return FencedOff(term=self.term, generation=self.generation, reason=reason)
 
     def _prepare(self) -> Prepare:
+        # A decision empties `lost`: who has missed it, and is asked again, hears whom the decision leaves behind.
         lost = self.lost if self.decision is None or self.decision.generation < self.generation else self.decision.lost
         return Prepare(
             term=self.term,

@@ -202,6 +202,7 @@ class Coordinator(JobHistory):
         if isinstance(event, Unsound):
             return self._on_unsound(event, now_s)
         if isinstance(event, EvidenceSeen):
+            # The vote may have brought a change into force for which a join or a leave has waited (J4).
             return self._on_evidence(event) or self._advance(now_s)
         if isinstance(event, LayoutChange):
             return self._on_change_planned(event)
@@ -229,11 +230,14 @@ class Coordinator(JobHistory):
             return [] if len(self._addresses) < len(self.members) else self._go(Cause.REGISTERED)
         # Its start may have been lost with a connection, or with the coordinator that was about to send it.
         effects = self._go(Cause.START_IN_DOUBT)
+        # A worker registers with its report until it has carried out the decision that answers it.
         has_decision = event.generation >= self.generation and event.report is None
         if self.state is CoordinatorState.COLLECTING:
+            # A report for an older generation is no promise for this one.
             report = event.report if event.generation == self.generation else None
             effects += self._go(Cause.NOT_ASKED) if report is None else self._on_report(report)
         elif self.state is CoordinatorState.TRAINING and self.decision is not None and not has_decision:
+            # The question comes before the decision: a member takes that only once it has moved and reported (W1).
             effects += self._go(Cause.DECISION_MISSED)
         elif event.generation > self.generation:
             effects.append(
@@ -296,6 +300,7 @@ class Coordinator(JobHistory):
                 f"{len(members)} workers are left after the loss of workers {lost}, elastic.min_workers asks for "
                 f"{self._bounds.min_workers}",
             )
+        # The next decision names all that were lost since the last one, however many generations came between.
         self.lost = (*self.lost, *leaving)
         self.joined = tuple(worker for worker in self.joined if worker not in leaving)
         self._suspicions = fresh
@@ -314,6 +319,7 @@ class Coordinator(JobHistory):
         ):
             return [Note(f"what worker {event.worker} says of copies in generation {event.generation} is not awaited")]
         self._begin_generation(self.members, event.reason, now_s)
+        # After `_begin_generation`, which forgets who has said so before.
         self._suspicions, self._unsound = (), (event.worker,)
         return self._go(Cause.UNSOUND)
 
@@ -338,6 +344,7 @@ class Coordinator(JobHistory):
             term=self.term,
             generation=self.generation,
             members=members,
+            # All of them: a successor takes the losses without a decision from the newest record alone.
             lost=self.lost,
             reason=reason,
             at_s=now_s,
@@ -350,6 +357,7 @@ class Coordinator(JobHistory):
     def _show_generation(self) -> list[CoordinatorEffect]:
         assert self._new_generation is not None
         record = self._new_generation
+        # A join or a leave begins a generation of its own: what stands there is of an earlier loss.
         suspicions = () if record.joined or record.left else self._suspicions
         return [NewGeneration(self.generation, suspicions, record.joined, record.left, self._unsound)]
 
@@ -367,11 +375,13 @@ class Coordinator(JobHistory):
         if event.is_common:
             return self._give_up(Cause.ERROR_COMMON, event.summary, event.worker)
         before = self._failures.get(event.signature)
+        # A message may come twice: only another worker shows that the error strikes everywhere.
         if before is not None and before != event.worker:
             reason = f"{event.summary}; the same error has ended worker {before}"
             return self._give_up(Cause.ERROR_REPEATED, reason, event.worker)
         self._failures[event.signature] = event.worker
         self._errors[event.worker] = event.summary
+        # Else `suspect` would name the lack of workers, which only follows from this error.
         if event.worker in self.members and len(self.members) <= max(1, self._bounds.min_workers):
             return self._give_up(Cause.LAST_FAILED, event.summary, event.worker)
         failure = WorkerFailure(
@@ -418,6 +428,7 @@ class Coordinator(JobHistory):
             return [
                 Note(f"what worker {worker} says is of generation {event.generation}, the newest is {self.generation}")
             ]
+        # The pause may have been asked for by an earlier coordinator: nobody else would end it (J8).
         elif event.is_over or event.step <= admissions.go_on_after or not admissions.is_asked:
             return self._pause_is_over(event)
         else:
@@ -433,6 +444,7 @@ class Coordinator(JobHistory):
         in_force = self.in_force()
         joined = admissions.ready(self.members)
         left = admissions.released(self.members, in_force.layout, in_force.placement)
+        # Who was to come may have gone since the pause was asked for: nobody may go on waiting for it.
         if not joined and not left:
             return self._go(Cause.PAUSED_IN_VAIN) if admissions.is_asked else []
         if not admissions.is_asked:
@@ -480,6 +492,7 @@ class Coordinator(JobHistory):
         waiting = self.admissions.go_on(event.step)
         if not event.is_over:
             waiting.append(event.worker)
+        # The new generation that is under way ends all pauses by itself.
         if self.state is not CoordinatorState.TRAINING:
             return []
         messages: list[GoOn | AskPause] = [GoOn(term=self.term, generation=self.generation)]
@@ -489,6 +502,7 @@ class Coordinator(JobHistory):
 
     def _let_go_on(self) -> list[CoordinatorEffect]:
         admissions = self.admissions
+        # The word of a member that pauses now may come after the next request: it is let go on then as well.
         admissions.go_on_after = max(admissions.go_on_after, *admissions.paused.values(), 0)
         admissions.is_asked = False
         admissions.paused.clear()
@@ -512,6 +526,7 @@ class Coordinator(JobHistory):
             return [Note(f"a plan for workers {event.layout.workers}, but the members are {self.members}")]
         if self.is_changing:
             return [Note(f"a plan comes while change {self._num_changes} is under way")]
+        # The new generation that follows the pause would make the change void (M7).
         if self.admissions.is_asked:
             return [Note("a plan comes while the membership is about to change")]
         self._take_change(msgspec.structs.replace(event, term=self.term, number=self._num_changes + 1))
@@ -521,6 +536,7 @@ class Coordinator(JobHistory):
 
     def _on_evidence(self, event: EvidenceSeen) -> list[CoordinatorEffect]:
         decided = FIRST_GENERATION if self.decision is None else self.decision.generation
+        # Members go on from a decision that was made without this vote: it cannot count any more.
         if event.generation < decided:
             return [Note(f"a vote of generation {event.generation} comes after the decision of generation {decided}")]
         self.evidence = newest_evidence([self.evidence, event.evidence])
@@ -582,4 +598,5 @@ class Coordinator(JobHistory):
         if len(self._installed) < len(self.members):
             return []
         self._resumed = True
+        # Joiners and leavers that were ready before have waited until all members compute again.
         return self._go(Cause.INSTALLED) + self._advance(now_s)

@@ -83,6 +83,7 @@ class Holder(NamedTuple):
 
     def still_writes(self) -> Transaction:
         """Compares that nobody else has written `TERM` since, and writes nothing."""
+        # What is not genuine, or older than what was seen, has no value here: its revision alone is compared.
         return Transaction(((TERM, self.revision),), ((TERM, self.value),) if self.value else (), reads=(TERM,))
 
     def has_lost_lease(self, standing: KeyValue | None) -> bool:
@@ -91,6 +92,7 @@ class Holder(NamedTuple):
         Args:
             standing: what a failed comparison has found in `TERM`.
         """
+        # The value too: a store that was put back comes to a revision twice, and then with another claim.
         return standing is None or (standing.revision, standing.value) != (self.revision, self.value)
 
     def is_followed(self, standing: KeyValue | None) -> bool:
@@ -101,6 +103,7 @@ class Holder(NamedTuple):
             standing: what a failed comparison has found in `TERM`.
         """
         newer = holder_of(standing)
+        # With the same term too: in a store that was put back another candidate claims that number again.
         return newer.value != self.value and newer.term >= self.term
 
 
@@ -112,6 +115,7 @@ def holder_of(found: KeyValue | None) -> Holder:
     if found is None:
         return NOBODY
     if not found.is_genuine:
+        # The revision stays: whoever claims the job compares it, and so replaces what stands there.
         return NOBODY._replace(revision=found.revision)
     said = json.loads(found.value)
     return Holder(said["term"], said["holder"], found.revision, found.value)
@@ -131,6 +135,7 @@ def lease_heartbeat_of(found: KeyValue | None, holder: Holder) -> int:
     if found is None or not found.is_genuine:
         return 0
     said = json.loads(found.value)
+    # That of the coordinator before stands there until this one has written its own.
     return int(said["beat"]) if said["term"] == holder.term else 0
 
 
@@ -181,10 +186,12 @@ class Claim:
     ) -> None:
         self._seen = seen
         self._spec = 0 if spec is None else spec.revision
+        # The term and the entries go on, but without their spec nobody could tell which job they are of (H14).
         self._again = (
             () if job_generation_of(spec) == job_generation else ((SPEC, spec_value(job_generation, restored=nonce)),)
         )
         self._name = name
+        # Where `TERM` was removed or forged, only the entries tell which terms were used already.
         self.term = max(seen.term, above) + 1
         self._value = json.dumps({"term": self.term, "holder": name, "nonce": nonce}).encode()
 
@@ -241,6 +248,7 @@ class EntryWrite:
         asked = self._term.still_writes()
         return asked._replace(
             unwritten_since=(*asked.unwritten_since, (self._key, self.over)),
+            # The entry before it is missing if the store was put back (H9); its blobs, if a removal came late.
             exist=(*self._before, *self._names),
             puts=((self._key, self.value),),
             reads=(TERM, self._key, *self._before),
@@ -251,11 +259,13 @@ class EntryWrite:
         if outcome.succeeded:
             return Written.YES
         term, standing, *before = outcome.found
+        # First: what stands in the place of the entry may then be a successor's, and not one that was put back.
         if self._term.has_lost_lease(term):
             return Written.LEASE_LOST
         if standing is not None and standing.is_genuine:
             return Written.YES if standing.value == self.value else Written.TAKEN  # an earlier request had arrived
         if None in before:
             return Written.GONE_BACK
+        # If the place is as the transaction has expected it, the comparison of the names has failed.
         over, self.over = self.over, 0 if standing is None else standing.revision
         return Written.INCOMPLETE if self.over == over else Written.FOREIGN

@@ -223,6 +223,7 @@ class Detector:
         self._advance(now_s)
         self._gone.discard(worker)
         is_new = self._awaited.pop(worker, None) is not None
+        # What was learned of a worker stays when it only connects again.
         watched = self._watched.setdefault(worker, WatchedWorker(worker, self._now_s, is_new=is_new))
         watched.connected = watched.is_fresh = True
         watched.lives(self._now_s)
@@ -237,7 +238,9 @@ class Detector:
         watched = self._watched.get(worker)
         if watched is None:
             return
+        # Read now: the sign of life below makes an end of it.
         starved_s = watched.starvation.excused_s
+        # Time without a connection, or of the start, says nothing about gaps that are harmless.
         if not watched.is_fresh and not watched.starting:
             watched.gaps.add(min(self._now_s - watched.last_heartbeat_s - starved_s, GAP_MAX_S), self._now_s)
         previous = watched.activity
@@ -257,6 +260,7 @@ class Detector:
         """A worker reports, from the present generation, that its data-plane connection to a peer has ended."""
         self._advance(now_s)
         if reporter in self._watched and peer in self._watched and reporter != peer:
+            # Said again, it does not begin the grace anew.
             self._broken.setdefault((reporter, peer), self._now_s)
 
     def exited(self, worker: int, text: str, now_s: float) -> None:
@@ -305,13 +309,16 @@ class Detector:
     def tick(self, now_s: float) -> list[Suspicion]:
         """Lists the workers that are held for lost from now on."""
         self._advance(now_s)
+        # Ends first: they explain links that are broken, and silence.
         suspicions = self._ended()
         if not self._active_time.take_overslept():  # else what came in the meantime is read first
+            # Before links are judged: about those of a worker that it spares nothing is decided yet (`_due_s`).
             self._look_for_silence_of_all()
             suspicions += self._cut_off()
             suspicions += self._never_begun()
             suspicions += self._hosts_cut_off()
             suspicions += self._silent()
+            # Who is lost for another reason may be what the others wait for.
             if not suspicions:
                 suspicions += self._computing_too_long()
             if not suspicions:
@@ -347,9 +354,11 @@ class Detector:
         links, then that which more peers complain about, then that which is not heard, then the larger id. All workers
         of another host count as one, since a broken network breaks the links to all of them."""
         suspicions = []
+        # Anew after each loss: what the lost worker has said, and what was said of it, is forgotten with it.
         while due := [pair for pair in self._broken if self._due_s(pair) <= self._now_s]:
             counterparts: dict[int, set[int]] = {}
             accusers: dict[int, set[int]] = {}
+            # Also those whose grace is not over: they too tell which end has lost more links.
             for reporter, peer in self._broken:
                 counterparts.setdefault(reporter, set()).add(peer)
                 counterparts.setdefault(peer, set()).add(reporter)
@@ -418,6 +427,7 @@ class Detector:
 
     def _common_gap_s(self) -> float:
         """Finds the longest gap lately that not only one worker has had: what disturbs two may disturb all."""
+        # With the two zeros there is a second longest even of one worker, or none.
         return sorted([0.0, 0.0, *(watched.gaps.value_s for watched in self._watched.values())])[-2]
 
     def _usual_bound_s(self, watched: WatchedWorker, common_gap_s: float) -> float:
@@ -442,6 +452,7 @@ class Detector:
         which it sends again. A process that has not registered is silent with them if nobody has looked at it since
         they were heard last: looks are a second apart, which may be most of a bound."""
         common_gap_s, watched = self._common_gap_s(), self._watched.values()
+        # By its usual bound: one that may be silent for longer at present is no sign that others are heard.
         hushed = [
             each.worker for each in watched if self._now_s - each.alive_s > self._usual_bound_s(each, common_gap_s) / 2
         ]
@@ -455,6 +466,7 @@ class Detector:
             longest_s = max((self._now_s - each.alive_s for each in watched), default=0.0)
             for each in watched:
                 each.spare(self._now_s, sent_again_s)
+            # What is known of hosts is of the silence that is over: each has its whole time again.
             self._silent_hosts.clear()
             self._moved_s = self._now_s + min(longest_s, sent_again_s)  # nor could anything move
 
@@ -479,10 +491,12 @@ class Detector:
         hushed = [watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / 2]
         quiet = (watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / SILENCE_FACTOR)
         self._quiet = tuple(sorted(quiet))
+        # Since a real sign of life: to be spared again and again must not hide for ever that nobody is left.
         shortest_s = min((self._now_s - watched.alive_s for watched, _, _ in known), default=math.inf)
         crowd = CROWD_FACTOR if self._is_crowd(hushed) else 1.0
         late: list[tuple[WatchedWorker, float, float]] = []
         for watched, silence_s, bound_s in known:
+            # Another one has to compute: that this one does is no reason to wait, it may hang in just that.
             spare = self._num_computing > watched.computing and not watched.starting
             hurry = NO_HURRY if spare else 1.0
             silent_host = self._silent_hosts.get(self._host_of(watched.worker))
@@ -556,10 +570,12 @@ class Detector:
         here = (activity.generation, activity.step, activity.attempt)
         if here <= self._newest_step or activity.label in (*IDLE, *STARTING):
             return
+        # No vote leads to the first step of a generation: it shows nobody to be alive.
         if here[0] == self._newest_step[0]:
             for watched in self._watched.values():
                 if watched.activity is not None and watched.activity.generation == activity.generation:
                     watched.lives(self._now_s)
+            # Another attempt, or a return to a checkpoint, tells nothing of how long a step takes.
             if here[1] == self._newest_step[1] + 1:
                 self._steps.add(self._now_s - self._newest_step_s, self._now_s)
         self._newest_step, self._newest_step_s = here, self._now_s
@@ -579,6 +595,7 @@ class Detector:
                 )
                 longest = self._busy.setdefault(action_kind(previous.label), LongestLately(DURATION_HALF_LIFE_S))
                 longest.add(took_s, self._now_s)
+            # A standstill that has ended by itself was harmless.
             if self._num_computing == 0 and action_kind(previous.label) in PHASES:
                 self._standstills.add(max(0.0, entered_s - self._moved_s), self._now_s)
         self._num_computing += activity.computing - watched.computing
@@ -642,6 +659,7 @@ class Detector:
         activities = {
             worker: watched.activity for worker, watched in self._watched.items() if watched.activity is not None
         }
+        # All wait for the coordinator, and nobody for another worker.
         if all(activity.label in IDLE for activity in activities.values()):
             return []
         if any(activity.label == WRITE for activity in activities.values()):

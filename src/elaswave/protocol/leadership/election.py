@@ -98,6 +98,8 @@ class Watch:
         lives = self._seen.holder.term > before.holder.term or self._seen.lease_heartbeat > before.lease_heartbeat
         if self._since_s is None or lives or asked_s - self._looked_s > GAP_S:
             self._since_s = now_s
+        # What is read may be as old as the question: a holder is missed from the answer that has shown its newest
+        # lease heartbeat to the last question, so that slow answers speak for it.
         self._looked_s = asked_s
 
     def _newest(self, seen: Seen) -> Seen:
@@ -107,6 +109,7 @@ class Watch:
         if seen.holder.term > known.holder.term:
             return seen
         if seen.holder.term < known.holder.term:
+            # A claim has to compare what stands there now: its revision, and no value that was not read.
             return Seen(known.holder._replace(revision=seen.holder.revision, value=b""), known.lease_heartbeat)
         return Seen(seen.holder, max(known.lease_heartbeat, seen.lease_heartbeat))
 
@@ -118,6 +121,7 @@ class Watch:
         """A claim has failed: another candidate was quicker."""
         self._not_before_s = now_s + min(BACKOFF_S_MAX, BACKOFF_S * 2.0 ** min(self._num_failed, 10))
         self._num_failed += 1
+        # Whoever was quicker has its whole time before it is missed.
         self._since_s = None
 
     def is_due(self, now_s: float) -> bool:
@@ -198,12 +202,14 @@ def term_before(spec: KeyValue | None, term: KeyValue | None, job_generation: in
     known = holder_of(term).term
     while not known:
         answer = yield ReadEntries()
+        # 0 is an answer too: nobody has written an entry yet.
         if answer.newest_term is not None:
             known = answer.newest_term
             break
         yield StandBy(ASK_AGAIN_S)
     if is_there(spec, term, job_generation, creates_job=creates_job):
         return known
+    # No key of the job shows it: whether it is over, only the outcome tells.
     while (answer := (yield Ask(Transaction(reads=(OUTCOME,))))).result is None:
         yield StandBy(ASK_AGAIN_S)
     (outcome,) = answer.result.found
@@ -277,11 +283,13 @@ class CoordinatorCandidate:
             if not watch.is_due(self._now_s):
                 yield StandBy(POLL_S)
                 continue
+            # Whom this candidate knows, which may be a later one than stands there: that term is not claimed again.
             before, missed_s = watch.holder, watch.since_s
             if not above and not self.tells_term(holder):
                 known = yield from self._term_before(spec, term)
                 assert not isinstance(known, NoJob), "the same was just read"
                 above = known
+            # The agent has seen its own coordinator end, before any candidate could miss it.
             if before.name == self._name and self._ended_s is not None:
                 missed_s = self._ended_s
             claim = self.claim_class(self._name, self._new_nonce(), before, spec, self._job_generation, above=above)

@@ -54,6 +54,7 @@ class Left(NamedTuple):
 
     def removal(self) -> Transaction:
         """Removes the job, unless one of its coordinators has written, or was started, since it was looked at."""
+        # A coordinator at work writes its lease heartbeat and its next entry, and neither of the other two keys.
         seen = (
             (SPEC, self.spec),
             (TERM, self.term),
@@ -73,6 +74,7 @@ def left_of(
     """Describes what was found of a job; None: nothing."""
     if spec is None:
         return None
+    # A genuine one was written after the entries were read: the comparison with "not there" then stops the removal.
     foreign = None if in_its_place is not None and in_its_place.is_genuine else in_its_place
     return Left(
         job_generation_of(spec),
@@ -133,10 +135,13 @@ class JobCreator:
             outcome: what it holds of the end of an earlier one; genuine if it is of `job_generation`.
         """
         self.left = left
+        # Only if this agent has seen the job: else it is the outcome of an earlier one, after which a job is created.
         if left is None and self.job_generation and outcome is not None and outcome.is_genuine:
             self.outcome = outcome
             return CreatorAction.END
+        # What was seen stays known when the keys are gone at the next look: then the job has ended.
         self.job_generation = (0 if left is None else left.job_generation) or self.job_generation
+        # Without other candidates no coordinator could answer.
         return CreatorAction.ASK if self._has_others else self._without_coordinator()
 
     def unanswered(self) -> CreatorAction:
@@ -183,6 +188,7 @@ class JobCreation:
     def transaction(self) -> Transaction:
         """Makes the transaction, which is to be said until there is an answer."""
         return Transaction(
+            # Also the outcome: a creation that comes late must not undo the end of a later job.
             unwritten_since=((SPEC, 0), (OUTCOME, self._outcome)),
             puts=((SPEC, self._spec),),
             deletes=(OUTCOME,) if self._outcome else (),
@@ -221,4 +227,5 @@ def ending(
     ):
         return None
     puts = () if outcome is None else ((OUTCOME, outcome),)
+    # Compared, so that one that comes late removes nothing of the next job.
     return Transaction(unwritten_since=((SPEC, _revision(spec)), (TERM, holder.revision)), puts=puts, clears=True)

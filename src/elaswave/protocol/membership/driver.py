@@ -64,6 +64,7 @@ class MembersDriver(CoordinatorDriver):
     def _await_members(self) -> None:
         """A member that does not find this coordinator is lost, however it was to its predecessors."""
         for worker in self.core.members:
+            # Once the job has begun members send heartbeats: silence counts. Before, what their processes use counts.
             if self.has_begun:
                 self.detector.joined(worker, self.now_s())
             else:
@@ -90,6 +91,7 @@ class MembersDriver(CoordinatorDriver):
         """Does the same as `worker_ended`, but returns whether the next look has something to say of it."""
         self.carry_out(self.membership.ended(worker, self.now_s()))
         self.not_admitted(worker, f"its process {text}")
+        # Its own error has explained the end already, see `worker_failed`.
         if worker not in self.core.members or self.is_over or worker in self.failures:
             return False
         self.detector.exited(worker, text, self.now_s())
@@ -118,6 +120,7 @@ class MembersDriver(CoordinatorDriver):
         if self.membership.is_joiner(event.worker):
             self.carry_out(self.membership.failed(event.worker, event.summary))
         else:
+            # Before the machine goes on without it: the end of its process, which follows, is no news.
             self.detector.left(event.worker)
             self.feed(event)
 
@@ -139,6 +142,7 @@ class MembersDriver(CoordinatorDriver):
         for worker in effect.joined:
             self.detector.joined(worker, now_s)
         for worker in (*effect.left, *(suspicion.worker for suspicion in effect.suspicions)):
+            # Not all suspicions come from the detector: a deadline, or the loss of a host, is news to it.
             self.detector.left(worker)
         self.carry_out(self.membership.new_generation(effect, now_s))
 
@@ -147,6 +151,7 @@ class MembersDriver(CoordinatorDriver):
     def worker_joining(self, message: Joining) -> None:
         """A worker that is to join says who it is. It may not have heard yet that it is a member."""
         if message.worker in self.core.members:
+            # Generation 0 is older than any: the machine asks for its report, as of a member that has missed it.
             registered = Registered(worker=message.worker, address=message.address, generation=0, report=None)
             self.worker_registered(registered)
         else:
@@ -169,6 +174,7 @@ class MembersDriver(CoordinatorDriver):
             Their ids, or why there are none.
         """
         membership = self.membership
+        # First: a request that comes again must not lack the room that its own workers have taken.
         if begun := membership.joiners.started_for(request):
             return begun
         if obstacle := membership.obstacle_to_join(count):
@@ -195,6 +201,7 @@ class MembersDriver(CoordinatorDriver):
         if effects:
             self.carry_out(effects)
             self.leaves_were_asked()
+            # Only then: while an effect is held up the machine does not know yet who is to leave.
             self.then(self.stop_if_none_stay)
 
     def agent_came(self, node: str, incarnation: int, slots: int) -> bool:
@@ -216,6 +223,7 @@ class MembersDriver(CoordinatorDriver):
         """Asks the machines what is due by now; returns when to ask again at the latest, in monotonic time."""
         now_s = self.now_s()
         self.take_suspicions(self.detector.tick(now_s))
+        # What holds up most workers at once says nothing about single links and joiners.
         if self.detector.are_together:
             self.unreachable.forget()
             self.membership.all_are_silent(now_s)

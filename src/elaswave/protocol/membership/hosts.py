@@ -138,6 +138,7 @@ class Hosts:
 
     def add(self, came: Came, now_s: float) -> Host:
         """A host comes. An earlier one of this number, or node, is gone."""
+        # First, since it takes a number out of `_present`, where the new host stands from then on.
         for other in (self._hosts.get(came.number), self._newest.get(came.node)):
             if other is not None and other.incarnation != came.incarnation:
                 self.give_up(other)
@@ -163,6 +164,7 @@ class Hosts:
 
     def committed(self, members: Collection[int]) -> None:
         """A step has been committed by these members."""
+        # Each step calls this: only hosts that are still to be proven are looked at.
         for host in [host for host in self._unproven if not host.workers.isdisjoint(members)]:
             host.is_fruitless, host.is_proven = False, True
             self._unproven.discard(host)
@@ -197,6 +199,7 @@ class Hosts:
             )
         number, share = self._free_number(node), 0
         holder = self._hosts.get(number)
+        # `_free_number` comes to such a host only if there is no other: nobody can stand for the coordinator's own.
         if holder is not None and self._must_be_here(holder) and holder.state is not HostState.LEAVING:
             return Turned("the job waits only for the coordinator's own host to begin: start this one again", "again")
         if not self.is_complete:
@@ -242,6 +245,7 @@ class Hosts:
             (self._here.add if state is HostState.HERE else self._here.discard)(host.number)
             if state is HostState.GONE:
                 self._present.discard(host.number)
+                # Who takes the number by its name leaves it in the heap: `_free_number` drops it when it is on top.
                 heappush(self._free, host.number)
 
     def overdue(self, now_s: float, bound_s: float) -> list[Host]:
@@ -327,6 +331,7 @@ class Hosts:
         found: dict[str, set[int]] = {}
         for worker in suspected:
             host = self.of(worker)
+            # A coordinator that takes over has not heard of an expected agent yet, which says nothing about its host.
             if host is None or host.incarnation == self.home or host.state in (HostState.EXPECTED, HostState.GONE):
                 continue
             if host.state is HostState.AWAY or is_silent(host.incarnation):
@@ -351,7 +356,9 @@ class Hosts:
         that with the node's name before others. Before the job begins, who has not waited for it gives way to who
         comes."""
         if self.is_complete:
+            # A number of the beginning brings the workers that the job begins with: none is given again.
             return 1 + max(self._hosts, default=-1)
+        # Numbers that somebody has taken by name, or with its node, since they were put there.
         while self._free and not self._is_free(self._free[0]):
             heappop(self._free)
         last = self._newest.get(node)

@@ -125,9 +125,11 @@ class Respawn:
         while place >= len(self._places):
             self._places.append(_Place(worker, now_s))
         found = self._places[place]
+        # No record tells of the end of a joiner that was no member: that another one got its place shows it.
         if found.worker != worker and found.state is PlaceState.TAKEN and found.worker in self._uncommitted:
             found.deaths.append(found.worker)
         self._take(worker, place, now_s)
+        # As doubled by then: another coordinator is no reason for a short back-off.
         found.backoff_s = record.backoff_s
 
     def _take(self, worker: int, place: int, now_s: float) -> None:
@@ -156,6 +158,7 @@ class Respawn:
         if number is None:
             return []
         place = self._places[number]
+        # Said again, or of a process before the one that has the place now.
         if place.worker != worker or place.state is not PlaceState.TAKEN:
             return []
         if not self._enabled or self._is_over:
@@ -210,6 +213,7 @@ class Respawn:
         return [self._spawn(number, now_s) for number in due[: int(min(room, len(due)))]]
 
     def _spawn(self, number: int, now_s: float) -> PlaceTaken:
+        # Above all that there ever were: an id is never used again (J1).
         worker = 1 + max(self._place_of, default=-1)
         if number == len(self._places):
             self._places.append(_Place(worker, now_s))
@@ -326,6 +330,7 @@ class Joiners:
                 case PlaceTaken():
                     self._respawn.spawned(record)
                     self._note(record)
+                # Closes the place as `LeavingRecord` does: a coordinator may have died between the two of a leave.
                 case LeaveAsked():
                     self._leaves(record.worker)
                     self.leave_at_s[record.worker] = record.at_s + record.within_s
@@ -334,6 +339,7 @@ class Joiners:
                         at_s = max(record.at_s, self._away_until_s(worker))
                         self._respawn.ended(worker, at_s)  # people were told if that has closed a place
                     self._were_members.update(record.members)
+                # A published step does not say who has made it: the members of the newest decision have.
                 case Decision():
                     members = record.members
                 case LeavingRecord():
@@ -422,6 +428,7 @@ class Joiners:
         for each in taken:
             host = self._hosts.choose()
             assert host is not None, "no more are taken than there is room for"
+            # At once: the next choice of this turn has to see that there is less room.
             self._hosts.placed(each.worker, host.number)
             record = msgspec.structs.replace(each, request=request, host=host.number)
             self._note(record)
@@ -476,6 +483,7 @@ class Joiners:
         Returns:
             What is to be made durable, once; and what becomes of those that have waited for it.
         """
+        # With every step, not only the first one: a host or a worker that has come since is proven by a later one.
         self._hosts.committed(members)
         self._respawn.committed(members)
         if self._founders is not None:

@@ -84,7 +84,9 @@ class Membership:
         places of those that it has gone on without are free."""
         effects = _said(self.joiners.take_over(self._core.members, now_s))
         for worker in self._core.admissions.leaving:
+            # The request is durable before its deadline is: one that is found alone gets the whole time.
             self._deadlines_s[worker] = self.joiners.leave_at_s.get(worker, now_s + self._terms.drain_deadline_s)
+        # Before all hosts have come nobody is started, and so nobody can be late.
         return [asked.AwaitMembers(), *effects] if self.agents.is_complete else effects
 
     # -------------------------------------------------------------------------------------------------- who is to come
@@ -122,10 +124,13 @@ class Membership:
     def _start(self, records: Iterable[asked.PlaceTaken]) -> Effects:
         records = list(records)
         written: Effects = [asked.WriteDown(record) for record in records]
+        # All records first: a successor must know every id that an agent may have started (J1).
         return written + self._ask_for([record.worker for record in records])
 
     def _ask_for(self, workers: Sequence[int]) -> Effects:
         for worker in workers:
+            # One that has spoken is asked for again too, with each new connection of its agent. Were it silent by
+            # that, nothing would ever take it off the list, once it is a member.
             if worker not in self._received_at and worker not in self._joining_since_s:
                 self._silent.setdefault(worker)
         return [effect for worker in workers for effect in self.agents.start(worker)]
@@ -169,6 +174,7 @@ class Membership:
             effects.append(asked.AwaitMembers())
         if room > self.joiners.num_open:
             effects += self.join(room - self.joiners.num_open, now_s)
+        # This may ask again for those of the line before: the agent ignores what it has started already.
         return effects + self._start_again()
 
     def agent_went(self, incarnation: int, now_s: float) -> None:
@@ -211,7 +217,9 @@ class Membership:
             return [asked.Say(f"worker {worker} is to leave, but is no member: nothing is done")]
         within_s = self._terms.drain_deadline_s if deadline_s is None else deadline_s
         before_s = self._deadlines_s.get(worker, math.inf)
+        # A later request never gives more time: a machine that is taken away does not wait.
         self._deadlines_s[worker] = min(now_s + within_s, before_s)
+        # The core writes down that it leaves, before the deadline is written here.
         effects: Effects = [asked.TellCore(LeaveWanted(worker))]
         if now_s + within_s < before_s:
             effects.append(asked.WriteDown(self.joiners.left(worker, within_s, now_s)))
@@ -273,6 +281,7 @@ class Membership:
         if worker not in self._silent:
             return []
         active_s = self._active_time.passed_s(now_s)
+        # From the first look on: how long the agent takes to start a process says nothing of the process.
         seen = self._silent[worker] = self._silent[worker] or Stillness(active_s)
         seen.looked(cpu_s, active_s)
         if seen.still_s <= JOINER_STILL_S:
@@ -310,6 +319,7 @@ class Membership:
                 self._received_at.pop(worker, None)
                 effects.append(asked.Refuse(worker, problem))
                 continue
+            # Said again over a new connection: it gets no more time by that.
             self._joining_since_s.setdefault(worker, now_s)
             domain = joining.domain or self.joiners.domain_of(worker)
             effects.append(asked.TellCore(JoinerCame(worker, joining.address, domain)))
@@ -318,6 +328,7 @@ class Membership:
     def failed(self, worker: int, summary: str) -> Effects:
         """A joiner ends with an error of its own. That is no loss, and no reason to end the job, however many joiners
         have met the same one."""
+        # The rest follows when its process has ended.
         self._received_at.pop(worker, None)
         return [asked.Refuse(worker, f"it has ended with an error: {summary}")]
 
@@ -412,11 +423,13 @@ class Membership:
         effects: Effects = []
         self.joiners.joined(effect.joined)
         for worker in effect.joined:
+            # No bound of joiners holds for a member: the detector watches it from now on.
             self._silent.pop(worker, None)
             self._joining_since_s.pop(worker, None)
             self._received_at.pop(worker, None)
             effects.append(asked.Say(f"worker {worker} has joined: generation {effect.generation}"))
         for worker in effect.left:
+            # Its place was closed when it was asked to leave, and its agent tells of the end of its process.
             self._deadlines_s.pop(worker, None)
             effects.append(asked.Say(f"worker {worker} has left, as it was asked to: generation {effect.generation}"))
         for suspicion in effect.suspicions:
