@@ -109,6 +109,7 @@ def commit_in_one_of(
     Raises:
         CheckpointError: there is none; what each place has said.
     """
+    # Before any place is tried: items that do not fit would fit in no other place either.
     check_written(items, sizes)
     troubles = []
     for folder in folders:
@@ -129,6 +130,7 @@ def commit_in_one_of(
 def _gather(folder: Path, folders: Sequence[Path], sizes: Mapping[str, int]) -> None:
     """Copies shards that are not in a folder, but in another one; those that are nowhere the commit will miss."""
     for name, num_bytes in sorted(sizes.items()):
+        # By size: what a full disk or the end of a worker has left of a shard is shorter.
         whole = [each for each in folders if _size_of(each / name) == num_bytes]
         if not whole or folder in whole:
             continue
@@ -193,9 +195,11 @@ def commit_checkpoint(
         _write_synced(folder / META_FILE, meta_bytes)
         _write_synced(folder / MANIFEST_FILE, encode_manifest(manifest))
         _write_synced(folder / DCP_METADATA_FILE, dcp_bytes)
+        # After a loss survivors write pieces again; of each piece the first one counts.
         for unused in folder.glob(f"*{SHARD_SUFFIX}"):
             if unused.name not in used:
                 unused.unlink(missing_ok=True)
+        # Before the folder has its final name, under which it is taken for whole.
         _sync_folder(folder)
         if final.exists():
             remove_committed(final)

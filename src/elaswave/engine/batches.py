@@ -166,6 +166,7 @@ class Batches:
         self._activity.compute(DATA)
         pair = self._supply.get(name)
         self._activity.has_run()
+        # Its clock begins anew: the time at the data is not held against the action.
         if before.computing:
             self._activity.compute(before.label)
         return pair
@@ -410,6 +411,7 @@ def _answer(maker: BatchMaker, line: socket.socket, name: BatchName) -> None:
     try:
         socket.send_fds(line, [msgspec.msgpack.encode(BatchMade(name, time.monotonic() - begin_s))], [memory])
     finally:
+        # The worker has a descriptor of its own by now; this one would keep the memory.
         os.close(memory)
 
 
@@ -457,6 +459,7 @@ class _Loader:
     def still_s(self, now_s: float) -> float:
         """Tells for how long it has not been seen to use a processor while it was at that one; it is looked at now and
         then."""
+        # Not at each turn of a wait: a look reads files of all processes of the loader.
         if self.pid and now_s - self._looked_s >= LOOK_S:
             self._looked_s, before_s = now_s, self._cpu_s
             self._cpu_s = family_cpu_s(self.pid)
@@ -521,6 +524,7 @@ class LoaderSupply:
 
     def begin(self, step: int) -> None:
         """See `Supply.begin`."""
+        # Those of the step itself stay: it may be begun again.
         for name in [name for name in self._ready if name.split == "validation" or name.step < step]:
             del self._ready[name]
         self._take_what_came()
@@ -544,6 +548,7 @@ class LoaderSupply:
             self._wait()
             self._take_what_came()
             self._look_for_hung(name)
+            # The forkserver is waited for only while no loader is left.
             if self._loaders:
                 begin_s = time.monotonic()
             elif time.monotonic() - begin_s > REPLACE_S:
@@ -561,6 +566,7 @@ class LoaderSupply:
         """Asks for what comes next, as far as loaders look ahead."""
         asked = self._asked()
         for following in itertools.islice(self._after(name), AHEAD * self._num_loaders):
+            # What has ended several loaders fails when it is needed; asked for ahead it would end more of them.
             if following not in asked and following not in self._ready and not self._is_given_up(following):
                 self._ask(following)
 
@@ -682,6 +688,7 @@ class LoaderSupply:
                 name,
                 "LoaderHung",
                 f"{HANGS_MAX} loaders, one after the other, have not made it, the last one within "
+                # Half: the bound has doubled once more with the last hang.
                 f"{self.hang_bound_s(name) / 2:.1f} s: the data's code waits for something; see {self._log}",
             )
 
@@ -695,6 +702,7 @@ class LoaderSupply:
     def _look_for_hung(self, name: BatchName) -> None:
         """Replaces a loader that is at one micro-batch for too long, if what is waited for is behind it."""
         now_s = time.monotonic()
+        # A loader that is only asked ahead may take its time: nobody waits for it yet.
         for loader in [loader for loader in self._loaders.values() if name in loader.asked]:
             at = loader.asked[0]
             if self._is_hung(loader, self.hang_bound_s(at), now_s):

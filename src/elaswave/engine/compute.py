@@ -96,6 +96,8 @@ class CompiledLayers:
             module: that the worker holds for it now.
         """
         known = self._compiled.get(index)
+        # A layer that was given up and has come again is another module: what was compiled for the old one reads its
+        # parameters.
         if known is None or known[0] is not module:
             from torch._inductor import config  # takes a second, and only jobs that compile need it
 
@@ -340,6 +342,8 @@ class Compute:
         self.refresh()
         keep = keep or Keep(frozenset(), 0, {}, ())
         self._covered = keep.covered
+        # A layer stays with all that it adds to. Of those that share a unit the decision keeps all that have added to
+        # it, or none (S3).
         kept = {unit for layer in keep.layers for unit in self._units_of(layer)}
         tensors = {slot.id for layer in keep.layers for slot in self.layers[layer].buffers.tensors}
         self.scoring.keep(keep.losses, lambda layer, number: layer in keep.layers and self._has_added(layer, number))
@@ -353,6 +357,7 @@ class Compute:
         self._watched.clear()
         self._keep_in_flight(keep.in_flight.keys())
         for index, accumulator in self.accumulators.items():
+            # The sum goes together with the knowledge of what is in it (S1).
             if index not in kept:
                 accumulator.reset(exponents[index])
 
@@ -368,6 +373,7 @@ class Compute:
         self._in_flight_microbatches.keep(microbatches)
         self._saved = {place: saved for place, saved in self._saved.items() if place[1] in microbatches}
         self._losses = {number: value for number, value in self._losses.items() if number in microbatches}
+        # Between the halves of its backward a micro-batch is not kept (S5).
         self._left.clear()
 
     def forget(self, layers: Collection[int]) -> None:
@@ -401,6 +407,7 @@ class Compute:
             for unit, accumulator in self.accumulators.items()
             for use, mask in accumulator.covered.items()
         }
+        # A worker that has seen something that is not finite keeps nothing of the step (S5).
         in_flight = self._in_flight_microbatches.facts({number for _, number in self._left})
         return Unfinished(self.nonfinite is None, encode_rows(rows), mask_of(self.scoring.scored), in_flight)
 
@@ -465,17 +472,20 @@ class Compute:
                     value = self.fences.closed(index, value, before, given.leaves)
                 if train and keeps:
                     kept = None if self._is_recomputed(index) or not self._keeps_run(index) else run
+                    # No backward uses this run, so there is no later look at what it was lent.
                     if kept is None:
                         self._look(index, given, run.lent, train=True, is_over=False, is_dropped=True)
                     masks = NO_MASKS if self.fences is None else self.fences.masks(before, value)
                     self._saved[index, microbatch] = Saved(given, kept, left, masks)
                     self._in_flight_microbatches.went(microbatch, layers, index + 1, value)
+            # The layer is noted as run: an interrupt that comes here costs nothing of it (S2).
             self._surroundings.check()
         if layers.stop == self.num_layers:
             value = value if self.fences is None else self.fences.opened(value)
             self._forward_loss(microbatch, value, targets, train, keeps)
             if train and keeps:
                 self._in_flight_microbatches.went(microbatch, layers, layers.stop + 1, None)
+        # No backward will come here that frees these. One that an earlier attempt has begun still needs them.
         if train and not keeps and self._in_flight_microbatches.backward(microbatch) is None:
             self._in_flight_microbatches.end(microbatch)
             for index in layers:
@@ -538,6 +548,7 @@ class Compute:
             last, reached = resume_point.at, resume_point.value
         else:
             reached = self._backward_loss(microbatch) if layers.stop == self.num_layers else received(gradient)
+            # Noted before any layer runs: frames die with their generation, so the gradient that has come is kept (S2).
             self._in_flight_microbatches.returned(microbatch, layers, layers.stop, reached)
         for index in reversed(range(layers.start, last)):
             saved = self._saved[index, microbatch]
@@ -559,6 +570,7 @@ class Compute:
             del self._saved[index, microbatch]
             self._in_flight_microbatches.returned(microbatch, layers, index, reached)
             self._surroundings.check()
+        # Nobody waits for a gradient from here, so none has to be kept for being sent again.
         if layers.start <= self.rules.lowest_trained:
             self._in_flight_microbatches.end(microbatch)
             return None
@@ -632,6 +644,7 @@ class Compute:
             except RuntimeError as error:
                 if not self._begins_to_need_a_graph(index, given, error):
                     raise
+                # From the top: the failed run may have written buffers and has used up draws.
                 return self._run_layer(index, microbatch, given, train, admits=admits)
         layer.buffers.look()
         self._signatures.check(index, train, structure, leaves)
@@ -651,6 +664,7 @@ class Compute:
             check_hooks(self.layer_name(index), layer.module)
 
             def again() -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+                # This run is part of an admission: it must not begin another one.
                 second = self._run_layer(index, microbatch, given, train, admits=False)
                 return [*second.leaves, *second.aux_losses], [*layer.parameters, *given.leaves]
 
@@ -820,11 +834,13 @@ class Compute:
 
     def _input_gradient(self, index: int, microbatch: int, saved: Saved, reached: Reached) -> list[torch.Tensor]:
         inputs = saved.given.inputs
+        # No layer before waits for a gradient: a first half would bring nobody on earlier.
         if not inputs:
             self._left[index, microbatch] = _Deferred(saved, reached)
             return []
         run = self._output(index, microbatch, saved)
         is_compiled = self.model.layers[index].compile  # its graph is one node
+        # The cut runs from one output to one input; an auxiliary loss is one more output.
         if len(inputs) > 1 or len(reached.gradients) != 1 or run.aux_losses or is_compiled:
             found, passed_on = self._whole(index, microbatch, saved, run, reached)
             self._left[index, microbatch] = _Known(saved.buffers, found)
@@ -839,8 +855,10 @@ class Compute:
                 self._look_after_backward(index, saved.given, run)
                 done = Done(saved.given, run, reached, [input_gradient])
                 expected = self._check_input_half(index, microbatch, done)
+                # The outputs go: the second half goes on from nodes of their graph.
                 self._left[index, microbatch] = _Half(saved, run._replace(leaves=[]), half, expected)
                 return zeros_where_none(inputs, [input_gradient])
+        # The first time the graph stays after the whole backward, for the comparison with the halves.
         is_first = index not in self._splits
         found, passed_on = self._whole(index, microbatch, saved, run, reached, retain_graph=is_first)
         if is_first and run.lent is not None and not self._lending.lends(index):
@@ -848,6 +866,7 @@ class Compute:
         elif is_first:
             with inside(self._call(microbatch, train=True)):
                 answer = is_exact(output, inputs[0], parameters, gradient, [*found, *passed_on])
+            # Values that are not finite tell nothing of rounding: a later micro-batch answers.
             if answer is not None:
                 self._splits[index] = answer
         self._left[index, microbatch] = _Known(saved.buffers, found)
@@ -868,6 +887,8 @@ class Compute:
     ) -> tuple[Gradients, list[torch.Tensor]]:
         """Gradients of the layer's parameters, and of its inputs (zeros where none flows)."""
         num_parameters, inputs = len(self.layers[index].parameters), saved.given.inputs
+        # Here and not in the forward: their weight, the count of the loss, comes with the gradient; and another attempt
+        # keeps them together with the layer's coverage, which grows in the backward.
         if run.aux_losses and not self._is_covered(index, microbatch):
             values = [self._readings.note(value) for value in run.aux_losses]
             self.scoring.note_aux_losses(index, microbatch, values, reached.weight)
@@ -924,6 +945,7 @@ class Compute:
         def from_scratch(given: LayerInputs, reached: Reached) -> tuple[LayerRun, Gradients]:
             """Runs the layer in the same way in any process at any time: nothing but shapes and types goes into it."""
             step, fetch = self._step, self._fetch
+            # The inputs are fetched of the micro-batch in hand, which are there; only their types and shapes remain.
             self._step, self._fetch = 0, lambda *place, train: made_up_tree(fetch(step, microbatch, train=train))
             try:
                 with self._repeating(), self.layers[index].buffers.made_up():
@@ -1076,6 +1098,7 @@ class Compute:
         shape, num_own = layer.shape, len(layer.shape.tensors)
         self._add_to(index, index, microbatch, gradients[:num_own])
         for use, gradient in zip(shape.shared, gradients[num_own:], strict=True):
+            # Each use is a term of its own, so that the sum is the same wherever the layers of the unit are cut apart.
             self._add_to(use.unit, index, microbatch, [gradient], use.use)
         if shape.buffers is not None:
             self._add_to(shape.buffers, index, microbatch, buffers)
@@ -1091,6 +1114,8 @@ class Compute:
             self._watched.append((microbatch, layer, self._readings.note(added)))
         elif not added:
             self._note_nonfinite(microbatch, layer)
+        # Also where nothing was added since it is not finite: the vote is to tell of that, not of a micro-batch that is
+        # missing.
         accumulator.coverage = (accumulator.coverage + coverage_key(unit, microbatch, use)) & MASK64
         accumulator.covered[use] = accumulator.covered.get(use, 0) | 1 << microbatch
         self.counts[unit, microbatch] = self.counts.get((unit, microbatch), 0) + 1
@@ -1108,6 +1133,7 @@ class Compute:
 
     def _forward_loss(self, microbatch: int, output: Any, targets: Any, train: bool, keeps: bool) -> None:
         index = self.num_layers
+        # A loss that some worker has kept counts there (S1); here it only has to make the gradient.
         counts = not train or not self._is_covered(index, microbatch)
         with self._at(microbatch, index):
             given = self._given(index, output, train)

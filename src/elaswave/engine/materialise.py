@@ -101,8 +101,10 @@ class _Made:
         by_source: dict[int, list[int]] = {}
         for unit in sorted({*layers, *shared, *self._blocks}):
             by_source.setdefault(shapes[unit].users[0] if shapes[unit].users else unit, []).append(unit)
+        # Units go by the layer that has their initial values: it is built once for all, and gone before the next one.
         for source in sorted(by_source):
             self._make(source, by_source[source], is_run=source in layers)
+        # Only now: a checkpoint has filled the units of buffers after the layers that read them were made.
         for layer in self.here.values():
             if isinstance(layer, FlatLayer):
                 layer.refresh()
@@ -115,6 +117,7 @@ class _Made:
         if is_run or self._reader is None:
             module = blueprint.build(source)
         masters: dict[int, list[torch.Tensor] | None] = {}
+        # Before the layer takes the module over, which rounds its parameters to the compute dtype; masters are not.
         if module is not None and self._reader is None:
             for unit in units:
                 masters[unit] = self._from_seed(unit, spec, module, is_here=is_run if unit == source else None)
@@ -157,6 +160,7 @@ class _Made:
         (master,) = self._read(shape, MASTER, [(0, shape.size)])
         flat = self.here[unit].flat
         flat.copy_(master)
+        # Clones: a view would keep the whole unit in memory.
         return None if flat.dtype == torch.float32 else [master[start:stop].clone() for start, stop in runs]
 
     def _hold(self, unit: int, masters: list[torch.Tensor] | None) -> None:
@@ -187,6 +191,7 @@ class _Made:
         self, shape: LayerShape, slot: str, runs: Sequence[tuple[int, int]], masters: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Makes a state of the optimizer, on the device: from the checkpoint, or as it begins."""
+        # The average of weights begins with them, not with zeros.
         if self._reader is None and slot == EMA:
             return [master.clone() for master in masters]
         if self._reader is not None:
@@ -226,6 +231,7 @@ def all_layers(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] | N
     """
     state = blueprint.state
     layout = make_layout(widths=(1,), layers_per_stage=(state.num_layers,), num_microbatches=1, shared=state.shared)
+    # Nobody holds a block, so no state of the optimizer is made.
     elsewhere = Placement((-1,) * len(blueprint.blocks), ((),) * len(blueprint.blocks))
     here = _Made(blueprint, layout.workers[0], layout, elsewhere, checkpoint, 0).here
     return {index: layer for index, layer in here.items() if isinstance(layer, FlatLayer)}
@@ -255,6 +261,7 @@ def initial_progress(blueprint: Blueprint) -> TrainingProgress:
     """Tells where training stands before the first step."""
     exact = blueprint.config.elastic.consistency == "bitwise"
     exponents = (INITIAL_EXPONENT,) * len(blueprint.tensors)
+    # Sums of float32 have no grids: no first attempt has to measure gradients.
     return TrainingProgress(0, GridState(exponents, calibrated=not exact, exact=exact))
 
 
@@ -276,6 +283,7 @@ def owned_pieces(store: BlockStore, scalars: Scalars = ()) -> Iterable[Piece]:
         scalars: of the optimizer.
     """
     for held in store.with_role(ReplicaRole.OWNER):
+        # Copies: a thread writes the pieces while the next steps change the blocks.
         for slot, values in held.slots.items():
             for part in held.segments:
                 if part.slot.has(slot):
@@ -316,6 +324,7 @@ def changed_frozen(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta]
             stored = stored.to(built.dtype).view(tensor.shape)
             if _digest(tensor, stored) != _digest(tensor, built):
                 found[tensor.name] = stored
+    # A frozen tensor that is tied is stored once, under the name that others are tied to.
     ties = {spec.full_name(name): target for spec in blueprint.model.layers for name, target in spec.ties.items()}
     return found | {name: found[target] for name, target in ties.items() if target in found}
 
@@ -329,6 +338,7 @@ def frozen_pieces(layers: Mapping[int, object], layout: Layout, worker: int) -> 
         worker: its id.
     """
     for tensor, values in _of_first_holder(layers, layout, worker):
+        # No copies here: no step writes frozen parameters.
         flat = values.reshape(-1).cpu()
         for start in range(0, len(flat), _PIECE_ELEMENTS):
             part = flat[start : start + _PIECE_ELEMENTS]

@@ -191,6 +191,7 @@ class Reduction:
             return
         (joined,) = read_tensors(self._device, [torch.cat(wanted)], self._check)
         found = joined.split([len(each) for each in wanted])
+        # The last one of `found` may be that of the totals.
         for accumulator, figures in zip(accumulators, found, strict=False):
             accumulator.learn(figures)
         if self._totals:
@@ -205,6 +206,7 @@ class Reduction:
         """Makes a frame of the own partial sums of blocks of a layer, to be sent."""
         accumulator = self._accumulators[layer]
         planes, coverage = accumulator.planes, accumulator.coverage
+        # Counted as it is sent and as it has come, the word shows in the balance if it has changed on the way.
         self._balance = (self._balance + coverage) & MASK64
         self._sent.append((layer, tuple(blocks)))
         word = torch.tensor([signed64(coverage)]).view(planes[0].dtype)
@@ -312,6 +314,7 @@ class Reduction:
         """Lists the blocks that this worker owns of a layer, and of each group the partial sums by the worker that has
         added them."""
         peers = sorted(peer for of, peer in self._slots if of == layer)
+        # An owner need not run the layer: then it has no sum of its own.
         own, groups = self._accumulators.get(layer), self._owned[layer]
         come = {peer: self._planes_of(self._slots[layer, peer], groups) for peer in peers}
         for index, group in enumerate(groups):

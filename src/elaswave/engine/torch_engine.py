@@ -175,6 +175,7 @@ class TorchEngine:
         """Makes and drops units so that exactly those of the worker's stage are here."""
         layers = layout.layers_of(self.context.worker)
         wanted = (*layout.shared_units(layers), *layers)
+        # Not without need: after `building` every action counts as one that never ran, which may take any time.
         with nullcontext() if self.layers.keys() >= set(wanted) else self.context.building():
             new = self._materialise(wanted, copies)
         self._num_microbatches = layout.num_microbatches
@@ -190,6 +191,7 @@ class TorchEngine:
         for index in layout.layers_of(self.context.worker):
             is_new = index not in self.layers and index not in self._prepared
             if is_new and not layout.shared_units(range(index, index + 1)):
+                # One layer in each attempt (M4): in the vote all wait for the slowest worker.
                 self._prepared[index] = blueprint.flat_layer(index, {}, place=self._place)
                 self.reduction.prepare(index)
                 return
@@ -203,10 +205,12 @@ class TorchEngine:
         gone = set(self.layers) - set(wanted)
         for copy in copies:
             if copy.block.layer in gone:
+                # Asked before the master gets memory of its own: until then its seal is that of the working copy.
                 if self.seals is not None and is_working(copy, self.layers):
                     self.seals.move_out(copy)
                 # It may be a view of the layer's storage, all of which would stay with it.
                 copy.slots[MASTER] = copy.slots[MASTER].clone()
+        # What has changed in layers is found before they go: kept sums were computed with it (K5).
         if self.seals is not None and gone:
             self.seals.drop({index: self.layers[index] for index in gone})
         for index in gone:
@@ -243,6 +247,7 @@ class TorchEngine:
         self._untimed.clear()
         by_layer = [[exponents[slot.id] for slot in shape.tensors] for shape in self._shapes]
         self._microbatches.clear()
+        # As long as sums are kept, so is what was found of layers that were given up since (K5).
         if keep is None and self.seals is not None:
             self.seals.begin()
         self.compute.begin(step, by_layer, keep)
@@ -268,6 +273,7 @@ class TorchEngine:
             output = compute.backward_input(layers, microbatch, value)
         else:
             output = compute.backward(layers, microbatch, value)
+        # After I the inputs stay: W may run a layer again that asks for them.
         self._microbatches.release(step, microbatch, train=True, is_over=action.kind in ("B", "W") or not keeps)
         end = self.device.mark()
         if self.device.is_host or self.context.timer.holds:
@@ -370,6 +376,7 @@ class TorchEngine:
             memory = parts = [torch.empty(size, dtype=torch.float32) for size in sizes]
         else:  # one tensor, which one copy brings
             memory = [torch.empty(sum(sizes), dtype=torch.float32, device=self._place)]
+            # Views: each copy finds its gradient where the one transfer has put it.
             parts = list(memory[0].split(sizes))
         for copy, part in zip(copies, parts, strict=True):
             copy.gradient = part
@@ -380,6 +387,7 @@ class TorchEngine:
     def measured(self) -> Measured:
         """Collects what the computation of this attempt brings to the ballot."""
         compute = self.compute
+        # First: checksums and maxima of sums on a device are known once they are read, here by one wait.
         self.reduction.read()
         nonfinite = compute.nonfinite
         compute.look_at_late()
@@ -390,6 +398,7 @@ class TorchEngine:
             for slot, maximum in zip(accumulator.shape.tensors, accumulator.maxima, strict=True)
         }
         partial_sums = self.reduction.partial_sums()
+        # The duration is without spot checks: M4 compares attempts by it, and few of them have any.
         return Measured(
             compute.coverage,
             partial_sums,
@@ -466,6 +475,7 @@ class TorchEngine:
     def _served_hashes(self, copies: Sequence[HeldBlock]) -> list[int]:
         assert self.seals is not None
         masters, dtype = self.seals.masters, self._dtype
+        # Layers are served masters rounded to their dtype; in float32, and of buffers, the masters as they are.
         rounded = [copy for copy in copies if dtype != torch.float32 and not copy.is_buffers]
         of_rounded = self._hashes([copy.slots[MASTER].to(dtype) for copy in rounded])
         found = dict(zip((copy.block.id for copy in rounded), of_rounded, strict=True))
@@ -524,6 +534,7 @@ class TorchEngine:
     ) -> None:
         """Applies the mean gradients of copies, clipped by the norm, and forgets them. Buffers that were written take
         theirs as it is. Few batches are queued on a device, and nothing is read there."""
+        # First, since it may raise: an interrupt out of `apply` has changed no copy of the batch (W5).
         self._bound_run_ahead()
         trained: list[HeldBlock] = []
         gradients: list[torch.Tensor] = []
@@ -539,6 +550,7 @@ class TorchEngine:
         if norm is not None and trained:
             self._update(trained, gradients, scale, norm, num_updates)
         if norm is not None and self.seals is not None:
+            # On a device `publish` queues these, with those of all other batches.
             places = [copy.block.id if is_working(copy, self.layers) else copy for copy in copies]
             self.seals.written(places, [copy.slots[MASTER] for copy in copies])
         if not self.device.is_host:
@@ -592,6 +604,7 @@ class TorchEngine:
     def parameters_slot(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
         """Returns the slot where parameters arrive: in the layer itself."""
         if self.seals is not None:
+            # Before anybody has the slot: frames that land there before an interrupt are no change of memory (K5).
             self.seals.await_frames(blocks)
         flat = self.layers[layer].flat
         return [flat[run.start : run.stop] for run in self.reduction.runs(blocks)]
@@ -647,6 +660,7 @@ class TorchEngine:
             return False
         for _, tensor, each in here:
             tensor.copy_(each)
+        # Those were the built values of buffers. Forwards read copies of them, which may have changed as well.
         flat.buffers.put_back()
         return True
 

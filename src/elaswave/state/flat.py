@@ -150,6 +150,7 @@ class LayerBuffers:
         Args:
             flat: of their unit, float32.
         """
+        # Views: only APPLY and what arrives write there, while no forward runs.
         self._initial = [flat[each.slot.offset : each.slot.stop] for each in self._persistent]
         self._is_finite = [bool(values.isfinite().all()) for values in self._initial]
 
@@ -172,6 +173,7 @@ class LayerBuffers:
     def restore(self) -> None:
         """A forward begins: persistent buffers are copies of the step's, the others have their built values."""
         for each, initial in zip(self._persistent, self._initial, strict=True):
+            # One copy for all places of a buffer: what is written under one name is read under the others as well.
             value = buffer_from_float32(initial, each.dtype).view(each.slot.shape)
             for owner, key in each.places:
                 owner._buffers[key] = value
@@ -255,6 +257,7 @@ class LayerBuffers:
                         "are not finite: their mean over micro-batches means nothing. Keep the values finite, or "
                         "register it with persistent=False"
                     )
+                # Exact sums take finite numbers only. Nobody has written these, so no mean is taken over.
                 values = torch.zeros_like(values)
             found.append(values)
         return found
@@ -387,6 +390,7 @@ class _Shapes:
                     is_buffer=is_buffer,
                 )
             )
+            # Kernels may round otherwise at another alignment: every tensor begins at 64 bytes.
             offset = align(slots[-1].stop)
             self._num_tensors += 1
         return LayerShape(unit, tuple(slots), offset, users)
@@ -566,6 +570,7 @@ class FlatLayer:
         self.spec = spec
         self.shape = shape
         self.module = build_layer(spec, seed, shape.layer) if module is None else module
+        # While the values are in the host's memory, and not yet rounded to the compute dtype.
         self.built = built_sum(self.module)
         """Of the values that it was built with, which are the same in every process of a job."""
         if place is not None:
@@ -656,6 +661,7 @@ def tensor_digest(slot: str, tensor: str, start: int, values: torch.Tensor) -> i
     """
     key = key64("digest", slot, tensor)
     bits = _words(values)
+    # Positions count words: an element of 8 bytes is two.
     start = start * len(bits) // max(1, len(values))
     total = 0
     for first in range(0, len(bits), _CHUNK):
@@ -781,6 +787,7 @@ class BlockStore:
             scalars: states of the optimizer that a tensor has once.
             weights: block -> how often it counts; the others count 0 times.
         """
+        # All weightings in one pass: a digest costs more than any number of additions.
         sums: list[dict[str, int]] = [{} for _ in weights]
         for held in self:
             index = held.block.id

@@ -41,6 +41,7 @@ _ROW_WORDS = 1 << 13
 def position_keys(length: int) -> np.ndarray:
     """Computes what `run_hash` multiplies words by, int64 [length]; those of a long run begin with those of a short
     one."""
+    # Rounded up to a power of two, so that few arrays serve all lengths.
     return _keys_of(max(_ROW_WORDS, 1 << max(0, length - 1).bit_length()))[:length]
 
 
@@ -314,6 +315,7 @@ class Seals:
 
     def move_out(self, copy: HeldBlock) -> None:
         """A master that was part of a working copy gets memory of its own; its seal goes with it."""
+        # The newest seal may still be on the device. It moves and is not taken anew, so that a change since then shows.
         self._read([])
         if (seal := self._working.get(copy.block.id)) is not None:
             self._put(copy, seal)
@@ -360,10 +362,12 @@ class Seals:
         apart = {copy.block.id: copy for copy in copies if not is_working(copy, units)}
         working, of_masters = self._hashes(units, [copy.slots[MASTER] for copy in apart.values()])
         masters = dict(zip(apart, of_masters, strict=True))
+        # By identity: another copy of the same block has no seal yet.
         self._masters = {block: kept for block, kept in self._masters.items() if apart.get(block) is kept[0]}
         for block, copy in apart.items():  # one that has just come is from now on what the vote compares
             self._masters.setdefault(block, (copy, masters[block]))
         seals = {block: seal for block, (_, seal) in self._masters.items()}
+        # Seals go before what lies there now: what has changed since is a finding of its own, and accuses no peer (K1).
         self.working, self.masters = working | self._working, masters | seals
         held = {copy.block.id for copy in copies}.difference(masters)
         self.masters.update((block, self.working[block]) for block in held)
@@ -402,6 +406,7 @@ class Seals:
                 value
                 for index, unit in units.items()
                 if index in self._of_unit
+                # All blocks of a unit are as long as the first one, but for the last.
                 for value in row_hashes(unit.flat, self._of_unit[index][0].num_elements)
             ]
             return dict(zip((block.id for block, _ in here), working, strict=True)), list(map(run_hash, runs))
@@ -412,6 +417,7 @@ class Seals:
 
     def _read(self, wanted: Sequence[Found]) -> list[list[int]]:
         """Reads numbers of the device, by one wait; with them the seals that it has made meanwhile."""
+        # What was written and is not hashed yet goes along: it is to be compared with its new seal.
         self.queue()
         asked = [*(found for _, found in self._unread), *wanted]
         if not asked:

@@ -72,6 +72,7 @@ def add_planes(parts: Sequence[Planes]) -> torch.Tensor:
         return _add_up_narrow(parts)
     if len(parts) == 1:
         return parts[0][0]
+    # Into new memory: an owner never adds to its own sum what has come, which is void after a loss (S4).
     total = np.add(parts[0][0].numpy(), parts[1][0].numpy())
     for (part,) in parts[2:]:
         np.add(total, part.numpy(), out=total)
@@ -261,6 +262,7 @@ class ExactAccumulator:
     def reset(self, exponents: Sequence[int]) -> None:
         """Empties the sum for a new attempt on the given grids, one exponent per tensor of the layer."""
         assert len(exponents) == len(self.shape.tensors)
+        # Nothing is zeroed: the first addition writes over what is there.
         self._is_empty = True
         self.maxima = [0.0] * len(exponents)
         """Largest absolute gradient seen per tensor since `reset`."""
@@ -329,6 +331,7 @@ class ExactAccumulator:
             if not math.isfinite(largest):
                 return False
             maxima[index] = max(maxima[index], largest)
+            # Both paths leave the same integers, so whether one is taken shows in no bit.
             if largest >= self._slow_from[index]:
                 values.view(torch.int64).copy_(_fast_bits_slowly(gradient, self._exponents[index]))
             else:
@@ -339,6 +342,7 @@ class ExactAccumulator:
     def _take_back(self, num_pieces: int, gradients: Sequence[torch.Tensor]) -> None:
         """Subtracts the first pieces again; in an empty sum nothing counts that has been written."""
         for piece, term in [] if self._is_empty else self._terms[:num_pieces]:
+            # Made again: all pieces share one scratch memory.
             self._make_words(piece, gradients, [0.0] * len(gradients))
             term.subtract()
 
@@ -346,6 +350,7 @@ class ExactAccumulator:
 def _present(gradient: torch.Tensor | None, slot: TensorSlot) -> torch.Tensor:
     """Returns a gradient of a tensor, None as zeros; flat where it is added in several pieces."""
     if gradient is None:
+        # Zeros and not nothing: the owner takes the constants of all N additions off, so each must have been made.
         gradient = torch.zeros(slot.added_shape, dtype=torch.float32)
     return gradient.reshape(-1) if slot.numel > _PIECE_ELEMENTS else gradient
 

@@ -129,11 +129,13 @@ class TorchUpdater:
 
     def committed(self, step: int, loss: float, *, updates: bool) -> None:
         """Moves what is kept once per parameter group on by one step."""
+        # A step is said again after an interrupt.
         if step == self._step:
             return
         assert step == self._step + 1, f"step {step} is committed after step {self._step}"
         self._fix()
         self._calls_before, self._calls = self._calls, 0
+        # A step in which no block could be tried leaves its turn to the next one.
         self._is_due &= self._tried_in != self._step
         if updates:
             self._move_on()
@@ -148,10 +150,12 @@ class TorchUpdater:
         groups = [{**options, "params": [pilot]} for options, pilot in zip(self._options, self._pilots, strict=True)]
         state: dict[torch.Tensor, State] = {}
         for pilot, traits, scalars in zip(self._pilots, self._traits, self._scalars, strict=True):
+            # The first update makes the states that are not there before it, as with torch's own parameters.
             there = traits.states if self._num_updates else traits.fills
             state[pilot] = {name: torch.zeros(PILOT_ELEMENTS, dtype=torch.float32) for name in there} | copied(scalars)
             pilot.grad = torch.zeros(PILOT_ELEMENTS, dtype=torch.float32)
         found, attributes = lend_and_step(self._optimizer, groups, state)
+        # A lent step leaves the optimizer as it was; of those of a step only this one counts.
         vars(self._optimizer).update(attributes)
         self._num_updates += 1
         self._scalars = [
@@ -193,10 +197,12 @@ class TorchUpdater:
         groups = []
         for group, lent in sorted(parameters.items()):
             groups.append({**self._options[group], "params": lent})
+            # All blocks take the update from the same numbers, however many calls a step has.
             _set([state[parameter] for parameter in lent], self._before[group], self._place_of_numbers(group, lent[0]))
         found = lend_and_step(self._optimizer, groups, state, self._attributes).state
         for kit in kits:
             for part in kit.parts:
+                # A kit lives as long as its block: it would keep the step's gradient.
                 part.parameter.grad = None
                 kit.state[part.parameter] = self._taken(part, found[part.parameter], num_updates)
 
@@ -239,6 +245,7 @@ class TorchUpdater:
     def _kit_of(self, held: HeldBlock) -> _Kit:
         master = held.slots[MASTER]
         kit = self._kits.get(held)
+        # The master moves when its layer is given up: the old parameters lie in the old memory.
         if kit is None or kit.master is not master:
             kit = self._kits[held] = self._new_kit(held, master)
         return kit
@@ -247,6 +254,7 @@ class TorchUpdater:
         there = set(held.slots)
         for name in self._slots:
             if name not in there and any(name in self._states_of(segment) for segment in held.segments):
+                # For what the first update makes. The lent state is without it, so that the optimizer begins it.
                 held.slots[name] = torch.zeros(held.num_elements, dtype=torch.float32, device=master.device)
         parts = []
         state: dict[torch.Tensor, State] = {}

@@ -157,6 +157,7 @@ class Dialler:
         """Of when the HELLO is sent."""
         self._key = b""
         """The one that the listener has proved."""
+        # The sign stands in place of the nonce's last bytes: one field of the message has both.
         unsigned = _HELLO.pack(MAGIC, VERSION, worker, peer, nonce)[:-_SIGN_BYTES]
         self._hello = unsigned + _sign(self._secrets.accepted[0], b"hello", unsigned)
         self._transcript = b""
@@ -180,6 +181,7 @@ class Dialler:
             found = self._proved(mac)
             if listener != self.peer or found is None:
                 self.last_words = DISBELIEF
+                # Only who has held our key can tell us that it was retired: a stranger cannot make us believe that.
                 signs = (_sign(key, b"retired", self._transcript[:-_SIGN_BYTES]) for key in self._secrets.accepted)
                 if any(hmac.compare_digest(nonce[-_SIGN_BYTES:], sign) for sign in signs):
                     raise AuthenticationError(RETIRED)
@@ -287,6 +289,7 @@ class Listener:
             raise AuthenticationError(
                 f"the process that claims to be {self._name(self.peer)} does not hold this job's key"
             )
+        # Asked only now: before its proof the id was a mere claim.
         reason = self._refusal(self.peer)
         if reason is not None:
             raise AuthenticationError(f"{self._name(self.peer)} may not link with {self._name(self._worker)}: {reason}")
@@ -302,6 +305,7 @@ class Listener:
         found = (key for key in (*accepted, *retired) if hmac.compare_digest(sign, _sign(key, b"hello", unsigned)))
         key = next(found, accepted[0])
         self._is_old = key not in accepted
+        # Nobody speaks by a retired key any more: who holds it alone would be let in.
         self._key = accepted[0] if self._is_old else key
         if self._is_old:
             nonce = self._nonce[:-_SIGN_BYTES]

@@ -134,6 +134,7 @@ class Inbox:
                 elif (problem := _misfit(handle, header)) is None:
                     frame.views = handle.views
                 else:
+                    # The payload is read all the same, and dropped: the next header stands behind it.
                     fail(handle, FrameError(problem))
                     return frame
                 frame.handle = handle
@@ -169,6 +170,7 @@ class Inbox:
         elif buffer is None:
             pass  # dropped
         elif header.generation == self.generation:
+            # A receive may have been posted while the payload came in.
             handle = self._take_posted(header.tag)
             if handle is not None:
                 self.stored_bytes -= header.length
@@ -206,6 +208,7 @@ class Inbox:
         self.fail_posted(lambda: interrupted_by_generation(generation))
         self._arrived.clear()
         self.generation = generation
+        # A newer frame that is half here keeps its share of the bound.
         self.stored_bytes = incoming.header.length if incoming is not None and incoming.buffer is not None else 0
         newer, self._newer = self._newer, []
         for header, buffer in newer:
@@ -352,6 +355,7 @@ class Link:
         Raises:
             LinkEndedError: the connection is over.
         """
+        # Behind a frame that has left in part: bytes of two frames must not mix.
         if self._queue:
             self._queue.append(_Outgoing(handle, views, started=False))
             return
@@ -484,6 +488,7 @@ class Link:
             self.inbox.finish(incoming)
         if start < end:
             self._partial = bytes(scratch[start:end])
+        # A buffer that was not filled says that the socket is empty: one system call less.
         return end == len(scratch) or self._tls is not None  # which gives one record at a time
 
     def _read_body(self, incoming: Incoming) -> bool:
@@ -593,6 +598,7 @@ class Waiter:
 
     def interrupt(self, reason: str, generation: int | None) -> None:
         """See ``Transport.interrupt``. Thread-safe."""
+        # Before the wake: who is woken looks here.
         self._interrupts.append((reason, generation))
         self.wake()
 
@@ -653,11 +659,13 @@ class Waiter:
                     raise error
             if not pending:
                 return
+            # Only where it would block (W11): what has come is taken first.
             if has_failures:
                 check_links()
             if self._interrupts:
                 self.check_interrupts(generation)
             now = time.monotonic()
+            # The time begins where the wait would first block; a wait of no time serves once what is ready.
             if deadline is None:
                 deadline = now + timeout_s
                 self.turn(max(timeout_s, 0.0))

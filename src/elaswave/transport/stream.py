@@ -207,6 +207,7 @@ class Acceptor:
             except OSError as error:
                 self.trouble[peer] = error
                 continue
+            # The next lookup takes another address of the name: this one may not answer.
             address = found[self._num_lookups % len(found)]
             self._connect(peer, address, addresses.host_of(lookup.address))
         return nearest
@@ -294,6 +295,7 @@ class Acceptor:
             assert visit.side is not None
             del self._visits[visit.fd]
             self._unauthenticated.remove(visit)
+            # Before the link is made, which registers the same descriptor.
             self._waiter.unregister(visit.fd)
             self._on_link(visit.side.peer, visit.sock)
 
@@ -302,6 +304,7 @@ class Acceptor:
         if not isinstance(visit.sock, TlsSocket):
             security = self._listening if visit.peer is None else self._dialling
             assert security is not None
+            # A socket that could not be connected is writable, too.
             if failed := visit.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(failed, os.strerror(failed))
             visit.sock = TlsSocket(visit.sock, security, visit.host)
@@ -323,6 +326,7 @@ class Acceptor:
             visit.greeting = b""
             self._waiter.set_mask(visit.fd, READ)
             return False
+        # Not a byte more: what follows the handshake are frames, which the link reads.
         data = sock.recv(side.bytes_needed - len(visit.received))
         if not data:
             raise ConnectionError(
@@ -478,6 +482,7 @@ class StreamTransport:
     @property
     def moved_bytes(self) -> int:
         """See ``Transport.moved_bytes``."""
+        # Over a copy: the thread of the heartbeats asks as well.
         moved = sum(link.bytes_sent + link.bytes_received for link in list(self._links.values()))
         return moved if self._emulated is None else moved + self._emulated.moved_bytes(time.monotonic())
 
@@ -495,6 +500,7 @@ class StreamTransport:
                 self._send_to_self(handle, header, views)
             else:
                 error = self._no_link(dst)
+                # A frame without a link is as lost as one that was sent over a link that has ended (W11).
                 self._broken.setdefault(dst, self._lost.get(dst, str(error)))
                 fail(handle, error)
             return handle
@@ -540,6 +546,7 @@ class StreamTransport:
         """Start receiving; see ``Transport.recv``."""
         handle = make_recv(src, tag, out, self._waiter.failures)
         inbox = self._inboxes.get(src)
+        # What a peer has sent before its link ended can still be received.
         if inbox is None or (src not in self._links and src != self.worker and not inbox.has_frame(tag)):
             fail(handle, self._no_link(src))
         else:
@@ -586,6 +593,7 @@ class StreamTransport:
                         wake_at = min(wake_at, redial_at[peer])
                 self._waiter.turn(max(0.0, wake_at - now))
                 for peer in missing:
+                    # No further try would mend this; all other troubles may pass.
                     if isinstance(trouble := acceptor.trouble.get(peer), AuthenticationError):
                         raise trouble
         finally:
@@ -625,6 +633,7 @@ class StreamTransport:
                 try:
                     self._acceptor.dial(peer, wanted.address)
                 except ValueError as error:
+                    # Noted and not raised: the call that happens to move bytes has not asked for this link.
                     self._acceptor.trouble[peer] = error
             nearest_s = min(nearest_s, wanted.redial_at - now)
         return nearest_s
@@ -643,9 +652,11 @@ class StreamTransport:
             if peer in members or peer in self._wanted:
                 link.advance(generation)
             else:
+                # This worker ends the link itself: with an error of its own it does not count as broken (W11).
                 detail = f"generation {generation} has begun without worker {peer}"
                 self._close_link(link, detail, InterruptedWaitError(detail))
         for peer, inbox in list(self._inboxes.items()):
+            # An inbox with a link has moved together with the link, and with the frame that is half here.
             if peer not in self._links:
                 inbox.advance(generation, None)
             if peer not in members and peer not in self._wanted and peer != self.worker:
@@ -722,6 +733,7 @@ class StreamTransport:
             self._emulated.drop(peer, lambda: PeerLostError(peer, detail) if error is None else error)
         if error is None and peer in self._sent_to:
             self._broken[peer] = detail
+            # No receive need have failed by this: the count has a wait look at the links.
             self._waiter.failures.count += 1
 
     def _check_links(self) -> None:
@@ -744,6 +756,7 @@ class StreamTransport:
             complete(handle)
 
     def _refusal(self, peer: int) -> str | None:
+        # One side dials, so that two workers do not make two links at once.
         if peer >= self.worker:
             return "the lower id dials"
         if peer in self._former:

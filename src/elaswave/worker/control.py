@@ -189,6 +189,7 @@ class Mailbox:
             What is to be said now.
         """
         leaving = Leaving(worker=self.registration.worker, left_s=left_s)
+        # Before the fact is noted: another thread may say it at once, with the time that is left.
         self._gone_at_s = time.monotonic() + left_s
         self.replayed_state.leaving(leaving)
         return leaving
@@ -228,6 +229,7 @@ class Mailbox:
 
     def receive(self, message: ToWorker) -> None:
         """Takes a message; called on the control client's thread."""
+        # Messages of the first four kinds do not concern the step in hand: the main thread is not woken for them.
         if isinstance(message, Stop):
             self.must_stop = True
             return
@@ -244,6 +246,7 @@ class Mailbox:
             self._messages.append(message)
             self._look()
             self._changed.notify()
+        # Only once the message is in the box: there the main thread looks when it is woken.
         if isinstance(message, Prepare | FencedOff) and self.is_urgent(message):
             self._transport.interrupt(message.reason, message.generation)
         if isinstance(message, FencedOff):
@@ -384,6 +387,7 @@ class StepWatch(StepObserver):
     def leave(self, phase: str) -> None:
         """Records the phase."""
         end_ns = self._end_phase(phase)
+        # As an action does, APPLY may take any time the first time, and about as long from then on.
         if phase == "apply":
             self.activity.has_run()
         if not self._trace.enabled:
@@ -492,6 +496,7 @@ class ControlOutbox:
     def send(self, message: Any, *, durable: bool = False) -> None:
         """Sends a message."""
         if isinstance(message, StepReport):
+            # A report may be sent again, by another worker or long after its step (W9).
             message = msgspec.structs.replace(message, ago_s=time.monotonic() - self._finished_s[message.step])
         self._client.send(message, durable=durable) if durable else self._client.send(message)
 
@@ -515,6 +520,7 @@ class ControlOutbox:
         if committed.request in (Request.CHECKPOINT, Request.STOP):
             self._mailbox.asked_for_checkpoint(self.machine.member.generation, committed.step)
         if committed.was_run:
+            # The seconds of all attempts are added up: they are those of one RUN only if there was one attempt.
             if committed.attempt == 1:
                 self._runs_s.append(self._watch.phases_s.get("run", 0.0))
             self._report_timings(committed.step)
@@ -631,6 +637,7 @@ class ControlOutbox:
         owned = {block: 1 for block, owner in enumerate(placement.owner) if owner == machine.worker}
         followed = {block: len(placement.followers[block]) for block in owned}
         follows = {block: 1 for block, others in enumerate(placement.followers) if machine.worker in others}
+        # Added over all workers, the last two are equal if all copies are.
         of_owner, of_followed, of_follower = store.weighted_digests(scalars, owned, followed, follows)
         return Finished(
             worker=machine.worker,
@@ -689,6 +696,7 @@ def failure_message(worker: int, error: BaseException, at: FailureLocation = UNK
             traceback_text=traceback_of(cause),
         )
     summary = readable(str(error)) if isinstance(error, LayerError) else said(error)
+    # The same signature from a second worker ends the job: it names where, and never who.
     place = f"step {at.step}"
     if isinstance(error, LayerError):
         place = _microbatch(error)

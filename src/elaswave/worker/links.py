@@ -64,6 +64,7 @@ def pack_value(value: Any) -> torch.Tensor | list[torch.Tensor]:
     if len(text) > _MAX_DESCRIPTION_BYTES:
         raise UsageError(f"a value of {len(leaves)} tensors is too large to be described: hand on fewer tensors")
     head = _PREFIX.pack(_MAGIC, len(text)) + text
+    # A bytearray: torch warns of memory that cannot be written.
     parts = [torch.frombuffer(bytearray(head + bytes(-len(head) % _ALIGN)), dtype=torch.uint8)]
     for leaf in leaves:
         parts.append(leaf)
@@ -84,6 +85,7 @@ def unpack_value(frame: torch.Tensor) -> Any:
     storage, leaves = frame.untyped_storage(), []
     for code, shape in description.leaves:
         dtype = DTYPES[code]
+        # Not a view: all views of a tensor have one count of writes.
         leaf = torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload]
         leaves.append(leaf)
         offset += leaf.nbytes + -leaf.nbytes % _ALIGN
@@ -264,6 +266,7 @@ class TransportLinks:
             try:
                 self.transport.connect({peer: self.addresses[peer] for peer in missing}, LINK_TURN_S)
             except WaitTimeoutError as error:
+                # Whether such a peer is lost is for the coordinator to decide.
                 if unreached := self._unreached(missing):
                     self._say_unreached(unreached)
                 if self._client is not None:
@@ -279,6 +282,7 @@ class TransportLinks:
         if len(layout.workers) <= FULL_MESH_WORKERS:
             return set(layout.workers) - {self.worker}
         peers = peers_of(layout, placement, self._blocks)[self.worker]
+        # The all-reduce of the vote goes to these, who may be in any stage.
         return peers | doubling_partners(layout.workers, self.worker)
 
     def want(self, addresses: Mapping[int, str]) -> None:
@@ -328,6 +332,7 @@ class TransportLinks:
         begin_s = time.monotonic()
         self._receives.clear()
         self._sends.clear()  # what was pending failed with its generation
+        # What is still on its way from the device would be stamped with the new generation (W3).
         self._fetching.clear()
         self._rooms.clear()
         self.transport.advance_generation(generation, members)
@@ -349,6 +354,7 @@ class TransportLinks:
             payload = self._fetched(payload, is_value=key.kind in _VALUES)
         if key.kind in _VALUES:
             payload = pack_value(payload)
+        # Words need no copy from the device, but do not overtake frames that were sent before.
         if self._device.is_host or (key.kind in _WORDS and not self._fetching):
             self._sends.append(self.transport.send(key.peer, _tag(key), payload))
         else:
@@ -441,6 +447,7 @@ class TransportLinks:
                 self.transport.wait(handles, WAIT_TIMEOUT_S)
                 break
             except WaitTimeoutError:
+                # A slow link is no silent peer: while bytes move, the bound begins anew.
                 if self.transport.moved_bytes == moved_bytes:
                     raise
         if doing.computing and not self._activity.doing.computing:

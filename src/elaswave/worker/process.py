@@ -86,6 +86,7 @@ def tune_allocator() -> None:
     libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
     start, stop = _grow_heap(libc)
+    # The large pad was for one growth; whatever comes after it grows by small steps.
     libc.mallopt(_M_TOP_PAD, _STEP_BYTES)
     first = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     if stop - first >= _HUGE_PAGE_BYTES:
@@ -97,6 +98,7 @@ def _grow_heap(libc: ctypes.CDLL) -> tuple[int, int]:
     libc.sbrk.restype = libc.malloc.restype = ctypes.c_void_p
     libc.mallopt(_M_TOP_PAD, _RESERVE_BYTES)
     start = libc.sbrk(0) or 0
+    # Below the threshold: a larger block would be a mapping of its own, and the heap would stay as it is.
     block = libc.malloc(ctypes.c_size_t(_LARGEST_MMAP_THRESHOLD - (1 << 20)))  # large enough to need more heap
     stop = libc.sbrk(0) or 0
     libc.free(ctypes.c_void_p(block))
@@ -443,6 +445,7 @@ class Worker(Surroundings):
             if self.machine.fenced_off is not None:
                 what = "is not admitted" if self._mailbox.joining else "is no member any more"
                 raise FencedOffError(f"worker {self._setup.worker} {what} and ends itself: {self.machine.fenced_off}")
+            # A worker that has made all steps stays until it is told to end: others may still need what it holds (W10).
             if self._must_end and self.machine.is_done:
                 self._trace.dump(self._setup.run_dir)
                 return
@@ -473,6 +476,7 @@ class Worker(Surroundings):
         if isinstance(message, Exit):
             self._must_end = True
         elif isinstance(message, Start):
+            # A start may come twice: it is said again to whoever may have missed it.
             if not self.machine.is_started:
                 self._links.addresses = message.addresses
                 self.machine.start()
@@ -506,6 +510,7 @@ class Worker(Surroundings):
         is_at_rest = machine.is_paused or machine.is_done
         if moves or is_at_rest:
             self.move()
+        # After the move, in which the end of a link is seen (W11).
         machine.look_at_sent()
         try:
             self._hand_over(self._mailbox.next(DIAL_TURN_S if moves else REST_TURN_S if is_at_rest else TURN_S))
@@ -581,6 +586,7 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     Returns:
         Exit status: 0, or 1 after an error.
     """
+    # With another number of threads some kernels round otherwise.
     torch.set_num_threads(1)
     # Backward runs in this thread, whatever it computes on: a layer's call is found here (`elaswave.models.layers`),
     # and nothing is handed over to a thread of autograd's and back.

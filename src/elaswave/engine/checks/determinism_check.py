@@ -132,6 +132,7 @@ def _random(draw: _Source) -> torch.Tensor:
         torch.rand(500, generator=source, dtype=torch.float32, device=place),
         torch.empty(500, dtype=torch.float32, device=place).bernoulli_(0.3, generator=source),
     ]
+    # Halves of words: a double does not hold all 64 bits.
     return torch.cat([draw(500), *drawn, words.view(torch.int32).double()])
 
 
@@ -141,6 +142,7 @@ def _adamw(draw: _Source) -> torch.Tensor:
         [master],
         [gradient],
         [average],
+        # A second moment is not negative; its root would be NaN.
         [square.abs_()],
         [],
         [torch.tensor(3.0, dtype=torch.float32, device=master.device)],
@@ -219,6 +221,7 @@ def with_parameters(
     parameters = [] if module is None else list(module.named_parameters())
     values = [parameter.data for _, parameter in parameters]
     for name, parameter in parameters:
+        # Only the data are exchanged: the objects stay, as guards of parameters ask.
         parameter.data = make(name, parameter.data)
 
     def changed() -> str | None:
@@ -269,6 +272,7 @@ def check_again(
     check_equal(who, places, first, [*second.leaves, *second.aux_losses, *its])
     if written is not None:
         refuse_written_parameter(who, written)
+    # Copies of its input a layer may write; what it is lent itself it may not.
     if lends and not all(map(same_bits, given.leaves, done.given.leaves)):
         raise UsageError(WRITES_NOW.format(who=who))
     if not all(map(same_bits, reached.gradients, done.reached.gradients)):
@@ -312,6 +316,7 @@ def _probe(module: nn.Module, given: LayerInputs, run: LayerRun, from_scratch: A
             return 0
         except (Exception, SystemExit):  # a layer may refuse made-up numbers; its shapes are still compared
             return 0
+        # 0 is taken: it says that the layer does not take made-up numbers.
         return hash_tensors([*made.leaves, *gradients]) or 1
 
 
@@ -380,6 +385,7 @@ def update_hash(blueprint: Blueprint, device: Device = HOST) -> int:
     found: list[torch.Tensor] = []
     try:
         updater = blueprint.optimizer.updater()
+        # As in a step: what is kept once moves on before blocks are updated.
         updater.committed(1, 1.0, updates=True)
         for block in _one_of_each_kind(blueprint):
             copy = _made_up_copy(blueprint, block, device)

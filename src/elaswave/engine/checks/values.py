@@ -79,6 +79,7 @@ def _take_apart(value: Any, leaves: list[torch.Tensor], depth: int) -> Structure
         return tuple(_take_apart(part, leaves, depth + 1) for part in values)
 
     kind = type(value)
+    # These very types: the receiver would make the base class of a subclass.
     if kind is tuple or kind is list:
         return (kind.__name__, parts(value))
     if kind is dict:
@@ -277,11 +278,13 @@ def sums_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Sums up the words of a tensor, in parts, modulo 2**64; int64, where it lies. Nothing is waited for."""
     part_bytes, shape = _PARTS * _WORD_BYTES, tensor.shape
     is_even = shape and not (shape[-1] * tensor.itemsize % _WORD_BYTES or tensor.nbytes % part_bytes)
+    # torch views only what begins at a whole word as words.
     is_even = is_even and not tensor.storage_offset() * tensor.itemsize % _WORD_BYTES
     if is_even and tensor.dtype in _ORDINARY and tensor.is_contiguous():  # in half of the time
         return [tensor.detach().view(torch.int64).view(_PARTS, -1).sum(1)]
     if tensor.storage_offset() * tensor.itemsize % _WORD_BYTES:
         tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    # Conjugated and negated lazily, a tensor has other numbers in its memory, and torch gives no view of the bytes.
     if tensor.is_complex() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -299,6 +302,7 @@ class WatchedTensors:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, by_sums: bool) -> None:
+        # Tensors of inference mode have no count of writes, sparse ones no run of words.
         self._tensors = [each for each in tensors if not each.is_inference() and each.layout is torch.strided]
         self._versions = [*map(_version, self._tensors)]
         self._sums = self._summed() if by_sums else None
@@ -384,6 +388,7 @@ def aligned_clone(tensor: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
     """
     if tensor.layout is not torch.strided or not tensor.numel():
         return tensor.clone()
+    # Tells size and strides of a clone without memory for one.
     like = torch.empty_like(tensor, device="meta")
     room = torch.empty(like.nbytes + _PAGE_BYTES, dtype=torch.uint8, device=tensor.device)
     start = (tensor.data_ptr() + shift - room.data_ptr()) % _PAGE_BYTES
@@ -419,6 +424,7 @@ class Lending:
             leaves: of its input.
             train: whether in training.
         """
+        # As long as it is not known whether a layer writes its input, it gets copies as those do that write.
         if self._writes.get((index, train)) is False:
             # Other objects, so that nobody can make a leaf of them that wants a gradient.
             own = [leaf if leaf.requires_grad else leaf.detach() for leaf in leaves]
@@ -440,6 +446,7 @@ class Lending:
             UsageError: it has written an input that it was lent itself.
         """
         if not lent.are_copies:
+            # The sums are made once, at the end: they cost, and the count tells of most writes before.
             if is_over or lent.watched.is_counted:
                 self._watching.expect(lent.watched, lambda: WRITES_NOW.format(who=self._who(index)))
             return False
@@ -447,6 +454,7 @@ class Lending:
         if known:
             return True
         wrote = lent.watched.is_counted or not all(map(same_bits, leaves, lent.leaves))
+        # That a layer does not write its input is known only when its backward is over as well.
         if wrote or (is_over and known is None):
             self._writes[index, train] = wrote
         return wrote
@@ -546,6 +554,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tells whether two tensors have the same shape, type and bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    # As bytes: as numbers a NaN differs from itself, and -0 does not differ from 0.
     first, second = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
     return bool(torch.equal(first, second))
 
