@@ -158,6 +158,7 @@ def place_blocks(
     chooser = FollowerChooser(workers, replica_peers, scatter_width, domains_of(layout), realms=realms)
     num_wanted = {owner: num_followers_of(owner, workers, realms, num_followers) for owner in set(owners)}
     for block, owner in zip(blocks, owners):
+        # Before the first follower is chosen: it is to be one that holds little, what it owns included.
         chooser.count(members_of_layer[block.layer], (owner,), block.num_elements)
     followers = []
     for block, owner in zip(blocks, owners):
@@ -201,6 +202,7 @@ def replica_peers_under(
     hosts = domains[0] if domains else None
 
     def fits(owner: int, follower: int) -> bool:
+        # As in `choose_replica_peers`: one that it would drop must not stand for others in `_cover`.
         if owner not in kin or follower not in kin or realms.get(owner) != realms.get(follower):
             return False
         if hosts is not None:
@@ -214,6 +216,7 @@ def replica_peers_under(
     )
     found: ReplicaPeers = {}
     for realm in dict.fromkeys(realms.get(worker) for group in members for worker in group):
+        # Site by site: copies inside a site never leave it.
         inside = [tuple(worker for worker in group if realms.get(worker) == realm) for group in members]
         found |= choose_replica_peers(
             [group for group in inside if group], scatter_width, hosts=hosts, kept=kept, firm=firm
@@ -323,6 +326,7 @@ class FollowerChooser:
         """
         owner, *followers = holders
         self._held[owner] += num_elements
+        # One follower counts as the first one; others are further ones, though they may be replica peers too.
         replica_peer = next((worker for worker in followers if worker in self._replica_peers.get(owner, ())), None)
         for follower in followers:
             self.note(owner, follower, num_elements, num_firsts=num_blocks * (follower == replica_peer))
@@ -372,6 +376,7 @@ class FollowerChooser:
         further = bool(chosen) and not self.lacks_replica_peer(owner, chosen)
         if further:
             fixed = self.fixed(members, owner, chosen)
+            # Any other choice would make one more set of workers that can lose a block together.
             if fixed in candidates:
                 candidates = (fixed,)
         if full:
@@ -412,6 +417,7 @@ class FollowerChooser:
 
     def _fitting(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...]) -> Sequence[int]:
         after_owner = self._workers.index(owner) + 1
+        # Each owner looks from its own place on, so that ties do not all go to the lowest ids.
         ring = (*self._workers[after_owner:], *self._workers[: after_owner - 1])
         in_stage = frozenset(members)
         here = self._realms.get(owner)
@@ -423,11 +429,13 @@ class FollowerChooser:
         if lacks_replica_peer := self.lacks_replica_peer(owner, chosen):
             free = [worker for worker in free if worker in self._replica_peers[owner]]
         else:
+            # The domain comes before the stage (D2).
             free = self._apart(free, (owner, *chosen))
         inside = [worker for worker in free if worker in in_stage]
         outside = [worker for worker in free if worker not in in_stage]
         if lacks_replica_peer:
             fitting = inside if inside and self._one_host else free
+            # Those that are kept stand first; beyond the width they are of other groups of the owner.
             first = sorted(fitting, key=self._ordered[owner].index)[: self._width]
             fitting = [worker for worker in fitting if worker in first]
         elif any(worker in in_stage for worker in chosen):

@@ -66,6 +66,7 @@ def choose_replica_peers(
     graph.keep(kept or {}, firm=firm)
     if graph.num_hosts > 1:
         for group in groups:
+            # Nobody gives way before all have also looked beyond their own groups.
             graph.fill(group, group, last=False)
         graph.fill(workers, workers, last=True)
     else:
@@ -129,6 +130,7 @@ class _Graph:
         if firm:
             return
         # Whoever is nobody's replica peer shall become one: it gives up its own for such as choose it, too.
+        # That may leave another one as nobody's, so it goes on until none is found.
         while unknown := [
             worker
             for worker in self.replica_peers
@@ -209,6 +211,7 @@ class _Graph:
             return
         needy = self._count_needs(askers, members)
         for worker in needy:
+            # What newcomers have given up they take back where both sides still lack one.
             for replica_peer in self._wished.get(worker, ()):
                 self._link(worker, replica_peer)
         for worker in needy:  # a replica peer of one side becomes one of both: no other pair becomes fatal
@@ -222,6 +225,7 @@ class _Graph:
         if last:
             self._give_way(self._still(needy), sorted(members))
         for worker in needy:
+            # The next call counts anew, among other members.
             self._need[worker] = 0
 
     def _count_needs(self, askers: Sequence[int], members: Sequence[int]) -> list[int]:
@@ -252,6 +256,7 @@ class _Graph:
     def _link_in_circle(self, needy: list[int]) -> None:
         """Links the nearest of those that lack replica peers, in a ring."""
         if self.num_hosts > 1:
+            # So that neighbours of the ring are on different hosts, as replica peers have to be.
             needy = list(_interleaved(self._by_host(needy).values()))
         found = True
         while found and len(needy) > 1:
@@ -388,6 +393,7 @@ class _Graph:
     def _may_break(self, u: int, v: int, newcomers: Collection[int]) -> bool:
         if u not in self.replica_peers[v]:
             return False
+        # A pair that was made in this call has no copies yet; one of before is broken for newcomers alone.
         return (min(u, v), max(u, v)) in self._breakable or self._newcomers.issuperset(newcomers)
 
     def _unlink(self, u: int, v: int) -> None:

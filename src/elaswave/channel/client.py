@@ -185,6 +185,7 @@ class ControlClient(Generic[_T]):
         self._dial_timeout_s = HANDSHAKE_TIMEOUT_S if is_alone else AMONG_SEVERAL_TIMEOUT_S
         self._connect_timeout_s = HANDSHAKE_TIMEOUT_S if is_alone else CONNECT_AMONG_SEVERAL_S
         self.silence_timeout_s = SILENCE_TIMEOUT_S if is_alone else SILENCE_AMONG_SEVERAL_S
+        # Tells the server that numbers begin anew: a later process may have the same id.
         self._identity = secrets.randbits(64)
 
         # Guards everything below; threads that wait for acknowledgements wait on it. Only `turn` changes the phase.
@@ -335,6 +336,7 @@ class ControlClient(Generic[_T]):
         thread = self._thread
         with self._changed:
             self._closing = True
+            # A callback may close the client: its own thread must not wait for itself.
             if thread is not None and thread is not threading.current_thread():
                 self._changed.wait_for(lambda: self._closed or not self._is_waiting(), timeout_s)
         while thread is None and not self._closed and self._is_waiting() and time.monotonic() < deadline:
@@ -395,6 +397,7 @@ class ControlClient(Generic[_T]):
                         else "the coordinator's host does not answer"
                     )
                 )
+            # Heartbeats too: after a stop of this process the clock alone would accuse the other side.
             if now - self._first_unanswered > self.silence_timeout_s and self._num_unanswered >= 3:
                 self._target = (self._target + 1) % len(self._targets)  # a host that is gone does not answer dials
                 self._drop(TimeoutError(f"the coordinator was silent for {self.silence_timeout_s:g} s"))
@@ -404,6 +407,7 @@ class ControlClient(Generic[_T]):
             if self._phase is _Phase.DOWN and (now >= self._next_dial or (lookup is not None and lookup.is_done)):
                 self._dial()
         if self._phase is _Phase.OPEN and now >= self._next_heartbeat:
+            # Without the lock, as all calls of the owner: it may call `send`.
             message = self._owner.heartbeat()
             payload = b"" if message is None else encode_payload(message, self.max_message_bytes)
             with self._changed:
@@ -434,6 +438,7 @@ class ControlClient(Generic[_T]):
                 if events & select.EPOLLOUT:
                     if not self._is_accepted:
                         self._is_accepted = True
+                        # The host is there; from here on the coordinator has its own time.
                         self._deadline = time.monotonic() + self._dial_timeout_s
                     self._flush()
                 data = sock.recv(_READ_BYTES) if events & ~select.EPOLLOUT else None
@@ -474,6 +479,7 @@ class ControlClient(Generic[_T]):
             self._meanwhile = [sent for sent in self._meanwhile if not sent.number]
         hello = encode_payload(self._owner.hello(), self.max_message_bytes)
         with self._changed:
+            # Before OPEN: a coordinator that lacks what we have heard turns us away before we count as connected (H9).
             if self._store_position is not None:
                 session.write(ControlFrameKind.STORE_POSITION, 0, encode_payload(self._store_position))
             session.write(ControlFrameKind.OPEN, self._identity)
@@ -489,6 +495,7 @@ class ControlClient(Generic[_T]):
             _log.info("%s is connected to the coordinator again", peer_name(self.peer))
 
     def _on_frame(self, frame: Frame) -> None:
+        # Whatever comes is a sign of life.
         self._first_unanswered, self._num_unanswered = math.inf, 0
         if frame.kind is ControlFrameKind.MESSAGE and frame.message is not None:
             if not self._silent and self._broken is None:
@@ -559,6 +566,7 @@ class ControlClient(Generic[_T]):
     def _flush(self) -> None:
         """Writes what the session has to say; what does not fit is written when the socket takes it."""
         assert self._session is not None and self._socket is not None
+        # Also taken where it is dropped, else it would go out after the silence.
         data = self._session.take()
         if self._silent or self._deaf:
             return
@@ -594,9 +602,11 @@ class ControlClient(Generic[_T]):
         if self._phase is _Phase.OPEN:
             self._last_connected = now
             self._num_failed = 0
+            # One that ended at once was no success: who hangs up on us is not to be dialled a hundred times a second.
             if now - self._opened_at >= LAST_BACKOFF_S:
                 self._backoff_s = FIRST_BACKOFF_S
         else:
+            # Only after a failed try the next one is dialled: where a coordinator was there may be its successor.
             self._num_failed += 1
             self._target = (self._target + 1) % len(self._targets)
         if self._socket is not None:
@@ -607,6 +617,7 @@ class ControlClient(Generic[_T]):
         self._num_unsent_bytes = 0
         self._phase = _Phase.DOWN
         self._first_unanswered, self._num_unanswered = math.inf, 0
+        # All targets are dialled before there is a wait.
         if self._num_failed % len(self._targets):
             self._next_dial = now
         else:

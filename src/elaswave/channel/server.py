@@ -265,6 +265,7 @@ class ControlServer(Generic[_T]):
         for peer in peers:
             connection = self._peers.get(peer)
             if connection is not None and store_position is not None and not is_operator(peer):
+                # Before the message: a peer that has seen what follows from an entry must know of the entry (H9).
                 connection.tell(store_position)
             if connection is not None and connection.write(ControlFrameKind.MESSAGE, 0, payload):
                 reached.append(peer)
@@ -346,6 +347,7 @@ class ControlServer(Generic[_T]):
         """A connection has ended."""
         self._unauthenticated.remove(connection)
         peer = connection.session.peer
+        # One that a newer connection has replaced takes nobody along.
         if self._peers.get(peer) is connection:
             del self._peers[peer]
             if is_operator(peer):
@@ -376,6 +378,7 @@ class ControlServer(Generic[_T]):
                     ControlFrameKind.STORE_POSITION,
                 ):
                     raise FrameError(f"{frame.kind.name} from {peer_name(peer)}, which may not be sent here")
+                # Also for one that comes again: the acknowledgement may be what was lost.
                 answer |= frame.number > 0
                 numbered = frame.kind is ControlFrameKind.MESSAGE and frame.number > 0
                 client, handled = self._handled[peer]
@@ -385,9 +388,11 @@ class ControlServer(Generic[_T]):
                 if frame.message is not None and not self._call(self._on_message, peer, frame.message):
                     return
                 if numbered:
+                    # Only what was handled without an error is acknowledged.
                     self._handled[peer] = (client, frame.number)
         finally:
             if answer and self._peers.get(peer) is connection:
+                # Also where a frame that may not come ends the connection: those before it were handled.
                 newest = self._handled[peer]
                 if self._history is None:
                     self._acknowledge(peer, newest)
@@ -398,6 +403,7 @@ class ControlServer(Generic[_T]):
 
     def _acknowledge(self, peer: int, handled: tuple[int, int]) -> None:
         """Messages of a peer are handled, and need not be said again to any coordinator."""
+        # Until it is durable another client may have come under this id, with numbers of its own.
         if self._handled.get(peer, (0, 0))[0] == handled[0]:
             self._acknowledged[peer] = handled
             self._answer(peer)
@@ -448,10 +454,12 @@ class ControlServer(Generic[_T]):
         self._unauthenticated.remove(connection)
         connection.settle(self.operator_limits if is_operator(peer) else self.limits)
         older = self._peers.get(peer)
+        # Before the older one ends: `left` then finds that it is the peer's no more.
         self._peers[peer] = connection
         if older is not None:
             older.transport.abort()
         if peer not in self._handled or self._handled[peer][0] != client:
+            # Another client of this id counts from 1 again.
             self._handled[peer] = (client, 0)
         self._call(self._on_connected, peer)
 
@@ -489,6 +497,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        # asyncio then calls `pause_writing`, which bounds the wait, as soon as one byte is left over.
         self.transport.set_write_buffer_limits(high=0)
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
@@ -509,6 +518,7 @@ class _Connection(asyncio.Protocol):
             if frames:
                 self._server.arrived(self, frames)
         except (AuthenticationError, FrameError) as error:
+            # What the session says of it goes out as far as the socket takes it now: `refuse` drops the rest.
             self._flush()
             is_stranger = isinstance(error, AuthenticationError) and not self.session.open and self.session.peer >= 0
             self.refuse(str(error), is_stranger=is_stranger)
@@ -566,6 +576,7 @@ class _Connection(asyncio.Protocol):
             self.transport.close()
 
     def pause_writing(self) -> None:
+        # Before `settle` the timer is the handshake's, which goes on whatever is read.
         if self._timer is None:
             stalled = f"it did not read what waited for it within {self._server.stall_timeout_s:g} s"
             self._timer = self._loop.call_later(self._server.stall_timeout_s, self.refuse, stalled)

@@ -152,6 +152,7 @@ def hold(seed: Seed, bind: str, locks: Path) -> HeldPort | None:
         return None
     port, lock = None, _Lock(locks, f"{seed.address}/{seed.port}")
     try:
+        # The lock first: an agent of this host that was sooner has the port too, and is no other program.
         if lock.is_held:
             port = _reserve(bind, seed.port)
     except OSError as error:
@@ -199,6 +200,7 @@ class _Lock:
         with contextlib.suppress(OSError):
             self._fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
+                # Not flock: that lock is the open file's, and children that outlive this process would keep it.
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
             except (BlockingIOError, PermissionError):  # fcntl(2) may say either
                 self.is_held = False
@@ -206,6 +208,7 @@ class _Lock:
     def close(self) -> None:
         """Gives it up."""
         if self._fd >= 0:
+            # This lets go of all locks that this process has on the file, not of this byte alone.
             os.close(self._fd)
 
 
@@ -285,6 +288,7 @@ def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None, slots:
         UsageError: certificate files that cannot be used.
         RetryError: there is no way to the coordinator's host.
     """
+    # `seeds_of` has refused seeds of which none has an address.
     seed = seeds[own] if own is not None else next(seed for seed in seeds if seed.address)
     bind = where_to_listen(net, seed)
     if net.tls == "off" and not net.trusted and is_exposed(bind):
@@ -309,6 +313,7 @@ def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None, slots:
             tls=tls,
         ),
         host=seed.host,
+        # By name, which is looked up for every dial: the address may be another one by then.
         others=tuple((tcp_address(each.host, each.port), each.host) for each in seeds if each is not seed),
     )
 
@@ -382,6 +387,7 @@ def run_agent(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
     given = [override for override in options.overrides if not override.strip().startswith("net.")]
     is_given = bool(given) or options.config_file is not None or options.workers is not None
     run_dir = _run_dir(options)
+    # An agent that is started again without a configuration goes on with that of its run.
     base = saved_config(run_dir) if is_run(run_dir) and not is_given else None
     config = load_config(options.config_file, overrides, options.workers, base=base)
     if config.net.transport != "tcp":
@@ -402,6 +408,7 @@ def run_agent(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
         if held is not None:
             key.held(KeyRole.JOB)  # coordinators need it
         spec = None
+        # Only the agent at the first address creates the job (H1).
         if not can_found or own != 0:
             spec = _ask(host, options.wait_s)
         else:
@@ -423,6 +430,7 @@ def _hold_one(
 ) -> tuple[int | None, HeldPort | None]:
     """Finds the seed at which this host's agent may start coordinators, if there is one."""
     for index, seed in enumerate(seeds):
+        # With one candidate only an agent that may create the job starts coordinators.
         if seed.address and (len(seeds) > 1 or can_found):
             held = hold(seed, where_to_listen(config.net, seed), locks)
             if held is not None:
@@ -504,6 +512,7 @@ def _found(host: _Host, held: HeldPort, prepare: Callable[[], None]) -> None:
         network=agent_network(config.net, host.seeds, 0, _slots(options, config)),
         kept_port=held.port,
         is_candidate=len(host.seeds) > 1 and config.control.store != FILE,
+        # Where no other host can have the coordinator, a notice to this one ends the job.
         leave_s=options.leave_s if len(host.seeds) > 1 else None,
     )
     job_options = JobOptions(
@@ -563,6 +572,7 @@ def _follow(
         setup = place.setup(started_s=started_s, faults=faults, profile=spec.profile)
         job = LocalJob(setup, place, reporter, probe=None, script=None)
         try:
+            # Meanwhile the forkserver loads torch and the model.
             data = open_data(config, run_dir, None)
             facts = msgspec.to_builtins(fingerprint_of_all(data.paths, whole=False))
             check_data(spec, facts, options.node)
@@ -644,6 +654,7 @@ def _ask(host: _Host, wait_s: float, *, hopeless_s: float = HOPELESS_S) -> JobSp
             now_s = time.monotonic()
             if client.connected:
                 hopeless_since_s = None
+            # The client puts the class of the error first.
             elif client.trouble.startswith(_HOPELESS):
                 hopeless_since_s = hopeless_since_s or now_s
                 if now_s - hopeless_since_s > hopeless_s:

@@ -164,6 +164,7 @@ class LocalJob(ClientOwner):
         try:
             self._processes = JobProcesses(setup, None if script is None else script.environment)
         except BaseException:
+            # Else a job would stay in the store of which no process has ever begun.
             if place.store is not None and agent_role.creates_job:
                 place.store.end(place.holder)
             place.close()
@@ -279,6 +280,7 @@ class LocalJob(ClientOwner):
         )
         if self._agent_role.starts_coordinators:
             self._coordinators.start()
+        # It is not started: `_loop` takes its turns, since a process that forks should have no threads.
         self._client = ControlClient(
             self._place.network.launcher_targets,
             self._keys.ring,
@@ -310,6 +312,7 @@ class LocalJob(ClientOwner):
         self._processes.ask_forkserver(
             KillWorkers(workers=tuple(self._ended.lost))
         )  # who is cut off does not hear that it may go
+        # Before `reap_all`, which hears the same messages of the forkserver and keeps nothing of them.
         if self._ended.outcome == "failed":
             self._hear_how_they_ended()
             self._ended = msgspec.structs.replace(self._ended, reason=with_ends(self._ended.reason, self._ends))
@@ -327,8 +330,10 @@ class LocalJob(ClientOwner):
         wait_s = 0.0
         while self._ended is None:
             self._processes.show()
+            # Not longer than a tick: deadlines, logs and looks below are due without anything that wakes this loop.
             for key, _ in self._selector.select(max(0.0, min(TICK_S, wait_s))):
                 if key.data == "signal":
+                    # The handler has taken note already; these bytes only wake.
                     with contextlib.suppress(BlockingIOError):
                         os.read(key.fd, 4096)
                 elif key.data == FORKSERVER_EXIT:
@@ -340,6 +345,7 @@ class LocalJob(ClientOwner):
                     self._receive_from_forkserver()
                 elif key.data == CANDIDATE:
                     self._hear_candidate()
+            # Also for what has come from the coordinator: its descriptor only wakes.
             wait_s = self._client.turn()
             if self._refused is not None:
                 raise error_of_refusal(self._refused)
@@ -437,6 +443,7 @@ class LocalJob(ClientOwner):
         exited = [Exited(worker=end.worker, text=end.text) for end in self._agent.worker_ends]
         agent_role = self._agent_role
         self._logs.connected()
+        # A notice is of this host alone: the job goes on without it.
         stop = (self._stop.signal is not None or self.calls.error is not None) and not self._stop.is_leaving
         return AgentHello(
             node=agent_role.node,
@@ -480,10 +487,12 @@ class LocalJob(ClientOwner):
             self._tell([AgentKeysTaken(ring=b"", problem=problem)])
             return
         self._coordinators.take_keys(self._keys.job)
+        # Not answered here: a worker that was forked before the forkserver has them would hold the old ones.
         self._processes.ask_forkserver(self._keys.for_forkserver())
 
     def _on_coordinator_exit(self, text: str, at_s: float) -> None:
         assert self._client is not None
+        # Before `exited`, since they may say that the job is over.
         self._client.turn()  # its last words
         self._coordinators.exited(text, at_s)
 
@@ -586,6 +595,7 @@ class LocalJob(ClientOwner):
         outcome = msgspec.json.encode(self._ended) if self._agent_role.job and self._ended is not None else None
         # Who was told to stop, or has waited for the store in vain, does not wait for it now.
         is_patient = outcome is not None and self._stop.signal is None and not (self._ended and self._ended.again)
+        # Only now that no process of this host is left that could still write there.
         trouble = self._place.store.end(
             self._place.holder,
             outcome,

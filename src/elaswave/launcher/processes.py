@@ -101,12 +101,14 @@ class ForkServerProcess:
             else:
                 from elaswave.launcher.forkserver.fresh import pickled_setup, spawn  # late: few jobs need it
 
+                # First, so that what cannot be pickled is refused before there is a process.
                 self._unsent += pickled_setup(setup)
                 self._child = spawn(log, theirs, environment)
         except BaseException:
             self._link.close()
             raise
         finally:
+            # While a copy of its end is open here, its own end would not end the link.
             theirs.close()
         self.pid = self._child.pid
         self.pid_fd = self._child.pid_fd
@@ -164,13 +166,16 @@ class ForkServerProcess:
         Returns:
             Process ids of children that it may have left, also of those that it had no time to tell of.
         """
+        # What it has said and nobody has read yet.
         told = [message.pid for message in self.hear() if isinstance(message, Spawned | LoaderSpawned)]
+        # The end of the link is what asks it to end (`EndAsked`).
         self._link.close()
         if self._child is None:
             return told
         child, self._child = self._child, None
         left: list[int] = []
         if not _has_ended(child, timeout_s):
+            # Asked before it is killed: afterwards the kernel gives them to another parent.
             left = children_of(child.pid)
             os.kill(child.pid, signal.SIGKILL)
         child.reap()
@@ -257,6 +262,7 @@ class LauncherWaits:
 
     def for_killed_coordinator(self, now_s: float) -> None:
         """The coordinator is to be killed; may be said again."""
+        # Said again it must not begin the wait anew.
         self._killed = self._killed or ActiveTime(now_s)
 
     def coordinator_ended(self) -> None:
@@ -337,6 +343,7 @@ class JobProcesses:
         self._processes: dict[int | Loader, RunProcess] = {_LAUNCHER: process_entry("launcher", 0, os.getpid())}
         self._has_changed = True
         self._orphans = contextlib.ExitStack()
+        # Before the first fork: whatever the forkserver leaves, if it is killed, comes to this process.
         self._orphans.enter_context(parent_of_orphans())
         try:
             self._forkserver = ForkServerProcess(setup, self.selector.close, environment)
@@ -365,6 +372,7 @@ class JobProcesses:
 
     def receive_from_forkserver(self) -> list[FromForkServer]:
         """Reads what the forkserver has said; the processes that it tells of are noted already."""
+        # Its link is also ready when there is room in it again.
         self._forkserver.flush()
         self._watch_room()
         messages = self._forkserver.hear()

@@ -83,6 +83,7 @@ class ModuleState(NamedTuple):
 
 def states_of_modules() -> dict[str, ModuleState]:
     """Collects what has to be taken over of the modules that this process has imported, by name."""
+    # A list, since threads may import meanwhile. No isinstance: it may ask a lazy module for its __class__.
     modules = {name: each for name, each in list(sys.modules.items()) if issubclass(type(each), types.ModuleType)}
     origins = {name: _origin(name, module) for name, module in modules.items()}
     own = {name for name, origin in origins.items() if origin == "script"}
@@ -109,6 +110,7 @@ def _origin(name: str, module: types.ModuleType) -> str:
     file = vars(module).get("__file__") or next(iter(vars(module).get("__path__") or ()), None)
     if not isinstance(file, str):
         return "standard" if name in sys.builtin_module_names else "ours"
+    # Asked first, since this folder lies within the standard library's.
     if "/site-packages/" in file or "/dist-packages/" in file:
         return "library"
     return "standard" if file.startswith(_standard_folders()) else "script"
@@ -155,6 +157,7 @@ class _Sending:
         semaphore's counter must not travel without its lock."""
         kind = type(value)
         if issubclass(kind, dict):
+            # The methods of the built-in class, here and below: a subclass may do anything in its own.
             return [((key,), each) for key, each in dict.items(value) if type(key) in ATOMS]
         if kind is list:
             return [((index,), each) for index, each in enumerate(value)]
@@ -303,6 +306,7 @@ def _pickled(value: Any) -> Any:
 def _named(value: Any) -> Named | None:
     """Finds where a function or class is found; None where it is not: it was replaced there, or is the script's."""
     holder = getattr(value, "__self__", None)  # of a function in C
+    # Functions of torch in C say of no module, or of one that lacks them, but torch itself has most.
     for module in (value.__module__, getattr(holder, "__name__", None), "torch"):
         if isinstance(module, str) and module != "__main__" and module in sys.modules:
             found: Any = sys.modules[module]
@@ -369,6 +373,7 @@ def _feed(digest: Any, value: Any, inside: set[int]) -> None:
     elif id(value) not in inside:  # else it holds itself
         inside.add(id(value))
         if issubclass(kind, set | frozenset):
+            # The order of a set depends on addresses and on the hashes of this process.
             digest.update("".join(sorted(map(value_digest, value))).encode())
         elif kind.__module__.partition(".")[0] in ("numpy", "torch") and hasattr(value, "shape"):
             _feed_numbers(digest, value)
@@ -385,6 +390,7 @@ def _contents(value: Any) -> list[Any]:
     if issubclass(kind, list | tuple):
         return [len(value), *value]
     if kind is types.FunctionType:
+        # An empty cell raises if it is asked for its contents.
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         return [value.__module__, value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__, *cells]
     if kind is types.CodeType:
@@ -438,6 +444,7 @@ class TakenOver:
 
     def install(self) -> None:
         """Takes effect from now on."""
+        # First this, since what is taken over below may import more.
         sys.meta_path.insert(0, self)
         for name in list(self._states):
             if name in sys.modules:
@@ -513,6 +520,7 @@ class _Claims:
 
     def has(self, here: Any, original: int | None) -> bool:
         """Tells whether an object may take the contents of an original; None: not known which."""
+        # The object is kept beside its id, which no other one may get.
         return original is None or self._claims.setdefault(id(here), (here, original))[1] == original
 
 
@@ -534,6 +542,7 @@ def _set(module: Any, setting: ModuleValue, claims: _Claims) -> None:
         if isinstance(new, OfThread):
             vars(here).update(new.values)
             return
+        # Value and originals were pickled together, so these are the very objects that are in the value.
         new = merged(here, new.value, _Merging(claims, {id(each): original for each, original in new.originals}, {}))
     else:
         new = sent
@@ -588,6 +597,7 @@ def merged(here: Any, sent: Any, merging: _Merging) -> Any:
         return here if (here.__module__, here.__qualname__) == (sent.__module__, sent.__qualname__) else sent
     if not merging.claims.has(here, merging.originals.get(id(sent))):
         return sent
+    # Before its parts are merged: it may hold itself.
     seen[id(sent)] = here
     if _fill(here, sent, merging) or value_digest(here) == value_digest(sent):
         return here
@@ -600,6 +610,7 @@ def _fill(here: Any, sent: Any, merging: _Merging) -> bool:
     kind = type(sent)
     if issubclass(kind, dict):
         base: Any = OrderedDict if issubclass(kind, OrderedDict) else dict
+        # Before the dictionary is emptied: parts are merged into those that are here.
         items = [(key, merged(dict.get(here, key), each, merging)) for key, each in dict.items(sent)]
         base.clear(here)
         for key, each in items:
@@ -611,6 +622,7 @@ def _fill(here: Any, sent: Any, merging: _Merging) -> bool:
         set.update(here, sent)
     elif kind.__module__.partition(".")[0] in ("numpy", "torch") and hasattr(sent, "shape"):
         return _fill_numbers(here, sent)
+    # A class that says itself how it is pickled may keep its contents elsewhere. (All have it of object, the last.)
     elif not issubclass(kind, types.SimpleNamespace) and any(
         name in vars(each) for each in kind.__mro__[:-1] for name in ("__reduce__", "__reduce_ex__")
     ):
@@ -650,4 +662,5 @@ def _set_flags(flags: dict[str, bytes]) -> None:
             absl.FLAGS[name] = value
         elif name in absl.FLAGS:
             absl.FLAGS[name].value = value
+    # absl gives no value of a flag before a command line was parsed, which nobody does here.
     absl.FLAGS.mark_as_parsed()

@@ -214,6 +214,7 @@ class _Serving:
         with contextlib.suppress(ConnectionError):
             data = self._link.recv(1 << 20)
         if not data:
+            # A link that has ended would be readable for ever.
             self._selector.unregister(self._link)
             self._handle(EndAsked())
             return
@@ -222,8 +223,10 @@ class _Serving:
                 self._take_keys(message)
             elif isinstance(message, SpawnWorkers):
                 self._checkpoint = message.checkpoint
+                # Before the forks, which inherit what it finds.
                 self._read_frozen()
                 self._handle(message)
+                # After the forks: from now on there is a second thread.
                 self._load_for_commits()
             else:
                 self._handle(message)
@@ -253,6 +256,7 @@ class _Serving:
         self._groups.add(child.pid)
         answer = ""
         if name == COMMITTER:
+            # Without a wait: the writer has ended, and the pipe has held all of it.
             answer = os.read(self._answer_fd, _ANSWER_BYTES_MAX).decode("utf-8", "replace")
             os.close(self._answer_fd)
         self._last_status = status
@@ -307,9 +311,11 @@ class _Serving:
         line = self._loader_sockets.open(worker) if self._num_loaders else None
         what, log = f"worker {worker}", worker_log(worker)
         body = apart(self._setup.read_files, lambda: self._live(self._setup, worker, checkpoint, line, joins))
+        # A notice that comes before the worker listens for one would kill it.
         with holding_notices():
             self._fork(worker, what, log, body)
         if line is not None:
+            # The worker has its own copy, and its end must end the line.
             line.close()
 
     def _fork_loader(self, loader: Loader) -> None:
@@ -322,6 +328,7 @@ class _Serving:
 
     def _fork(self, name: int | Loader, what: str, log: str, body: Callable[[], int]) -> bool:
         """Forks a child and tells the launcher; returns whether the system has let it."""
+        # That thread: a process that forks may have one only.
         if self._loading is not None:
             self._loading.join()
             self._loading = None
@@ -332,6 +339,7 @@ class _Serving:
                 self._say(SpawnRefused(child=name.worker if isinstance(name, Loader) else name, text=str(error)))
                 self._handle(ForkRefused(name))
             else:
+                # As `waitpid` tells of a process that has ended with status 1.
                 self._handle(ChildEnded(COMMITTER, 1 << 8, time.monotonic(), str(error)))
             return False
         self._children[name] = child

@@ -187,6 +187,7 @@ def decode_message_header(data: Any, body_bytes_max: int) -> MessageHeader:
         )
     if protocol != PROTOCOL:
         raise ProtocolError(f"the other side speaks protocol {protocol}, and this one {PROTOCOL}: use one server.py")
+    # Before any memory is taken for what it announces.
     if text_bytes > TEXT_BYTES_MAX or num_arrays > ARRAYS_MAX or body_bytes > body_bytes_max:
         raise ProtocolError(
             f"a message announces {text_bytes} bytes of text, {num_arrays} arrays and {body_bytes} bytes in all; at "
@@ -292,6 +293,7 @@ class Numpy:
 
     def _draws(self) -> Any:
         """Tells where the generator of numpy.random stands."""
+        # Of the global generator alone; the determinism check of elaswave finds others.
         _, words, position, *_ = self.numpy.random.get_state()
         return words, position
 
@@ -310,6 +312,7 @@ class Numpy:
         return values
 
     def _array(self, values: Any) -> Array:
+        # ascontiguousarray makes one dimension of none.
         values = self.numpy.ascontiguousarray(values).reshape(self.numpy.shape(values))
         name = str(values.dtype)
         if name not in _CODES:
@@ -442,6 +445,7 @@ class Torch:
         return [self._array(zeros(of) if each is None else each) for of, each in zip(wanted, made)]
 
     def _before(self) -> Any:
+        # torch counts the writes in place to each tensor.
         tensors = [("buffer", *item) for item in self.module.named_buffers()]
         tensors += [("parameter", *item) for item in self.own.items()]
         return self.torch.get_rng_state(), [(*item, item[2]._version) for item in tensors]
@@ -456,6 +460,7 @@ class Torch:
 
     def _tensor(self, array: Array) -> Any:
         count = array.num_bytes // _BYTES[array.type]
+        # frombuffer refuses empty memory.
         if not count:
             return self.torch.empty(array.shape, dtype=self.types[array.type])
         return self.torch.frombuffer(array.data, dtype=self.types[array.type], count=count).view(array.shape)
@@ -465,6 +470,7 @@ class Torch:
         if name not in _CODES:
             raise RuntimeError(f"the part returned a tensor of type {name}, needed: one of {', '.join(_CODES)}")
         values = values.detach().contiguous()
+        # A tensor has no buffer protocol, and numpy may not be installed beside torch.
         data = (ctypes.c_char * (values.numel() * values.element_size())).from_address(values.data_ptr())
         data.kept = values  # as long as the bytes are
         return Array(name, tuple(values.shape), data)
@@ -522,6 +528,7 @@ class Server:
             )
         if request.kind == FORWARD:
             found = self.adapter.forward(request.arrays)
+            # An Array is a tuple itself.
             arrays, flags = (found, 0) if isinstance(found, tuple) and not isinstance(found, Array) else ((found,), ONE)
         else:
             inputs = int(json.loads(request.text)["inputs"])
@@ -578,6 +585,7 @@ def serve_requests(server: Server, source: int, sink: int, body_bytes_max: int =
         if not _read(source, head):
             return
         header = decode_message_header(head, body_bytes_max)
+        # New memory for each request: what an adapter holds may be views of an earlier one's.
         body = aligned_room(header.body_bytes)
         if header.body_bytes and not _read(source, body):
             raise ProtocolError("the input ended within a message")
@@ -623,11 +631,13 @@ def load_factory(place: str) -> tuple[Callable[..., Any], str]:
     where, _, name = place.rpartition(":")
     if where.endswith(".py"):
         path = os.path.abspath(where)
+        # elaswave runs this with -I, so that modules beside the file would not be found.
         sys.path.insert(0, os.path.dirname(path))
         spec = importlib.util.spec_from_file_location("elaswave_foreign_part", path)
         if spec is None or spec.loader is None:
             raise SystemExit(f"{where} cannot be loaded: is it a file of Python source?")
         module = importlib.util.module_from_spec(spec)
+        # Before it runs: dataclasses, for one, look their module up there.
         sys.modules["elaswave_foreign_part"] = module
         spec.loader.exec_module(module)
     else:
@@ -670,6 +680,7 @@ def _main() -> int:
         signal.signal(number, signal.SIG_IGN)
     source, sink = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
+    # A part that reads its input must not eat requests.
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # what the part prints must not reach the answers
     # One thread, before any numeric library is loaded: bits must not depend on how many cores there are.

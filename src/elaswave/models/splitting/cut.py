@@ -64,6 +64,7 @@ class DependencyGraph:
         for place, op in enumerate(traced.ops):
             for value in op.values:
                 self._uses.setdefault(value, []).append(place)
+        # As if they were used behind the last operator: they cross every cut that comes after they were made.
         for value in self.outputs:
             self._uses.setdefault(value, []).append(len(traced.ops))
         self.written = {facts.values[value].storage for op in traced.ops for value in op.writes}
@@ -87,10 +88,12 @@ class DependencyGraph:
             known, places = set(values), set()
             for place, op in enumerate(traced.ops):
                 is_free = known.issuperset(op.values) and not self._storages(op) & spoiled
+                # Draws and auxiliary losses would come once for every part.
                 is_free = is_free and not op.draws and op.target != AUX_LOSS
                 if is_free:
                     known.add(op.out)
                     places.add(place)
+            # What is not free may write memory that free operators read: those are not free either, and so on.
             more = {
                 facts.values[value].storage
                 for place, op in enumerate(traced.ops) if place not in places for value in op.writes
@@ -167,6 +170,7 @@ class DependencyGraph:
             groups.setdefault(path[0], []).append(path)
         carried = []
         for root, paths in groups.items():
+            # Inputs and state every part has itself: only views of them have to be taken again.
             one = self._carried(paths) if root in self.maker else root
             if one is None or not all(self._can_be_taken_again(path[-1], one) for path in paths):
                 return None
@@ -281,6 +285,7 @@ def costs_of(flow: DependencyGraph, there: Sequence[int | None], link_bytes_per_
     """
     cross = np.array([np.inf if found is None else found.num_bytes / link_bytes_per_s for found in flow.crossings()])
     cross[[place is None for place in there]] = np.inf
+    # Beginning and end are no cuts: nothing is sent there.
     cross[0] = cross[-1] = 0.0
     for first, last, _ in flow.closed_spans():
         cross[first + 1 : last + 1] = np.inf
@@ -386,6 +391,7 @@ def _matching_places(train: Traced, evaluation: Traced) -> list[int]:
         [(op.target, op.source, module) for op, module in zip(traced.ops, traced.modules)]
         for traced in (train, evaluation)
     )
+    # autojunk would pass over what occurs often, as the same few operators do in a long network.
     blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
     pairs = [(block.a + index, block.b + index) for block in blocks for index in range(block.size)]
     firsts = [a for a, _ in pairs]

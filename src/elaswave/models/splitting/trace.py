@@ -64,6 +64,7 @@ class Assigning(nn.Module):
                     if buffer is not None and now is not None and now is not buffer:
                         buffer.copy_(now)
         finally:
+            # Whatever has happened: what was assigned in a trace holds no numbers.
             for owner in modules:
                 owner._buffers.clear()
             for owner, key, buffer in before:
@@ -282,6 +283,7 @@ class _Flat:
                 self._inputs.append(given[node].value)
             else:
                 state = self._state_of(spec)
+                # A tied tensor has several placeholders, and is one value.
                 if state.name not in by_name:
                     by_name[state.name] = self._new()
                     self._state[by_name[state.name]] = state
@@ -368,6 +370,7 @@ class _Flat:
             device, dtype, enabled, keeps, graph, *rest = args
             inner = Context(context.grad, (device, dtype, enabled, keeps))
             return self._inline(graph, _given(graph, rest), inner, path)
+        # What a graph within this one has returned, see `_inline`: it is no operator's.
         if isinstance(args[0] if args else None, list) and "getitem" in target:
             return args[0][args[1]]
         if target in _CHECKS:
@@ -398,6 +401,7 @@ class _Flat:
             return self._append(node, GETITEM, args, {}, (), context, path)
         writes, result = _writes_of(node.target, args, kwargs)
         made = self._append(node, str(node.target), args, kwargs, writes, context, path)
+        # An operator that writes in place returns what it has written: later uses are of that value.
         return made if result is None else result
 
     def _append(
@@ -466,6 +470,7 @@ class _Flat:
                 copies[value] = copy.out
                 ops = [*ops[:first], copy, *(renamed(op, {value: copy.out}) for op in ops[first:])]
         for value, op in assigned.items():
+            # Behind all that makes or writes the new value, and behind all uses of the buffer.
             new = renamed(op, copies).args[1]
             memory = self._memory(new.value)
             places = [

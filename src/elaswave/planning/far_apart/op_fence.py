@@ -130,6 +130,7 @@ def op_fence(
         InfeasiblePlan: no chain that was looked at fits into memory.
     """
     model = model or Model(job)
+    # The rest is kept for improving: the starts alone could spend it all.
     search = _Search(model, schedules, budget * 0.6)
     found = list(_starts(search, use_all=use_all))
     found.sort(key=lambda each: each.parts.step_s)
@@ -152,9 +153,11 @@ def _best_improved(search: _Search, starts: list[_Found], *, use_all: bool) -> _
     while True:
         rounds = len(starts).bit_length()
         for index, start in enumerate(starts):
+            # Each round gets about the same share of what there is: the fewer starts it has, the more for each.
             turns = len(starts) * (rounds - 1) + len(starts) - index
             later, search.budget = search.budget * (1 - 1 / turns), search.budget / turns
             starts[index] = _improved(search, start, use_all=use_all)
+            # What this one leaves over is for those that follow.
             search.budget += later
         starts.sort(key=lambda each: each.parts.step_s)
         if len(starts) == 1:
@@ -278,6 +281,7 @@ def _improved(search: _Search, start: _Found, *, use_all: bool) -> _Found:
             found = search.evaluate(chain, best.clusters)
             if found is not None and found.parts.step_s < best.parts.step_s * (1 - 1e-9):
                 best, changed = found, True
+                # Look at the better chain's own neighbours at once; those that are known already cost nothing.
                 break
             if search.budget <= 0:
                 break
@@ -294,6 +298,7 @@ def _neighbours(search: _Search, found: _Found, *, use_all: bool) -> Iterator[Ch
     yield from _narrow_ends(search.model, chain, cluster_of)
     yield from _moved_devices(search, chain, cluster_of)
     yield from _other_places(chain, cluster_of)
+    # All that follows leaves devices out, or takes some in.
     if use_all:
         return
     for index in range(len(chain)):
@@ -317,6 +322,7 @@ def _neighbours(search: _Search, found: _Found, *, use_all: bool) -> Iterator[Ch
 
 
 def _one_of_each(search: _Search, devices: Sequence[int]) -> list[int]:
+    # Reversed, so that of devices that are alike the first one stays.
     return list({search.alike[device]: device for device in reversed(devices)}.values())
 
 
@@ -359,6 +365,7 @@ def _narrow_ends(model: Model, chain: Chain, cluster_of: list[int]) -> Iterator[
                 if joins and 0 <= beside < len(stages) and clusters[beside] == clusters[at]:
                     stages[beside] = tuple(sorted((*stages[beside], *others)))
                 else:
+                    # On the inner side of the end: behind the first stage, but before the last one.
                     place = max(at, 1)
                     stages.insert(place, others)
                     clusters.insert(place, clusters[at])
@@ -375,6 +382,7 @@ def _moved_devices(search: _Search, chain: Chain, cluster_of: list[int]) -> Iter
                 rest = tuple(each for each in stage if each != device)
                 stages = list(chain)
                 stages[index], stages[other] = rest, tuple(sorted((*target, device)))
+                # The stage of a lone device is gone when that moves.
                 yield tuple(each for each in stages if each)
                 for second in _one_of_each(search, target):
                     if other > index and search.alike[second] != search.alike[device]:

@@ -166,6 +166,7 @@ def partition_layers(costs: Sequence[float], widths: Sequence[int]) -> tuple[int
         raise ValueError(f"cannot split {num_layers} layers into {num_stages} stages: every stage needs a layer")
     if min(widths) < 1:
         raise ValueError(f"stage widths are {_show(widths)}: each must be at least 1")
+    # Whole numbers, so that ties are ties and every worker splits alike.
     common = lcm(*widths)
     bounds = split_layers(exact_prefix(costs), [common // width for width in widths])
     assert bounds is not None  # without limits there is always a split
@@ -239,6 +240,7 @@ def make_layout(
         )
         for microbatch in range(num_microbatches)
     )
+    # Dealt over hosts, the loss of one takes as few stages whole as possible (D3).
     domains = tuple((labels or {}).items()) if hosts is None else deal_over_hosts(widths, hosts)
     return Layout(stages=stages, routes=routes, shared=shared, domains=domains, copies=copies)
 
@@ -352,6 +354,7 @@ def peers_of(layout: Layout, placement: Placement | None = None, blocks: Sequenc
                 for b in members:
                     join(a, b)
         return peers
+    # Blocks are many, but pairs of a group and an owner few.
     owners_of_members = {(members_of_layer[block.layer], placement.owner[block.id]) for block in blocks}
     for members, owner in sorted(owners_of_members):
         for member in members:
@@ -436,6 +439,7 @@ def to_layout(allocation: Allocation, job: JobModel, costs: Costs, present: Layo
     """
     layouts = [make_routes(allocation, costs, job.cluster)]
     if allocation.num_microbatches == present.num_microbatches:
+        # First, since among equally fast ones the first is taken: micro-batches stay.
         layouts.insert(0, make_routes(allocation, costs, job.cluster, previous=present))
     planned = levels_of(allocation)
     levels = {worker: level for worker, level in planned.items() if level != job.cluster.base_level(worker)}
@@ -443,6 +447,7 @@ def to_layout(allocation: Allocation, job: JobModel, costs: Costs, present: Layo
     speeds = {worker: speed_of(worker) for worker in job.cluster.ids.tolist()}
     execution = execution_of(costs, speeds, schedule=allocation.schedule, levels=levels)
     found = []
+    # A plan says nothing of these.
     same = {"shared": present.shared, "domains": present.domains, "copies": present.copies}
     for layout in (with_idle(msgspec.structs.replace(each, **same), present) for each in layouts):
         own = job.within_memory(layout, execution)

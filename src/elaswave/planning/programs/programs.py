@@ -99,6 +99,7 @@ def compile_programs(
         if only is not None and only not in part.workers:
             continue
         bounds = _bounds(part, schedule, max_in_flight, forward_only=forward_only)
+        # Whole ticks: times that are equal on paper are ties, and rounding errors order nothing.
         flow = StepGraph(part, durations, transfer_s, ticks=True, numbers=numbers)
         begins = [] if begins_s is None else [round(begins_s[worker] * flow.scale) for worker in flow.workers]
         limits = _limits(part, flow, schedule, bounds, forward_only=forward_only)
@@ -139,14 +140,17 @@ def compiled_step_s(
         key = (schedule, limits, flow.digest)
         seconds = _TIMES.get(key)
         if seconds is None:
+            # A compilation was broken off at this bound or a larger one before.
             if within_s <= (_AT_LEAST.get(key) or 0.0):
                 return float("inf")
             whole = flow.in_ticks()
+            # Ticks are rounded: no step that is a little shorter than the bound may be broken off.
             within = within_s * whole.scale * (1 + _SLACK)
             programs = _compile(whole, schedule, limits, [], forward_only=False, within=within)
             if programs is None:
                 _AT_LEAST.put(key, within_s)
                 return float("inf")
+            # Ordered by ticks, but timed by the durations themselves: the bits of `time_programs`.
             seconds = run_in_order(flow, programs).makespan
             _TIMES.put(key, seconds)
         longest = max(longest, seconds)
@@ -199,6 +203,7 @@ def _compile(
             known = _Compiler(
                 flow, tried[0], kinds=kinds, waits_for_forwards=waits, begins=begins, limit=within
             ).run()  # fmt: skip
+        # What was broken off is not remembered: the key does not say at which bound.
         if known is not None:
             _PROGRAMS.put(key, known)
     return known
@@ -220,9 +225,11 @@ def _zero_bubble(
         begins: of each worker, or empty; see `_Compiler`.
         within: orders that take as long are of no use; None means that none is.
     """
+    # That bound is for workers that all begin at 0.
     least = 0.0 if begins else _least_ticks(flow)
     if within is not None and least >= within:
         return None
+    # The first one to beat is `1f1b` itself, so that splitting never makes a step longer.
     whole = _Compiler(flow, open_, begins=begins).run()
     assert whole is not None  # it has no limit
     halved = [[half for code in own for half in _halves(code)] for own in whole]
@@ -234,6 +241,7 @@ def _zero_bubble(
     # With few micro-batches open, alternating starves no worker; with as many open as fit, forwards must give way.
     for held in tried:
         for limits, prefers_backward in ((open_, False), (held, True)):
+            # No order can be shorter.
             if shortest <= least:
                 return best
             compiler = _Compiler(
@@ -439,6 +447,7 @@ class _Compiler:
                     continue
                 else:
                     target, delay, ready = node - 1, sends_back[node], backwards
+                # Without a delay the input is there in this very instant, and may be begun with what ends now.
                 if delay:
                     push(events, (now + delay, 1, 4 * target + (kind != FORWARD)))
                 else:

@@ -44,6 +44,7 @@ def split_layers(
     if not 1 <= len(factors) <= len(prefix) - 1:
         raise ValueError(f"cannot split {len(prefix) - 1} layers into {len(factors)} stages: every stage needs a layer")
     if earliest_starts is None:
+        # Equal ints and floats are one key to a cache; the flag keeps them apart, since only ints are exact.
         return _split_freely(tuple(prefix), tuple(factors), isinstance(prefix[-1], int))
     return _split(prefix, factors, earliest_starts)
 
@@ -78,12 +79,14 @@ def _split(
             known = None
             for stop in range(start + 1, num_layers + 1):
                 cost = prefix[stop] - prefix[start]
+                # Both only get worse with a later stop: `fits` ascends.
                 if cost * factor > limit or (fits is not None and start < fits[stop]):
                     break
                 rest = following.get(stop)
                 if rest is None:
                     continue
                 total = cost * cost * factor + rest
+                # Of equal ones the earliest stop stays: first stages get the fewest layers.
                 if known is None or total < known:
                     known, choice[start] = total, stop
             if known is not None:
@@ -146,6 +149,7 @@ def _rough_bound(prefix: Sequence[N], factors: Sequence[N], earliest_starts: Seq
             stop = min(stop, num_layers - (num_stages - stage - 1))
             if earliest_starts is not None:
                 stop = min(stop, bisect_right(earliest_starts[stage], start) - 1)
+            # A split may exist all the same: then the bound is larger than need be, and windows are wider.
             if stop <= start:
                 return False
             start = stop
@@ -184,6 +188,7 @@ def _smallest_slowest(
             end = prefix[stop]
             for start in range(stop - 1, (lowest if fits is None else max(lowest, fits[stop])) - 1, -1):
                 time = (end - prefix[start]) * factor
+                # With earlier starts the stage only gets longer.
                 if slowest is not None and time >= slowest:
                     break
                 before = earlier.get(start)
@@ -219,6 +224,7 @@ def choose_widths(
     num_stages = len(seconds)
     if num_workers < num_stages:
         return None
+    # Layers may cost nothing, and a pace is divided by these.
     seconds = np.maximum(np.asarray(seconds, dtype=np.float64), 1e-30)
 
     def needed(pace: float) -> np.ndarray | None:
@@ -328,5 +334,6 @@ def split_within(
                 if stop in following and time(stage, start, stop) <= limit
             ]
             if options:
+                # Among equal costs the tuples decide: earliest boundaries.
                 best[start] = min(options)
     return best[starts[0][0]][1]

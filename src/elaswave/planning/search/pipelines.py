@@ -77,6 +77,7 @@ def smaller_subsets(whole: WorkerSubset, speed: np.ndarray, *, one_by_one: bool)
         return [_staying(whole, ~is_slow, num_slow)] if 0 < num_slow < whole.num_workers else []
     slow = np.sort(speed[is_slow])
     classes = np.flatnonzero(np.diff(np.append(slow, np.inf))) + 1
+    # The last number leaves as many as fill all stages equally.
     numbers = {*range(1, min(SMALLER_SUBSETS, max(1, num_slow)) + 1), *classes[:SMALLER_SUBSETS].tolist(), num_slow,
                whole.num_workers % len(whole.stages)}  # fmt: skip
     order = in_order(whole.stages, whole.free, speed)
@@ -103,6 +104,7 @@ def in_order(members: Sequence[np.ndarray], free: np.ndarray, speeds: np.ndarray
         speeds: of all workers of the cluster.
     """
     workers = np.concatenate([*members, free])
+    # Only wide stages have high ranks: whoever is left out by rank makes the widths more equal.
     ranks = np.concatenate([*(np.arange(len(own)) for own in members), np.arange(len(free))])
     is_empty = np.arange(len(workers)) >= len(workers) - len(free)
     return np.asarray(workers[np.lexsort((ranks, is_empty, -speeds[workers]))])
@@ -200,6 +202,7 @@ def mixed_pipelines(
         for usual in starts:
             placing = _Placing(cluster, costs, pipeline_workers, usual, speeds, order[: mix.num_workers])
             for allocation in placing.allocations(mix, num_microbatches, schedule):
+                # What is no better than the last one that is kept need not be timed to its end.
                 within_s = found[-1][0] if len(found) == most else float("inf")
                 try:
                     seconds = _one_of_each_s(cluster, costs, allocation, followers, within_s)
@@ -224,6 +227,7 @@ def _mixes(
     numbers = [len(speeds)]
     if leave_out:  # also without the slow ones, class by class
         slower = [index for index in range(1, len(speeds)) if speeds[index] < speeds[index - 1]]
+        # Without the slowest class, the two slowest, the three slowest.
         numbers += slower[:-4:-1]
     found: dict[_Mix, None] = {}
     for number in numbers:
@@ -231,6 +235,7 @@ def _mixes(
         if leave_out:
             deals += _of_two_depths(usual, number, num_layers)
         for counts in deals:
+            # The first depth of a list gets the fastest workers, so both orders are mixes of their own.
             for depths in (counts, counts[::-1]):
                 mix = _dealt(depths, speeds, usual)
                 if len(mix.groups) <= KINDS_MAX:
@@ -253,11 +258,13 @@ def _dealt(depths: Sequence[tuple[int, int]], speeds: Sequence[float], usual: in
 
 def _beside_usual(pipeline_workers: PipelineWorkers, number: int, num_layers: int) -> Iterator[list[tuple[int, int]]]:
     """Yields lists of (depth, number of pipelines): all workers have a place, some pipelines are as before."""
+    # Each pipeline of before needs a worker of every stage.
     depth, whole = len(pipeline_workers.usual), min(map(len, pipeline_workers.members))
     for kept in range(whole, -1, -1):
         rest = number - kept * depth
         for other in range(max(1, depth - SHORTER), min(depth + LONGER, num_layers) + 1):
             shorter, longer = (rest // other) - rest % other, rest % other
+            # The longer ones have a stage more than `other`, and a stage needs a layer.
             if shorter < 0 or rest < other or (longer and other == num_layers):
                 continue
             counts = {depth: kept}
@@ -444,6 +451,7 @@ class _Placing:
         """Stages of each group's pipelines; those of pipelines like before are given."""
         found: dict[tuple[float, ...], PipelineTemplate] = {}
         taken: set[tuple[int, int]] = set()
+        # Pipelines like before come first: their stages are given, and all others must fit beside them.
         for speeds, _ in sorted(mix.groups, key=lambda group: (not self._is_usual(group[0]), -group[1])):
             template = template_beside(self._costs, speeds, frozenset(taken))
             if self._is_usual(speeds) and not taken:
@@ -479,6 +487,7 @@ class _Placing:
             if same is not None and kept:
                 start, stop = templates[same].ranges[stage]
                 lacks = (held[alike[stage], 0] > start) | (held[alike[stage], 1] < stop)
+                # Those that hold all layers of the stage come first: they fetch nothing.
                 stays = alike[stage][np.argsort(lacks, kind="stable")][:kept].tolist()
                 columns[same][stage] = stays
             for worker in np.setdiff1d(own, stays).tolist():
@@ -522,6 +531,7 @@ def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, follo
     bounds = None if limits is None else limits.as_mapping()
     slowest, overhead_s = 0.0, costs.overhead_s(stages_of(allocation))
     for chain in allocation.chains:
+        # `apportion` gives what is left over to the first ones: the first pipeline has most.
         most = int(chain.stages[0].num_microbatches[0])
         stages = tuple(
             replace(
@@ -532,6 +542,7 @@ def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, follo
         one = replace(chain, stages=stages, num_microbatches=most, cuts=tuple({min(cut): most} for cut in chain.cuts))
         alone = replace(allocation, chains=(one,))
         own_s = costs.overhead_s(stages)
+        # `step_s` adds what these stages alone take beside their actions; the whole allocation's counts instead.
         within_alone_s = (within_s - overhead_s) * (1 + _SLACK) + own_s
         alone_s = step_s(
             cluster, costs, alone, fidelity_for(alone), max_in_flight=bounds, within_s=within_alone_s

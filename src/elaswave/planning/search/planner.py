@@ -130,6 +130,7 @@ class _Planning:
         self._num_microbatches = allocation.num_microbatches
         if cluster.num_workers == 0:
             raise InfeasiblePlan("workers: none is left, at least 1 is needed; start from the last durable checkpoint")
+        # Larger jobs are judged by the closed form alone: planning for many workers has to be quick.
         self._exact = options.exact_actions if cluster.num_workers <= EXACT_WORKERS else 0
         self._left = left = survivors_of(cluster, allocation, event)
         self._levels = start_levels(cluster, left.levels, may_change="frequency" in options.axes)
@@ -153,6 +154,7 @@ class _Planning:
         stay = self._stay(self._subsets[0])
         staying = self._pipelines_stay() if len(self._before.chains) > 1 else None
         candidates = [] if staying is None else [staying]
+        # Without the graph axis pipelines that can go on as they are stay so: one chain of all workers moves layers.
         is_free = staying is None or "graph" in self._options.axes
         one_chain = self._judge.of_shape(stay, self._before.schedule) if stay is not None and is_free else None
         if one_chain is not None:
@@ -168,6 +170,7 @@ class _Planning:
         if not candidates:
             assert self._judge.failure is not None
             raise self._judge.failure
+        # Rounded, so that rounding errors decide nothing. Among equals the workers stay where they are: nothing moves.
         best = max(candidates, key=lambda each: (round(each.done_until(self._judge.horizon_s), 9), each is staying))
         best = self._with_less_in_flight(best)
         tuned = self._tune(best)
@@ -175,9 +178,11 @@ class _Planning:
 
     def _with_less_in_flight(self, best: Candidate) -> Candidate:
         """Returns the same candidate with half the activations, if that is no slower."""
+        # Who names schedules has chosen among these.
         if best.allocation.schedule != "zero-bubble-h2" or self._options.schedules:
             return best
         allocation = replace(best.allocation, schedule="zero-bubble")
+        # `timed` tells infinity of steps that are not shorter than the bound, and one that is as long is wanted.
         within_s = best.step_s * (1 + SLACK)
         step_s, found = self._judge.timed(allocation, best.where, within_s=within_s, known=best.found)
         if step_s > best.step_s * (1 + 1e-9):
@@ -191,6 +196,7 @@ class _Planning:
             shares = []
             for share in chain.stages:
                 left = share.workers[np.isin(share.workers, self._cluster.ids)]
+                # The event may take away workers that the cluster still has.
                 left = left[~np.isin(left, self._left.gone)]
                 if not len(left):
                     return None
@@ -203,18 +209,21 @@ class _Planning:
         try:
             return self._judge.of_allocation(replace(self._before, chains=tuple(chains)), "rerouting")
         except InfeasiblePlan as failure:
+            # In the place of any other reason: staying is what a plan cannot do without (`Judge.failure`).
             self._judge.failure = failure
             return None
 
     def _stay(self, subset: WorkerSubset) -> Shape | None:
         """All workers stay where they are, in one chain, without stages that have lost all theirs; None if
         impossible."""
+        # Where no stage has a worker left, those in no stage go on.
         kept = tuple(own for own in subset.stages if len(own)) or (subset.free,)
         chains = self._before.chains
         if len(kept) == len(subset.stages) and len(chains) == 1:
             origin = "rerouting" + subset.shown
             return Shape(members=kept, cuts=chains[0].cuts, num_microbatches=self._num_microbatches, origin=origin)
         try:
+            # One micro-batch in flight is enough here: to go on slowly is better than no plan.
             cuts = self._whole(kept, self._budget(kept, self._before.schedule, at_most=1))
         except InfeasiblePlan as failure:
             self._judge.failure = failure
@@ -265,6 +274,7 @@ class _Planning:
         if "zero-bubble-h2" in schedules:  # which is tried with less in flight, too, where memory is short
             schedules = [schedule for schedule in schedules if schedule != "zero-bubble"]
         for schedule in schedules:
+            # `run` has judged this shape under the job's own schedule already.
             is_first = not subset.num_left_out and schedule == self._before.schedule
             offers = [] if stay is None or is_first else [stay]
             offers += self._only_workers(stay, subset) if may_move else []
@@ -272,6 +282,7 @@ class _Planning:
             for members, moves in groups:
                 budget = self._budget(members, schedule)
                 offers += self._cut_anew(members, moves, budget, subset)
+                # Memory has bent these cuts: also offer those that hold less, and the schedules that do.
                 if budget.was_short:
                     permitted = False
                     known = [shape.cuts for shape in offers if shape.members is members]
@@ -285,6 +296,7 @@ class _Planning:
                 is_kept = not subset.num_left_out and stay is not None and shape.cuts is stay.cuts
                 first = 0.0 if self._exact and is_kept else seconds
                 ranked.append((first, len(ranked), shape, schedule))
+            # This one has had all the memory that it wants, so none that follows can be faster.
             if splits_backwards(schedule) and permitted and groups:
                 break
         return [(shape, schedule) for _, _, shape, schedule in sorted(ranked, key=lambda entry: entry[:2])]
@@ -369,6 +381,7 @@ class _Planning:
             cuts.append((self._whole(members, budget), "layers"))
         except InfeasiblePlan as failure:
             self._judge.failure = failure
+            # Where whole layers do not fit, shared ones may, unless stages outnumber layers.
             if len(members) > self._costs.num_layers:
                 return []
         if self._options.share_layers:
@@ -411,6 +424,7 @@ class _Planning:
         if not (self._exact and "graph" in options.axes and options.move_workers and options.mix_depths):
             return []
         found = []
+        # Only the schedule that holds most in flight is tried: `run` tries half of it for whatever is the best.
         pipeline_workers = PipelineWorkers(
             usual=ranges_of(max(self._before.chains, key=lambda chain: len(chain.stages))),
             members=self._left.stages,
@@ -440,6 +454,7 @@ class _Planning:
         for baseline in self._baselines:
             try:
                 theirs = baseline(self._cluster, self._costs, self._before, self._event)
+                # Some baselines drop micro-batches: their steps would be of another batch.
                 if theirs.allocation.num_microbatches == self._num_microbatches:
                     found.append(self._judge.of_allocation(theirs.allocation, f"as {theirs.policy} does"))
             except InfeasiblePlan as failure:
@@ -456,6 +471,7 @@ class _Planning:
         where = best.where
         levels = np.concatenate([share.levels for chain in best.allocation.chains for share in chain.stages])
         level_speed = worker_speeds(cluster, where, levels) / cluster.speed[where]
+        # What each is busy at the base level, whatever levels the candidate has.
         loads = best.found.busy_s * level_speed
         tuned, bound = [best], best.step_s * (1 + 1e-9)
         # Slack below the base level saves power, but seldom leaves the step as it is.
@@ -469,11 +485,13 @@ class _Planning:
             step_s, found = self._judge.timed(allocation, where)
             if step_s <= bound:
                 tuned.append(replace(best, allocation=allocation, found=found, step_s=step_s))
+        # Among steps that are equally long the one that draws least.
         return min(tuned, key=lambda each: (round(each.step_s / bound, 9), each.found.power_w))
 
     # ------------------------------------------------------------------------------------------------------- the plan
 
     def _plan(self, tuned: Candidate, best: Candidate, staying: Candidate | None, stay: Shape | None) -> Plan:
+        # The estimate lists workers chain by chain, the plan by id.
         order = np.argsort(tuned.found.workers, kind="stable")
         # A layer that nobody has computed with has to be fetched before training goes on.
         has_all = bool(np.all(self._judge.sources.holders > 0))

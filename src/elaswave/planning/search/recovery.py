@@ -62,6 +62,7 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
     ranges = [(layout.stages[index].start, layout.stages[index].stop) for index in kept]
     workers = [survivors[index] for index in kept]
     if len(kept) < len(survivors):
+        # Whole numbers: all survivors must find the same cuts, ties included.
         prefix = exact_prefix([1] * layout.num_layers if layer_costs is None else layer_costs)
         ranges = _close_gaps(ranges, [len(members) for members in workers], prefix)
     stages = tuple(
@@ -72,6 +73,7 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
         routes=_reroute(layout, kept, stages, gone),
         shared=layout.shared,
         idle=idle,
+        # By these the copies that are made anew are kept on different hosts (D2, D5).
         domains=tuple(entry for entry in layout.domains if entry[0] not in gone),
         copies=layout.copies,
     )
@@ -87,6 +89,7 @@ def set_idle(layout: Layout, workers: Collection[int]) -> Layout:
         ValueError: no worker of a stage is left.
     """
     going = set(workers) & set(layout.active)
+    # Idle workers are hidden from it: it would put them to work where no other one is left.
     others = survivor_layout(msgspec.structs.replace(layout, idle=()), going)
     return msgspec.structs.replace(others, idle=tuple(sorted({*layout.idle, *going})), domains=layout.domains)
 
@@ -133,6 +136,7 @@ def _close_gaps(
         prefix: cost of the layers before each one, and of all of them.
     """
     bounds = [list(bounds) for bounds in ranges]
+    # Layers at either end have one remaining neighbour only: there is nothing to choose.
     bounds[0][0], bounds[-1][1] = 0, len(prefix) - 1
     first = 0
     while first < len(bounds):
@@ -150,12 +154,14 @@ def _close_gaps(
 def _best_cuts(bounds: Sequence[Sequence[int]], widths: Sequence[int], prefix: Sequence[int]) -> tuple[int, ...]:
     """Finds where to cut each gap between stages: smallest slowest stage, then fewest (worker, layer) pairs moved, then
     earliest."""
+    # Whole numbers instead of quotients: ties are ties on every survivor.
     common = lcm(*widths)
     gaps = [range(before[1], after[0] + 1) for before, after in zip(bounds, bounds[1:])]
     found = split_within(
         [(bounds[0][0],), *gaps],
         bounds[-1][1],
         lambda stage, start, stop: (prefix[stop] - prefix[start]) * (common // widths[stage]),
+        # What a stage has already counts too, but it is the same for all cuts.
         lambda stage, start, stop: widths[stage] * (stop - start),
     )
     return found[1:-1]
@@ -183,6 +189,7 @@ def _reroute(
         following = start = reached = 0
         for index, old_index in enumerate(kept):
             worker = None
+            # Passes over hops of stages that are gone; their layers go to the stages beside them.
             while following < len(route) and route[following].stage <= old_index:
                 hop = route[following]
                 reached = hop.stop
@@ -198,6 +205,7 @@ def _reroute(
                 start = stop
         pieces.append(piece)
 
+    # Only now, when all that stays has been counted: the rest goes to those that have least in all.
     heaps = [[(load[worker], worker) for worker in stage.workers] for stage in stages]
     for heap in heaps:
         heapify(heap)
@@ -247,6 +255,7 @@ def promote(
     for block in blocks:
         index = block.id
         copies = followers[index]
+        # Most blocks have nothing to drop: their followers are not built anew.
         for follower in copies:
             if not valid(index, follower):
                 followers[index] = tuple(other for other in copies if other != follower and valid(index, other))
@@ -258,6 +267,7 @@ def promote(
             headless.append(block)
 
     promoted, orphans = [], []
+    # After all owners that stay: whom a block gets depends on what each one owns in all.
     for block in headless:
         index = block.id
         copies = followers[index]
@@ -309,6 +319,7 @@ def choose_followers(
     wanted = min(num_followers, len(workers) - 1)
     known = set(workers)
     alike = _alike(placement, blocks)
+    # Idle workers that hold copies count here, as after a move that ended half-way.
     domains = domains_of(layout, holders=set(layout.idle) & {each for _, held in alike for each in held})
     realms = realms_of(layout)
     active_in: dict[str | None, set[int]] = defaultdict(set)
@@ -325,7 +336,9 @@ def choose_followers(
         realm = realms.get(holders[0])
         near = [worker for worker in holders if realms.get(worker) == realm] if realms else holders
         if len(near) <= wanted:
+            # There may be nobody left who could hold one more.
             lacking += [] if active_in[realm].issubset(holders) else those
+        # D5: enough copies, but one host has all of them.
         elif wanted and realm in several and len({domains[0][worker] for worker in near}) == 1:
             lacking += those
     if not lacking:
@@ -333,6 +346,7 @@ def choose_followers(
 
     members_of_layer = holders_of_layers(layout)
     copies = zip(placement.owner, placement.followers, strict=True)
+    # Firm: copies only come here and none goes, so a pair that was broken would go on sharing blocks.
     replica_peers = replica_peers_under(layout, scatter_width, copies=copies, firm=True)
     chooser = FollowerChooser(workers, replica_peers, scatter_width, domains, layout.idle, realms)
     for (layer, holders), those in alike.items():
@@ -342,6 +356,7 @@ def choose_followers(
     anything = False
     for block in sorted(lacking, key=lambda block: (len(followers[block.id]), block.id)):
         owner, size = placement.owner[block.id], block.num_elements
+        # The first block passes whatever its size, else one that is larger than the limit would wait for ever.
         if anything and sent[owner] + size > max_elements:
             continue
         full = {worker for worker in workers if received[worker] + size > max_elements} if anything else set()

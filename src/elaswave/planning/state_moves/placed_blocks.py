@@ -110,6 +110,7 @@ class PlacedBlocks:
     def lost_with(self, workers: Collection[int]) -> bool:
         """Does what `ReplicaSet` says."""
         gone = frozenset(worker for worker in workers if any(has(layers.members, worker) for layers in self._ranges))
+        # Each block has one holder more than followers.
         if len(gone) <= self._num_followers:
             return False
         if not self._num_followers:
@@ -122,6 +123,7 @@ class PlacedBlocks:
         """Does what `ReplicaSet` says."""
         if size != self._num_followers + 1:
             return
+        # The same workers may be owner and followers in several ways.
         seen: set[tuple[int, ...]] = set()
         for layers in self._ranges:
             for owner in layers.members.tolist():
@@ -169,6 +171,7 @@ class PlacedBlocks:
         fitting = free[inside == wants_inside]
         if not len(fitting):
             fitting = free
+        # Without a bound on replica peers each of these follows some block.
         if not len(replica_peers):
             return fitting
         others = fitting[~np.isin(fitting, replica_peers)]
@@ -201,8 +204,10 @@ class PlacedBlocks:
             (layers.start, tuple(layers.members.tolist()), owner)
             for layers in self._ranges
             for _ in range(max(len(self._replica_peers_of(layers, each)) for each in layers.members.tolist()))
+            # Owners come in turn, as `place_blocks` deals them.
             for owner in layers.members.tolist()
         ]
+        # As in `place_blocks` all that is owned is counted before the first follower is chosen.
         for _, members, owner in turns:
             chooser.count(members, (owner,), 1)
 
@@ -287,4 +292,5 @@ class PlacedBlocks:
     @property
     def _replica_peers_so_far(self) -> ReplicaPeers:
         """To be kept: those that were asked for, else those of before."""
+        # Where `cached_property` keeps its value: the property itself would work them out, a second of many workers.
         return self.__dict__.get("_replica_peers", self._kept)

@@ -117,10 +117,12 @@ def target_placement(
             f"{len(blocks)} blocks: take both from the same model"
         )
     found = [_nearest(layout, blocks, placement, num_followers, scatter_width, excluded)]
+    # Without followers there are no replica peers, hence nothing that a placement does not show.
     while num_followers and len(found) < _TRIES_MAX:
         after = _nearest(layout, blocks, found[-1], num_followers, scatter_width, excluded)
         if after in found:
             cycle = found[found.index(after) :]
+            # Wherever in the cycle a search begins, it ends at the same one: that one is its own target.
             return min(cycle, key=lambda each: (each.owner, each.followers))
         found.append(after)
     return found[-1]
@@ -161,8 +163,10 @@ def _nearest(
     )
     chooser = FollowerChooser(workers, replica_peers, scatter_width, domains_of(layout, out), realms=realms_of(layout))
     followers = _Followers(chooser, owners, options)
+    # What owners hold is noted before any follower is chosen, since those go to whoever holds least.
     for group in groups:
         followers.note_owners(group)
+    # In all groups first what may stay, then what is new: new ones even out what those leave uneven.
     for num_chosen in range(min(num_followers, len(workers) - 1)):
         for group in groups:
             followers.keep(group, num_chosen)
@@ -185,6 +189,7 @@ class _Group:
         self.inside = frozenset(members)
         self.blocks: list[Block] = []
         self.largest = 0
+        # Rule 2: one follower inside where the unit has another worker, the further ones outside.
         outside = max(0, min(num_workers - len(members), num_followers - (len(members) > 1)))
         self.followers_inside = num_followers - outside
 
@@ -256,6 +261,7 @@ def _level(group: _Group, placement: Placement, owners: list[int], load: dict[in
     heapify(high)
     anything = False
     while high:
+        # Entries whose load has changed since are not taken out of a heap, but passed over when they come up.
         while low[0][0] != load[low[0][1]]:
             heappop(low)
         most, giver = high[0]
@@ -294,6 +300,7 @@ class _Surplus:
             self._owned[owner].append((lacks, block.num_elements, -_reversed_bits(position[owner]), block))
             position[owner] += 1
         for entries in self._owned.values():
+            # The reversed bits of an owner's positions all differ, so blocks, which have no order, are never compared.
             entries.sort()
             for *_, block in entries:
                 self._note_holders(block)
@@ -398,6 +405,7 @@ class _Followers:
             fitting = self._chooser.candidates(group.members, owner, chosen)
             votes = Counter(worker for block in those for worker in self._options[block.id] if worker in fitting)
             fixed = self._chooser.fixed(group.members, owner, chosen)
+            # Rule 3: one worker for all of them, so that few sets of workers hold a block together.
             if fixed in fitting or votes:
                 staying = fixed if fixed in fitting else votes.most_common(1)[0][0]  # of equals that of the first block
                 self._chooser.fix(group.members, owner, chosen, staying)
@@ -412,6 +420,7 @@ class _Followers:
             chosen, owner = self._chosen[block.id], self._owners[block.id]
             if len(chosen) > num_chosen or not self._chooser.candidates(group.members, owner, chosen):
                 continue
+            # Only replica peers have to share the blocks of an owner evenly (rule 3).
             full = frozenset() if chosen else self._full(group, owner, num_blocks[owner])
             follower = self._chooser.choose(group.members, owner, chosen, block.num_elements, full)
             assert follower is not None
