@@ -67,62 +67,62 @@ class SharedReplayedState(ReplayedState):
         self._lock = threading.Lock()
 
     def ready(self, message: Any) -> None:
-        """See `Facts.ready`."""
+        """See `ReplayedState.ready`."""
         with self._lock:
             super().ready(message)
 
     def link_lost(self, peer: int, message: Any) -> None:
-        """See `Facts.link_lost`."""
+        """See `ReplayedState.link_lost`."""
         with self._lock:
             super().link_lost(peer, message)
 
     def linked(self, message: Any) -> None:
-        """See `Facts.linked`."""
+        """See `ReplayedState.linked`."""
         with self._lock:
             super().linked(message)
 
     def paused(self, message: Any) -> None:
-        """See `Facts.paused`."""
+        """See `ReplayedState.paused`."""
         with self._lock:
             super().paused(message)
 
     def unsound(self, message: Any) -> None:
-        """See `Facts.unsound`."""
+        """See `ReplayedState.unsound`."""
         with self._lock:
             super().unsound(message)
 
     def part(self, step: int, generation: int, message: Any) -> None:
-        """See `Facts.part`."""
+        """See `ReplayedState.part`."""
         with self._lock:
             super().part(step, generation, message)
 
     def leaving(self, message: Any) -> None:
-        """See `Facts.leaving`."""
+        """See `ReplayedState.leaving`."""
         with self._lock:
             super().leaving(message)
 
     def ended(self, message: Any) -> None:
-        """See `Facts.ended`."""
+        """See `ReplayedState.ended`."""
         with self._lock:
             super().ended(message)
 
     def moved(self) -> None:
-        """See `Facts.moved`."""
+        """See `ReplayedState.moved`."""
         with self._lock:
             super().moved()
 
     def settled(self, step: int) -> None:
-        """See `Facts.settled`."""
+        """See `ReplayedState.settled`."""
         with self._lock:
             super().settled(step)
 
     def rolled_back(self, step: int) -> None:
-        """See `Facts.rolled_back`."""
+        """See `ReplayedState.rolled_back`."""
         with self._lock:
             super().rolled_back(step)
 
     def standing(self) -> list[Any]:
-        """See `Facts.standing`."""
+        """See `ReplayedState.standing`."""
         with self._lock:
             return super().standing()
 

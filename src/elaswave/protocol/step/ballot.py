@@ -1,9 +1,10 @@
 """The vote: one small all-reduce whose result says whether a step commits, the same for all workers.
 
 Every worker fills a `Ballot`. The vectors of all ballots are merged: 64-bit integers that are added (wrapping) in the
-first part and maximised in the second, both free of order. The merged vector is the *commit certificate*, and `judge`
-reads the verdict off it. A worker fills its ballot only when it is prepared (its owned blocks have their complete
-gradients, its followed blocks the same ones), so learning that the vote passed implies that every worker can apply.
+first part and maximised in the second, both free of order. The merged vector is the *commit certificate*, and
+`read_verdict` reads the verdict off it. A worker fills its ballot only when it is prepared (its owned blocks have their
+complete gradients, its followed blocks the same ones), so learning that the vote passed implies that every worker can
+apply.
 The parts:
 
 - coverage: `coverage_key` of every (layer, micro-batch) that was added, and `loss_key` of every loss, against the known
@@ -147,8 +148,6 @@ _NUM_CHECKS = 7
 _NUM_FLAGS = 7
 """Maxima before those of the tensors."""
 _SIGN = 1 << 63
-_NO_HASH = -_SIGN
-"""Less than any hash of 62 bits, and than its negative."""
 LOSS = -1
 """Stands for the loss where micro-batches are counted by unit."""
 UNKNOWN_MICROBATCH = (1 << _ROW_BITS) - 1
@@ -211,7 +210,7 @@ class BufferTensor(NamedTuple):
     def nothing(self) -> tuple[int, int]:
         """What a worker without a micro-batch of its layer brings."""
         # No maximum changes by it.
-        return (_NO_HASH, _NO_HASH) if self.is_whole else (0, 0)
+        return (NO_HASH, NO_HASH) if self.is_whole else (0, 0)
 
 
 class Ballot(NamedTuple):

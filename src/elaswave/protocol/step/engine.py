@@ -1,8 +1,8 @@
 """What the worker machine stands on (`Ports`): an engine that has the numbers, links to the other workers, and the way
 to the coordinator. The product has them with torch and sockets, the simulator with whole numbers on virtual time.
 
-Engine and links never see each other, and neither decides an order: that is the machine's (`protocol.step`,
-`protocol.worker`). What travels is opaque to the machine; so are the places where it arrives.
+Engine and links never see each other, and neither decides an order: that is the machine's (`protocol.step`).
+What travels is opaque to the machine; so are the places where it arrives.
 
 Rules that the two sides keep:
 

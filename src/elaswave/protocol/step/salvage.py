@@ -61,7 +61,7 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[AccumulatedUnits, ...] = ()
     """What was added to its sums; in a decision, of the layers that are kept."""
     losses: str = "0"
-    """Micro-batches whose losses it has, as in `Rows`."""
+    """Micro-batches whose losses it has, as in `AccumulatedUnits`."""
     in_flight: tuple[InFlightMicrobatch, ...] = ()
 
 
