@@ -141,6 +141,19 @@ def test_a_message_is_acknowledged_once_it_is_durable(one_town):
     assert coordinator.said(0) == [1]
 
 
+def test_a_heartbeat_is_answered_while_the_store_is_waited_for(one_town):
+    """Also where the peer has said nothing that would have to be acknowledged."""
+    history = History()
+    coordinator = one_town.coordinator(history=history)
+    heartbeats: list[None] = []
+    worker = one_town.participant(0, silence_timeout_s=0.2, heartbeat=lambda: heartbeats.append(None))
+    worker.works()
+    until(lambda: not num_unacknowledged(worker.client))
+    history.when_durable = lambda call: None
+    until(lambda: len(heartbeats) > 50)  # in five times as long as it bears without an answer
+    assert coordinator.events(0) == ["connected"] and worker.num_hellos == 1
+
+
 def test_a_message_that_was_not_durable_yet_is_said_again_to_a_successor(one_town):
     first = one_town.coordinator(history=History(when_durable=lambda call: None))
     worker = one_town.participant(0)

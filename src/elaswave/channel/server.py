@@ -394,12 +394,12 @@ class ControlServer(Generic[_T]):
             if answer and self._peers.get(peer) is connection:
                 # Also where a frame that may not come ends the connection: those before it were handled.
                 newest = self._handled[peer]
-                if self._history is None:
-                    self._acknowledge(peer, newest)
+                if self._history is None or self._acknowledged.get(peer) == newest:
+                    self._acknowledge(peer, newest)  # nothing of it waits for the store, which may be slow
                 else:
                     self._history.when_durable(partial(self._acknowledge, peer, newest))
-                if self._acknowledged.get(peer) != newest:
-                    self._answer(peer)  # what was asked for is a sign of life
+                    if self._acknowledged.get(peer) != newest:
+                        self._answer(peer)  # what was asked for is a sign of life
 
     def _acknowledge(self, peer: int, handled: tuple[int, int]) -> None:
         """Messages of a peer are handled, and need not be said again to any coordinator."""
