@@ -520,8 +520,9 @@ class ControlClient(Generic[_T]):
             found = [address] if not addresses.has_name(address) else self._look_up(address)
             if not found:
                 return
+            place = found[self._num_dials[self._target] % len(found)]  # the first one is preferred by the system
             self._num_dials[self._target] += 1
-            sock = self._dial_address(found[self._num_dials[self._target] % len(found)])
+            sock = self._dial_address(place)
         except OSError as error:
             self._drop(error)
             return

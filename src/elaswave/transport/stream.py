@@ -151,7 +151,8 @@ class Acceptor:
         self._visits: dict[int, _Visit] = {}
         self._lookups: dict[int, addresses.NameLookup] = {}
         """Of the names of peers that are being dialled."""
-        self._num_lookups = 0
+        self._num_lookups: dict[int, int] = {}
+        """Of each peer, those that have found an address."""
         self._unauthenticated: UnauthenticatedPeers[_Visit] = UnauthenticatedPeers()
         """Those of the visits that were not dialled."""
         self._lines = LimitedLines()
@@ -201,14 +202,15 @@ class Acceptor:
                 nearest = min(nearest, lookup.left_s)
                 continue
             del self._lookups[peer]
-            self._num_lookups += 1
             try:
                 found = lookup.results()
             except OSError as error:
                 self.trouble[peer] = error
                 continue
-            # The next lookup takes another address of the name: this one may not answer.
-            address = found[self._num_lookups % len(found)]
+            # The system prefers the first one. The next lookup takes another address: this one may not answer.
+            num_before = self._num_lookups.get(peer, 0)
+            self._num_lookups[peer] = num_before + 1
+            address = found[num_before % len(found)]
             self._connect(peer, address, addresses.host_of(lookup.address))
         return nearest
 
