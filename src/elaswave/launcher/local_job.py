@@ -494,6 +494,7 @@ class LocalJob(ClientOwner):
         assert self._client is not None
         # Before `exited`, since they may say that the job is over.
         self._client.turn()  # its last words
+        self._hear_candidate()  # it may have had the job for an instant
         self._coordinators.exited(text, at_s)
 
     # ------------------------------------------------------------------------------------------------------- forkserver
@@ -562,6 +563,7 @@ class LocalJob(ClientOwner):
         if text is None:
             return
         assert self._client is not None
+        self._receive_from_forkserver()  # what it has said last: a commit that is done, a process that was refused
         deadline_s = time.monotonic() + LAST_WORDS_S
         while self._ended is None and time.monotonic() < deadline_s:
             self._client.turn(TICK_S)

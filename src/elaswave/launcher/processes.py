@@ -564,6 +564,7 @@ def await_prepared(processes: JobProcesses, log: Path, turn: Callable[[], None])
     standstill = Standstill(time.monotonic())
     while True:
         processes.selector.select(TICK_S)
+        ended = processes.forkserver_end()  # looked at first: then all that it has said is there
         for message in processes.receive_from_forkserver():
             if isinstance(message, Prepared):
                 return message
@@ -571,7 +572,6 @@ def await_prepared(processes: JobProcesses, log: Path, turn: Callable[[], None])
             if message.is_usage:
                 raise UsageError(message.text)
             raise _unprepared(message.text, log)
-        ended = processes.forkserver_end()
         if ended is not None:
             raise _unprepared(f"it {ended}", log)
         still = how_it_stands_still(standstill, processes.forkserver_facts(), time.monotonic())

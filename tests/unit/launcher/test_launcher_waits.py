@@ -2,11 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from elaswave.errors import LaunchError, UsageError
 from elaswave.launcher.forkserver.machine import COORDINATOR
-from elaswave.launcher.processes import KILLED_S_MAX, STILL_S_MAX, STOPPED_S_MAX, LauncherWaits
+from elaswave.launcher.forkserver.messages import Unprepared
+from elaswave.launcher.processes import KILLED_S_MAX, STILL_S_MAX, STOPPED_S_MAX, LauncherWaits, await_prepared
 from elaswave.observability.processes import ProcessFacts
 
 BEGIN_S = 100.0
@@ -86,3 +91,31 @@ def test_time_in_which_the_launcher_was_stopped_itself_does_not_count() -> None:
     waits.for_commit(BEGIN_S)
     waits.for_killed_coordinator(BEGIN_S)
     assert waits.overdue(lambda: forkserver("T"), BEGIN_S + 3600.0) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "told"),
+    [
+        ([Unprepared(text="the model has no layers", is_usage=True)], UsageError, "^the model has no layers$"),
+        ([Unprepared(text="no libtorch")], LaunchError, "no libtorch"),
+        ([], LaunchError, "it ended with status 1"),
+    ],
+)
+def test_what_a_template_says_last_is_the_reason_why_it_has_ended(
+    said: list[Unprepared], error: type[Exception], told: str
+) -> None:
+    """It ends as soon as it has said that, at any instant of the launcher's look."""
+    come: list[Unprepared] = []
+
+    def end() -> str | None:
+        come.extend(said)
+        return "ended with status 1"
+
+    processes: Any = SimpleNamespace(
+        selector=SimpleNamespace(select=lambda timeout_s: []),
+        receive_from_forkserver=lambda: list(come),
+        forkserver_end=end,
+        forkserver_facts=lambda: None,
+    )
+    with pytest.raises(error, match=told):
+        await_prepared(processes, Path("forkserver.log"), lambda: None)

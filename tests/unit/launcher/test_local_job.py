@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import os
 import selectors
 import signal
 import time
@@ -46,6 +47,7 @@ from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.leadership.standby import STAND_BY_AGAIN_S, Standby
 from elaswave.protocol.membership.agent import Agent
 from elaswave.protocol.membership.effects import SpawnJoiner
+from elaswave.store.claim import CandidateProgress, CandidateStage
 from elaswave.store.opening import JobStore
 from elaswave.system.processes import how_it_ended
 from elaswave.transport.handshake import Secrets
@@ -65,7 +67,10 @@ class Launcher(LocalJob):
         self._processes = SimpleNamespace(  # type: ignore[assignment]
             ask_forkserver=self.asked.append,
             forkserver_end=lambda: "was killed by SIGKILL",
+            receive_from_forkserver=list,
+            has_taken_over=lambda: None,
         )
+        self._candidate_reports = CandidateReports(selectors.DefaultSelector())
         self._logs = LogSending(tmp_path)
         self._way_on = lambda: "so it goes on"
         self._workers = WorkerSupervisor(self._agent, self._processes, self._logs, self._waits, tmp_path)
@@ -174,6 +179,19 @@ def test_a_candidate_stands_by_again_after_one_that_never_had_the_job_or_was_rep
     assert (launcher.num_started, standby.leads) == (1, False), "its own coordinator is followed at once"
 
 
+def test_a_candidate_that_has_ended_is_followed_at_once_if_it_has_just_told_that_it_had_the_job(
+    launcher: Launcher,
+) -> None:
+    launcher._set_agent_role(own_role()._replace(is_candidate=True), leads=False)
+    writes = launcher._candidate_reports.open()
+    os.write(writes, CandidateProgress(CandidateStage.HOLDS, 1).line())
+    os.close(writes)
+    launcher._on_coordinator_exit("was killed by SIGKILL", 50.0)
+    assert launcher.num_started == 1 and launcher._standby.had_it
+    launcher._hear_candidate()
+    assert not launcher._standby.leads, "what was told of the one that has ended is not heard of the next one"
+
+
 def test_a_store_that_does_not_answer_the_next_coordinator_ends_the_part_and_not_the_job(launcher: Launcher) -> None:
     with pytest.raises(RetryError, match="the store does not answer the next one; see .*coordinator.log"):
         launcher._on_coordinator_exit(f"ended with status {STORE_GONE}", 50.0)
@@ -270,6 +288,13 @@ def test_the_end_of_the_template_is_the_jobs(
     launcher.last_words = last_words
     with pytest.raises(RecoveryError, match="was killed by SIGKILL, and all workers have ended with it .* so it goes"):
         launcher._check_forkserver()
+
+
+def test_the_last_words_of_the_template_are_heard_after_its_end(launcher: Launcher) -> None:
+    launcher.last_words = Ended(outcome="finished")
+    launcher._processes.receive_from_forkserver = lambda: [CommitDone(number=6, error=None)]  # type: ignore[method-assign]
+    launcher._check_forkserver()
+    assert launcher.sent == [CheckpointCommitted(number=6, error=None, again=False)]
 
 
 @pytest.mark.parametrize("outcome", ["finished", "stopped"])
