@@ -236,7 +236,7 @@ def how_it_stands_still(standstill: Standstill, forkserver: ProcessFacts | None,
     """
     if forkserver is None:
         return None
-    still_s, is_stopped = standstill.look(forkserver.cpu_s, now_s), forkserver.state in "Tt"
+    still_s, is_stopped = standstill.look(forkserver.cpu_s, now_s), forkserver.is_stopped
     if still_s <= (STOPPED_S_MAX if is_stopped else STILL_S_MAX):
         return None
     return f"it has used no processor time for {still_s:.0f} s" + (" and is stopped" if is_stopped else "")
@@ -528,7 +528,7 @@ class JobProcesses:
         pids += [*([self._coordinator.pid] if self._coordinator is not None else [])]
         for pid in pids:
             facts = facts_of(pid)
-            if facts is not None and facts.state != "T":
+            if facts is not None and not facts.is_stopped:
                 return False
         return True
 

@@ -59,13 +59,19 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the kernel says of a process."""
 
     state: str
-    """One letter: R, S, D, T (stopped), Z (ended, but not reaped)."""
+    """One letter: R, S, D, T (stopped), t (traced), Z (ended, but not reaped)."""
     parent: int
     cpu_s: float
     """Processor time that it has used, in user and system mode, as fine as the clock ticks (10 ms)."""
     ended_cpu_s: float = 0.0
     """That of its children that have ended."""
     start_ticks: int
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it, for as long as nobody lets it go on. One that is traced is not: it stands at
+        each call that is traced for an instant, or under the eyes of a person with a debugger."""
+        return self.state == "T"
 
 
 def facts_of(pid: int) -> ProcessFacts | None:

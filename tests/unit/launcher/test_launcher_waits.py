@@ -32,7 +32,7 @@ def waited(waits: LauncherWaits, facts: Callable[[float], ProcessFacts | None], 
     return now_s - BEGIN_S, ""
 
 
-@pytest.mark.parametrize(("state", "bound_s"), [("T", STOPPED_S_MAX), ("S", STILL_S_MAX)])
+@pytest.mark.parametrize(("state", "bound_s"), [("T", STOPPED_S_MAX), ("t", STILL_S_MAX), ("S", STILL_S_MAX)])
 def test_a_template_that_does_not_fork_is_waited_for_as_long_as_it_gets_on(state: str, bound_s: float) -> None:
     waits = LauncherWaits()
     waits.for_forks((0, 1), BEGIN_S)

@@ -52,7 +52,7 @@ def test_a_signal_never_hits_another_process_with_the_same_id(sleeper: subproces
     assert signal_process(meant, signal.SIGSTOP)
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
     facts = facts_of(sleeper.pid)
-    assert facts is not None and facts.state == "T" and facts.parent == os.getpid()
+    assert facts is not None and facts.state == "T" and facts.is_stopped and facts.parent == os.getpid()
     assert signal_process(meant, signal.SIGKILL)
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
     assert not lives(meant), "it has ended, though it has not been reaped"
