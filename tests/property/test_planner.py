@@ -13,7 +13,7 @@ from elaswave.planning.costs.machines import ClusterEvent
 from elaswave.planning.costs.schedules import SCHEDULES, bounds_within
 from elaswave.planning.costs.step_time.exact import durations_of, time_programs
 from elaswave.planning.frequency import choose_levels
-from elaswave.planning.plan import levels_of
+from elaswave.planning.plan import Allocation, at_levels, levels_of
 from elaswave.planning.policy.fault_free_policies import fault_free
 from elaswave.planning.programs.layout import validate_layout
 from elaswave.planning.programs.prediction import estimate
@@ -22,7 +22,7 @@ from elaswave.planning.programs.routes import allocation_of, make_routes
 from elaswave.planning.programs.shared_layers import cuts_of, held_ranges, share_layers, widen_cuts
 from elaswave.planning.programs.validation import validate_programs
 from elaswave.planning.search.apportionment import apportion
-from elaswave.planning.search.candidates import Options
+from elaswave.planning.search.candidates import AXES, Options
 from elaswave.planning.search.memory_limits import layout_limits
 from elaswave.planning.search.partition import choose_widths, split_layers, split_layers_and_workers
 from elaswave.planning.search.shapes import Shape, build
@@ -307,6 +307,67 @@ def test_what_a_plan_always_keeps(job, move_workers, share_layers, axes):
     # and back
     again = allocation_of(layout, kept.schedule, levels_of(kept))
     assert make_routes(again, costs, left) == layout
+
+
+@st.composite
+def jobs_of_pipelines(draw):
+    """Up to three chains of one or two stages side by side, at levels that somebody has set: (cluster, costs,
+    allocation)."""
+    costs = make_costs(draw(st.lists(layer_seconds, min_size=4, max_size=5)))
+    sizes = draw(st.lists(st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(2, 12)), min_size=1, max_size=3))
+    number = sum(stages * replicas for stages, replicas, _ in sizes)
+    cluster = make_cluster(draw(st.lists(speeds, min_size=number, max_size=number)), levels=LEVELS)
+    schedule = draw(st.sampled_from(SCHEDULES))
+    chains, first = [], 0
+    for stages, replicas, num_microbatches in sizes:
+        own = cluster.take(np.arange(first, first + stages * replicas))
+        chains += fault_free(own, costs, stages, replicas, num_microbatches, schedule).chains
+        first += stages * replicas
+    levels = draw(st.lists(st.integers(0, 2), min_size=number, max_size=number))
+    return cluster, costs, at_levels(Allocation(chains=tuple(chains), schedule=schedule), np.array(levels))
+
+
+@given(
+    jobs_of_pipelines(),
+    st.sets(st.integers(0, 11), max_size=2),
+    st.sets(st.sampled_from(sorted(AXES))),
+    st.none() | st.sets(st.sampled_from(SCHEDULES), min_size=1).map(sorted),
+)
+@settings(max_examples=80, deadline=None)
+def test_what_is_switched_off_is_as_before(job, lost, axes, schedules):
+    """Where every stage has a worker left, so that all can stay. Chains of one stage stay chains, too."""
+    cluster, costs, allocation = job
+    lost = tuple(sorted(lost & set(range(cluster.num_workers))))
+    shares = [share for chain in allocation.chains for share in chain.stages]
+    assume(all(set(share.workers.tolist()) - set(lost) for share in shares))
+    event = ClusterEvent(kind="lost", workers=lost) if lost else ClusterEvent(kind="slowed", workers=(0,))
+    options = Options(schedules=None if schedules is None else tuple(schedules))
+    left = cluster.without(lost)
+    found = plan(left, costs, allocation, event, options=options, axes=axes)
+    permitted = set(schedules or ("zero-bubble-h2", "zero-bubble")) | {allocation.schedule}
+    assert found.allocation.schedule in permitted
+    now = [share for chain in found.allocation.chains for share in chain.stages]
+    if "graph" not in axes:
+        assert [len(chain.stages) for chain in found.allocation.chains] == [
+            len(chain.stages) for chain in allocation.chains
+        ]
+        for before, after in zip(shares, now, strict=True):
+            assert (before.start, before.stop) == (after.start, after.stop)
+            assert set(after.workers.tolist()) == set(before.workers.tolist()) - set(lost)
+        totals = [chain.num_microbatches for chain in found.allocation.chains]
+        assert totals == [chain.num_microbatches for chain in allocation.chains]
+    if "frequency" not in axes:
+        before_levels = levels_of(allocation)
+        assert all(before_levels[worker] == level for worker, level in levels_of(found.allocation).items())
+    if "dataflow" not in axes:
+        counts = {}
+        for chain in found.allocation.chains if "graph" in axes else ():
+            for index, share in enumerate(chain.stages):
+                counts.setdefault((len(chain.stages), index), []).extend(share.num_microbatches.tolist())
+        own = [*counts.values(), *(share.num_microbatches.tolist() for share in now)]
+        assert all(max(each) - min(each) <= 1 for each in own), "dealt evenly, whatever the speeds are"
+    if "randomness" not in axes:
+        assert found.contributions["randomness"] == "off"
 
 
 @given(jobs(max_workers=4), st.integers(100, 500))

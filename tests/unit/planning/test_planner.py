@@ -19,7 +19,7 @@ from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
 from elaswave.planning.costs.step_time.exact import durations_of, time_programs
 from elaswave.planning.frequency import check_power, choose_levels, common_levels
-from elaswave.planning.plan import Plan, StageShare, StateTransfer, levels_of, num_actions
+from elaswave.planning.plan import Plan, StageShare, StateTransfer, at_levels, levels_of, num_actions
 from elaswave.planning.policy.fault_free_policies import fastest_fault_free, fault_free
 from elaswave.planning.programs.prediction import estimate, stages_of, time_as_it_is, time_within_memory
 from elaswave.planning.programs.programs import compile_programs
@@ -447,6 +447,50 @@ def test_pipelines_side_by_side_stay_if_nothing_is_better():
     assert len(found.allocation.chains) == 2 and found.reason.startswith("rerouting")
     after = plan(cluster.without([1]), costs, both, lost(1), axes={"dataflow"})
     assert [chain.num_microbatches for chain in after.allocation.chains] == [20, 4]
+
+
+def test_pipelines_side_by_side_stay_several_where_the_graph_may_not_change():
+    """One chain of them all would be quicker, and is what is taken where the graph may change."""
+    cluster, costs = make_cluster([1.0] * 8), make_costs([1.0] * 4)
+    few = fault_free(cluster.take(np.arange(4)), costs, 2, 2, 20)
+    many = fault_free(cluster.take(np.arange(4, 8)), costs, 2, 2, 40)
+    both = replace(few, chains=(few.chains[0], many.chains[0]))
+    nothing = ClusterEvent(kind="slowed", workers=(0,))
+    found = plan(cluster, costs, both, nothing, axes=set())
+    assert [chain.num_microbatches for chain in found.allocation.chains] == [20, 40]
+    assert found.allocation.schedule == "zero-bubble" and found.reason.startswith("rerouting, "), "under any schedule"
+    assert found.predicted_step_s < predict(cluster, costs, both)
+    assert len(plan(cluster, costs, both, nothing).allocation.chains) == 1
+    alone = plan(cluster, costs, both, nothing, axes=set(), options=Options(schedules=("1f1b",)))
+    assert alone.predicted_step_s == predict(cluster, costs, both)
+
+
+def test_pipelines_that_fit_under_another_schedule_stay_several():
+    cluster = make_cluster([1.0] * 8, memory_bytes=60.0)
+    costs = make_costs([1.0] * 4, parameter_bytes=0.0, activation_bytes=10.0)
+    few, many = (
+        fault_free(make_cluster([1.0] * 8).take(np.arange(at, at + 4)), costs, 2, 2, 20, "gpipe") for at in (0, 4)
+    )
+    both = replace(few, chains=(few.chains[0], many.chains[0]))
+    found = plan(cluster, costs, both, ClusterEvent(kind="slowed", workers=(0,)), axes=set())
+    assert len(found.allocation.chains) == 2 and found.allocation.schedule != "gpipe"
+
+
+def test_baselines_set_no_frequencies_where_a_plan_may_not():
+    """One runs everything at the highest level; with the axis, or without it, the same at the levels of before."""
+    cluster, costs = make_cluster([1.0] * 4, levels=LEVELS), make_costs([1.0] * 4)
+    before = at_levels(fault_free(cluster, costs, 2, 2, 6), np.zeros(4, dtype=np.int64))
+    event = ClusterEvent(kind="slowed", workers=(0,))
+    idle = plan(cluster, costs, before, event, axes=set())
+
+    def quicker(*_):
+        return replace(idle, policy="quicker", allocation=at_levels(idle.allocation, np.full(4, 2)))
+
+    free, bound = (
+        plan(cluster, costs, before, event, axes=axes, baselines=[quicker]) for axes in (AXES, AXES - {"frequency"})
+    )
+    assert set(levels_of(bound.allocation).values()) == {0}
+    assert set(levels_of(free.allocation).values()) == {2}
 
 
 def test_a_layouts_limits_are_those_of_its_workers_memory():

@@ -169,6 +169,7 @@ def mixed_pipelines(
     followers: int,
     most: int,
     leave_out: bool = True,
+    by_speed: bool = True,
 ) -> list[tuple[Allocation, str]]:
     """Finds the best mixes.
 
@@ -181,6 +182,7 @@ def mixed_pipelines(
         followers: live copies of every block, for memory.
         most: how many are wanted.
         leave_out: whether workers may be left without a place.
+        by_speed: whether faster workers may run more micro-batches than others in pipelines of the same depth.
     Returns:
         Allocations, the fastest first, and how they came about; none if nothing fits.
     """
@@ -202,6 +204,8 @@ def mixed_pipelines(
         for usual in starts:
             placing = _Placing(cluster, costs, pipeline_workers, usual, speeds, order[: mix.num_workers])
             for allocation in placing.allocations(mix, num_microbatches, schedule):
+                if not by_speed and not is_dealt_evenly(allocation):
+                    continue
                 # What is no better than the last one that is kept need not be timed to its end.
                 within_s = found[-1][0] if len(found) == most else float("inf")
                 try:
@@ -210,6 +214,16 @@ def mixed_pipelines(
                     continue
                 found = sorted([*found, (seconds, allocation, str(mix))], key=lambda each: each[0])[:most]
     return [(_joined(allocation), f"pipelines x workers of each: {mix}") for _, allocation, mix in found]
+
+
+def is_dealt_evenly(allocation: Allocation) -> bool:
+    """Tells whether all workers of a stage run equally many micro-batches, but for one, whatever their speeds: those of
+    the same stage of pipelines of one depth, too."""
+    counts: dict[tuple[int, int], list[int]] = {}
+    for chain in allocation.chains:
+        for index, share in enumerate(chain.stages):
+            counts.setdefault((len(chain.stages), index), []).extend(share.num_microbatches.tolist())
+    return all(max(own) - min(own) <= 1 for own in counts.values())
 
 
 def _mixes(

@@ -101,7 +101,8 @@ def plan(
         allocation: before the event.
         event: what happened.
         options: what may be done; None means everything.
-        baselines: planners whose allocations are candidates too, if they keep the batch.
+        baselines: planners whose allocations are candidates too, if they keep the batch, whatever the axes are; levels
+            are theirs only with the axis of frequency.
     Raises:
         InfeasiblePlan: names the violated limit and by how much.
         ValueError: options that cannot be.
@@ -152,11 +153,14 @@ class _Planning:
     def run(self) -> Plan:
         """Makes the plan."""
         stay = self._stay(self._subsets[0])
-        staying = self._pipelines_stay() if len(self._before.chains) > 1 else None
+        staying = self._pipelines_stay(self._before.schedule) if len(self._before.chains) > 1 else None
         candidates = [] if staying is None else [staying]
         # Without the graph axis pipelines that can go on as they are stay so: one chain of all workers moves layers.
-        is_free = staying is None or "graph" in self._options.axes
-        one_chain = self._judge.of_shape(stay, self._before.schedule) if stay is not None and is_free else None
+        if len(self._before.chains) > 1 and "graph" not in self._options.axes:
+            others = [each for each in self._schedules if each != self._before.schedule]
+            candidates += [each for each in map(self._pipelines_stay, others) if each is not None]
+            stay = None if candidates else stay
+        one_chain = self._judge.of_shape(stay, self._before.schedule) if stay is not None else None
         if one_chain is not None:
             candidates.append(one_chain)
             staying = staying or one_chain
@@ -189,7 +193,7 @@ class _Planning:
             return best
         return replace(best, allocation=allocation, step_s=step_s, found=found)
 
-    def _pipelines_stay(self) -> Candidate | None:
+    def _pipelines_stay(self, schedule: Schedule) -> Candidate | None:
         """Every chain goes on by itself; None if one cannot: it has lost a stage, or does not fit."""
         chains = []
         for chain in self._before.chains:
@@ -207,7 +211,7 @@ class _Planning:
                 shares.append(replace(share, workers=left, num_microbatches=counts, levels=self._levels[where]))
             chains.append(replace(chain, stages=tuple(shares)))
         try:
-            return self._judge.of_allocation(replace(self._before, chains=tuple(chains)), "rerouting")
+            return self._judge.of_allocation(Allocation(chains=tuple(chains), schedule=schedule), "rerouting")
         except InfeasiblePlan as failure:
             # In the place of any other reason: staying is what a plan cannot do without (`Judge.failure`).
             self._judge.failure = failure
@@ -441,6 +445,7 @@ class _Planning:
             followers=options.followers,
             most=MIXES,
             leave_out=options.leave_out,
+            by_speed="dataflow" in options.axes,
         ):
             try:
                 found.append(self._judge.of_allocation(allocation, origin))
@@ -449,14 +454,20 @@ class _Planning:
         return found
 
     def _from_baselines(self) -> list[Candidate]:
-        """Judges the baselines' allocations like our own."""
+        """Judges the baselines' allocations like our own; where levels may not be chosen, at those of our own."""
         found = []
         for baseline in self._baselines:
             try:
                 theirs = baseline(self._cluster, self._costs, self._before, self._event)
+                allocation = theirs.allocation
                 # Some baselines drop micro-batches: their steps would be of another batch.
-                if theirs.allocation.num_microbatches == self._num_microbatches:
-                    found.append(self._judge.of_allocation(theirs.allocation, f"as {theirs.policy} does"))
+                if allocation.num_microbatches != self._num_microbatches:
+                    continue
+                if "frequency" not in self._options.axes:
+                    shares = [share for chain in allocation.chains for share in chain.stages]
+                    where = self._cluster.index_of(np.concatenate([share.workers for share in shares]))
+                    allocation = at_levels(allocation, self._levels[where])
+                found.append(self._judge.of_allocation(allocation, f"as {theirs.policy} does"))
             except InfeasiblePlan as failure:
                 self._judge.failure = self._judge.failure or failure
         return found
