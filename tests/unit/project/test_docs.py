@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import pkgutil
 import re
 import shlex
 import tomllib
@@ -18,6 +19,7 @@ from elaswave.cli.main import cli
 from elaswave.config.cluster import labels_of, sites_that_may_part
 from elaswave.config.load import load_config
 from elaswave.faults.injection import parse_faults
+from elaswave.models.foreign import server
 from verify.__main__ import verify
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -263,3 +265,15 @@ def test_walks_name_functions_that_exist(page: str, num_named: int) -> None:
     assert missing_functions(text) == []
     broken = re.sub(r"\.py`(\)?)", r"_no.py`\1", text)
     assert len(missing_functions(broken)) >= num_named, "each of them is looked at"
+
+
+@page_by_page
+def test_names_of_the_package_exist(page: Path) -> None:
+    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for name in re.findall(r"`((?:elaswave|elaswave_rivals|verify)(?:\.\w+)+)[`(]", prose(page.read_text())):
+        assert name in entry_points or pkgutil.resolve_name(name)
+
+
+def test_what_a_server_of_foreign_parts_calls_is_in_its_file() -> None:
+    called = re.findall(r"(\w+)\(", (ROOT / "docs" / "foreign.md").read_text().partition("## Writing a server")[2])
+    assert called and not [name for name in called if not hasattr(server, name)]
