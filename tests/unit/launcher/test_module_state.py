@@ -4,6 +4,7 @@ import collections
 import datetime
 import functools
 import importlib
+import importlib.machinery
 import math
 import operator
 import pathlib
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from elaswave.launcher.forkserver import module_state
-from elaswave.launcher.forkserver.module_state import TakenOver, states_of_modules, value_digest
+from elaswave.launcher.forkserver.module_state import ModuleState, TakenOver, states_of_modules, value_digest
 
 Modules = Callable[..., Any]
 SETTINGS = """
@@ -112,6 +113,16 @@ def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     yield write
     for name in begun:
         sys.modules.pop(name, None)
+
+
+def test_finders_without_a_way_to_find_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.machinery.ModuleSpec("settings", None)
+    taken = TakenOver({"settings": ModuleState([], [], None, {})})
+    finders = [taken, types.SimpleNamespace(), types.SimpleNamespace(find_spec=lambda *_: spec)]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "meta_path", finders)
+        found = taken.find_spec("settings", None)
+    assert found is spec
 
 
 def set_all(settings: Any) -> None:

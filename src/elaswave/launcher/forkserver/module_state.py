@@ -456,7 +456,8 @@ class TakenOver:
         if name not in self._states:
             return None
         for finder in sys.meta_path:
-            found = None if finder is self else finder.find_spec(name, path, target)
+            find: Any = None if finder is self else getattr(finder, "find_spec", None)
+            found = None if find is None else find(name, path, target)  # Python, too, passes over one that has none
             if found is not None:
                 loader: Any = found.loader  # one of this module's, unless it is a class
                 if hasattr(loader, "exec_module") and not isinstance(loader, type):
