@@ -373,7 +373,7 @@ class Jax:
     def _values(self, array: Array) -> Any:
         kind = self.jax.numpy.dtype(array.type)
         values = self.numpy.frombuffer(array.data, dtype=kind).reshape(array.shape)
-        if array.type == "int64" and values.size and abs(values).max() > 0x7FFFFFFF:
+        if array.type == "int64" and values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
             raise RuntimeError(
                 "JAX has whole numbers of 32 bits, unless it is told otherwise, and the input larger ones"
             )

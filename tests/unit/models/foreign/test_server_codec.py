@@ -6,7 +6,9 @@ import json
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tests.integration.foreign_parts import NumpyMiddle
 
@@ -26,6 +28,7 @@ from elaswave.models.foreign.server import (
     RESULT,
     TEXT_BYTES_MAX,
     Array,
+    Jax,
     Numpy,
     PartMessage,
     ProtocolError,
@@ -135,6 +138,18 @@ def test_the_file_needs_the_standard_library_and_one_numeric_library():
     assert names - sys.stdlib_module_names == {"numpy", "torch"}, "and jax, which is imported by its name"
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not any(alias.name in ("numpy", "torch") for node in top for alias in node.names)
+
+
+def test_jax_gets_whole_numbers_that_fit_into_32_bits():
+    adapter = Jax.__new__(Jax)  # with numpy in the place of JAX, which these tests need not have
+    adapter.jax, adapter.numpy = SimpleNamespace(numpy=np, device_put=lambda values: values), np
+    for least, most in ((-(2**31), 2**31 - 1), (0, 0)):
+        found = adapter._values(Array("int64", (2,), np.array([least, most], dtype=np.int64).tobytes()))
+        assert found.dtype == np.int32 and found.tolist() == [least, most]
+    assert adapter._values(Array("int64", (0,), b"")).shape == (0,)
+    for value in (2**31, -(2**31) - 1, -(2**63), 2**63 - 1):  # the absolute value of -2**63 is -2**63
+        with pytest.raises(RuntimeError, match="JAX has whole numbers of 32 bits"):
+            adapter._values(Array("int64", (1,), np.array([value], dtype=np.int64).tobytes()))
 
 
 def test_a_part_that_is_not_there_is_named(tmp_path):
