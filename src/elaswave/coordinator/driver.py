@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -658,7 +658,3 @@ def founders_of(plan: RunPlan, identity: Identity, vector: bytes, environment: s
         foreign=plan.config.model.foreign,
         determinism_hashes=dict(determinism_hashes),
     )
-
-
-def _named(workers: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(workers)))

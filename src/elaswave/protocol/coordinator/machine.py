@@ -4,7 +4,7 @@
 contract: a `Persist` stands before every `Send` that depends on it, so that no worker can act on a decision that a new
 coordinator would not know.
 
-Its states and what leads from one to another are `coordinator_table.TRANSITIONS`: the machine finds out what has
+Its states and what leads from one to another are `transitions.TRANSITIONS`: the machine finds out what has
 happened, and looks up the next state and its responses.
 
 One new generation is two records: `NewGenerationRecord` (who is left behind; from then on the old generation can commit

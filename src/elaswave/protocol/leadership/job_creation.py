@@ -115,7 +115,7 @@ class JobCreator:
         self.left: Left | None = None
         """What was found last."""
         self.outcome: KeyValue | None = None
-        """How the job has ended, if it is `Due.END`."""
+        """How the job has ended, if it is `CreatorAction.END`."""
         self._has_others = has_others
         self._patience_s = patience_s
         self._began_s = now_s

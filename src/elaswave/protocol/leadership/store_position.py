@@ -64,7 +64,7 @@ def compare_positions(reported: StorePosition, own: StorePosition, digests: Sequ
     """Tells what a member's store position means.
 
     Args:
-        heard: what the member has heard.
+        reported: what the member has heard.
         own: where the coordinator's history stands.
         digests: of all its entries.
     """

@@ -280,4 +280,4 @@ class MembersDriver(CoordinatorDriver):
 
     @abstractmethod
     def look_soon(self) -> None:
-        """Calls `look` as soon as this turn is over: there is news that cannot wait."""
+        """Has `look` called now, or as soon as the turn is over: there is news that cannot wait."""
