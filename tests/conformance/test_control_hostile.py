@@ -9,7 +9,7 @@ from tests.conformance.coordinators import KEY, KINDS, Hello, Owner, RawPeer, Sa
 
 from elaswave.channel.client import ControlClient
 from elaswave.channel.wire import COORDINATOR, PROTOCOL_VERSION, ControlFrameKind, encode_payload
-from elaswave.transport import handshake as unauthenticated
+from elaswave.transport import handshake
 from elaswave.transport.handshake import Dialler
 
 HELLO_BYTES = 50
@@ -153,7 +153,7 @@ def test_slow_unauthenticated_peers(town):
 
 
 def test_too_many_unauthenticated_peers(one_world, monkeypatch):
-    monkeypatch.setattr(unauthenticated, "MAX_UNAUTHENTICATED", 4)
+    monkeypatch.setattr(handshake, "MAX_UNAUTHENTICATED", 4)
     town, coordinator = one_world
     raw_peers = [town.raw_peer() for _ in range(8)]
     assert all(raw_peer.is_refused() for raw_peer in raw_peers[:4])
@@ -163,8 +163,8 @@ def test_too_many_unauthenticated_peers(one_world, monkeypatch):
 
 
 def test_a_flood_of_unauthenticated_peers_is_counted_instead_of_logged(one_world, monkeypatch, caplog):
-    monkeypatch.setattr(unauthenticated, "MAX_LINES_PER_PERIOD", 3)
-    monkeypatch.setattr(unauthenticated, "PERIOD_S", 0.5)
+    monkeypatch.setattr(handshake, "MAX_LINES_PER_PERIOD", 3)
+    monkeypatch.setattr(handshake, "PERIOD_S", 0.5)
     town, coordinator = one_world
     for _ in range(10):
         raw_peer = town.raw_peer()

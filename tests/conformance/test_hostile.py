@@ -12,10 +12,8 @@ import torch
 from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads, link, until
 
 from elaswave.errors import AuthenticationError, FrameError, PeerLostError, WaitTimeoutError
-from elaswave.transport import addresses
-from elaswave.transport import handshake as unauthenticated
+from elaswave.transport import addresses, handshake, stream
 from elaswave.transport import link as link_module
-from elaswave.transport import stream as acceptor
 from elaswave.transport.handshake import MAGIC, VERSION, Dialler, KeyRing, Listener, Secrets
 from elaswave.transport.interface import HEADER_BYTES, Tag, encode_header
 from elaswave.transport.stream import StreamTransport
@@ -213,7 +211,7 @@ def test_a_blocked_wait_ends_slow_handshakes_too(stream_world, monkeypatch):
 
 
 def test_a_crowd_of_unauthenticated_peers_cannot_use_up_memory_or_time(stream_world, monkeypatch):
-    monkeypatch.setattr(unauthenticated, "MAX_UNAUTHENTICATED", 8)
+    monkeypatch.setattr(handshake, "MAX_UNAUTHENTICATED", 8)
     a, b = stream_world.make(0), stream_world.make(1)
     crowd = [connected(b.address) for _ in range(40)]
     try:
@@ -401,4 +399,4 @@ def test_a_handshake_never_blocks_on_a_full_socket():
             except BlockingIOError:
                 break
         with pytest.raises(ConnectionError, match="does not take a whole message"):
-            acceptor._send(here, b"hello")
+            stream._send(here, b"hello")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from elaswave.devices import interface as generators
+from elaswave.devices.interface import seed_at
 from elaswave.models.layers import Call, inside
 from elaswave.models.splitting import program
 from elaswave.models.splitting.split import LINK_BYTES_PER_S, TracedNetwork
@@ -33,10 +33,10 @@ def test_the_generator_of_a_place_is_seeded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "get_device_module", lambda kind: modules[kind])
     before = torch.get_rng_state()
     for place in ("cuda:1", "privateuseone:0"):
-        generators.seed_at(torch.device(place), 2**64 - 1)
+        seed_at(torch.device(place), 2**64 - 1)
     assert (several[0].keys, several[1].keys, one.keys) == ([], [2**63 - 1], [2**32 - 1])
     assert torch.equal(before, torch.get_rng_state()), "the host's is another one"
-    generators.seed_at(torch.device("cpu"), 2**63 + 5)
+    seed_at(torch.device("cpu"), 2**63 + 5)
     drawn = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(drawn, torch.rand(3))

@@ -18,9 +18,8 @@ from tests.unit.engine.test_layer_calls import (
 from tests.unit.engine.test_spot_checks import checked
 from torch import nn
 
-from elaswave.engine import compute as compiled
 from elaswave.engine.checks.spot_checks import CheckKind
-from elaswave.engine.compute import LayerError
+from elaswave.engine.compute import CompiledLayers, LayerError
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer, ModelSpec, batch
 
@@ -83,7 +82,7 @@ def test_each_compilation_is_proven_anew(uncompiled):
 
 
 def test_a_module_that_is_made_anew_is_compiled_anew(uncompiled):
-    layers = compiled.CompiledLayers()
+    layers = CompiledLayers()
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     assert layers(0, one) is one and layers(0, one) is one and layers(0, other) is other
 

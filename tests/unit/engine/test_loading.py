@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from elaswave.engine import batches as loading
+from elaswave.engine import batches
 from elaswave.engine.activity import Activity
 from elaswave.engine.batches import AHEAD, BatchError, Batches, BatchName, LoaderSupply, serve_batches
 from elaswave.errors import InterruptedWaitError, WaitTimeoutError
@@ -213,11 +213,11 @@ class TestTrouble:
         assert same(crew.get(1, 0), 1, 0)
         with pytest.raises(BatchError, match=r"3 loaders, .* ended while they made it.*see loader.log \(at step 1, mi"):
             crew.get(1, 2)
-        assert len(crew.forks) <= 1 + loading.ENDS_MAX
+        assert len(crew.forks) <= 1 + batches.ENDS_MAX
         assert same(crew.get(1, 4), 1, 4)
 
     def test_a_loader_that_hangs_is_replaced(self, crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loading, "HANG_S", 0.1)
+        monkeypatch.setattr(batches, "HANG_S", 0.1)
         crew, gate = crews(0, 1), threading.Event()
         held: list[BatchName] = []
 
@@ -236,7 +236,7 @@ class TestTrouble:
     def test_loaders_that_hang_over_one_batch_are_its_fault(
         self, crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(loading, "HANG_S", 0.05)
+        monkeypatch.setattr(batches, "HANG_S", 0.05)
         crew, gate = crews(0, 2), threading.Event()
         crew.maker.before = lambda name: gate.wait(20) if name.microbatch == 0 else None
         with pytest.raises(BatchError, match=r"2 loaders, .* have not made it, the last one within 0.1 s"):
@@ -246,10 +246,10 @@ class TestTrouble:
     def test_the_first_batches_may_take_any_time_as_long_as_the_loader_computes(
         self, crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(loading, "HANG_S", 0.02)
-        monkeypatch.setattr(loading, "LOOK_S", 0.0)
+        monkeypatch.setattr(batches, "HANG_S", 0.02)
+        monkeypatch.setattr(batches, "LOOK_S", 0.0)
         cpu_s = itertools.count()
-        monkeypatch.setattr(loading, "family_cpu_s", lambda pid: float(next(cpu_s)))
+        monkeypatch.setattr(batches, "family_cpu_s", lambda pid: float(next(cpu_s)))
         crew = crews(0, 1)
         crew.supply._take_what_came()
         (loader,) = crew.supply._loaders.values()
@@ -257,17 +257,17 @@ class TestTrouble:
         crew.maker.before = lambda name: time.sleep(0.3)
         assert same(crew.get(1, 0), 1, 0)
         assert crew.forks == [0]
-        monkeypatch.setattr(loading, "FIRST_S", 0.05)
+        monkeypatch.setattr(batches, "FIRST_S", 0.05)
         crew.maker.before = lambda name: time.sleep(0.3) if len(crew.forks) == 1 else None
         assert same(crew.get(1, 4), 1, 4)
         assert crew.forks == [0, 0], "but not for ever"
 
     def test_the_bound_is_learned(self, crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
         crew, name = crews(0, 1), BatchName("train", 1, 0)
-        assert crew.supply.hang_bound_s(name) == loading.HANG_S
-        for index in range(loading.LEARNED):
+        assert crew.supply.hang_bound_s(name) == batches.HANG_S
+        for index in range(batches.LEARNED):
             crew.get(1, index)
-        assert crew.supply.hang_bound_s(name) == loading.HANG_FLOOR_S
+        assert crew.supply.hang_bound_s(name) == batches.HANG_FLOOR_S
         crew.supply._longest_s = 15.0
         assert crew.supply.hang_bound_s(name) == 60.0
 
@@ -300,7 +300,7 @@ class TestTrouble:
             crew.get(1, 0)
 
     def test_a_template_that_forks_none(self, crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loading, "REPLACE_S", 0.05)
+        monkeypatch.setattr(batches, "REPLACE_S", 0.05)
         crew = crews(0, 1)
         crew.refuses = True
         crew.get(1, 0)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from elaswave.engine import activity as pacing
+from elaswave.engine import activity
 from elaswave.engine.activity import ActionTimer, ActionTimes, Pace
 from elaswave.planning.costs.profiled import ActionTiming
 from elaswave.types import Action
@@ -49,7 +49,7 @@ def test_a_fault_leaves_a_share_of_the_speed_and_can_end():
 
 def test_a_real_device_is_slowed_by_a_rest_after_each_action(monkeypatch):
     now_s = 5.0
-    monkeypatch.setattr(pacing.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(activity.time, "monotonic", lambda: now_s)
 
     def rest(until_s):
         nonlocal now_s

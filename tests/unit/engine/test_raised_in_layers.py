@@ -26,7 +26,7 @@ from torch import nn
 
 from elaswave.channel.messages.worker import Failed
 from elaswave.data.sampler import Draw
-from elaswave.engine import batches as loading
+from elaswave.engine import batches
 from elaswave.engine.batches import BatchError, BatchMaker, BatchName, NotMade
 from elaswave.engine.checks.rehearsal import interruptible
 from elaswave.engine.compute import Compute, ErrorPlace, LayerError
@@ -183,8 +183,8 @@ def test_a_loader_answers_with_what_a_sample_raises() -> None:
     maker = BatchMaker(config, DatasetSamples(Data()), sampler)  # type: ignore[arg-type]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        loading._answer(maker, theirs, BatchName("train", 1, 0))
-        answer = msgspec.msgpack.decode(ours.recv(loading.MESSAGE_BYTES_MAX), type=NotMade)
+        batches._answer(maker, theirs, BatchName("train", 1, 0))
+        answer = msgspec.msgpack.decode(ours.recv(batches.MESSAGE_BYTES_MAX), type=NotMade)
     assert answer.kind == "SystemExit" and "in dataset[3]" in answer.summary and "sys.exit(7)" in answer.traceback_text
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave.hashing import key64
-from elaswave.models import layers as kernels
+from elaswave.models import layers
 from elaswave.models.admission import build_for_shapes
 from elaswave.models.layers import (
     CausalAttention,
@@ -171,12 +171,12 @@ class TestLinearKernel:
     def test_products_and_gradients_against_float64(
         self, shape: tuple[int, ...], bias: bool, use_onednn: bool, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr(kernels, "USE_ONEDNN", use_onednn)
+        monkeypatch.setattr(layers, "USE_ONEDNN", use_onednn)
         seed(9)
         inputs = [torch.randn(shape), torch.randn(17, 33)] + ([torch.randn(17)] if bias else [])
         gradient = torch.randn(*shape[:-1], 17)
         results = []
-        for dtype, function in ((torch.float32, kernels.linear), (torch.float64, F.linear)):
+        for dtype, function in ((torch.float32, layers.linear), (torch.float64, F.linear)):
             leaves = [value.to(dtype).requires_grad_() for value in inputs]
             out = function(*leaves, *([] if bias else [None]))
             results.append((out.detach(), *torch.autograd.grad(out, leaves, gradient.to(dtype))))
@@ -186,10 +186,10 @@ class TestLinearKernel:
 
     def test_only_what_is_asked_for_is_computed(self):
         x, weight = torch.randn(4, 8), torch.randn(3, 8, requires_grad=True)
-        (gradient,) = torch.autograd.grad(kernels.linear(x, weight, None).sum(), weight)
+        (gradient,) = torch.autograd.grad(layers.linear(x, weight, None).sum(), weight)
         torch.testing.assert_close(gradient, x.sum(0).expand(3, 8))
         x.requires_grad_()
-        (gradient,) = torch.autograd.grad(kernels.linear(x, weight.detach(), None).sum(), x)
+        (gradient,) = torch.autograd.grad(layers.linear(x, weight.detach(), None).sum(), x)
         torch.testing.assert_close(gradient, weight.detach().sum(0).expand(4, 8))
 
     @pytest.mark.parametrize("rows", [1, 2, 3, 4, 33, 512])
@@ -201,21 +201,21 @@ class TestLinearKernel:
         found = []
         for offsets in ((0, 0, 0), (64, 128, 1024 + 64), (192, 0, 64), (64, 64, 64)):
             leaves = [at_address(value, offset).requires_grad_() for value, offset in zip(values, offsets)]
-            out = kernels.linear(*leaves)
+            out = layers.linear(*leaves)
             found.append((out.detach(), *torch.autograd.grad(out, leaves, at_address(gradient, offsets[0]))))
         for other in found[1:]:
             assert all(torch.equal(a, b) for a, b in zip(found[0], other))
 
     def test_torch_without_onednn_is_served(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-        assert kernels._find_onednn() is None
-        monkeypatch.setattr(kernels, "_ONEDNN_LINEAR", None)
+        assert layers._find_onednn() is None
+        monkeypatch.setattr(layers, "_ONEDNN_LINEAR", None)
         x, weight = torch.randn(4, 8), torch.randn(3, 8)
-        assert torch.equal(kernels.linear(x, weight, None), F.linear(x, weight))
+        assert torch.equal(layers.linear(x, weight, None), F.linear(x, weight))
 
     def test_bfloat16_is_torchs_own(self):
         x, weight = torch.randn(4, 8).bfloat16(), torch.randn(3, 8).bfloat16()
-        assert torch.equal(kernels.linear(x, weight, None), F.linear(x, weight))
+        assert torch.equal(layers.linear(x, weight, None), F.linear(x, weight))
 
 
 def test_seeds_of_layers_differ_in_their_low_bits():

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from elaswave.state import seals as hashes
+from elaswave.state import seals
 from elaswave.state.seals import Found, queued_tensor_hash, run_hash, run_hashes, square_sums, tensor_hash
 from elaswave.state.sums import square_sum
 
@@ -30,7 +30,7 @@ def test_hashes_of_runs_of_any_types_and_lengths_are_the_hosts_however_few_are_l
     some = [*runs(64, 1, 7, 0, 33), *(each.bfloat16() for each in runs(64, 3, 1)), torch.arange(9, dtype=torch.int64)]
     some.append(torch.arange(13, dtype=torch.uint8))
     for most in (1 << 23, 70, 1):
-        monkeypatch.setattr(hashes, "_TOGETHER_ELEMENTS", most)
+        monkeypatch.setattr(seals, "_TOGETHER_ELEMENTS", most)
         for each in (some, some[:5], some[4:8]):
             assert [value & MASK64 for value in read(run_hashes(each))] == list(map(run_hash, each))
 
@@ -44,7 +44,7 @@ def test_a_runs_sum_of_squares_does_not_depend_on_those_beside_it(monkeypatch):
     some = runs(96, 33, 96, 7, 96, 1, 96)
     together = read(square_sums(some))
     assert together == [read(square_sums([each]))[0] for each in some]
-    monkeypatch.setattr(hashes, "_TOGETHER_ELEMENTS", 192)  # two rows at a time
+    monkeypatch.setattr(seals, "_TOGETHER_ELEMENTS", 192)  # two rows at a time
     assert read(square_sums(some)) == together
 
 

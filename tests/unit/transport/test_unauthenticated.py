@@ -2,14 +2,14 @@
 
 import pytest
 
-from elaswave.transport import handshake as unauthenticated
+from elaswave.transport import handshake
 from elaswave.transport.handshake import LimitedLines, UnauthenticatedPeers, source_network
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr(unauthenticated, "MAX_UNAUTHENTICATED", 4)
-    monkeypatch.setattr(unauthenticated, "MAX_LINES_PER_PERIOD", 2)
+    monkeypatch.setattr(handshake, "MAX_UNAUTHENTICATED", 4)
+    monkeypatch.setattr(handshake, "MAX_LINES_PER_PERIOD", 2)
 
 
 def test_the_source_that_has_most_makes_room():

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import elaswave
 from elaswave.api.given import OwnModelSpec
 from elaswave.models.layers import Call, inside
-from elaswave.models.splitting import split as splitting
+from elaswave.models.splitting import split
 from elaswave.models.splitting.check import bits_of, difference
 from elaswave.models.splitting.split import LINK_BYTES_PER_S, TracedNetwork
 from elaswave.state.flat import model_shapes
@@ -212,7 +212,7 @@ def test_cuts_do_not_depend_on_time(kind: Any, inputs: Any, monkeypatch: pytest.
     def no_clock(*arguments: Any) -> None:
         raise AssertionError("a cut follows a clock")
 
-    monkeypatch.setattr(splitting, "operator_seconds", no_clock)
+    monkeypatch.setattr(split, "operator_seconds", no_clock)
     first, again = (traced(seeded(kind), inputs()) for _ in range(2))
     assert np.array_equal(first.costs.compute_s, again.costs.compute_s)
     assert np.array_equal(first.costs.cross_s, again.costs.cross_s)
