@@ -987,7 +987,7 @@ class Compute:
         """
 
         def again(given: LayerInputs, reached: Reached) -> tuple[LayerRun, Gradients]:
-            scored, _ = self._run_loss(microbatch, given, loss.targets, train=True, counts=False)
+            scored, _ = self._run_loss(microbatch, given, loss.targets, train=True)
             return _run_of(scored), list(torch.autograd.grad(scored.total, given.inputs, allow_unused=True))
 
         index, done = self.num_layers, Done(loss.given, _run_of(loss.scored), Reached([], None), found)
@@ -1137,7 +1137,7 @@ class Compute:
         counts = not train or not self._is_covered(index, microbatch)
         with self._at(microbatch, index):
             given = self._given(index, output, train)
-            scored, lent = self._run_loss(microbatch, given, targets, train, counts=counts)
+            scored, lent = self._run_loss(microbatch, given, targets, train)
             if train and given.inputs and not scored.total.requires_grad:
                 raise UsageError(
                     "the loss returned a tensor without a graph, so nothing could be trained: compute it from the "
@@ -1146,7 +1146,7 @@ class Compute:
             if train and (index, train) not in self._admitted:
 
                 def again() -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-                    return [self._run_loss(microbatch, given, targets, train, counts=False)[0].total], given.leaves
+                    return [self._run_loss(microbatch, given, targets, train)[0].total], given.leaves
 
                 self._admit(index, [scored.total], given.leaves, again)
                 self._admitted.add((index, train))
@@ -1155,8 +1155,11 @@ class Compute:
                     index,
                     given,
                     _run_of(scored),
-                    lambda given: _run_of(self._run_loss(microbatch, given, targets, train=False, counts=False)[0]),
+                    lambda given: _run_of(self._run_loss(microbatch, given, targets, train=False)[0]),
                 )
+            # Not before: an interrupt may come out of any run of the loss, and what is noted does not run again.
+            if counts:
+                self.scoring.note(microbatch, scored)
             if self.model.metrics and counts:
                 self.scoring.measure(microbatch, output, targets)
         if train and keeps:
@@ -1165,9 +1168,7 @@ class Compute:
             self.counts[LOSS, microbatch] = self.counts.get((LOSS, microbatch), 0) + 1
             self._watched.append((microbatch, index, self.scoring.scored[microbatch]))
 
-    def _run_loss(
-        self, microbatch: int, given: LayerInputs, targets: Any, train: bool, *, counts: bool
-    ) -> tuple[Scored, Lent]:
+    def _run_loss(self, microbatch: int, given: LayerInputs, targets: Any, train: bool) -> tuple[Scored, Lent]:
         index, call = self.num_layers, self._call(microbatch, train)
         self._seed_draws(microbatch, index)
         guard = None if self._loss_module is None else self._guard(index, self._loss_module)
@@ -1175,11 +1176,11 @@ class Compute:
             lent = self._lending.lend(index, given.leaves, train=train)
             try:
                 argument = unflatten(given.structure, lent.leaves)
-                scored = self.scoring.loss(microbatch, argument, targets, counts=counts)
+                scored = self.scoring.loss(argument, targets)
             except RuntimeError as error:
                 if not self._begins_to_need_a_graph(index, given, error):
                     raise
-                return self._run_loss(microbatch, given, targets, train, counts=counts)
+                return self._run_loss(microbatch, given, targets, train)
         if call.aux_losses:
             raise UsageError("aux_loss was called in the loss: add the value to what the loss returns")
         self._look(index, given, lent, train=train, is_over=not train)

@@ -88,11 +88,9 @@ class Scoring:
             aux_loss = aux_loss.merged(total)
         return Scores(self.losses, sum(self._counts.values()), len(self._counts), tuple(metrics), aux_loss)
 
-    def loss(self, microbatch: int, output: Any, targets: Any, *, counts: bool = True) -> Scored:
-        """Runs the loss.
+    def loss(self, output: Any, targets: Any) -> Scored:
+        """Runs the loss; `note` adds it to the others.
 
-        Args:
-            counts: whether it is one of those that are added up.
         Raises:
             UsageError: it returns neither a scalar nor total and count, or not always the same of them, or it writes
                 its targets.
@@ -113,11 +111,13 @@ class Scoring:
             self._has_counts = has_counts
         elif self._has_counts is not has_counts:
             raise UsageError(f"{what} a count for some micro-batches and none for others: always return one, or never")
-        if counts:
-            self.scored[microbatch] = self._readings.note(total)
-            if scored.count is not None:
-                self._counts[microbatch] = scored.count
         return scored
+
+    def note(self, microbatch: int, scored: Scored) -> None:
+        """Counts the loss of a micro-batch."""
+        self.scored[microbatch] = self._readings.note(scored.total)
+        if scored.count is not None:
+            self._counts[microbatch] = scored.count
 
     def measure(self, microbatch: int, output: Any, targets: Any) -> None:
         """Runs the metrics.
