@@ -220,6 +220,8 @@ class _LossRun(NamedTuple):
     scored: Scored
     lent: Lent
     targets: Any
+    found: Gradients | None = None
+    """The gradients of its inputs, once they are made: its graph is used up then."""
 
 
 class Compute:
@@ -1193,15 +1195,19 @@ class Compute:
         return self.model.loss if isinstance(self.model.loss, nn.Module) else None
 
     def _backward_loss(self, microbatch: int) -> Reached:
-        index, loss = self.num_layers, self._losses.pop(microbatch)
+        index, loss = self.num_layers, self._losses[microbatch]
         inputs = loss.given.inputs
         with self._at(microbatch, index):
-            found: Gradients = list(torch.autograd.grad(loss.scored.total, inputs, allow_unused=True))
-            self._look(index, loss.given, loss.lent, train=True, is_over=True)
+            found = loss.found
+            if found is None:
+                found = list(torch.autograd.grad(loss.scored.total, inputs, allow_unused=True))
+                self._look(index, loss.given, loss.lent, train=True, is_over=True)
+                self._losses[microbatch] = loss._replace(found=found)  # a check may be interrupted
             self._check_loss(microbatch, loss, found)
             if self.rules.has_determinism_check and (index, True) not in self._proven:
                 self.check_loss_again(microbatch, loss, found)
                 self._proven.add((index, True))
+        del self._losses[microbatch]
         return Reached(zeros_where_none(inputs, found), loss.scored.count)
 
     def look_at_late(self) -> None:
