@@ -737,6 +737,8 @@ class Compute:
         lends: bool = False,
     ) -> None:
         """Compares with a second run; see `elaswave.engine.checks.determinism_check.check_again`."""
+        if module is not None:
+            self._guard(index, module)  # after an interrupt it may be the first: its parameters are in their places yet
         with self._repeating():
             check_again(self._who(index), module, names, done, again, lends=lends)
 
