@@ -522,7 +522,7 @@ class Compute:
             layers, microbatch: as `backward_input` was called with.
         """
         for index in reversed(layers):
-            left = self._left.pop((index, microbatch), None)
+            left = self._left.get((index, microbatch))
             if left is None:  # a whole backward was interrupted below it, and goes on under a schedule that halves it
                 continue
             with self._at(microbatch, index):
@@ -536,6 +536,7 @@ class Compute:
                     self._backward_layer(index, microbatch, *left)
                 else:
                     self._add(index, microbatch, left.gradients, left.buffers)
+            del self._left[index, microbatch]  # not before: while it is there, the micro-batch would begin anew
             self._surroundings.check()
 
     def _back(

@@ -1,30 +1,48 @@
 """A computation that is interrupted between two layers goes on there in the next attempt, with the same bits."""
 
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from tests.unit.engine.test_compute import STEP, batch, make_compute, model_of, sums
+from tests.unit.engine.test_compute import SEED, STEP, Table, batch, make_compute, model_of, sums
+from tests.unit.held import make_held
 from torch import nn
 
-from elaswave.engine.compute import Compute, Surroundings
+from elaswave.engine.checks.spot_checks import CheckKind, SpotChecks
+from elaswave.engine.compute import Compute, ComputeRules, Surroundings
 from elaswave.errors import InterruptedWaitError
+from elaswave.models.layers import Layer, ModelSpec, aux_loss, check_wait
+from elaswave.models.layers import batch as inputs_of_batch
 from elaswave.protocol.step.ballot import LOSS, expected_coverage
 from elaswave.protocol.step.engine import Unfinished
 from elaswave.protocol.step.salvage import InFlightMicrobatch, Keep, decode_rows, mask_of
+from elaswave.state.sums import ExactAccumulator
 from elaswave.training.definition import build_model
 
 L, N = 4, 3
 GPT = build_model("gpt", vocab_size=50, num_layers=2, hidden_size=32, num_heads=4, context_length=8, dropout=0.1)
 
 
+def _stack() -> tuple[tuple[str, int], ...]:
+    frame, found = sys._getframe(2), []
+    while frame is not None:
+        found.append((frame.f_code.co_name, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
 class Interrupts(Surroundings):
-    """Raises between two layers, once."""
+    """Raises at one call, once."""
 
     def __init__(self) -> None:
         self.after = 0
+        self.places: list[tuple[tuple[str, int], ...]] = []
+        """Where it was called from."""
 
     def check(self) -> None:
+        self.places.append(_stack())
         self.after -= 1
         if self.after == 0:
             raise InterruptedWaitError("a new generation begins")
@@ -229,3 +247,163 @@ def test_nothing_is_kept_after_something_that_is_not_finite() -> None:
     compute.forward(range(2), 0, tokens, targets)
     assert not compute.unfinished().can_be_kept
     assert compute.counts == {(LOSS, 0): 1} and mask_of(compute.losses) == 1
+
+
+class Waited(torch.autograd.Function):
+    """A parameter whose gradient has to be waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        check_wait()
+        return gradients[0]
+
+
+class Asks(nn.Module):
+    """Waits in each of its runs: forward for the micro-batch, backward for the gradient of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ Waited.apply(self.weight) * (inputs_of_batch() > 9)[..., None]
+
+
+class Routes(Asks):
+    """The same with an auxiliary loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        aux_loss(self.weight.square().mean())
+        return super().forward(x)
+
+
+class Fixed(Table):
+    """A first layer of which nothing is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table.requires_grad_(False)
+
+
+class AsksAsLoss(nn.Module):
+    """A loss that waits. It has a parameter, which is not trained, and a leaf of its own, for which it is run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 0.5), requires_grad=False)
+
+    def forward(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros((), requires_grad=True)
+        return (output * self.scale * (inputs_of_batch() > 9)[..., None]).square().mean() + 0 * made
+
+
+class Everywhere(SpotChecks):
+    """Runs everything again."""
+
+    def due(self, layer: int, microbatch: int) -> CheckKind:
+        return CheckKind.RUN
+
+
+class Waiting:
+    """A worker that can be interrupted wherever it waits, and what it has made."""
+
+    def __init__(self, layers: range, kinds: str, *, recompute: bool, has_spots: bool) -> None:
+        self.layers, self.interrupts, self.gradients = layers, Interrupts(), dict[int, torch.Tensor]()
+        modules = (Fixed, Asks, Asks, Routes)
+        model = ModelSpec(
+            tuple(Layer(f"l{index}", module, recompute=recompute) for index, module in enumerate(modules)),
+            AsksAsLoss(),
+            {"mean": lambda output, targets: output.mean().item()},
+        )
+        held, _, shapes = make_held(model, layers, SEED)
+        self.exponents = [[40] * len(shape.tensors) for shape in shapes]
+        self.compute = Compute(
+            ComputeRules(model, SEED, lowest_trained=1, has_determinism_check=True),
+            held,
+            {index: ExactAccumulator(shapes[index]) for index in held},
+            inputs=self._inputs,
+            surroundings=self.interrupts,
+            spots=Everywhere(SEED, 0.005, N, 1) if has_spots else None,
+        )
+        self.compute.begin(STEP, self.exponents)
+        turns = "F0 F1 I0 I1 W0 W1" if kinds == "FIW" else "F0 B0 F1 B1"
+        self._program = [(turn[0], int(turn[1])) for turn in turns.split()]
+
+    def _inputs(self, step: int, microbatch: int, *, train: bool) -> torch.Tensor:
+        self.interrupts.check()
+        return batch(microbatch)[0]
+
+    def run(self) -> None:
+        """Makes what is left of the step."""
+        facts = self.compute.unfinished()
+        table, in_flight = decode_rows(facts.rows), {each.microbatch: each for each in facts.in_flight}
+        for kind, microbatch in self._program:
+            is_covered = all(table.get((layer, 0), 0) >> microbatch & 1 for layer in self.layers)
+            if is_covered or not self._is_run(kind, in_flight.get(microbatch)):
+                continue
+            tokens, targets = batch(microbatch)
+            if kind == "F":
+                vectors = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(microbatch))
+                given = tokens if self.layers.start == 0 else vectors
+                self.compute.forward(self.layers, microbatch, given, targets)
+            elif kind == "W":
+                self.compute.backward_weights(self.layers, microbatch)
+            else:
+                run = self.compute.backward if kind == "B" else self.compute.backward_input
+                run(self.layers, microbatch, None)
+
+    def _is_run(self, kind: str, found: InFlightMicrobatch | None) -> bool:
+        if found is None or kind == "W":
+            return True
+        if kind == "F":
+            return found.backward is None and found.forward <= L
+        return found.backward != self.layers.start
+
+    def results(self) -> tuple[object, ...]:
+        compute = self.compute
+        gradients = [compute.output("B", microbatch) for microbatch in (0, 1)] if self.layers.start else []
+        scores = compute.scoring.scores
+        added = [
+            (accumulator.sum.tolist(), accumulator.maxima, accumulator.checksum)
+            for _, accumulator in sorted(compute.accumulators.items())
+        ]
+        return [each.tolist() for each in gradients], scores, added, compute.coverage, sorted(compute.counts.items())
+
+
+@pytest.mark.parametrize(
+    ("first", "kinds", "recompute", "has_spots"),
+    [
+        (0, "FB", False, False),
+        (2, "FIW", False, False),
+        (3, "FIW", True, True),
+        pytest.param(0, "FB", True, True, marks=pytest.mark.slow),
+        pytest.param(0, "FIW", False, True, marks=pytest.mark.slow),
+        pytest.param(0, "FIW", True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_it_goes_on_wherever_it_has_waited(first: int, kinds: str, recompute: bool, has_spots: bool) -> None:
+    """Between layers, and within layers and loss: in a first run or one that checks it, forward, backward, or in the
+    second half of a backward."""
+
+    def waiting() -> Waiting:
+        return Waiting(range(first, L), kinds, recompute=recompute, has_spots=has_spots)
+
+    undisturbed = waiting()
+    undisturbed.run()
+    places = undisturbed.interrupts.places
+    last = {place: after for after, place in enumerate(places, start=1)}
+    for after in sorted({*last.values(), *(places.index(place) + 1 for place in last)}):
+        worker = waiting()
+        worker.interrupts.after = after
+        with pytest.raises(InterruptedWaitError):
+            worker.run()
+        found = worker.compute.unfinished()
+        worker.compute.begin(STEP, worker.exponents, keep_all(worker.compute, found))
+        worker.run()
+        assert worker.results() == undisturbed.results(), f"interrupted at wait {after} of {len(places)}"
+        worker.compute.end_step(STEP)
+        assert worker.compute._saved == worker.compute._losses == worker.compute._left == {}
