@@ -497,6 +497,8 @@ class Worker(Surroundings):
             waited_for = "it has not been admitted"
         elif not machine.is_started:
             waited_for = "the start has not been given"
+        elif machine.is_unsound:
+            waited_for = "copies of the state are wrong, and it has not been said which are right"
         elif machine.is_done:
             waited_for = "all steps are made, and the job has not been ended"
         else:
@@ -507,13 +509,12 @@ class Worker(Surroundings):
             raise FencedOffError("the job has ended" if has_begun else "the job has ended before it began")
         links, sites = self._links, self._setup.sites
         moves = links.is_dialling or links.is_fetching or (sites is not None and sites.has_frames)
-        is_at_rest = machine.is_paused or machine.is_done
-        if moves or is_at_rest:
+        if moves or machine.is_at_rest:
             self.move()
         # After the move, in which the end of a link is seen (W11).
         machine.look_at_sent()
         try:
-            self._hand_over(self._mailbox.next(DIAL_TURN_S if moves else REST_TURN_S if is_at_rest else TURN_S))
+            self._hand_over(self._mailbox.next(DIAL_TURN_S if moves else REST_TURN_S if machine.is_at_rest else TURN_S))
         except WaitTimeoutError:
             check_coordinator(self._client, waited_for)
 

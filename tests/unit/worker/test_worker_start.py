@@ -49,9 +49,11 @@ class StartedMachine:
 
     def __init__(self, *, is_done: bool = False) -> None:
         self.is_started = self.is_done = is_done
-        self.is_paused = self.is_released = self.wants_links = False
+        self.is_paused = self.is_unsound = self.is_released = self.wants_links = False
         self.fenced_off: str | None = None
         self.snapshot: list[object] = []
+
+    is_at_rest = WorkerMachine.is_at_rest
 
     def resume(self) -> None:
         """It waits for a message."""

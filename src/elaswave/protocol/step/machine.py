@@ -168,6 +168,11 @@ class WorkerMachine(Generic[C]):
     # What the driver, its threads and whoever watches may read; each has one place, in the part that changes it.
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether it waits for the coordinator between steps or after the last one, in a generation that goes on."""
+        return self.is_done or self.is_paused or self.is_unsound
+
+    @property
     def step(self) -> int:
         """The step that is being tried, or was tried last."""
         return self.execution.step
@@ -248,8 +253,7 @@ class WorkerMachine(Generic[C]):
         """Tells of a link that has ended while it waits between steps or after the last one (W11), once in a
         generation. A peer may still wait for what was sent over it, and no frame that this worker waits for would show
         that."""
-        waits = self.is_done or self.is_paused or self.is_unsound
-        if waits and not self.replayed_state.has_broken_links and self.links.broken is not None:
+        if self.is_at_rest and not self.replayed_state.has_broken_links and self.links.broken is not None:
             self._tell_of_link(*self.links.broken)
 
     def _tell_of_link(self, peer: int, detail: str) -> None:
