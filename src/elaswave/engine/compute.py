@@ -105,6 +105,10 @@ class CompiledLayers:
             known = self._compiled[index] = (module, torch.compile(module, dynamic=False))
         return known[1]
 
+    def forget(self, layers: Collection[int]) -> None:
+        """Gives up the modules of layers that are here no more."""
+        self._compiled = {index: pair for index, pair in self._compiled.items() if index not in layers}
+
     def has_grown(self) -> bool:
         """Tells whether something has been compiled since this was last asked."""
         from torch._dynamo.utils import counters
@@ -384,6 +388,11 @@ class Compute:
         for microbatch in self._in_flight_microbatches.through(layers):
             self._in_flight_microbatches.end(microbatch)
         self._saved = {place: saved for place, saved in self._saved.items() if place[0] not in layers}
+        self._left = {place: left for place, left in self._left.items() if place[0] not in layers}
+        if self.num_layers - 1 in layers:
+            self._losses.clear()
+        self._borrowed.clear()
+        self._compiled.forget(layers)
 
     def end_step(self, step: int) -> None:
         """A step is committed: nothing of it runs again. It may be told of later, when the next one has begun."""

@@ -134,7 +134,8 @@ class Reduction:
 
     @property
     def accumulators(self) -> Mapping[int, Accumulator]:
-        """The own partial sums by layer. One mapping for the whole life of this object, changed only by `hold`."""
+        """The own partial sums by layer. One mapping for the whole life of this object, changed only by `hold` and
+        `forget`."""
         return self._accumulators
 
     def hold(self, layers: Sequence[int]) -> None:
@@ -148,6 +149,13 @@ class Reduction:
     def prepare(self, layer: int) -> None:
         """Makes the sums of a layer that will be held later."""
         self._prepared[layer] = self._accumulator(layer)
+
+    def forget(self) -> None:
+        """Drops all sums, and what has come from peers."""
+        self._accumulators.clear()
+        self._prepared.clear()
+        self._slots, self._former_slots, self._owned, self._sent = {}, {}, {}, []
+        self._totals.clear()
 
     def forget_prepared(self) -> None:
         """Drops sums that were made in advance."""

@@ -697,7 +697,8 @@ class TorchEngine:
             folder = folder_there(self.context.run_dir, step)
             checkpoint = (folder, read_meta(folder))
         context = self.context
-        self.layers.clear()
+        self._forget()  # first: there need not be room for two states
+        self.updater = updater_after(context.blueprint, checkpoint)
         with context.building():
             layers, store, progress = materialise(
                 context.blueprint, context.worker, layout, placement, checkpoint, self.device
@@ -705,11 +706,22 @@ class TorchEngine:
         self.layers.update(layers)
         self._note_layers()
         self.reduction.hold(list(self.layers))
-        self.updater = updater_after(context.blueprint, checkpoint)
         if self.seals is not None:
             self.seals.written_all(layers, store)
         num_bytes = sum(layer.flat.nbytes for layer in layers.values()) + store.optimizer_bytes()
         return Loaded(store.held, progress, num_bytes)
+
+    def _forget(self) -> None:
+        """Gives up all layers and sums, what is kept of a step, and all that refers to copies."""
+        self.compute.forget(self._own.keys())
+        self.layers.clear()
+        self._note_layers()
+        self._prepared.clear()
+        self.reduction.forget()
+        self._microbatches.clear()
+        self._incoming.clear()
+        if self.seals is not None:
+            self.seals.written_all({}, ())
 
 
 def _optimizer_slots(copy: HeldBlock) -> list[tuple[str, torch.Tensor]]:

@@ -9,9 +9,10 @@ import torch
 from tests.unit.engine.test_compute import SEED, STEP, Table, batch, make_compute, model_of, sums
 from tests.unit.held import make_held
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from elaswave.engine.checks.spot_checks import CheckKind, SpotChecks
-from elaswave.engine.compute import Compute, ComputeRules, Surroundings
+from elaswave.engine.compute import Compute, ComputeRules, Surroundings, _Known
 from elaswave.errors import InterruptedWaitError
 from elaswave.models.layers import Layer, ModelSpec, aux_loss, check_wait
 from elaswave.models.layers import batch as inputs_of_batch
@@ -227,6 +228,22 @@ def test_layers_that_are_gone_take_their_microbatches_with_them() -> None:
     compute.forget({3})
     assert compute.unfinished().in_flight == ()
     assert all(layer != 3 for layer, _ in compute._saved)
+
+
+def test_layers_that_are_gone_leave_no_activations_in_memory() -> None:
+    """A worker that goes back to a checkpoint loads it before its next attempt begins."""
+    compute = make_compute(GPT)
+    first, second, *_ = actions(compute)
+    first(), second(), compute.backward_input(range(L), 0, None)
+    # The inputs of the first layer are the test's own.
+    leaves = [leaf for (layer, _), saved in compute._saved.items() if layer for leaf in saved.given.leaves]
+    leaves += [leaf for loss in compute._losses.values() for leaf in (*loss.given.leaves, loss.scored.total)]
+    leaves += [leaf for left in compute._left.values() if isinstance(left, _Known) for leaf in left.gradients]
+    storages = [StorageWeakRef(leaf.untyped_storage()) for leaf in leaves]
+    assert len(storages) > 2 * L
+    leaves.clear()
+    compute.forget(range(L))
+    assert all(storage.expired() for storage in storages)
 
 
 def test_nothing_is_kept_after_something_that_is_not_finite() -> None:

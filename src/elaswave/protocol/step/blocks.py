@@ -123,9 +123,13 @@ class WorkerBlocks(Generic[C]):
         self.copies = {block: self.copies[block] for block in roles}
         self.placement = placement
 
+    def forget(self) -> None:
+        """Gives up all copies: a checkpoint's are about to take their place."""
+        self.copies, self.arriving = {}, {}
+
     def take_loaded(self, copies: Mapping[int, C], placement: Placement) -> None:
-        """Replaces all copies by those of a checkpoint."""
-        self.copies, self.arriving = dict(sorted(copies.items())), {}
+        """Takes the copies of a checkpoint in the place of those that were forgotten."""
+        self.copies = dict(sorted(copies.items()))
         self.placement = placement
 
     def held(self) -> dict[int, Held]:

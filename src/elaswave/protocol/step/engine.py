@@ -415,7 +415,8 @@ class Engine(Protocol[C]):
         ...
 
     def load(self, step: int, layout: Layout, placement: Placement) -> "Loaded[C]":
-        """Forgets all and loads what this worker needs from a durable checkpoint.
+        """Forgets all and then loads what this worker needs from a durable checkpoint: there need not be room for two
+        states. Nobody else refers to copies any more.
 
         Args:
             step: of the checkpoint; 0 for the beginning, which the seed has.

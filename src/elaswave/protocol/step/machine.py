@@ -612,6 +612,7 @@ class WorkerMachine(Generic[C]):
         # Attempts are counted from 1 again, so a vote to come may have the numbers of this one.
         steps.known_vote = None
         self.checks.loaded_step = decision.rollback
+        self.blocks.forget()
         loaded = self.engine.load(decision.rollback, decision.layout, placement)
         self.blocks.take_loaded(loaded.copies, placement)
         steps.progress = loaded.progress
