@@ -9,6 +9,7 @@ wait.
 
 # ruff: noqa: D102 (what a `CandidateAgent` is asked is described there)
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -381,7 +382,7 @@ class WriteLease:
         self.candidate.process_ended(was_replaced=was_followed, was_displaced=self.is_lost and not was_followed)
 
 
-class CandidateAgent:
+class CandidateAgent(ABC):
     """An agent that may have the coordinator: its candidate's processes, one after the other. What a process does, and
     when the next one is started, is the product's.
 
@@ -446,29 +447,29 @@ class CandidateAgent:
 
     # ------------------------------------------------------------------------------------------- said by the simulation
 
+    @abstractmethod
     def now(self) -> int:
         """The time."""
-        raise NotImplementedError
 
+    @abstractmethod
     def waits(self, delay: int, call: Callable[[], None]) -> None:
         """Lets the process go on later."""
-        raise NotImplementedError
 
+    @abstractmethod
     def asks(self, ask: Ask, answered: Callable[[TransactionResult | None], None]) -> None:
         """Asks the store."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reads_entries(self, answered: Callable[[int | None], None]) -> None:
         """Asks the store for the newest term of the writers of all entries."""
-        raise NotImplementedError
 
+    @abstractmethod
     def has_won(self, term: Holder) -> None:
         """The process has the job."""
-        raise NotImplementedError
 
+    @abstractmethod
     def starts_next(self, delay: int) -> None:
         """Has `new_candidate` called later."""
-        raise NotImplementedError
 
 
 class SimCandidate(CandidateAgent):
