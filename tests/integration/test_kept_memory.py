@@ -9,7 +9,7 @@ import torch
 from tests.integration.crew import Machine, train
 from tests.integration.jobs import small_config
 
-from elaswave.engine.layer_runs import Reached
+from elaswave.engine.in_flight import Reached
 from elaswave.planning.costs.layers import Costs, LayerCosts, MemoryModel
 from elaswave.planning.programs.layout import make_layout
 

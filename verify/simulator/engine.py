@@ -8,10 +8,9 @@ from typing import Any
 
 from elaswave.blocks.placement import Block, Placement, ReplicaRole, holders_of_layers, roles_of
 from elaswave.hashing import MASK64
-from elaswave.protocol.step.ballot import ENVIRONMENT, Environment
+from elaswave.protocol.step.ballot import ENVIRONMENT, Environment, Scores
 from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, MemoryKind, TrainingProgress, Unfinished
 from elaswave.protocol.step.salvage import Keep
-from elaswave.protocol.step.scores import Scores
 from elaswave.types import Action, ExecutionParameters, Layout
 from verify.simulator.host import Host
 from verify.simulator.job import (

@@ -27,9 +27,8 @@ from elaswave.blocks.shapes import (
 from elaswave.hashing import MASK64
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.programs.programs import compile_programs
-from elaswave.protocol.step.ballot import GridState, Request, VoteShape, decode_certificate
+from elaswave.protocol.step.ballot import GridState, Request, VoteShape, decode_certificate, float_bits
 from elaswave.protocol.step.engine import JobTerms, TrainingProgress
-from elaswave.protocol.step.scores import float_bits
 from elaswave.types import ExecutionParameters, Hop, Layout, Program
 
 GRADIENT_BITS = 52

@@ -47,7 +47,7 @@ from elaswave.models.admission import (
 )
 from elaswave.models.foreign.layer import foreign_in, kind_line
 from elaswave.models.layers import Layer, ModelSpec
-from elaswave.protocol.step.scores import AUX_LOSS
+from elaswave.protocol.step.ballot import AUX_LOSS
 from elaswave.state.flat import model_shapes
 
 _LAYERS_MAX = 1024

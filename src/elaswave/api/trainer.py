@@ -32,7 +32,7 @@ from elaswave.models.huggingface.model import HuggingFaceModel
 from elaswave.models.layers import Layer
 from elaswave.models.splitting.split import SplitLayers
 from elaswave.observability.run_folder import is_run, saved_config
-from elaswave.protocol.step.scores import Means, means_of, score_words
+from elaswave.protocol.step.ballot import Means, means_of, score_words
 from elaswave.training.dataset import DatasetSamples
 from elaswave.training.definition import Training, evaluation_draws
 from elaswave.training.optimizer import ConfiguredOptimizer, Optimizer

@@ -52,7 +52,7 @@ from elaswave.engine.checks.values import (
     refuse_written_parameter,
     unflatten,
 )
-from elaswave.engine.layer_runs import (
+from elaswave.engine.in_flight import (
     Again,
     Done,
     InFlight,
@@ -61,12 +61,13 @@ from elaswave.engine.layer_runs import (
     Reached,
     ResumePoint,
     Saved,
+    Scored,
+    Scoring,
     received,
     to_send,
     zeros_where_none,
 )
 from elaswave.engine.reduction import Accumulator
-from elaswave.engine.scoring import Scored, Scoring
 from elaswave.engine.split import Gradients, WeightHalf, input_half, is_exact
 from elaswave.errors import CommError, UsageError
 from elaswave.fences import Fence, ratios_at

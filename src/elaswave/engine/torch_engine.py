@@ -25,10 +25,9 @@ from elaswave.engine.compute import ALONE, Compute, ComputeRules, Surroundings
 from elaswave.engine.materialise import materialise, updater_after
 from elaswave.engine.reduction import Reduction
 from elaswave.hashing import MASK64
-from elaswave.protocol.step.ballot import ENVIRONMENT, Environment
+from elaswave.protocol.step.ballot import ENVIRONMENT, Environment, Scores
 from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, MemoryKind, Unfinished
 from elaswave.protocol.step.salvage import Keep
-from elaswave.protocol.step.scores import Scores
 from elaswave.state.flat import FlatLayer, FlatUnit, HeldBlock
 from elaswave.state.seals import Found, Seals, is_working, run_hash, run_hashes, square_sums
 from elaswave.state.sums import square_sum

@@ -60,7 +60,7 @@ REASONS = {
     "engine/materialise.py: .cpu()": "what a checkpoint or a peer brings, once; frozen parameters that go into one",
     "engine/reduction.py: .tolist()": "checksums, which are fetched behind a mark",
     "engine/checks/rehearsal.py: .item()": "a micro-batch in host memory, before training",
-    "engine/scoring.py: .item()": "metrics and counts, which the host looks at in each micro-batch (docs/devices.md)",
+    "engine/in_flight.py: .item()": "metrics and counts, which the host looks at in each micro-batch (docs/devices.md)",
 }
 
 

@@ -5,8 +5,7 @@ import pytest
 
 from elaswave.protocol.membership.admissions import Founders, admission_problem, determinism_hashes_in, libraries
 from elaswave.protocol.messages import Joining
-from elaswave.protocol.step.ballot import Ballot, BufferTensor, Request, VoteShape, pairs_of
-from elaswave.protocol.step.scores import Scores
+from elaswave.protocol.step.ballot import Ballot, BufferTensor, Request, Scores, VoteShape, pairs_of
 
 NAMES = ("embedding", "block.0", "block.1", "head")
 FOUNDERS = Founders(

@@ -17,22 +17,25 @@ from elaswave.protocol.step.ballot import (
     BufferTensor,
     Expected,
     GridState,
+    MetricSum,
     NonFinite,
     Request,
+    Scores,
     VoteOutcome,
     VoteShape,
     add_words,
     agreement_key,
+    bits_float,
     coverage_key,
     decode_certificate,
     encode_certificate,
     expected_coverage,
     expected_residency,
+    float_bits,
     loss_key,
     read_verdict,
     residency_key,
 )
-from elaswave.protocol.step.scores import MetricSum, Scores, bits_float, float_bits
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_TENSORS, NUM_WORKERS = 3, 4, 2, 3
 SHAPE = VoteShape(NUM_MICROBATCHES, NUM_TENSORS)

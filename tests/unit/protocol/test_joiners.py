@@ -18,8 +18,7 @@ from elaswave.protocol.membership.effects import PlaceTaken, StepPublished
 from elaswave.protocol.membership.hosts import Came, Hosts
 from elaswave.protocol.membership.joiners import BACKOFF_S_MIN, AdmissionResult, Joiners, MembershipTerms
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
-from elaswave.protocol.step.ballot import Ballot, Request, VoteShape, encode_certificate, pairs_of
-from elaswave.protocol.step.scores import Scores
+from elaswave.protocol.step.ballot import Ballot, Request, Scores, VoteShape, encode_certificate, pairs_of
 from elaswave.store.store import JournalRecord, Published, core_records, membership_records
 
 NAMES = ("embedding", "block.0", "block.1", "store_position")

@@ -7,8 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from elaswave.protocol.step.ballot import add_words
-from elaswave.protocol.step.scores import AUX_LOSS, MetricSum, Scores, means_of, num_score_words, score_words
+from elaswave.protocol.step.ballot import AUX_LOSS, MetricSum, Scores, add_words, means_of, num_score_words, score_words
 
 NUM_METRICS, SLOTS = 2, 4
 

@@ -43,7 +43,7 @@ from elaswave.engine.checks.values import (
     same_bits,
     unflatten,
 )
-from elaswave.engine.layer_runs import Again, Done, LayerInputs, LayerRun, Reached
+from elaswave.engine.in_flight import Again, Done, LayerInputs, LayerRun, Reached
 from elaswave.errors import ForeignError, ForeignPartError, InterruptedWaitError, UsageError
 from elaswave.hashing import key64
 from elaswave.models.layers import linear

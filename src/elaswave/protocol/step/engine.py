@@ -21,9 +21,8 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 from elaswave.blocks.placement import Block, Placement, ReplicaRole
 from elaswave.blocks.shapes import WIDE_BITS
 from elaswave.protocol.messages import Decision, Evidence
-from elaswave.protocol.step.ballot import BufferTensor, Environment, GridState, NonFinite, Request
+from elaswave.protocol.step.ballot import BufferTensor, Environment, GridState, NonFinite, Request, Scores
 from elaswave.protocol.step.salvage import AccumulatedUnits, InFlightMicrobatch, Keep
-from elaswave.protocol.step.scores import Scores
 from elaswave.types import Action, ExecutionParameters, Layout, Program
 
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from elaswave.planning.programs.layout import evaluation_layout
-from elaswave.protocol.step.ballot import add_words
+from elaswave.protocol.step.ballot import Means, add_words, means_of, score_words
 from elaswave.protocol.step.engine import C, FrameKind, Key, Pause, Ports, Wait
 from elaswave.protocol.step.salvage import Partial, todos_of
-from elaswave.protocol.step.scores import Means, means_of, score_words
 from elaswave.protocol.step.traffic import doubling, local_hops_of, units_by_layer
 from elaswave.types import Action, ExecutionParameters, Hop, Layout, Program
 
