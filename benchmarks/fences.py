@@ -36,14 +36,15 @@ import torch
 from harness import machine, print_header
 
 from elaswave.config.load import load_config
-from elaswave.data.sources import TokenSamples
+from elaswave.data.samples import TokenSamples
 from elaswave.engine import compute
 from elaswave.engine.boundaries.codecs import decode_tensor, encode_tensor
+from elaswave.job.plan import sampler_of
 from elaswave.models.layers import build_layer
 from elaswave.state.flat import FlatLayer, model_shapes
 from elaswave.state.sums import ExactAccumulator
 from elaswave.training.definition import build_model
-from elaswave.training.tokens import open_tokens, sampler_of
+from elaswave.training.tokens import open_tokens
 
 CODECS = ("bf16", "int8", "int4", "topk10", "topk10-own", "topk100", "topk100-own")
 PLACES = {1: (1,), 4: (0, 1, 2, 3)}

@@ -9,7 +9,7 @@ from torch import nn
 
 from elaswave.api.given import OwnModelSpec
 from elaswave.config.schema import OptimizerConfig
-from elaswave.data.sampler import Draw
+from elaswave.data.samples import Draw
 from elaswave.models.layers import Layer
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer

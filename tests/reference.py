@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elaswave.data.sampler import Sampler
+from elaswave.data.samples import Sampler
 from elaswave.hashing import key64
 from elaswave.models.layers import ModelSpec, build_layer
 from elaswave.training.definition import Samples

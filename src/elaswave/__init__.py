@@ -8,7 +8,7 @@ from elaswave._version import __version__
 if TYPE_CHECKING:
     from elaswave.api.result import Result
     from elaswave.api.trainer import Trainer
-    from elaswave.data.sampler import sample_order
+    from elaswave.data.samples import sample_order
     from elaswave.models.foreign.layer import Foreign
     from elaswave.models.huggingface.model import hf
     from elaswave.models.layers import Layer, LossOutput, aux_loss, batch
@@ -42,7 +42,7 @@ _PLACES = {
     "batch": "elaswave.models.layers",
     "hf": "elaswave.models.huggingface.model",
     "operator_graph": "elaswave.models.splitting.split",
-    "sample_order": "elaswave.data.sampler",
+    "sample_order": "elaswave.data.samples",
     "split": "elaswave.models.splitting.split",
 }
 """Where each public name stands; imported when it is asked for, since most need torch."""

@@ -13,7 +13,7 @@ from tests.integration.jobs import small_config
 from tests.memory_transport import MemoryNetwork
 
 from elaswave.blocks.placement import ReplicaRole, place_blocks
-from elaswave.data.sampler import Draw
+from elaswave.data.samples import Draw
 from elaswave.engine.activity import ActionTimer
 from elaswave.engine.blueprint import Blueprint
 from elaswave.engine.materialise import materialise

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elaswave.data.fingerprint import SampleHash
-from elaswave.data.sampler import Draw, Source
+from elaswave.data.samples import Draw, Source
 from elaswave.models.layers import Layer, LossOutput, ModelSpec, aux_loss, batch
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer

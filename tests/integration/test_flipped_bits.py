@@ -16,7 +16,7 @@ from torch import nn
 
 from elaswave.blocks.placement import ReplicaRole
 from elaswave.data.fingerprint import SampleHash
-from elaswave.data.sampler import Draw, Source
+from elaswave.data.samples import Draw, Source
 from elaswave.errors import StateError, VoteError
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.protocol.step.soundness import MAX_CHANGES, STATE_SAMPLE_PERIOD

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.integration.jobs import Job, run_job
 
-from elaswave.data.sources import TokenSamples
+from elaswave.data.samples import TokenSamples
 from elaswave.errors import RecoveryError, WorkerError
 from elaswave.faults.injection import Phase
 from elaswave.launcher import local_job

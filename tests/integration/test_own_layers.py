@@ -12,7 +12,7 @@ from tests.integration.own_layers import NUM_SAMPLES, SETTINGS, Sequences, Value
 from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 
 import elaswave
-from elaswave.data.sampler import Draw
+from elaswave.data.samples import Draw
 from elaswave.errors import NonFiniteError
 from elaswave.job.script import JobOptions, ScriptSession, active
 from elaswave.models.layers import Call, LossOutput, build_layer, inside

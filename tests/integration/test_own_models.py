@@ -18,7 +18,7 @@ from torch import nn
 
 import elaswave
 from elaswave.api.environment import environment_to_compute
-from elaswave.data.sampler import Sampler
+from elaswave.data.samples import Sampler
 from elaswave.errors import CheckpointError, DataError, LaunchError, RunFolderError, UsageError, WorkerError
 from elaswave.observability.events import StepCommitted, read_events
 from elaswave.observability.processes import read_processes

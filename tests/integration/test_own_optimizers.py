@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 
 import elaswave
 from elaswave.cli.main import main
-from elaswave.data.sampler import Sampler
+from elaswave.data.samples import Sampler
 from elaswave.errors import CheckpointError, ConfigError, UsageError
 from elaswave.job.script import JobOptions, ScriptSession, active
 from elaswave.protocol.step.engine import Phase

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elaswave
-from elaswave.data.sampler import MixedSampler, Sampler, Source, choose_source, permuted, sample_order, share_units
+from elaswave.data.samples import MixedSampler, Sampler, Source, choose_source, permuted, sample_order, share_units
 
 seeds = st.integers(0, 2**63)
 passes = st.integers(0, 10**6)

@@ -37,7 +37,7 @@ from elaswave.config.schema import Config
 from elaswave.config.values import read_toml
 from elaswave.coordinator.job_spec import mark_of
 from elaswave.data.fingerprint import dataset_fingerprint_in, fingerprint_in, fingerprint_of
-from elaswave.data.sources import open_source
+from elaswave.data.samples import open_source
 from elaswave.data.token_files import TokenWriter
 from elaswave.data.tokenize import load_tokenizer, text_pieces
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records

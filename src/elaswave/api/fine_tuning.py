@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from elaswave.api.trainer import Trainer
-from elaswave.data.sources import PYTHON_DOCS, MappedTokens, Split, open_source, write_python_docs
+from elaswave.data.samples import PYTHON_DOCS, MappedTokens, Split, open_source, write_python_docs
 from elaswave.data.token_files import SUFFIX
 from elaswave.errors import RunFolderError, UsageError
 from elaswave.models.huggingface.model import HuggingFaceModel, hf

@@ -43,7 +43,7 @@ from elaswave.config.values import (
     unknown_section,
 )
 from elaswave.config_format import FORMAT_KEY, format_problem
-from elaswave.data.sources import known_vocabulary
+from elaswave.data.samples import known_vocabulary
 from elaswave.errors import ConfigError, DataError, InfeasiblePlan
 from elaswave.fences import Fence, built_in_layer_names
 from elaswave.planning.costs.analytic import multiplications, sum_bytes

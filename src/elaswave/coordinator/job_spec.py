@@ -14,7 +14,7 @@ import msgspec
 
 from elaswave.channel.messages.agent import JobSpec
 from elaswave.config.schema import Config
-from elaswave.data.sampler import Sampler
+from elaswave.data.samples import Sampler
 from elaswave.errors import DataError, RunFolderError
 from elaswave.hashing import key64
 from elaswave.job.plan import RunPlan, StartingPoint

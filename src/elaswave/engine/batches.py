@@ -32,8 +32,7 @@ import msgspec
 import torch
 
 from elaswave.config.schema import Config
-from elaswave.data.sampler import Sampler
-from elaswave.data.sources import Split
+from elaswave.data.samples import Sampler, Split
 from elaswave.devices.interface import HOST, Device, generators_kept
 from elaswave.engine.activity import Activity
 from elaswave.engine.checks.values import flatten, unflatten

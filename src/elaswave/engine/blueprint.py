@@ -15,16 +15,15 @@ from torch.autograd.graph import Node
 from elaswave.blocks.shapes import LayerShape, StateShapes, with_states
 from elaswave.checkpoints.format import EMA, MASTER
 from elaswave.config.schema import Config
-from elaswave.data.sampler import Sampler
+from elaswave.data.samples import Sampler
 from elaswave.errors import UsageError
-from elaswave.job.plan import RunPlan
+from elaswave.job.plan import RunPlan, sampler_of
 from elaswave.models.admission import CopyOf, check_is_module, check_not_meta, check_sizes_known
 from elaswave.models.foreign.layer import check_kinds
 from elaswave.models.layers import Layer, ModelSpec, build_layer, describe
 from elaswave.state.flat import FlatLayer, FlatUnit, model_shapes, persistent_buffers
 from elaswave.training.definition import Samples, Training, builtin_training
 from elaswave.training.raised import said
-from elaswave.training.tokens import sampler_of
 
 
 def build_as_described(layer: Layer, seed: int, index: int, shapes: Sequence[LayerShape]) -> nn.Module:

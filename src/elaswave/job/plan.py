@@ -1,4 +1,4 @@
-"""What follows from a run's configuration and the shapes of its model: blocks, layout, placement, programs. No torch.
+"""What follows from a run's configuration and its model's shapes: blocks, layout, programs, order of samples. No torch.
 
 Nothing of it is negotiated: the same configuration gives the same plan in every process, and the vote compares its
 hash. Workers have it from their `elaswave.engine.blueprint`; launcher and coordinator, which hold no torch, are told
@@ -6,7 +6,7 @@ the shapes by the forkserver. `Identity` is what must be equal in all workers of
 """
 
 import platform
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from elaswave.config.cluster import cluster_of, element_bytes, emulated_costs, l
 from elaswave.config.schema import Config
 from elaswave.config.values import OWN
 from elaswave.data.fingerprint import data_hash
+from elaswave.data.samples import MixedSampler, Sampler, Source
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.fences import adaptive, codecs_at
 from elaswave.hashing import key64
@@ -308,6 +309,20 @@ class RunPlan:
         bounds = bounds_within(self.layout, self.config.layout.schedule, self.execution.in_flight)
         validate_programs(self.layout, programs, max_in_flight=bounds)
         return programs
+
+
+def sampler_of(config: Config, num_samples: int, sources: Sequence[Source] = ()) -> Sampler:
+    """Makes the sampler that says which samples make up which micro-batch of a run's training.
+
+    Args:
+        config: of the run.
+        num_samples: samples of a data pass.
+        sources: where they come from, if these are several with weights.
+    """
+    batch = config.batch
+    if sources:
+        return MixedSampler(config.run.seed, sources, batch.microbatch_size, batch.num_microbatches)
+    return Sampler(config.run.seed, num_samples, batch.microbatch_size, batch.num_microbatches)
 
 
 class Identity(NamedTuple):

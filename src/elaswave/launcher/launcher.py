@@ -31,7 +31,7 @@ from elaswave.data.fingerprint import (
     script_differences,
     script_in_force,
 )
-from elaswave.data.sampler import Sampler
+from elaswave.data.samples import Sampler
 from elaswave.errors import (
     CheckpointError,
     RecoveryError,
@@ -44,7 +44,7 @@ from elaswave.errors import (
 )
 from elaswave.faults.injection import FAULTS_FILE, KILL_HOST, Fault, Probe, parse_faults
 from elaswave.job.keys import JobKey, KeyRole, new_key, own_key
-from elaswave.job.plan import RunPlan, StartingPoint
+from elaswave.job.plan import RunPlan, StartingPoint, sampler_of
 from elaswave.job.script import FinishedJob, JobOptions, Script
 from elaswave.job.setup import AgentRole, own_role
 from elaswave.launcher.local_job import LocalJob
@@ -73,7 +73,7 @@ from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.system.grants import provide_descriptors, sweep_dead
 from elaswave.system.processes import ending_early
-from elaswave.training.tokens import open_tokens, sampler_of
+from elaswave.training.tokens import open_tokens
 
 NOT_TAKEN_SHOWN = 5
 """Names of values that a warning lists."""

@@ -47,7 +47,7 @@ from elaswave.channel.messages.worker import KeysNow
 from elaswave.channel.wire import agent_id
 from elaswave.coordinator.job_spec import CoordinatorSetup, mark_of, write_marks
 from elaswave.data.fingerprint import DatasetFingerprint, Finding, SampleHash
-from elaswave.data.sampler import Sampler
+from elaswave.data.samples import Sampler
 from elaswave.errors import ElaswaveError, NeedlessError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Probe
 from elaswave.job.network import remove_control_file

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from elaswave.config.values import plain
 from elaswave.data.fingerprint import SampleHash
-from elaswave.data.sampler import Draw, Source
-from elaswave.data.sources import Split
+from elaswave.data.samples import Draw, Source, Split
 from elaswave.devices.interface import seed_everything
 from elaswave.errors import SIGNALS, DataError
 from elaswave.hashing import key64

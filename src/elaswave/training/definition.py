@@ -19,8 +19,7 @@ from elaswave.blocks.shapes import LayerShape
 from elaswave.config.schema import Config
 from elaswave.config.values import OWN
 from elaswave.data.fingerprint import SampleHash
-from elaswave.data.sampler import Draw, Source
-from elaswave.data.sources import Split, TokenSamples
+from elaswave.data.samples import Draw, Source, Split, TokenSamples
 from elaswave.errors import ConfigError, UsageError
 from elaswave.models.gpt import gpt
 from elaswave.models.layers import ModelSpec

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from elaswave.data.sampler import MixedSampler, Sampler, Source, sample_order
-from elaswave.data.sources import open_source
+from elaswave.data.samples import MixedSampler, Sampler, Source, open_source, sample_order
 from elaswave.training.dataset import DatasetSamples
 
 PAGE = Path(__file__).parents[3] / "docs" / "data-order.md"

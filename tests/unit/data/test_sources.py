@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from elaswave.data import sources
-from elaswave.data.sources import (
+from elaswave.data import samples
+from elaswave.data.samples import (
     PYTHON_DOCS,
     MappedTokens,
     known_vocabulary,
@@ -82,7 +82,7 @@ class TestSamples:
         path = tmp_path / "sparse.txt"
         with open(path, "wb") as file:
             file.truncate(1 << 36)
-        tokens = sources._map_file(sources.TokenFile(path, None))
+        tokens = samples._map_file(samples.TokenFile(path, None))
         assert len(tokens) == 1 << 36 and not tokens[-5:].any()
 
     @pytest.mark.parametrize("num_left", [0, 22])
@@ -223,7 +223,7 @@ class TestPythonDocs:
 
     def test_processes_that_write_at_once_leave_one_whole_file(self, tmp_path: Path):
         code = (
-            "import sys; from pathlib import Path; from elaswave.data.sources import write_python_docs as w\n"
+            "import sys; from pathlib import Path; from elaswave.data.samples import write_python_docs as w\n"
             "sys.stdin.readline()\nfor _ in range(20):\n"
             "    p = w(Path(sys.argv[1])); assert p.stat().st_size == int(sys.argv[2])\n"
         )
@@ -322,7 +322,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("position", [0, 6, 7, 29])
     def test_a_token_outside_the_vocabulary(self, position: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(sources, "_CHECK_CHUNK_TOKENS", 7)  # so that positions in later chunks are met
+        monkeypatch.setattr(samples, "_CHECK_CHUNK_TOKENS", 7)  # so that positions in later chunks are met
         tokens = np.arange(30) % 10
         tokens[position:] = 9
         tokens[position] = 700

@@ -13,7 +13,7 @@ import pytest
 
 from elaswave.cli.main import main
 from elaswave.data import tokenize as module
-from elaswave.data.sources import open_source
+from elaswave.data.samples import open_source
 from elaswave.data.token_files import read_header
 from elaswave.data.tokenize import Tokenizer, load_tokenizer, text_pieces, tokenize
 from elaswave.errors import DataError, UsageError

@@ -11,7 +11,7 @@ from tests.integration.jobs import small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave.blocks.placement import place_blocks
-from elaswave.data.sampler import Draw
+from elaswave.data.samples import Draw
 from elaswave.devices.cuda import Cuda
 from elaswave.devices.interface import Batch, Mark, batches_of
 from elaswave.devices.loopback import Loopback

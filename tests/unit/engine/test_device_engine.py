@@ -10,7 +10,7 @@ import pytest
 from tests.integration.jobs import small_config
 
 from elaswave.blocks.placement import place_blocks
-from elaswave.data.sampler import Draw
+from elaswave.data.samples import Draw
 from elaswave.devices.interface import HOST, Device
 from elaswave.devices.loopback import Loopback
 from elaswave.engine.activity import ActionTimer

@@ -25,7 +25,7 @@ from tests.unit.engine.test_layer_calls import (
 from torch import nn
 
 from elaswave.channel.messages.worker import Failed
-from elaswave.data.sampler import Draw
+from elaswave.data.samples import Draw
 from elaswave.engine import batches
 from elaswave.engine.batches import BatchError, BatchMaker, BatchName, NotMade
 from elaswave.engine.checks.rehearsal import interruptible

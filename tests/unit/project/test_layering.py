@@ -161,7 +161,7 @@ SLIM = (
     "checkpoints.checkpoint",
     "channel.messages.worker",
     "job.plan",
-    "data.sources",
+    "data.samples",
     "faults.injection",
 )
 """What launcher and coordinator import: the forkserver loads torch, for those who compute."""
@@ -245,7 +245,7 @@ IMPORTS = {
         ("elaswave/training/optimizer.py", "from elaswave.launcher import launcher"),
         ("elaswave/observability/output.py", "def late():\n    import elaswave.cli.main"),
         ("elaswave/models/gpt.py", "from elaswave.state import flat"),
-        ("elaswave/data/sampler.py", "from elaswave.models import gpt"),
+        ("elaswave/data/samples.py", "from elaswave.models import gpt"),
         ("elaswave/planning/plan.py", "from elaswave.config import schema"),
         ("elaswave/types.py", "import elaswave.planning.plan"),
         ("elaswave/hashing.py", "from elaswave.errors import DataError"),

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from elaswave.data.fingerprint import DatasetFingerprint, check_same_dataset, dataset_fingerprint_in
-from elaswave.data.sampler import Draw, Sampler
+from elaswave.data.samples import Draw, Sampler
 from elaswave.errors import DataError
 from elaswave.training.dataset import DatasetSamples, UserDataError, as_pair, hash_batch
 

@@ -20,7 +20,7 @@ from elaswave._version import __version__
 from elaswave.channel.messages.worker import Finished, StepReport, TrainingStanding
 from elaswave.checkpoints.format import UPDATER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.coordinator.records.recoveries import layout_changed
-from elaswave.data.sampler import Sampler
+from elaswave.data.samples import Sampler
 from elaswave.errors import StateError
 from elaswave.fences import changing, fence_ratio_of, with_ratios
 from elaswave.hashing import MASK64, key64, mix64

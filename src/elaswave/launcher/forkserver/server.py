@@ -28,7 +28,7 @@ from elaswave.coordinator.job_spec import CoordinatorSetup
 from elaswave.coordinator.process import run_coordinator
 from elaswave.data.fingerprint import Finding
 from elaswave.errors import CheckpointError, LaunchError, UsageError
-from elaswave.job.plan import RunPlan, StartingPoint
+from elaswave.job.plan import RunPlan, StartingPoint, sampler_of
 from elaswave.job.script import ReadFile, apart, open_anew, open_descriptors, read_files
 from elaswave.launcher.forkserver.loaders import LoaderSockets, probe_dataset
 from elaswave.launcher.forkserver.machine import (
@@ -74,7 +74,6 @@ from elaswave.launcher.resources import memory_bytes
 from elaswave.observability.run_folder import worker_log
 from elaswave.system.processes import Child, end_children, end_group, fork, holding_notices, parent_of_orphans
 from elaswave.training.raised import readable, said
-from elaswave.training.tokens import sampler_of
 from elaswave.transport.handshake import Secrets
 
 _ANSWER_BYTES_MAX = 1 << 15

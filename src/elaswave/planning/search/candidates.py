@@ -327,7 +327,7 @@ NOTHING_MOVED = (
 """Of the randomness axis, for which no plan moves anything. Other systems must carry generator states along when a
 micro-batch or a layer changes its worker, or lose them with it. Here a draw is keyed by what it is for
 (`elaswave.hashing`, `elaswave.devices.interface`), and the samples of a micro-batch by its number
-(`elaswave.data.sampler`), so every plan leaves the draws as they are, for nothing."""
+(`elaswave.data.samples`), so every plan leaves the draws as they are, for nothing."""
 
 
 def contributions_of(

@@ -39,10 +39,10 @@ that have ever voted.
 
 The scores do not depend on the layout or on any order. A loss has one slot per micro-batch, which one worker fills.
 Of a metric only the sum is needed, so it travels as an exact integer: a value is rounded once, to a multiple of
-2**-160, and integers have no order. A loss that is a mean over its micro-batch has the mean over micro-batches for its own. One that
-comes with a count (tokens that are not ignored) is divided by the sum of all counts, C; the mean gradients, which were
-made before C was known, are then multiplied by N / C. An evaluation has no vote, and adds its scores in the same way.
-No IO here.
+2**-160, and integers have no order. A loss that is a mean over its micro-batch has the mean over micro-batches for its
+own. One that comes with a count (tokens that are not ignored) is divided by the sum of all counts, C; the mean
+gradients, which were made before C was known, are then multiplied by N / C. An evaluation has no vote, and adds its
+scores in the same way. No IO here.
 """
 
 import functools
