@@ -28,7 +28,8 @@ from verify.simulator.run import PRODUCT, Build, run_schedule
 from verify.simulator.schedule import Schedule, parse_schedule, random_schedule
 from verify.simulator.search import SPACES, Failure, Summary, explore, run_seeds, shrink
 
-_SEEDS_PER_TASK = 250
+_SEEDS_PER_TASK = 50
+"""So few that all processes have work until the end, also of some hundreds."""
 _PARTS = 40
 """Tasks that a space is cut into."""
 _MAX_PROCESSES = 2

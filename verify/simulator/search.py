@@ -86,6 +86,7 @@ class _Collector:
         self.counts: Counter[str] = Counter()
 
     def add(self, schedule: Schedule, outcome: RunOutcome, seed: int | None = None) -> None:
+        gc.collect(0)  # the world of this run: the next one finds its memory still in the processor's caches
         self.num_schedules += 1
         self.counts.update(outcome.counts)
         self.counts[f"schedules in which {len(outcome.fired)} faults struck"] += 1
@@ -107,7 +108,7 @@ def run_seeds(seeds: Iterable[int], build: Build = PRODUCT, job: Job | None = No
         job: the job of all of them; None draws one for each.
     """
     collector = _Collector()
-    with _seldom_collected():
+    with _collected_between_runs():
         for seed in seeds:
             schedule = random_schedule(seed, job)
             collector.add(schedule, run_schedule(schedule, build), seed)
@@ -115,14 +116,13 @@ def run_seeds(seeds: Iterable[int], build: Build = PRODUCT, job: Job | None = No
 
 
 @contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Looks for cycles once in some dozens of runs: each leaves a few, and all that it has made lives until its end."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 5, 10)
+def _collected_between_runs() -> Iterator[None]:
+    """Looks for cycles after each run alone (`_Collector.add`): all that a run has made lives until its end."""
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.enable()
 
 
 # --------------------------------------------------------------------------------------------------- exhaustive search
@@ -298,7 +298,7 @@ def explore(
         for conditions in space.conditions
         for schedule in _with_one_more(Schedule(space.job, conditions), space.kinds[0], build)
     )
-    with _seldom_collected():
+    with _collected_between_runs():
         for schedule in islice(firsts, part, None if limit is None else part + limit * parts, parts):
             _explore_from(schedule, space.kinds[1:], build, collector)
     return collector.summary()
