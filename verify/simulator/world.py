@@ -5,7 +5,7 @@ Frames between two processes keep their order; between different pairs anything 
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
@@ -197,7 +197,8 @@ class World:
         self._faults = sorted(schedule.faults, key=lambda fault: fault.instant, reverse=True)
         self._next_fault = self._faults[-1].instant if self._faults else -1
         self.has_notices = any(fault.kind == "notice" for fault in schedule.faults)
-        self._set_delays()
+        self.delay = self._circle_of_delays().__next__
+        """Gives the next frame's time under way."""
         self.see = together(observers)
         self._coordinator_class = coordinator_class
         self._worker_class = worker_class
@@ -216,13 +217,17 @@ class World:
         self.candidates = make_candidates(self) if self.conditions.candidates else None
         self.agents = make_agents(self) if self.conditions.agents else None
 
-    def _set_delays(self) -> None:
+    def _circle_of_delays(self) -> Iterator[int]:
         """A circle of delays; drawn as they are asked for, since most runs end before it closes."""
         seed = self.conditions.seed
-        self._choices = (1, 1, 1, 2, 2, 3, 5, 9) if seed else (1,)
-        self._delay_random = random.Random(seed)
-        self._delays: list[int] = []
-        self._delay_at = 0
+        choices, draws = (1, 1, 1, 2, 2, 3, 5, 9) if seed else (1,), random.Random(seed)
+        delays: list[int] = []
+        while len(delays) < _NUM_DELAYS:
+            drawn = draws.choices(choices, k=min(_DELAYS_AT_ONCE, _NUM_DELAYS - len(delays)))
+            delays += drawn
+            yield from drawn
+        while True:
+            yield from delays
 
     def lost(self) -> list[int]:
         """Workers that were struck and then held for lost; while coordinators are struck it can be any worker."""
@@ -259,17 +264,6 @@ class World:
     def _at(self, delay: int, call: Callable[..., None], *arguments: Any) -> None:
         self._sequence += 1
         heappush(self._queue, (self.now + delay, self._sequence, call, arguments))
-
-    def delay(self) -> int:
-        """The next frame's time under way."""
-        at = self._delay_at
-        if at == len(self._delays):
-            if at < _NUM_DELAYS:
-                self._delays += self._delay_random.choices(self._choices, k=min(_DELAYS_AT_ONCE, _NUM_DELAYS - at))
-            else:
-                at = 0
-        self._delay_at = at + 1
-        return self._delays[at]
 
     def after(self, delay: int, actor: Any, call: Callable[..., None], *arguments: Any) -> None:
         """Lets a process do something later, if it is still there."""
