@@ -30,12 +30,14 @@ class ActiveTime:
         Args:
             now_s: monotonic time; an earlier one than at the look before counts as the same.
         """
-        pause_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
-        self._looked_s = now_s if self._looked_s is None else max(now_s, self._looked_s)
-        if pause_s > ASLEEP_S:
-            self._overslept = True
-            pause_s = TICK_S
-        self._passed_s += pause_s
+        if self._looked_s is None:
+            self._looked_s = now_s
+        elif now_s > self._looked_s:
+            pause_s, self._looked_s = now_s - self._looked_s, now_s
+            if pause_s > ASLEEP_S:
+                self._overslept = True
+                pause_s = TICK_S
+            self._passed_s += pause_s
         return self._passed_s
 
     @property

@@ -303,8 +303,10 @@ class Detector:
         """Tells when `tick` is to be called next at the latest; the present time if there is news that cannot wait."""
         if self._exits:
             return now_s
+        if not self._broken:
+            return now_s + TICK_S
         due_s = [self._due_s(pair) - self._now_s for pair in self._broken]
-        return now_s + max(0.0, min([TICK_S, *due_s]))
+        return now_s + max(0.0, min(TICK_S, *due_s))
 
     def tick(self, now_s: float) -> list[Suspicion]:
         """Lists the workers that are held for lost from now on."""

@@ -116,8 +116,8 @@ class Hosts:
         """Numbers of first hosts that are `HostState.HERE`."""
         self._num_here = 0
         """Hosts with a connected agent."""
-        self._gone: set[int] = set()
-        """Incarnations that never count again."""
+        self._gone: dict[int, Host] = {}
+        """By incarnation, those that never count again."""
         self._host_of: dict[int, Host] = {}
         """Worker -> its host: another one that has the number later has not its workers (H2)."""
         self._label_of: dict[str, str] = {}
@@ -234,7 +234,7 @@ class Hosts:
         """The others go on without a host."""
         if host.state is not HostState.GONE:
             self._enter(host, HostState.GONE)
-        self._gone.add(host.incarnation)
+        self._gone[host.incarnation] = host
 
     def _enter(self, host: Host, state: HostState) -> None:
         """What is known of a host has changed."""
@@ -285,8 +285,7 @@ class Hosts:
     @property
     def stranded(self) -> set[int]:
         """Workers whose hosts the others go on without, and that nobody has said to have ended: nobody will."""
-        of_gone = ((worker, host) for worker, host in self._host_of.items() if host.state is HostState.GONE)
-        return {worker for worker, host in of_gone if worker in host.workers}
+        return {worker for host in self._gone.values() for worker in host.workers if self._host_of.get(worker) is host}
 
     def of(self, worker: int) -> Host | None:
         """Finds the host of a worker that was placed."""

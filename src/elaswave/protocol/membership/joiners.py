@@ -55,17 +55,23 @@ class _Place:
         self.worker = worker
         """The newest one."""
         self.since_s = now_s
-        """When its process was started; of the state OPEN: when the next one is due."""
+        """When its process was started."""
+        self.due_s = math.inf
+        """When the next one is due; infinite unless the place is open."""
         self.backoff_s = BACKOFF_S_MIN
         """Before the next process."""
         self.deaths: list[int] = []
         """Its workers that have ended since one of them committed a step."""
 
     def take(self, worker: int, now_s: float) -> None:
-        self.state, self.worker, self.since_s = PlaceState.TAKEN, worker, now_s
+        self.state, self.due_s = PlaceState.TAKEN, math.inf
+        self.worker, self.since_s = worker, now_s
 
     def open(self, due_s: float) -> None:
-        self.state, self.since_s = PlaceState.OPEN, due_s
+        self.state, self.due_s = PlaceState.OPEN, due_s
+
+    def close(self) -> None:
+        self.state, self.due_s = PlaceState.CLOSED, math.inf
 
 
 class Respawn:
@@ -105,7 +111,7 @@ class Respawn:
         """When `tick` has something to do; infinite if nothing waits."""
         if self._is_over:
             return math.inf
-        return min((place.since_s for place in self._places if place.state is PlaceState.OPEN), default=math.inf)
+        return min([place.due_s for place in self._places], default=math.inf)
 
     def has_place(self, worker: int) -> bool:
         """Tells whether a worker has a place: it was started for it, and has not ended since, as far as is known."""
@@ -162,12 +168,12 @@ class Respawn:
         if place.worker != worker or place.state is not PlaceState.TAKEN:
             return []
         if not self._enabled or self._is_over:
-            place.state = PlaceState.CLOSED
+            place.close()
             return []
         if worker in self._uncommitted:
             place.deaths.append(worker)
         if len(place.deaths) >= DEATHS_MAX:
-            place.state = PlaceState.CLOSED
+            place.close()
             return [PlaceClosed(number, _closed(number, place.deaths))]
         if now_s - place.since_s >= LONG_S:
             place.backoff_s = BACKOFF_S_MIN
@@ -179,7 +185,7 @@ class Respawn:
         """A worker leaves because it was asked to: nobody takes its place."""
         number = self._place_of.get(worker)
         if number is not None and self._places[number].worker == worker:
-            self._places[number].state = PlaceState.CLOSED
+            self._places[number].close()
 
     def join(self, count: int, now_s: float) -> list[PlaceTaken]:
         """So many workers more are wanted, beside those that the job aims at.
@@ -205,11 +211,7 @@ class Respawn:
         """
         if self._is_over:
             return []
-        due = [
-            number
-            for number, place in enumerate(self._places)
-            if place.state is PlaceState.OPEN and place.since_s <= now_s
-        ]
+        due = [number for number, place in enumerate(self._places) if place.due_s <= now_s]
         return [self._spawn(number, now_s) for number in due[: int(min(room, len(due)))]]
 
     def _spawn(self, number: int, now_s: float) -> PlaceTaken:
@@ -397,10 +399,13 @@ class Joiners:
     @property
     def next_s(self) -> float:
         """When the next one is due; infinite if none is, or there is no room for it."""
-        return self._respawn.next_s if self._hosts.room else math.inf
+        next_s = self._respawn.next_s
+        return next_s if next_s < math.inf and self._hosts.room else math.inf
 
     def due(self, now_s: float) -> list[PlaceTaken]:
         """Lists the workers that are to be started now."""
+        if self._respawn.next_s > now_s:  # nearly always: to look for room is to look at every host
+            return []
         return self._take(self._respawn.tick(now_s, self._hosts.room))
 
     def request(self, count: int, now_s: float, request: int = 0) -> list[PlaceTaken]:

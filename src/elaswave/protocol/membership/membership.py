@@ -399,7 +399,8 @@ class Membership:
         return self.agents.tick(set(self._core.members).difference(awaited), self._active_time.passed_s(now_s))
 
     def _look_for_silent(self, last_heartbeat_s: dict[int, float], now_s: float) -> Effects:
-        active_s, effects = self._active_time.passed_s(now_s), list[asked.MembershipEffect]()
+        active_s = self._active_time.passed_s(now_s)
+        effects: Effects = []
         for worker, received_at_s in list(self._received_at.items()):
             if worker in last_heartbeat_s:
                 received_at_s = self._received_at[worker] = max(received_at_s, active_s - last_heartbeat_s[worker])
