@@ -18,7 +18,7 @@ from tests.protocol.machines import (
 
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.planning.search.recovery import survivor_layout
-from elaswave.protocol.coordinator.decisions import make_decision, plan_survivors, plan_with
+from elaswave.protocol.coordinator.decisions import as_decided, make_decision, plan_survivors, plan_with
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import (
@@ -253,3 +253,24 @@ def test_three_workers_of_which_two_are_lost_one_after_the_other():
     first = question_of(machine.handle(report(2, 2), 0.0))
     machine.handle(suspicion(0), 0.0)
     assert shown(machine.handle(answer(first), 0.0)) == ["note: answer 1 of the planner is not awaited any more"]
+
+
+def test_of_a_member_that_missed_the_decision_only_what_that_decision_counts_on_counts():
+    machine, question = asked()
+    decision = decision_of(machine.handle(answer(question), 0.0))
+    everything = list(range(len(model_of(FIVE).blocks)))
+    claims = msgspec.structs.replace(
+        report(0, 3, job=FIVE),
+        copies=BlockReplicas(blocks=everything, owned=[False] * len(everything), versions=[0] * len(everything)),
+    )
+    held = [block for block in everything if 0 in decision.placement.holders(block)]
+    assert 0 < len(held) < len(everything)
+    missed = as_decided(msgspec.structs.replace(claims, decided=decision.generation - 1), decision)
+    assert missed.copies.blocks == held
+    assert len(missed.copies.owned) == len(missed.copies.versions) == len(held)
+    assert missed.parameters_step == claims.parameters_step, "this decision sends it none"
+    sends = msgspec.structs.replace(decision, deliver=((0, 0), (2, 1)))
+    assert as_decided(msgspec.structs.replace(claims, decided=0), sends).parameters_step == -1
+    for taken, newest in ((decision.generation, sends), (0, None)):
+        found = msgspec.structs.replace(claims, decided=taken)
+        assert as_decided(found, newest) is found

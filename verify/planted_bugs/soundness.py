@@ -4,6 +4,9 @@
 
 from typing import Any
 
+from elaswave.protocol.coordinator.machine import Coordinator
+from elaswave.protocol.coordinator.report_collection import ReportCollection
+from elaswave.protocol.messages import Report
 from elaswave.protocol.step.ballot import Ballot, Verdict
 from elaswave.protocol.step.engine import Change, Pause
 from elaswave.protocol.step.execution import Life
@@ -11,6 +14,7 @@ from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.replayed_state import ReplayedState
 from elaswave.protocol.step.soundness import CopyChecks, Soundness
 from verify.planted_bugs.mutant import Mutant, with_part
+from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.engine import ToyCopy
 from verify.simulator.run import Build
 
@@ -85,6 +89,39 @@ class ForgetsConstants(_Steps):
         return ballot._replace(num_changed=len(changes) - len(constants))
 
 
+class _Believes(ReportCollection):
+    def add(self, report: Report) -> bool:
+        found = super().add(report)
+        self._reports[report.worker] = report
+        return found
+
+
+class _BelievesMissed(Coordinator):
+    collection_class = _Believes
+
+
+class BelievesMissed(SimCoordinator):
+    """Counts on copies of a member that has missed the decision which had left them out (K2)."""
+
+    core_class = _BelievesMissed
+
+
+class _Forgets(ReportCollection):
+    def new_generation(self) -> None:
+        super().new_generation()
+        self._wrong = frozenset()
+
+
+class _ForgetsReports(Coordinator):
+    collection_class = _Forgets
+
+
+class ForgetsReports(SimCoordinator):
+    """Forgets with a lost member's report which copies that has called wrong (K2)."""
+
+    core_class = _ForgetsReports
+
+
 SOUNDNESS_MUTANTS = (
     Mutant(
         "vote-unsound",
@@ -103,6 +140,21 @@ SOUNDNESS_MUTANTS = (
         "parameters that are known to be wrong are not sent again",
         Build(machine=with_part(ClaimsWrongParameters)),
         "flip:1@40+1",
+    ),
+    Mutant(
+        "believe-missed",
+        "a copy that a decision has left out is believed of a member that has missed the decision",
+        Build(coordinator=BelievesMissed),
+        "widths=3 num_microbatches=3 num_followers=2 checkpoint_every=1 seed=690071726 slip:2@55+2 "
+        "suspect:0@84 kill:c@97 kill:1@116",
+        real=True,
+    ),
+    Mutant(
+        "forget-reports",
+        "which copies are wrong is forgotten with the report of the member that has said so",
+        Build(coordinator=ForgetsReports),
+        "widths=3 num_microbatches=3 num_followers=2 seed=361042596 slip:2@4+1 suspect:0@39 kill:1@72",
+        real=True,
     ),
     Mutant(
         "unsound-once",

@@ -4,7 +4,8 @@ From the reports follow the committed step, who holds a valid copy of which bloc
 plan, the decision.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +14,7 @@ from elaswave.blocks.domains import label_members
 from elaswave.blocks.placement import Block, Placement, place_blocks
 from elaswave.planning.search.recovery import promote, survivor_layout
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
-from elaswave.protocol.messages import Decision, Evidence, Progress, Report
+from elaswave.protocol.messages import BlockReplicas, Decision, Evidence, Progress, Report
 from elaswave.protocol.step.salvage import Salvage, salvage
 from elaswave.types import ExecutionParameters, Layout
 
@@ -57,16 +58,47 @@ def _is_prepared(report: Report, evidence: Evidence) -> bool:
     return report.prepared and (report.step, report.attempt) == evidence.order
 
 
-def valid_copies(reports: Sequence[Report], evidence: Evidence | None, base: int) -> dict[int, frozenset[int]]:
+def as_decided(report: Report, decision: Decision | None) -> Report:
+    """Takes from a report what its worker would not say any more if it had not missed the newest decision: copies that
+    the decision does not count on, and parameters that it has sent again.
+
+    Those that have taken the decision have forgotten what was wrong, since it is made good. The one that has missed it
+    still has it, and may never have known that it is wrong (K2).
+    """
+    if decision is None or report.decided >= decision.generation:
+        return report
+    worker, holders, copies = report.worker, decision.placement.holders, report.copies
+    counts = [worker in holders(block) for block in copies.blocks]
+    lacks = any(receiver == worker for receiver, _ in decision.deliver)
+    return msgspec.structs.replace(
+        report,
+        copies=BlockReplicas(
+            blocks=list(compress(copies.blocks, counts)),
+            owned=list(compress(copies.owned, counts)),
+            versions=list(compress(copies.versions, counts)),
+        ),
+        parameters_step=-1 if lacks else report.parameters_step,
+    )
+
+
+def valid_copies(
+    reports: Sequence[Report], evidence: Evidence | None, base: int, wrong: Collection[tuple[int, int]] = ()
+) -> dict[int, frozenset[int]]:
     """Maps each worker to the blocks of which it holds a copy that is, or can at once be brought, to the committed
-    step, and that nobody knows to be wrong."""
-    wrong: dict[int, set[int]] = {}
-    for report in reports:
-        # One report is enough: only who has finished the diagnosis knows of the copies of others (K2).
-        for block, worker in report.wrong:
-            wrong.setdefault(worker, set()).add(block)
+    step, and that is not known to be wrong.
+
+    Args:
+        reports: of all members.
+        evidence: the newest vote.
+        base: the newest committed step.
+        wrong: (block, worker) of copies that are known to be wrong.
+    """
+    wrong_of: dict[int, set[int]] = {}
+    for block, worker in wrong:
+        wrong_of.setdefault(worker, set()).add(block)
     return {
-        report.worker: _valid_in(report, evidence, base).difference(wrong.get(report.worker, ())) for report in reports
+        report.worker: _valid_in(report, evidence, base).difference(wrong_of.get(report.worker, ()))
+        for report in reports
     }
 
 
@@ -116,11 +148,19 @@ def next_attempt(reports: Sequence[Report], evidence: Evidence | None, step: int
     return attempt
 
 
-def deliveries(layout: Layout, reports: Sequence[Report], base: int) -> tuple[tuple[int, int], ...]:
+def deliveries(
+    layout: Layout, reports: Sequence[Report], base: int, *, is_sound: bool = True
+) -> tuple[tuple[int, int], ...]:
     """Lists (worker, unit) of all parameters that are not where they are needed, or not of the committed step; of all,
-    where some are wrong."""
+    where some are wrong.
+
+    Args:
+        layout: to go on with.
+        reports: of all members.
+        base: the newest committed step.
+        is_sound: whether no copy and no parameter is known to be wrong.
+    """
     by_worker = {report.worker: report for report in reports}
-    is_sound = all(report.proven is None for report in reports)
     found = []
     for stage in layout.stages:
         for worker in stage.workers:
@@ -253,6 +293,7 @@ def make_decision(
     left: tuple[int, ...] = (),
     newcomers: Sequence[int] = (),
     doubts_step: bool = False,
+    is_sound: bool = True,
 ) -> Decision:
     """Makes the decision that follows from a plan.
 
@@ -267,6 +308,7 @@ def make_decision(
         joined, left: as of `Decision`.
         newcomers: members without state.
         doubts_step: as of `salvaged`.
+        is_sound: as of `deliveries`.
     """
     assert plan.layout.workers == question.members, (
         f"a plan for workers {plan.layout.workers}, but the members are {question.members}"
@@ -284,7 +326,7 @@ def make_decision(
         resume_attempt=1 if rollback else next_attempt(reports, question.evidence, base + 1),
         layout=plan.layout,
         placement=plan.placement,
-        deliver=() if rollback else deliveries(plan.layout, reports, base),
+        deliver=() if rollback else deliveries(plan.layout, reports, base, is_sound=is_sound),
         rollback=base if rollback else None,
         evaluate=pending.evaluate and not rollback,
         checkpoint=pending.checkpoint and not rollback,

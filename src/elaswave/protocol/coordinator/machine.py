@@ -93,6 +93,8 @@ class Coordinator(JobHistory):
         records: what earlier coordinators of the job have persisted, in order.
     """
 
+    collection_class = ReportCollection
+
     def __init__(
         self,
         start: InForce,
@@ -114,7 +116,7 @@ class Coordinator(JobHistory):
             first_step=first_step,
             records=records,
         )
-        self.report_collection = ReportCollection(self)
+        self.report_collection = self.collection_class(self)
         self._bounds = bounds
         self._has_called = self.term > 1
         """Whether members may have been told of joiners, perhaps by an earlier coordinator."""

@@ -7,6 +7,7 @@ when another loss or a newer vote makes the question void.
 """
 
 from elaswave.protocol.coordinator.decisions import (
+    as_decided,
     lost_blocks,
     make_decision,
     merged_placement,
@@ -33,14 +34,19 @@ class ReportCollection:
     def __init__(self, history: JobHistory) -> None:
         self._history = history
         self._reports: dict[int, Report] = {}
+        self._trusted: int | None = None
+        """The newest step of which the checkpoint may be that is sought; nothing where any will do."""
+        self._wrong: frozenset[tuple[int, int]] = frozenset()
+        """(block, worker) of copies that any report since the last decision has called wrong (K2)."""
+        self._proven: int | None = None
+        """The newest step of which a checkpoint can be trusted, where such a report has found copies or parameters
+        wrong."""
         self.orphans: tuple[int, ...] = ()
         """Blocks without a copy, where a checkpoint is sought for their sake."""
         self._why_back = ""
         """Why a checkpoint is sought."""
         self._seed_is_enough = False
         """Whether nothing was committed when a checkpoint was sought: what is lost can be made again from the seed."""
-        self._proven: int | None = None
-        """The newest step of which a checkpoint can be trusted, where copies were found wrong."""
         self._rollback_step: int | None = None
         """The checkpoint that has been found for this generation."""
         self._rollback_reason = ""
@@ -58,7 +64,11 @@ class ReportCollection:
 
     def add(self, report: Report) -> bool:
         """Takes a member's report; returns whether all have reported."""
-        self._reports[report.worker] = report
+        self._reports[report.worker] = as_decided(report, self._history.decision)
+        # They outlast the report: its worker, perhaps the only one that has finished the diagnosis, may be lost next.
+        self._wrong |= frozenset(report.wrong)
+        if report.proven is not None:
+            self._proven = report.proven if self._proven is None else min(self._proven, report.proven)
         return len(self._reports) == len(self._history.members)
 
     @property
@@ -98,7 +108,7 @@ class ReportCollection:
             return self._seek(Cause.ROLLBACK_MISSED, history.decision.resume_step - 1)
         evidence = self.newest_evidence()
         base = history.base_step(evidence)
-        orphans = lost_blocks(len(history.blocks), valid_copies(reports, evidence, base))
+        orphans = lost_blocks(len(history.blocks), valid_copies(reports, evidence, base, self._wrong))
         if orphans:
             return self._seek(Cause.NO_COPY_LEFT, base, orphans)
         # Last, so that blocks without a copy are known under every policy.
@@ -110,21 +120,21 @@ class ReportCollection:
 
     def _seek(self, cause: Cause, base: int, orphans: tuple[int, ...] = ()) -> Cause:
         lost = self._history.lost
-        self.orphans, self._proven = orphans, None
+        self.orphans, self._trusted = orphans, None
         if cause is Cause.RESTART_POLICY:
             self._why_back = "the job starts over, as the policy is"
         elif cause is Cause.ROLLBACK_MISSED:
             self._why_back = f"workers {list(lost)} were lost before all members had gone back to the last checkpoint"
         else:
             self._why_back = what_is_lost(orphans, len(self._history.blocks), lost)
-            self._proven = min((each.proven for each in self.reports if each.proven is not None), default=None)
+            self._trusted = self._proven
         self._seed_is_enough = base == 0
         return cause
 
     def ask_for_checkpoint(self) -> FindCheckpoint:
         """Makes the question which checkpoint there is."""
         self.sequence += 1
-        return FindCheckpoint(self.sequence, self._proven)
+        return FindCheckpoint(self.sequence, self._trusted)
 
     def take_checkpoint(self, event: CheckpointFound) -> str:
         """Takes the answer; returns why the job cannot go back, or nothing."""
@@ -132,7 +142,7 @@ class ReportCollection:
         step = 0 if event.step is None and self._seed_is_enough else event.step
         if step is None:
             helps = what_helps(history.placement, len(history.lost))
-            if self._proven is not None:
+            if self._trusted is not None:
                 why = f"{history.reason}; {why}"
                 helps = f"Of three copies two decide: elastic.num_followers = 2. {helps}"
             return f"{why}, and there is no valid durable checkpoint to go back to. {helps}"
@@ -162,7 +172,7 @@ class ReportCollection:
             execution=execution,
             change=change,
             placement=merged_placement(owners, self.reports) if rollback is None else owners,
-            valid=valid_copies(self.reports, evidence, base) if rollback is None else {},
+            valid=valid_copies(self.reports, evidence, base, self._wrong) if rollback is None else {},
             base=base,
             evidence=evidence,
             rollback=rollback is not None,
@@ -194,7 +204,9 @@ class ReportCollection:
             left=history.left,
             newcomers=[report.worker for report in self.reports if history.is_new(report)],
             doubts_step=history.doubts_step,
+            is_sound=self._proven is None,
         )
         self._reports.clear()
+        self._wrong, self._proven = frozenset(), None
         self.question = None
         return decision, plan.predicted_step_s
