@@ -41,9 +41,8 @@ from harness import SIZES, configuration, machine, print_header
 
 from elaswave.config.schema import Config
 from elaswave.engine.activity import ActionTimer, Activity
-from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.blueprint import Blueprint, materialise
 from elaswave.engine.compute import Surroundings
-from elaswave.engine.materialise import materialise
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
 from elaswave.protocol.step.blocks import WorkerBlocks
 from elaswave.protocol.step.engine import Pause, Ports, StepObserver, Wait

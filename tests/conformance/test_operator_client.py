@@ -25,7 +25,7 @@ from elaswave.channel.wire import FIRST_AGENT, is_reader, operator_id, role_of
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import AuthenticationError, ControlError
 from elaswave.job.keys import LESSER, JobKey, KeyRole, next_file, role_key, secrets_for
-from elaswave.job.network import JobNetwork, remove_control_file, write_control_file
+from elaswave.job.setup import JobNetwork, remove_control_file, write_control_file
 from elaswave.transport.addresses import Endpoint
 from elaswave.transport.handshake import Secrets
 

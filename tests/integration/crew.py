@@ -15,8 +15,7 @@ from tests.memory_transport import MemoryNetwork
 from elaswave.blocks.placement import ReplicaRole, place_blocks
 from elaswave.data.samples import Draw
 from elaswave.engine.activity import ActionTimer
-from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.materialise import materialise
+from elaswave.engine.blueprint import Blueprint, materialise
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
 from elaswave.faults.injection import NoProbe
 from elaswave.observability.trace import ACTION, TraceRecorder

@@ -9,14 +9,14 @@ from tests.integration.jobs import run_job
 from elaswave.coordinator import driver
 from elaswave.coordinator.job_spec import CoordinatorSetup
 from elaswave.coordinator.records import recoveries
-from elaswave.launcher import coordinators
+from elaswave.launcher import supervisors
 from elaswave.observability.processes import clock_here
 
 
 @pytest.mark.slow
 def test_each_coordinator_may_have_another_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on hosts that were started weeks apart: ahead of the workers' clock the first one, behind it the second."""
-    run, here, real = coordinators.run_coordinator, clock_here(), time.monotonic
+    run, here, real = supervisors.run_coordinator, clock_here(), time.monotonic
     offsets_s = iter((1e6, -1e6))
 
     def run_elsewhere(setup: CoordinatorSetup) -> int:
@@ -31,7 +31,7 @@ def test_each_coordinator_may_have_another_clock(tmp_path: Path, monkeypatch: py
         return run(setup._replace(job=job, coordinator_ends_s=ends_s))
 
     offset_of = list(offsets_s)
-    monkeypatch.setattr(coordinators, "run_coordinator", run_elsewhere)
+    monkeypatch.setattr(supervisors, "run_coordinator", run_elsewhere)
     settings = {"run.steps": 16}
     begun_s = time.monotonic()
     job = run_job(tmp_path / "run", settings, faults=["kill:1@3", "kill:coordinator@8", "kill:2@12:backward"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import Calm, QuietReporter, run_job
 
-from elaswave.launcher import workers
+from elaswave.launcher import supervisors
 from elaswave.launcher.forkserver import worker_main
 from elaswave.protocol.detection import detector
 from elaswave.worker.setup import WorkerSetup
@@ -46,7 +46,7 @@ def test_workers_that_stand_still_before_they_register_are_left_behind_and_made_
     reference = calm({"run.steps": 4})
     strike(monkeypatch, (0, 2, 3), signal.SIGSTOP)
     monkeypatch.setattr(detector, "SILENCE_STARTING_S", 4.0)
-    monkeypatch.setattr(workers, "LOOK_S", 0.25)
+    monkeypatch.setattr(supervisors, "LOOK_S", 0.25)
     reporter = QuietReporter()
     job = run_job(tmp_path / "run", {"run.steps": 4}, reporter=reporter)
     lost = [each for each in job.result.recoveries if each.kind == "lost"]

@@ -17,7 +17,7 @@ from elaswave.cli.main import main
 from elaswave.cli.operator_client import OperatorClient
 from elaswave.errors import ControlError
 from elaswave.job.keys import KeyRole, begin_change, next_file, read_key, write_role_key
-from elaswave.job.network import read_control_file
+from elaswave.job.setup import read_control_file
 from elaswave.observability.processes import read_processes, signal_process
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.jobs import QuietReporter, nothing_left, small_config
 
 from elaswave.errors import LaunchError, RecoveryError, UsageError
-from elaswave.launcher import launcher, local_job, terminal
+from elaswave.launcher import launcher, local_job
 from elaswave.system import grants, processes
 from elaswave.system.grants import GROWTH, JobFolder, needed_descriptors, provide_descriptors, sweep_dead
 
@@ -81,7 +81,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_a_job_needs(monkeypatch: py
 
 
 def test_a_start_that_lasts_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "STARTING_S", 0.1)
+    monkeypatch.setattr(local_job, "STARTING_S", 0.1)
     reporter = QuietReporter()
     launcher.train(small_config({"run.steps": 1}), tmp_path, reporter=reporter)
     told = [text for text in reporter.messages if "workers are starting, and making the first step: " in text]

@@ -21,7 +21,7 @@ from elaswave.coordinator.records import checkpoints as checkpoints_module
 from elaswave.coordinator.records.checkpoints import CheckpointFinder, Checkpoints
 from elaswave.coordinator.records.recorder import RunRecorder
 from elaswave.errors import RecoveryError, StoppedBySignalError
-from elaswave.launcher import coordinators
+from elaswave.launcher import supervisors
 from elaswave.protocol import events
 from elaswave.protocol.detection.detector import Detector
 from elaswave.protocol.step.engine import Phase
@@ -43,13 +43,13 @@ class StopsWithItsCoordinator:
 def test_a_worker_that_never_finds_the_new_coordinator_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: Calm
 ) -> None:
-    run, pid = coordinators.run_coordinator, tmp_path / "pid"
+    run, pid = supervisors.run_coordinator, tmp_path / "pid"
 
     def run_known(setup: CoordinatorSetup) -> int:
         pid.write_text(str(os.getpid()))
         return run(setup)
 
-    monkeypatch.setattr(coordinators, "run_coordinator", run_known)
+    monkeypatch.setattr(supervisors, "run_coordinator", run_known)
     job = run_job(tmp_path / "run", {"run.steps": 4}, probe=StopsWithItsCoordinator(pid))
     assert [recovery.worker for recovery in job.result.recoveries if recovery.kind == "lost"] == [1]
     assert job.computation == calm({"run.steps": 4}).computation
@@ -94,7 +94,7 @@ def test_a_coordinator_that_hangs_is_followed_by_another(
 ) -> None:
     hung = tmp_path / "hung"
     monkeypatch.setattr(client, "SILENCE_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(coordinators, "COORDINATOR_HUNG_S", 2.0)
+    monkeypatch.setattr(supervisors, "COORDINATOR_HUNG_S", 2.0)
 
     def hang(effect: events.CoordinatorEffect) -> None:
         if isinstance(effect, events.Decided) and not hung.exists():

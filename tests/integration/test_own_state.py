@@ -24,8 +24,7 @@ from elaswave.checkpoints.checkpoint import shard_folder
 from elaswave.checkpoints.commit import commit_checkpoint
 from elaswave.checkpoints.format import CheckpointMeta
 from elaswave.coordinator.records.run_state import add_digests, check_followers, describe_checkpoint
-from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.materialise import changed_frozen, frozen_digests, materialise
+from elaswave.engine.blueprint import Blueprint, changed_frozen, frozen_digests, materialise
 from elaswave.errors import UnequalBufferError
 from elaswave.hashing import MASK64
 from elaswave.models.layers import Layer

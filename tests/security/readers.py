@@ -41,7 +41,7 @@ from elaswave.data.samples import open_source
 from elaswave.data.token_files import TokenWriter
 from elaswave.data.tokenize import load_tokenizer, text_pieces
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
-from elaswave.job.network import read_control_file
+from elaswave.job.setup import read_control_file
 from elaswave.models.huggingface.model import hf
 from elaswave.observability.events import read_events
 from elaswave.observability.processes import PROCESSES_FILE, read_processes

@@ -24,7 +24,7 @@ import elaswave
 from elaswave.config.load import load_config
 from elaswave.devices.opening import take_place
 from elaswave.errors import RetryError
-from elaswave.job import network as job_network
+from elaswave.job import setup as job_setup
 from elaswave.job.keys import JobKey
 from elaswave.launcher import agent
 from elaswave.launcher.agent import AgentOptions, Seed, hold
@@ -254,7 +254,7 @@ def test_a_job_whose_port_is_taken_all_the_same_is_worth_another_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(job_network, "reserve", lambda host, ports: taken.dup())
+        monkeypatch.setattr(job_setup, "reserve", lambda host, ports: taken.dup())
         with pytest.raises(RetryError, match="another program has the coordinator's port on this host"):
             run_job(tmp_path / "run", {"net.transport": "tcp"})
     assert "another program listens at tcp:127.0.0.1:" in (tmp_path / "run" / "logs" / "coordinator.log").read_text()

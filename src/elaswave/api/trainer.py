@@ -21,10 +21,9 @@ from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.config.values import OwnModel, plain
 from elaswave.engine.batches import Microbatches
-from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.blueprint import Blueprint, all_layers, changed_frozen
 from elaswave.engine.checks.rehearsal import as_in_a_worker, interruptible
 from elaswave.engine.compute import Compute, ComputeRules
-from elaswave.engine.materialise import all_layers, changed_frozen
 from elaswave.errors import CheckpointError, UsageError, WorkerError
 from elaswave.job.script import JobOptions, Script, current_session, read_files
 from elaswave.launcher.launcher import run_job

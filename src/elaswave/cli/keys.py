@@ -25,7 +25,7 @@ from elaswave.job.keys import (
     write_copy,
     write_role_key,
 )
-from elaswave.job.network import ControlFile, read_control_file
+from elaswave.job.setup import ControlFile, read_control_file
 from elaswave.observability.output import say, say_error, say_json
 
 PRESENT_TIMEOUT_S = 2.0

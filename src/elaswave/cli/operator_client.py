@@ -28,7 +28,7 @@ from elaswave.channel.messages.operator import (
 from elaswave.channel.wire import operator_id
 from elaswave.errors import ControlError, RunFolderError, UsageError
 from elaswave.job.keys import JobKey, KeyRole, next_file, read_key
-from elaswave.job.network import read_control_file
+from elaswave.job.setup import read_control_file
 from elaswave.transport.handshake import KeyRing, Secrets
 
 TURN_S = 0.1

@@ -18,11 +18,10 @@ from elaswave.checkpoints.format import EMA, MASTER
 from elaswave.devices.interface import HOST, Device, Mark, batches_of, read_tensors, wait_for
 from elaswave.engine.activity import ActionTimer
 from elaswave.engine.batches import Microbatches
-from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.blueprint import Blueprint, materialise, updater_after
 from elaswave.engine.checks.determinism_check import changed_operator, environment_of
 from elaswave.engine.checks.spot_checks import SpotChecks
 from elaswave.engine.compute import ALONE, Compute, ComputeRules, Surroundings
-from elaswave.engine.materialise import materialise, updater_after
 from elaswave.engine.reduction import Reduction
 from elaswave.hashing import MASK64
 from elaswave.protocol.step.ballot import ENVIRONMENT, Environment, Scores

@@ -38,10 +38,9 @@ from elaswave.data.fingerprint import fingerprint_of_all
 from elaswave.errors import CheckpointError, ConfigError, NeedlessError, RetryError, UsageError
 from elaswave.faults.injection import parse_fault
 from elaswave.job.keys import JobKey, KeyRole, tls_of
-from elaswave.job.network import JobNetwork, address_of, ports_beside
 from elaswave.job.plan import RunPlan
 from elaswave.job.script import JobOptions
-from elaswave.job.setup import AgentRole, new_incarnation
+from elaswave.job.setup import AgentRole, JobNetwork, address_of, new_incarnation, ports_beside
 from elaswave.launcher.launcher import open_data, outcome_of, run_job
 from elaswave.launcher.local_job import LocalJob, error_of_refusal
 from elaswave.launcher.resources import JobPlace

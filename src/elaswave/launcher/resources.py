@@ -29,8 +29,7 @@ from elaswave.config.values import OWN
 from elaswave.errors import ConfigError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.job.keys import JOB_KEY_FILE, JobKey, KeyRole
-from elaswave.job.network import JobNetwork, open_network, write_control_file
-from elaswave.job.setup import AgentRole, JobSetup
+from elaswave.job.setup import AgentRole, JobNetwork, JobSetup, open_network, write_control_file
 from elaswave.observability.run_folder import prepare_spare
 from elaswave.planning.costs.analytic import sum_bytes
 from elaswave.planning.costs.layers import Costs, LayerCosts, MemoryModel, num_copies

@@ -39,9 +39,8 @@ from elaswave.config.cluster import base_level
 from elaswave.devices.faults import DeviceFault, fault_of
 from elaswave.engine.activity import ActionTimer, Activity
 from elaswave.engine.batches import BatchError
-from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.blueprint import Blueprint, frozen_digests
 from elaswave.engine.compute import LayerError
-from elaswave.engine.materialise import frozen_digests
 from elaswave.engine.torch_engine import TorchEngine
 from elaswave.errors import SpotCheckError, VoteError, WaitTimeoutError
 from elaswave.faults.injection import Probe

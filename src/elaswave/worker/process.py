@@ -29,9 +29,8 @@ from elaswave.devices.interface import Device
 from elaswave.devices.opening import open_device
 from elaswave.engine.activity import ActionTimer, Pace
 from elaswave.engine.batches import Batches, BatchMaker, LoaderSupply, Supply, loader_log
-from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.blueprint import Blueprint, changed_frozen, materialise, updater_after
 from elaswave.engine.compute import Surroundings
-from elaswave.engine.materialise import changed_frozen, materialise, updater_after
 from elaswave.engine.torch_engine import EngineContext, TorchEngine
 from elaswave.errors import FencedOffError, InterruptedWaitError, PeerLostError, WaitTimeoutError
 from elaswave.models.foreign.connection import close_all

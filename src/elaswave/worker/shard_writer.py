@@ -12,7 +12,7 @@ from elaswave.channel.messages.worker import ShardFailed, ShardWritten, Training
 from elaswave.checkpoints.checkpoint import places, shard_folder, shard_name, temporary_folder
 from elaswave.checkpoints.format import SHARD_SUFFIX
 from elaswave.checkpoints.shards import Piece, write_shard
-from elaswave.engine.materialise import frozen_pieces, owned_pieces
+from elaswave.engine.blueprint import frozen_pieces, owned_pieces
 from elaswave.engine.torch_engine import TorchEngine
 from elaswave.errors import CheckpointError, WaitTimeoutError
 from elaswave.state.flat import BlockStore, Scalars

@@ -13,7 +13,7 @@ from elaswave.cli import keys as keys_module
 from elaswave.cli.main import main
 from elaswave.errors import ControlError
 from elaswave.job.keys import next_file, read_key
-from elaswave.job.network import JobNetwork, write_control_file
+from elaswave.job.setup import JobNetwork, write_control_file
 from elaswave.transport.addresses import Endpoint
 from elaswave.transport.tls import Tls
 

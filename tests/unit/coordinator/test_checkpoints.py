@@ -27,8 +27,7 @@ from elaswave.checkpoints.shards import write_shard
 from elaswave.config.load import load_config
 from elaswave.coordinator.records import checkpoints
 from elaswave.coordinator.records.checkpoints import BREAK_OFF_S_MAX, COMMIT_S_MAX, PATIENCE_S, RETRY_S, Checkpoints
-from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.materialise import materialise, owned_pieces
+from elaswave.engine.blueprint import Blueprint, materialise, owned_pieces
 from elaswave.observability.result import CheckpointRecord
 
 SMALL = ("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2", "layout.widths=[1,1]")

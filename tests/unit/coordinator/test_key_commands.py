@@ -11,7 +11,7 @@ from elaswave.channel.wire import FIRST_AGENT, operator_id
 from elaswave.coordinator.commands.commands import SHOWN_MAX, KeyCommands, Reply, obstacle_to
 from elaswave.coordinator.process import CoordinatorProcess
 from elaswave.job.keys import JobKey, KeyRole, next_file
-from elaswave.launcher.workers import AgentKeys
+from elaswave.launcher.supervisors import AgentKeys
 from elaswave.transport.handshake import Secrets
 
 OLD, NEW, OTHER = b"the old key of this job", b"the new key of this job", b"another key of this job"

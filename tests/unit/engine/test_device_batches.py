@@ -16,9 +16,8 @@ from elaswave.devices.cuda import Cuda
 from elaswave.devices.interface import Batch, Mark, batches_of
 from elaswave.devices.loopback import Loopback
 from elaswave.engine.activity import ActionTimer
-from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.blueprint import Blueprint, materialise
 from elaswave.engine.compute import Surroundings
-from elaswave.engine.materialise import materialise
 from elaswave.engine.torch_engine import RUN_AHEAD_ACTIONS, EngineContext, TorchEngine
 from elaswave.errors import InterruptedWaitError
 from elaswave.state.flat import HeldBlock

@@ -14,9 +14,8 @@ from elaswave.data.samples import Draw
 from elaswave.devices.interface import HOST, Device
 from elaswave.devices.loopback import Loopback
 from elaswave.engine.activity import ActionTimer
-from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.blueprint import Blueprint, materialise
 from elaswave.engine.checks.spot_checks import CheckKind, SpotChecks
-from elaswave.engine.materialise import materialise
 from elaswave.engine.torch_engine import RUN_AHEAD_ACTIONS, EngineContext, TorchEngine
 from elaswave.types import Action
 

@@ -4,8 +4,7 @@ import pytest
 
 from elaswave.config.load import load_config
 from elaswave.devices.loopback import Loopback
-from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.materialise import materialise
+from elaswave.engine.blueprint import Blueprint, materialise
 from elaswave.engine.reduction import Reduction
 
 SMALL = ["layout.widths=[1, 3]", "model.num_layers=3", "model.hidden_size=32", "elastic.block_size=1024"]

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave.blocks.placement import place_blocks
 from elaswave.blocks.replica_peers import EVERYBODY
-from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.materialise import materialise, owned_pieces
+from elaswave.engine.blueprint import Blueprint, materialise, owned_pieces
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer
 from elaswave.planning.programs.layout import make_layout
@@ -135,8 +134,7 @@ from elaswave.config.schema import OptimizerConfig
 from elaswave.models.layers import Layer
 from elaswave.planning.programs.layout import make_layout
 from elaswave.blocks.placement import place_blocks
-from elaswave.engine.blueprint import Blueprint
-from elaswave.engine.materialise import materialise
+from elaswave.engine.blueprint import Blueprint, materialise
 
 torch.set_num_threads(1)
 trains = sys.argv[1] == "trained"

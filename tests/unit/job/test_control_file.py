@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from elaswave.errors import ControlError, RunFolderError
-from elaswave.job.network import ControlFile, JobNetwork, read_control_file, remove_control_file, write_control_file
+from elaswave.job.setup import ControlFile, JobNetwork, read_control_file, remove_control_file, write_control_file
 from elaswave.observability.processes import process_entry
 from elaswave.observability.run_folder import CONTROL_FILE, MARKER_FILE
 from elaswave.transport.addresses import Endpoint

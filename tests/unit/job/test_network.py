@@ -9,12 +9,12 @@ from tests.certificates import job_tls, keys_of
 
 from elaswave.config.schema import NetConfig
 from elaswave.errors import ConfigError, LaunchError
-from elaswave.job import network as job_network
-from elaswave.job.network import address_of, open_network
+from elaswave.job import setup
+from elaswave.job.setup import address_of, open_network
 from elaswave.transport import addresses
 
 
-def opened(folder: Path, **net) -> job_network.JobNetwork:
+def opened(folder: Path, **net) -> setup.JobNetwork:
     """The network; its port is given up at once."""
     network, kept = open_network(NetConfig(transport="tcp", **net), folder, num_workers=0)
     assert kept is not None
@@ -92,7 +92,7 @@ def test_an_interface_with_ipv6_alone_and_one_without_an_address(tmp_path: Path,
         "fe8000000000000000fc00fffe000001 04 40 20 80    dummy0\n"
         "fd000000000000000000000000000002 04 40 00 82    dummy0\n"
     )
-    monkeypatch.setattr(job_network, "IPV6_TABLE", table)
+    monkeypatch.setattr(setup, "IPV6_TABLE", table)
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "dummy0"), (3, "dummy1")])
     assert address_of("dummy0") == "fd00::2"
     with pytest.raises(ConfigError, match="dummy1 has no address yet"):
@@ -100,7 +100,7 @@ def test_an_interface_with_ipv6_alone_and_one_without_an_address(tmp_path: Path,
 
 
 def test_an_interface_that_others_reach_needs_tls_or_trust(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(job_network, "address_of", lambda name: "10.0.0.5")
+    monkeypatch.setattr(setup, "address_of", lambda name: "10.0.0.5")
     with pytest.raises(ConfigError, match=r"other machines reach net.interface = eth0 \(10.0.0.5\)"):
         open_network(NetConfig(transport="tcp", interface="eth0"), tmp_path, 4)
 

@@ -10,8 +10,8 @@ from tests.fake_etcd import KEY, STRANGERS, FakeEtcd, FakeGateway, Written, lost
 from elaswave.channel.messages.agent import Ended
 from elaswave.config.schema import ControlConfig
 from elaswave.job.keys import JobKey, KeyRole
-from elaswave.launcher.coordinators import find_outcome
 from elaswave.launcher.forkserver.messages import CommitCount
+from elaswave.launcher.supervisors import find_outcome
 from elaswave.observability.events import EventLog, RunFinished
 from elaswave.observability.result import EVENTS_FILE, RESULT_FILE
 from elaswave.store import opening

@@ -29,7 +29,6 @@ from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySig
 from elaswave.job.keys import JobKey, KeyRole, next_file
 from elaswave.job.setup import AgentRole, own_role
 from elaswave.launcher import local_job
-from elaswave.launcher.coordinators import CandidateReports, CoordinatorStarts, CoordinatorSupervisor
 from elaswave.launcher.forkserver import messages as template_messages
 from elaswave.launcher.forkserver.messages import (
     AbandonCommits,
@@ -39,10 +38,16 @@ from elaswave.launcher.forkserver.messages import (
     SpawnCoordinator,
     TakeKeys,
 )
-from elaswave.launcher.local_job import LocalJob, with_ends
+from elaswave.launcher.local_job import STOP_GRACE_S, LocalJob, StopRequest, with_ends
 from elaswave.launcher.processes import LauncherWaits
-from elaswave.launcher.terminal import STOP_GRACE_S, StopRequest
-from elaswave.launcher.workers import AgentKeys, LogSending, WorkerSupervisor
+from elaswave.launcher.supervisors import (
+    AgentKeys,
+    CandidateReports,
+    CoordinatorStarts,
+    CoordinatorSupervisor,
+    LogSending,
+    WorkerSupervisor,
+)
 from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.leadership.standby import STAND_BY_AGAIN_S, Standby
 from elaswave.protocol.membership.agent import Agent

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from elaswave.channel.messages.agent import LogPart
-from elaswave.launcher.workers import SEND_LOGS_EVERY_S, LogSending
+from elaswave.launcher.supervisors import SEND_LOGS_EVERY_S, LogSending
 from elaswave.observability.run_folder import worker_log
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from elaswave.launcher.terminal import StepCalls
+from elaswave.launcher.local_job import StepCalls
 
 
 def heard(calls: StepCalls, steps: list[int]) -> None:

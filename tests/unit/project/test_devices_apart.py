@@ -57,7 +57,7 @@ REASONS = {
     "engine/boundaries/codecs.py: .tolist()": "codecs of fences compute in host memory, and are refused with GPUs",
     "engine/boundaries/fences.py: .tolist()": "codecs of fences compute in host memory, and are refused with GPUs",
     "worker/links.py: .tolist()": "words of the vote, which are fetched behind a mark",
-    "engine/materialise.py: .cpu()": "what a checkpoint or a peer brings, once; frozen parameters that go into one",
+    "engine/blueprint.py: .cpu()": "what a checkpoint or a peer brings, once; frozen parameters that go into one",
     "engine/reduction.py: .tolist()": "checksums, which are fetched behind a mark",
     "engine/checks/rehearsal.py: .item()": "a micro-batch in host memory, before training",
     "engine/in_flight.py: .item()": "metrics and counts, which the host looks at in each micro-batch (docs/devices.md)",

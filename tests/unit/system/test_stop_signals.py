@@ -10,7 +10,7 @@ import pytest
 from tests.signals import hearing_signals
 
 from elaswave.errors import StoppedBySignalError
-from elaswave.launcher.terminal import StopRequest
+from elaswave.launcher.local_job import StopRequest
 from elaswave.system.processes import STOP_SIGNALS, USER_SIGNALS, ending_early, is_ours, stop_signals, undisturbed
 
 

@@ -23,10 +23,9 @@ import torch
 from elaswave.data.fingerprint import FIRST_LOSS, Finding
 from elaswave.devices.interface import generators_kept
 from elaswave.engine.batches import BatchMaker, BatchName, Microbatches
-from elaswave.engine.blueprint import Blueprint
+from elaswave.engine.blueprint import Blueprint, all_layers
 from elaswave.engine.checks.values import flatten
 from elaswave.engine.compute import Compute, ComputeRules, LayerError
-from elaswave.engine.materialise import all_layers
 from elaswave.errors import SIGNALS, DataError, StoppedBySignalError, UsageError
 from elaswave.models.foreign.connection import close_all
 from elaswave.training.dataset import UserDataError, hash_batch

@@ -239,7 +239,7 @@ class _Serving:
         """Reads what the checkpoint has otherwise than it is built, once for all workers, also those to come."""
         if self._setup.frozen is not None or self._checkpoint is None:
             return
-        from elaswave.engine.materialise import changed_frozen  # loaded by `run_forkserver`
+        from elaswave.engine.blueprint import changed_frozen  # loaded by `run_forkserver`
 
         checkpoint = (Path(self._checkpoint.folder), self._checkpoint.meta)
         with contextlib.suppress(CheckpointError):  # the workers meet it too, and say so
