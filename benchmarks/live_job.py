@@ -28,7 +28,7 @@ from elaswave.errors import ControlError, StoppedBySignalError
 from elaswave.launcher.launcher import train
 from elaswave.observability.events import AnyEvent, LayoutChosen, StepCommitted, read_events
 from elaswave.observability.progress import make_reporter
-from elaswave.observability.result import EVENTS_FILE
+from elaswave.observability.run_folder import EVENTS_FILE
 from elaswave.protocol.step.engine import Phase
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.types import Layout

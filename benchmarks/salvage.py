@@ -26,7 +26,7 @@ from elaswave.faults.injection import parse_faults
 from elaswave.launcher.launcher import train
 from elaswave.observability.events import StepCommitted, read_events
 from elaswave.observability.progress import make_reporter
-from elaswave.observability.result import EVENTS_FILE
+from elaswave.observability.run_folder import EVENTS_FILE
 
 STAGES, REPLICAS = 2, 4
 STEP, STEPS = 3, 4

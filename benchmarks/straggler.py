@@ -29,7 +29,8 @@ from elaswave.faults.injection import parse_faults
 from elaswave.launcher.launcher import train
 from elaswave.observability.events import StepCommitted, read_events
 from elaswave.observability.progress import make_reporter
-from elaswave.observability.result import EVENTS_FILE, RunResult
+from elaswave.observability.result import RunResult
+from elaswave.observability.run_folder import EVENTS_FILE
 from elaswave.planning.costs.layers import Costs
 from elaswave.planning.search.apportionment import apportion
 

@@ -11,8 +11,9 @@ from tests.integration.jobs import Job, run_job
 from tests.integration.waits import WaitsFor, log_of
 
 from elaswave.channel.client import ControlClient
-from elaswave.faults.injection import FAULTS_FILE, read_fault_records
+from elaswave.faults.injection import read_fault_records
 from elaswave.models.gpt import GPTMLP
+from elaswave.observability.run_folder import FAULTS_FILE
 from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
 from elaswave.protocol.step.ballot import ENVIRONMENT
 from elaswave.worker import process

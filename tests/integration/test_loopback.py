@@ -9,7 +9,7 @@ import pytest
 from tests.integration.jobs import Job, run_job
 
 from elaswave.observability.events import TimingsMeasured, read_events
-from elaswave.observability.result import EVENTS_FILE
+from elaswave.observability.run_folder import EVENTS_FILE
 
 STEPS = {"run.steps": 8, "optimizer.schedule": "constant"}
 NO_CLIPPING = {"optimizer.grad_clip": 0.0}

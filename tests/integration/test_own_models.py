@@ -22,7 +22,7 @@ from elaswave.data.samples import Sampler
 from elaswave.errors import CheckpointError, DataError, LaunchError, RunFolderError, UsageError, WorkerError
 from elaswave.observability.events import StepCommitted, read_events
 from elaswave.observability.processes import read_processes
-from elaswave.observability.result import EVENTS_FILE, RESULT_FILE
+from elaswave.observability.run_folder import EVENTS_FILE, RESULT_FILE
 
 
 @pytest.fixture(params=[FORK, pytest.param(FRESH, marks=pytest.mark.slow)])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.integration.jobs import SMALL, Job, run_job
 
-from elaswave.observability.result import EVENTS_FILE
+from elaswave.observability.run_folder import EVENTS_FILE
 
 FLAT = """
 from elaswave.planning.policy.policy_parts import make_plan, rectangle

@@ -11,7 +11,7 @@ from tests.integration.waits import HeldUntil
 from elaswave.config.cluster import cpu_under_quota
 from elaswave.errors import FrequencyError
 from elaswave.observability.events import LayoutChosen, StepCommitted, StepTimeMeasured, StepTimePredicted, read_events
-from elaswave.observability.result import EVENTS_FILE
+from elaswave.observability.run_folder import EVENTS_FILE
 from elaswave.worker.frequency import CGROUP_ROOT, CgroupFrequency
 
 EMULATED = {

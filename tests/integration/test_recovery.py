@@ -18,7 +18,8 @@ import pytest
 from tests.integration.jobs import Job, QuietReporter, run_job
 
 from elaswave.errors import RecoveryError
-from elaswave.faults.injection import FAULTS_FILE, read_fault_records
+from elaswave.faults.injection import read_fault_records
+from elaswave.observability.run_folder import FAULTS_FILE
 from elaswave.protocol import events
 from elaswave.protocol.step.engine import PHASES
 

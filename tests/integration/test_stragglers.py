@@ -6,7 +6,8 @@ import pytest
 from tests.integration.jobs import Calm, Job, run_job
 
 from elaswave.coordinator.planning import measurements
-from elaswave.faults.injection import FAULTS_FILE, read_fault_records
+from elaswave.faults.injection import read_fault_records
+from elaswave.observability.run_folder import FAULTS_FILE
 from elaswave.types import Layout
 from elaswave.worker import control as outbox
 

@@ -40,28 +40,24 @@ from elaswave.data.fingerprint import dataset_fingerprint_in, fingerprint_in, fi
 from elaswave.data.samples import open_source
 from elaswave.data.token_files import TokenWriter
 from elaswave.data.tokenize import load_tokenizer, text_pieces
-from elaswave.faults.injection import FAULTS_FILE, read_fault_records
+from elaswave.faults.injection import read_fault_records
 from elaswave.job.setup import read_control_file
 from elaswave.models.huggingface.model import hf
 from elaswave.observability.events import read_events
 from elaswave.observability.processes import PROCESSES_FILE, read_processes
-from elaswave.observability.result import (
-    DIGESTS_FILE,
-    EVENTS_FILE,
-    RESULT_FILE,
-    check_run_folder,
-    read_digests,
-    read_result,
-    write_result,
-)
+from elaswave.observability.result import check_run_folder, read_digests, read_result, write_result
 from elaswave.observability.run_folder import (
     AGENTS_FILE,
     CONFIG_FILE,
     CONTROL_FILE,
     DATA_FILE,
+    DIGESTS_FILE,
+    EVENTS_FILE,
+    FAULTS_FILE,
     FINE_TUNING_FILE,
     HUGGINGFACE_DIR,
     LOGS_DIR,
+    RESULT_FILE,
     data_facts,
     huggingface_files,
     last_lines,

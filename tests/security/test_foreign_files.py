@@ -25,8 +25,7 @@ from elaswave.data.token_files import read_header
 from elaswave.errors import CheckpointError, DataError, ElaswaveError, RunFolderError, UsageError
 from elaswave.models.huggingface.model import hf
 from elaswave.observability.events import DAMAGED_SHOWN, EventLog, EventsLost, read_events
-from elaswave.observability.result import atomic_write
-from elaswave.observability.run_folder import add_to_copy, huggingface_files
+from elaswave.observability.run_folder import add_to_copy, atomic_write, huggingface_files
 from elaswave.untrusted import (
     decode_json,
     is_plain_name,

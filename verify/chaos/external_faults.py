@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from elaswave.observability.processes import RunProcess, lives, read_processes, signal_process
-from elaswave.observability.result import EVENTS_FILE
+from elaswave.observability.run_folder import EVENTS_FILE
 from elaswave.untrusted import decode_json, open_binary
 from verify.chaos.outside import COORDINATOR, Strike, Struck
 from verify.chaos.weather import Sky

@@ -26,13 +26,13 @@ from elaswave.checkpoints.checkpoint import find_newest_checkpoint, verify_check
 from elaswave.config.schema import Config
 from elaswave.engine.blueprint import Blueprint
 from elaswave.errors import CheckpointError
-from elaswave.faults.injection import FAULTS_FILE, Fault, read_fault_records
+from elaswave.faults.injection import Fault, read_fault_records
 from elaswave.launcher.launcher import train
 from elaswave.observability.events import CheckpointWritten, Recovered, read_events
 from elaswave.observability.processes import PROCESSES_FILE, facts_of
 from elaswave.observability.progress import make_reporter
-from elaswave.observability.result import EVENTS_FILE, RESULT_FILE, read_digests, read_result
-from elaswave.observability.run_folder import open_run_dir
+from elaswave.observability.result import read_digests, read_result
+from elaswave.observability.run_folder import EVENTS_FILE, FAULTS_FILE, RESULT_FILE, open_run_dir
 from elaswave.system.processes import end_with_parent, parent_of_orphans
 from elaswave.untrusted import read_bytes, read_text
 from verify.chaos.cases import Ending, Placed

@@ -25,7 +25,7 @@ from elaswave.cli.tables import render_table
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
-from elaswave.faults.injection import FAULTS_FILE, Fault, FaultRecord, parse_faults, read_fault_records
+from elaswave.faults.injection import Fault, FaultRecord, parse_faults, read_fault_records
 from elaswave.hashing import key64
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.output import say_json
@@ -38,7 +38,7 @@ from elaswave.observability.result import (
     from_json_float,
     read_digests,
 )
-from elaswave.observability.run_folder import default_run_dir, open_run_dir
+from elaswave.observability.run_folder import FAULTS_FILE, default_run_dir, open_run_dir
 from elaswave.protocol.step.engine import PHASES
 from elaswave.visible import visible
 

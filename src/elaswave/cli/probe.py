@@ -97,7 +97,7 @@ def _answer(where: str, key: bytes, for_s: float | None) -> None:
 
 def _measure(file: Path, source: str, targets: tuple[str, ...], output: Path | None, as_json: bool, key: bytes) -> None:
     from elaswave.config.network import network_text, read_parts
-    from elaswave.observability.result import atomic_write
+    from elaswave.observability.run_folder import atomic_write
     from elaswave.transport.probing import measure_link
 
     parts = read_parts(file)

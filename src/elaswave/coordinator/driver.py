@@ -45,7 +45,6 @@ from elaswave.coordinator.records.recoveries import RecoveryLog
 from elaswave.coordinator.records.terminal import Terminal
 from elaswave.errors import StateError
 from elaswave.faults.injection import (
-    FAULTS_FILE,
     Fault,
     Requests,
     away_until_s,
@@ -57,8 +56,7 @@ from elaswave.faults.injection import (
 from elaswave.job.plan import Identity, RunPlan, identity_of
 from elaswave.observability.events import EventLog
 from elaswave.observability.processes import clock_here
-from elaswave.observability.result import EVENTS_FILE
-from elaswave.observability.run_folder import data_facts
+from elaswave.observability.run_folder import EVENTS_FILE, FAULTS_FILE, data_facts
 from elaswave.protocol import events
 from elaswave.protocol.coordinator.decisions import MemberEnd
 from elaswave.protocol.coordinator.machine import Bounds, Coordinator

@@ -19,8 +19,7 @@ from elaswave.errors import DataError, RunFolderError
 from elaswave.hashing import key64
 from elaswave.job.plan import RunPlan, StartingPoint
 from elaswave.job.setup import JobSetup
-from elaswave.observability.result import atomic_write
-from elaswave.observability.run_folder import AGENTS_FILE, CHECKPOINTS_DIR, LOGS_DIR, data_facts
+from elaswave.observability.run_folder import AGENTS_FILE, CHECKPOINTS_DIR, LOGS_DIR, atomic_write, data_facts
 from elaswave.store.opening import Claimed
 from elaswave.transport.handshake import Secrets
 from elaswave.untrusted import read_json

@@ -38,7 +38,6 @@ from elaswave.blocks.domains import prefixes, site_of
 from elaswave.errors import ConfigError, RunFolderError
 from elaswave.hashing import key64
 from elaswave.observability.processes import clock_here, read_processes, signal_process
-from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
 from elaswave.protocol.step.engine import PHASES, Phase
 from elaswave.untrusted import decode_json, open_regular, read_bytes, reason
 

@@ -46,8 +46,7 @@ from elaswave.launcher.local_job import LocalJob, error_of_refusal
 from elaswave.launcher.resources import JobPlace
 from elaswave.observability.output import say_error
 from elaswave.observability.progress import make_reporter
-from elaswave.observability.result import RESULT_FILE
-from elaswave.observability.run_folder import LOGS_DIR, TERMINAL_LOG, is_run, saved_config
+from elaswave.observability.run_folder import LOGS_DIR, RESULT_FILE, TERMINAL_LOG, is_run, saved_config
 from elaswave.protocol.leadership.job_creation import CreatorAction, JobCreator
 from elaswave.store.etcd_store import foreign_job
 from elaswave.store.opening import FILE, look_for_earlier, remove_earlier

@@ -42,7 +42,7 @@ from elaswave.errors import (
     UsageError,
     WorkerError,
 )
-from elaswave.faults.injection import FAULTS_FILE, KILL_HOST, Fault, Probe, parse_faults
+from elaswave.faults.injection import KILL_HOST, Fault, Probe, parse_faults
 from elaswave.job.keys import JobKey, KeyRole, new_key, own_key
 from elaswave.job.plan import RunPlan, StartingPoint, sampler_of
 from elaswave.job.script import FinishedJob, JobOptions, Script
@@ -51,16 +51,13 @@ from elaswave.launcher.local_job import LocalJob
 from elaswave.launcher.resources import JobPlace, check_device, check_frequency, check_machine_memory, memory_bytes
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
 from elaswave.observability.progress import Reporter
-from elaswave.observability.result import (
+from elaswave.observability.result import RunResult, from_json_float, read_result
+from elaswave.observability.run_folder import (
     DIGESTS_FILE,
     EVENTS_FILE,
-    RESULT_FILE,
-    RunResult,
-    from_json_float,
-    read_result,
-)
-from elaswave.observability.run_folder import (
+    FAULTS_FILE,
     LOGS_DIR,
+    RESULT_FILE,
     TERMINAL_LOG,
     check_same_computation,
     default_run_dir,

@@ -57,8 +57,7 @@ from elaswave.launcher.forkserver.messages import (
 )
 from elaswave.launcher.processes import TICK_S, JobProcesses, LauncherWaits
 from elaswave.observability.processes import ProcessorWaits
-from elaswave.observability.result import RESULT_FILE
-from elaswave.observability.run_folder import LogTail
+from elaswave.observability.run_folder import RESULT_FILE, LogTail
 from elaswave.protocol.coordinator.key_change import RETIRED_MAX
 from elaswave.protocol.leadership.standby import ORPHAN_S, CoordinatorTimeout, Standby, TimeoutAction
 from elaswave.protocol.membership.agent import Agent, CoordinatorEnded, ReportEnd, StartCoordinator, WorkerEnded

@@ -7,28 +7,20 @@ JSON has no not-a-number, and a writer that turns it into ``null`` loses what ha
 be finite its type is ``JsonFloat``: a float, or one of the strings "nan", "inf", "-inf". The structs normalise what
 they are given, so a float nan may be passed in.
 
-Files are replaced atomically (temporary file, fsync, rename, fsync of the folder): a reader sees the old content or
-the new, never a half. This module draws nothing and reads no clock.
+This module draws nothing and reads no clock.
 """
 
-import contextlib
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from elaswave.errors import RunFolderError
+from elaswave.observability.run_folder import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, atomic_write
 from elaswave.types import Layout
 from elaswave.untrusted import JSON_BYTES_MAX, decode_json, read_bytes, reason
-
-RESULT_FILE = "result.json"
-DIGESTS_FILE = "digests.json"
-EVENTS_FILE = "events.jsonl"
-FAULTS_FILE = "faults.jsonl"
-TRACE_FILE = "trace.json"
 
 JsonFloat = float | Literal["nan", "inf", "-inf"]
 """A float as a run folder holds it: finite ones as numbers, the others as strings."""
@@ -212,38 +204,6 @@ def is_hex(text: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
-
-
-def atomic_write(path: Path, chunks: Iterable[bytes]) -> None:
-    """Replaces a file's content at once: readers see the old content or the new one, also after a power cut.
-
-    Args:
-        path: the file; its folder must exist.
-        chunks: the content, piece by piece.
-    Raises:
-        RunFolderError: the folder cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            temporary.unlink(missing_ok=True)
-            with open(temporary, "xb") as file:
-                for chunk in chunks:
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another --run-dir") from error
 
 
 def encode_result(result: RunResult) -> bytes:

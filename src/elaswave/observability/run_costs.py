@@ -34,8 +34,8 @@ from elaswave.observability.events import (
     TimingsMeasured,
     read_events,
 )
-from elaswave.observability.result import EVENTS_FILE, check_run_folder
-from elaswave.observability.run_folder import saved_config
+from elaswave.observability.result import check_run_folder
+from elaswave.observability.run_folder import EVENTS_FILE, saved_config
 from elaswave.observability.summary import NUM_WARM_UP_STEPS
 from elaswave.planning.costs.analytic import sum_bytes
 from elaswave.planning.costs.layers import Costs

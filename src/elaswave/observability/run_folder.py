@@ -7,6 +7,9 @@ drops when its holders end, keeps two commands from working in one folder.
 A host that has a run folder of its own sends what its workers print. The coordinator appends it to a file of the same
 name in its own folder, so that one folder tells of all workers. What is sent of one worker is bounded.
 
+Files are replaced atomically (temporary file, fsync, rename, fsync of the folder): a reader sees the old content or
+the new, never a half.
+
 No clock and no random source here: the caller says when it is and what the folder is called.
 """
 
@@ -16,7 +19,7 @@ import fcntl
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,18 +34,15 @@ from elaswave.config.values import OWN, path_problem
 from elaswave.errors import CheckpointError, ConfigError, DataError, RunFolderError, UsageError
 from elaswave.hashing import key64
 from elaswave.observability.processes import PROCESSES_FILE
-from elaswave.observability.result import (
-    DIGESTS_FILE,
-    EVENTS_FILE,
-    FAULTS_FILE,
-    RESULT_FILE,
-    TRACE_FILE,
-    atomic_write,
-)
 from elaswave.untrusted import open_binary, open_regular, read_bytes, read_json, reason, stays_inside
 
 MARKER_FILE = "run.json"
 CONFIG_FILE = "config.toml"
+RESULT_FILE = "result.json"
+DIGESTS_FILE = "digests.json"
+EVENTS_FILE = "events.jsonl"
+FAULTS_FILE = "faults.jsonl"
+TRACE_FILE = "trace.json"
 LOCK_FILE = ".lock"
 CONTROL_FILE = "control.json"
 AGENTS_FILE = "agents.json"
@@ -234,6 +234,38 @@ def prepare_spare(path: Path, config: Config, job: str = "") -> None:
             f"run.spare_checkpoints: {target} cannot be used: {error.strerror or error}; name a folder that can be "
             "written"
         ) from error
+
+
+def atomic_write(path: Path, chunks: Iterable[bytes]) -> None:
+    """Replaces a file's content at once: readers see the old content or the new one, also after a power cut.
+
+    Args:
+        path: the file; its folder must exist.
+        chunks: the content, piece by piece.
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "xb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another --run-dir") from error
 
 
 def write_data_facts(path: Path, facts: object) -> None:

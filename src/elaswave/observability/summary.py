@@ -28,8 +28,6 @@ from elaswave.observability.events import (
     read_events,
 )
 from elaswave.observability.result import (
-    EVENTS_FILE,
-    RESULT_FILE,
     CheckpointRecord,
     GenerationRecord,
     JsonFloat,
@@ -38,6 +36,7 @@ from elaswave.observability.result import (
     check_run_folder,
     read_result,
 )
+from elaswave.observability.run_folder import EVENTS_FILE, RESULT_FILE
 from elaswave.types import Layout
 
 NUM_WARM_UP_STEPS = 3

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elaswave.observability.result import TRACE_FILE, atomic_write
+from elaswave.observability.run_folder import TRACE_FILE, atomic_write
 from elaswave.untrusted import read_json
 
 if TYPE_CHECKING:

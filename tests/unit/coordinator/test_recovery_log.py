@@ -8,10 +8,11 @@ import pytest
 from elaswave.blocks.placement import Placement
 from elaswave.channel.messages.worker import StepReport
 from elaswave.coordinator.records.recoveries import RecoveryLog, layout_changed
-from elaswave.faults.injection import FAULTS_FILE, FaultRecord
+from elaswave.faults.injection import FaultRecord
 from elaswave.observability.events import LayoutChosen
 from elaswave.observability.processes import clock_here
 from elaswave.observability.result import Recovery
+from elaswave.observability.run_folder import FAULTS_FILE
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.search.recovery import survivor_layout
 from elaswave.protocol.detection.detector import WorkerActivity

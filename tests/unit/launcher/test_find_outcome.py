@@ -13,7 +13,7 @@ from elaswave.job.keys import JobKey, KeyRole
 from elaswave.launcher.forkserver.messages import CommitCount
 from elaswave.launcher.supervisors import find_outcome
 from elaswave.observability.events import EventLog, RunFinished
-from elaswave.observability.result import EVENTS_FILE, RESULT_FILE
+from elaswave.observability.run_folder import EVENTS_FILE, RESULT_FILE
 from elaswave.store import opening
 from elaswave.store.opening import JobStore
 

@@ -12,7 +12,6 @@ from tests.unit.observability.samples import LOSSES, RECOVERY, make_result, writ
 
 from elaswave.errors import RunFolderError
 from elaswave.observability.result import (
-    atomic_write,
     encode_result,
     from_json_float,
     read_digests,
@@ -21,6 +20,7 @@ from elaswave.observability.result import (
     write_digests,
     write_result,
 )
+from elaswave.observability.run_folder import atomic_write
 
 
 def test_a_result_reads_back_as_it_was_written(tmp_path: Path) -> None:

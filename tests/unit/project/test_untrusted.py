@@ -68,7 +68,7 @@ EXCEPTED = {
     "observability.processes:_contents": KERNEL,
     "observability.processes:facts_of": KERNEL,
     "observability.processes:ProcessorWaits._contents": KERNEL,
-    "observability.result:atomic_write": MAKES,
+    "observability.run_folder:atomic_write": MAKES,
     "observability.run_folder:_as_in_files": "decodes what it has just encoded",
     "observability.run_folder:add_to_copy": CHECKED,
     "protocol.coordinator.store_writes:lease_heartbeat_of": STORE,

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from elaswave.channel.messages.worker import StepReport
-from elaswave.faults.injection import FAULTS_FILE, FaultRecord, read_fault_records
+from elaswave.faults.injection import FaultRecord, read_fault_records
 from elaswave.observability.events import LayoutChosen
 from elaswave.observability.processes import clock_here
 from elaswave.observability.result import Recovery
-from elaswave.observability.run_folder import last_lines
+from elaswave.observability.run_folder import FAULTS_FILE, last_lines
 from elaswave.protocol.detection.detector import WorkerActivity
 from elaswave.protocol.events import NewGeneration, Suspected
 from elaswave.protocol.messages import Decision, Installed

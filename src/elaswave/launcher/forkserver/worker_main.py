@@ -19,9 +19,10 @@ from elaswave.channel.client import ControlClient
 from elaswave.channel.messages.worker import KeysNow, KeysTaken, ToWorker
 from elaswave.channel.slow_dial import slow_control_of
 from elaswave.engine.batches import BatchMaker, say_who, serve_batches
-from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe, NoProbe, Probe, Probes
+from elaswave.faults.injection import AwayWatch, FaultProbe, NoProbe, Probe, Probes
 from elaswave.job.plan import StartingPoint, sampler_of
 from elaswave.launcher.forkserver.messages import ForkServerSetup
+from elaswave.observability.run_folder import FAULTS_FILE
 from elaswave.system.grants import offer_to_kernel
 from elaswave.system.processes import hear_notices, hold_notices
 from elaswave.transport import addresses
