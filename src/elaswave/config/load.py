@@ -46,8 +46,8 @@ from elaswave.config_format import FORMAT_KEY, format_problem
 from elaswave.data.samples import known_vocabulary
 from elaswave.errors import ConfigError, DataError, InfeasiblePlan
 from elaswave.fences import Fence, built_in_layer_names
-from elaswave.planning.costs.analytic import multiplications, sum_bytes
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.analytic import multiplications
+from elaswave.planning.costs.layers import Costs, sum_bytes
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.presets import DevicePreset
 from elaswave.planning.far_apart.job import FarJob, FarPlan

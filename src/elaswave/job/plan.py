@@ -28,7 +28,7 @@ from elaswave.data.samples import MixedSampler, Sampler, Source
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.fences import adaptive, codecs_at
 from elaswave.hashing import key64
-from elaswave.planning.costs.analytic import sum_bytes
+from elaswave.planning.costs.layers import sum_bytes
 from elaswave.planning.costs.schedules import bounds_within
 from elaswave.planning.far_apart.ratios import adapted_ratios
 from elaswave.planning.programs.execution import execution_of, programs_of

@@ -31,8 +31,7 @@ from elaswave.faults.injection import Fault
 from elaswave.job.keys import JOB_KEY_FILE, JobKey, KeyRole
 from elaswave.job.setup import AgentRole, JobNetwork, JobSetup, open_network, write_control_file
 from elaswave.observability.run_folder import prepare_spare
-from elaswave.planning.costs.analytic import sum_bytes
-from elaswave.planning.costs.layers import Costs, LayerCosts, MemoryModel, num_copies
+from elaswave.planning.costs.layers import Costs, LayerCosts, MemoryModel, num_copies, sum_bytes
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.store.opening import JobStore
 from elaswave.system.grants import JobFolder

@@ -37,8 +37,7 @@ from elaswave.observability.events import (
 from elaswave.observability.result import check_run_folder
 from elaswave.observability.run_folder import EVENTS_FILE, saved_config
 from elaswave.observability.summary import NUM_WARM_UP_STEPS
-from elaswave.planning.costs.analytic import sum_bytes
-from elaswave.planning.costs.layers import Costs
+from elaswave.planning.costs.layers import Costs, sum_bytes
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.profiled import CostMeter, prediction_error
 from elaswave.planning.costs.schedules import Schedule, bounds_within

@@ -20,8 +20,8 @@ from elaswave.config.presets import catalog, device_preset, link_preset, model_s
 from elaswave.config.values import TOKENS_PER_S
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.fences import CODECS
-from elaswave.planning.costs.analytic import ACCUMULATOR_BITS, analytic_costs, preset_cluster
-from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS, Costs
+from elaswave.planning.costs.analytic import analytic_costs, preset_cluster
+from elaswave.planning.costs.layers import ACCUMULATOR_BITS, DEFAULT_FOLLOWERS, Costs
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.schedules import SCHEDULES, Schedule
 from elaswave.planning.plan import Allocation, Planner

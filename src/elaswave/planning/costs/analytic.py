@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from elaswave.fences import built_in_layer_names, codecs_at
-from elaswave.planning.costs.layers import Costs, LayerCosts, fenced_costs
+from elaswave.planning.costs.layers import Costs, LayerCosts, fenced_costs, sum_bytes
 from elaswave.planning.costs.machines import Cluster, DeviceSpec
 from elaswave.planning.costs.network import NetworkLink
 from elaswave.planning.costs.presets import DevicePreset, ModelShape
@@ -26,28 +26,6 @@ PARAMETER_BYTES = 2
 """bfloat16."""
 OPTIMIZER_BYTES = 12
 """float32 master, first and second moment (AdamW)."""
-CONSISTENCIES = ("bitwise", "scaled")
-ACCUMULATOR_BITS = (64, 48)
-"""Widths that an exact sum of gradients may have."""
-
-
-def sum_bytes(consistency: str, accumulator_bits: int) -> int:
-    """Counts the bytes of the sum of gradients of one parameter, in memory and on its way.
-
-    Args:
-        consistency: ``bitwise`` (exact sums) or ``scaled`` (float32).
-        accumulator_bits: width of an exact sum.
-    Raises:
-        ValueError: there is no such sum.
-    """
-    if consistency not in CONSISTENCIES:
-        raise ValueError(f"consistency is {consistency!r}, needed: one of {', '.join(CONSISTENCIES)}")
-    if accumulator_bits not in ACCUMULATOR_BITS:
-        widths = ", ".join(map(str, ACCUMULATOR_BITS))
-        raise ValueError(f"accumulator_bits is {accumulator_bits}, needed: one of {widths}")
-    return accumulator_bits // 8 if consistency == "bitwise" else 4
-
-
 LOGIT_BYTES = 6
 """Kept per logit: the bfloat16 logit and the float32 logarithm of its probability."""
 USABLE_MEMORY = 0.9

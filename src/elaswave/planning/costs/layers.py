@@ -38,8 +38,28 @@ from elaswave.planning.costs.network import NetworkLink
 DEFAULT_FOLLOWERS = 1
 """Live copies of every block beside its owner's."""
 
+CONSISTENCIES = ("bitwise", "scaled")
+ACCUMULATOR_BITS = (64, 48)
+"""Widths that an exact sum of gradients may have."""
 _SLACK = 1e-12
 """Relative; differences of rounding."""
+
+
+def sum_bytes(consistency: str, accumulator_bits: int) -> int:
+    """Counts the bytes of the sum of gradients of one parameter, in memory and on its way.
+
+    Args:
+        consistency: ``bitwise`` (exact sums) or ``scaled`` (float32).
+        accumulator_bits: width of an exact sum.
+    Raises:
+        ValueError: there is no such sum.
+    """
+    if consistency not in CONSISTENCIES:
+        raise ValueError(f"consistency is {consistency!r}, needed: one of {', '.join(CONSISTENCIES)}")
+    if accumulator_bits not in ACCUMULATOR_BITS:
+        widths = ", ".join(map(str, ACCUMULATOR_BITS))
+        raise ValueError(f"accumulator_bits is {accumulator_bits}, needed: one of {widths}")
+    return accumulator_bits // 8 if consistency == "bitwise" else 4
 
 
 class HeldLayers(Protocol):
