@@ -11,7 +11,7 @@ import msgspec
 
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.events import CoordinatorEffect, JoinerCame, PlanRecovery, RecoveryPlan
-from elaswave.protocol.leadership.standby import TimeoutAction
+from elaswave.protocol.membership.agent import TimeoutAction
 from elaswave.protocol.membership.effects import AgentEffect, AnyRecord, PlaceTaken, SpawnJoiner, TellAgent
 from elaswave.protocol.step.loop import StepLoop
 from verify.planted_bugs.mutant import Mutant, with_part

@@ -17,9 +17,9 @@ from elaswave.protocol.coordinator.store_writes import (
 )
 from elaswave.protocol.leadership.election import CandidateAction, CoordinatorCandidate, NoJob, StoreAnswer
 from elaswave.protocol.leadership.job_creation import CreatorAction, JobCreation, JobCreator, Left, ending
-from elaswave.protocol.leadership.standby import CoordinatorTimeout
-from elaswave.protocol.leadership.standby import TimeoutAction as TimeoutAction
 from elaswave.protocol.leadership.store_position import StorePosition
+from elaswave.protocol.membership.agent import CoordinatorTimeout
+from elaswave.protocol.membership.agent import TimeoutAction as TimeoutAction
 from verify.simulator.lifetime_search import LifetimeBuild
 from verify.simulator.lifetimes import Agent, Coordinator
 

@@ -19,8 +19,8 @@ from elaswave.protocol.coordinator.store_writes import (
 )
 from elaswave.protocol.events import Persist
 from elaswave.protocol.leadership.election import CoordinatorCandidate
-from elaswave.protocol.leadership.standby import Standby
 from elaswave.protocol.leadership.store_position import StorePosition
+from elaswave.protocol.membership.agent import Standby
 from elaswave.protocol.membership.effects import AnyRecord, Effect
 from verify.planted_bugs.mutant import Mutant
 from verify.simulator.candidates import Candidates, SimCandidate, WriteLease

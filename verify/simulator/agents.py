@@ -1,7 +1,7 @@
 """Hosts' agents as parties that die, lose their connections and come again: rules H2, H11 and H12.
 
 What an agent does when a process ends or is wanted is the product's machine (`elaswave.protocol.membership.agent`), and
-so are how long it goes on without a coordinator (`elaswave.protocol.leadership.standby`) and what the
+so are how long it goes on without a coordinator (`elaswave.protocol.membership.agent`) and what the
 coordinator makes of hosts (`elaswave.protocol.membership`). Here is what carries their words, which are lost with the
 connection. With an agent all processes end that it has started.
 """
@@ -9,8 +9,7 @@ connection. With an agent all processes end that it has started.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elaswave.protocol.leadership.standby import CoordinatorTimeout, TimeoutAction
-from elaswave.protocol.membership.agent import Agent, WorkerEnded
+from elaswave.protocol.membership.agent import Agent, CoordinatorTimeout, TimeoutAction, WorkerEnded
 from elaswave.protocol.membership.effects import SpawnJoiner
 from verify.simulator.members import UNIT_S
 from verify.simulator.schedule import ScheduledFault

@@ -40,8 +40,8 @@ from elaswave.protocol.leadership.election import (
     StoreAnswer,
     Won,
 )
-from elaswave.protocol.leadership.standby import Standby
 from elaswave.protocol.leadership.store_position import StorePosition
+from elaswave.protocol.membership.agent import Standby
 from elaswave.protocol.membership.effects import AnyRecord, HostCame, LeaveAsked, PlaceTaken
 from elaswave.protocol.messages import Decision
 from verify.simulator.schedule import ScheduledFault

@@ -14,7 +14,7 @@ from elaswave.protocol.coordinator.store_writes import (
     job_generation_of,
 )
 from elaswave.protocol.leadership.job_creation import STARTS_S
-from elaswave.protocol.leadership.standby import SEEK_AFTER_S, SEEK_EVERY_S
+from elaswave.protocol.membership.agent import SEEK_AFTER_S, SEEK_EVERY_S
 from verify.simulator.candidates import TIMEOUT, UNIT_S
 from verify.simulator.checkers import Violation
 from verify.simulator.schedule import STRANGER_KINDS, ScheduledFault

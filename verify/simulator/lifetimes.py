@@ -3,7 +3,7 @@
 Three hosts: the first one's agent creates the job, those of the first two may have its coordinator, and the third one
 only takes part. What they do is the product's: who creates (`elaswave.protocol.leadership.job_creation`), what a
 candidate asks and when it claims (`elaswave.protocol.leadership.election`), when an agent starts its next one, how long
-it waits without a coordinator and when it looks for the outcome (`elaswave.protocol.leadership.standby`), what a
+it waits without a coordinator and when it looks for the outcome (`elaswave.protocol.membership.agent`), what a
 coordinator writes (`elaswave.protocol.coordinator.store_writes`), and whom it takes for a member
 (`elaswave.protocol.leadership.store_position`). Steps and workers are left out: a coordinator makes entries, and ends
 the job after some. Agents die and come again, hosts are cut off from each other and from the store, whose requests are
@@ -44,14 +44,14 @@ from elaswave.protocol.leadership.job_creation import (
     ending,
     left_of,
 )
-from elaswave.protocol.leadership.standby import CoordinatorTimeout
-from elaswave.protocol.leadership.standby import TimeoutAction as TimeoutAction
 from elaswave.protocol.leadership.store_position import (
     PositionVerdict,
     StorePosition,
     compare_positions,
     first_position,
 )
+from elaswave.protocol.membership.agent import CoordinatorTimeout
+from elaswave.protocol.membership.agent import TimeoutAction as TimeoutAction
 from verify.simulator.candidates import UNIT_S, CandidateAgent, RemoteStore, WayToStore
 from verify.simulator.checkers import Violation
 from verify.simulator.lifetime_judge import LifetimeJudge, newest_term

@@ -94,8 +94,7 @@ from elaswave.launcher.supervisors import (
 )
 from elaswave.observability.processes import MappedFiles
 from elaswave.observability.progress import Reporter
-from elaswave.protocol.leadership.standby import Standby
-from elaswave.protocol.membership.agent import Agent, JobEnded, WorkerEnded
+from elaswave.protocol.membership.agent import Agent, JobEnded, Standby, WorkerEnded
 from elaswave.protocol.membership.effects import EndJoiner, SpawnJoiner
 from elaswave.store.claim import CandidateStage
 from elaswave.store.seal import proof_of_term

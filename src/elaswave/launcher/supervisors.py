@@ -12,7 +12,7 @@ Coordinators come one after the other: each end is answered with the next one, a
 checkpoint that is being committed for one of them comes to its end before the next one looks. A coordinator is a fork
 of the agent, which may be a candidate that waits, or, where a script's process must not fork, of the forkserver. A
 candidate's process says by a pipe how far it is. When the next one is started, and when an agent without a coordinator
-looks how the job has ended or gives up, is `elaswave.protocol.leadership.standby`'s.
+looks how the job has ended or gives up, is `elaswave.protocol.membership.agent`'s.
 """
 
 import contextlib
@@ -59,8 +59,17 @@ from elaswave.launcher.processes import TICK_S, JobProcesses, LauncherWaits
 from elaswave.observability.processes import ProcessorWaits
 from elaswave.observability.run_folder import RESULT_FILE, LogTail
 from elaswave.protocol.coordinator.key_change import RETIRED_MAX
-from elaswave.protocol.leadership.standby import ORPHAN_S, CoordinatorTimeout, Standby, TimeoutAction
-from elaswave.protocol.membership.agent import Agent, CoordinatorEnded, ReportEnd, StartCoordinator, WorkerEnded
+from elaswave.protocol.membership.agent import (
+    ORPHAN_S,
+    Agent,
+    CoordinatorEnded,
+    CoordinatorTimeout,
+    ReportEnd,
+    Standby,
+    StartCoordinator,
+    TimeoutAction,
+    WorkerEnded,
+)
 from elaswave.protocol.membership.effects import EndJoiner, SpawnJoiner
 from elaswave.store.claim import CandidateProgress, progress_of
 from elaswave.store.opening import FILE, JobStore, read_outcome

@@ -49,8 +49,7 @@ from elaswave.launcher.supervisors import (
     WorkerSupervisor,
 )
 from elaswave.observability.processes import ProcessFacts
-from elaswave.protocol.leadership.standby import STAND_BY_AGAIN_S, Standby
-from elaswave.protocol.membership.agent import Agent
+from elaswave.protocol.membership.agent import STAND_BY_AGAIN_S, Agent, Standby
 from elaswave.protocol.membership.effects import SpawnJoiner
 from elaswave.store.claim import CandidateProgress, CandidateStage
 from elaswave.store.opening import JobStore

@@ -1,6 +1,6 @@
 """An agent without a coordinator: when it looks for the outcome, and when it gives up (H12, H13)."""
 
-from elaswave.protocol.leadership.standby import (
+from elaswave.protocol.membership.agent import (
     ORPHAN_S,
     SEEK_AFTER_S,
     SEEK_EVERY_S,

@@ -8,7 +8,7 @@ sees to (`elaswave.protocol.coordinator.store_writes`).
 `CoordinatorCandidate` says what is to be done next, and is told what came of it. The product's process asks etcd
 (`elaswave.store.claim`), the simulated ones a store that fails in every way; neither has a rule of its own. What a
 process does that has the job, and when an agent starts its next one, is elsewhere (`elaswave.protocol.coordinator`,
-`elaswave.protocol.leadership.standby`).
+`elaswave.protocol.membership.agent`).
 """
 
 from collections.abc import Callable, Generator
