@@ -11,7 +11,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -399,7 +399,7 @@ def run_job(
         agent_role: of this host's agent; None: the job has no other hosts.
     Raises:
         ElaswaveError: see `elaswave.launcher.launcher.train`, `own_key`, `check_memory`, `find_policy`,
-            `parse_faults` and `open_run_dir`.
+            `_faults` and `open_run_dir`.
         UsageError: a job of several hosts, without an agent.
         Exception: what a script's callback has raised.
     """
@@ -415,23 +415,7 @@ def run_job(
         from elaswave.config.policy_code import find_policy  # late: few jobs need the planners this early
 
         find_policy(config.elastic.policy)
-    workers = range(sum(config.widths))
-    faults = parse_faults(
-        options.fault_specs,
-        seed=config.run.seed,
-        workers=workers,
-        num_steps=config.run.steps,
-        respawns=config.elastic.respawns,
-        hosts=labels_of(config),
-        sites=sites_that_may_part(config),
-        has_agents=agent_role is not None and bool(agent_role.job),
-    )
-    if agent_role is not None and agent_role.job and any(fault.kind == KILL_HOST for fault in faults):
-        raise UsageError(
-            "--fault kill-host strikes hosts that one machine stands for, and this job has agents: kill the agent of a "
-            "host instead, or use `elaswave train` with elastic.hosts"
-        )
-
+    faults = _faults(config, options.fault_specs, agent_role) if options.fault_specs else ()
     now = datetime.now(UTC)
     folder = options.run_dir or default_run_dir(now, secrets.token_hex(3))
     with open_run_dir(folder, config, now=now, resume=options.resume, overwrite=options.overwrite) as run:
@@ -455,3 +439,29 @@ def run_job(
                 agent_role=agent_role,
             )
     return FinishedJob(run, result)
+
+
+def _faults(config: Config, specs: Sequence[str], agent_role: AgentRole | None) -> tuple[Fault, ...]:
+    """Reads the faults that are to be injected.
+
+    Raises:
+        ConfigError: see `parse_faults`.
+        UsageError: a host that one machine stands for is to be killed, in a job of several machines.
+    """
+    has_agents = agent_role is not None and bool(agent_role.job)
+    faults = parse_faults(
+        specs,
+        seed=config.run.seed,
+        workers=range(sum(config.widths)),
+        num_steps=config.run.steps,
+        respawns=config.elastic.respawns,
+        hosts=labels_of(config),
+        sites=sites_that_may_part(config),
+        has_agents=has_agents,
+    )
+    if has_agents and any(fault.kind == KILL_HOST for fault in faults):
+        raise UsageError(
+            "--fault kill-host strikes hosts that one machine stands for, and this job has agents: kill the agent of a "
+            "host instead, or use `elaswave train` with elastic.hosts"
+        )
+    return faults
