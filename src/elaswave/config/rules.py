@@ -116,7 +116,7 @@ def _rotary_pairs(family: str, hidden_size: int, num_heads: int) -> str | None:
 
 
 def _ratios_are_of_fences(fences: tuple[str, ...], ratios: tuple[str, ...]) -> str | None:
-    problems = ratio_problems(ratios, fences)
+    problems = ratio_problems(ratios, fences) if ratios else ()
     return f"model.fence_ratios: {'; '.join(problems)}" if problems else None
 
 

@@ -123,6 +123,8 @@ class ModelSpec:
             ConfigError: a fence that stands behind no layer of the model, or behind the last one, or the ratio of one
                 that has none; all of them.
         """
+        if not fences and not ratios:
+            return self
         names = [layer.name for layer in self.layers]
         if problems := fence_problems(fences, names):
             raise ConfigError([f"model.fences: {problem}" for problem in problems])

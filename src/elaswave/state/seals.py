@@ -243,6 +243,8 @@ class Seals:
         self._of_unit: dict[int, list[Block]] = {}
         for block in blocks:
             self._of_unit.setdefault(block.layer, []).append(block)
+        self._row_elements = {unit: of_unit[0].num_elements for unit, of_unit in self._of_unit.items()}
+        """By unit; all its blocks are as long as the first one, but for the last."""
         if blocks and not device.is_host:
             prepare_hashes(max(block.num_elements for block in blocks) * torch.float32.itemsize, device.place)
         self._working: dict[int, int] = {}
@@ -405,9 +407,8 @@ class Seals:
             working = [
                 value
                 for index, unit in units.items()
-                if index in self._of_unit
-                # All blocks of a unit are as long as the first one, but for the last.
-                for value in row_hashes(unit.flat, self._of_unit[index][0].num_elements)
+                if index in self._row_elements
+                for value in row_hashes(unit.flat, self._row_elements[index])
             ]
             return dict(zip((block.id for block, _ in here), working, strict=True)), list(map(run_hash, runs))
         every = [*(flat[block.start : block.stop] for block, flat in here), *runs]
