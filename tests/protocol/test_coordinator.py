@@ -443,18 +443,54 @@ def test_bounds():
     machine = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=1))
     for worker in range(3):
         machine.handle(registered(worker), 0.0)
-    machine.handle(suspicion(1), 0.0)
+    lose_and_decide(machine)
     assert shown(machine.handle(suspicion(2), 3599.0)) == [
-        "end: 2 workers were lost within an hour, elastic.max_failures_per_hour allows 1"
+        "end: workers were lost 2 times within an hour, elastic.max_failures_per_hour allows 1"
     ]
     machine = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=1))
     for worker in range(3):
         machine.handle(registered(worker), 0.0)
-    machine.handle(suspicion(1), 0.0)
+    lose_and_decide(machine)
     assert shown(machine.handle(suspicion(2), 3601.0))[0] == "persist new generation 3"
     assert shown(coordinator(bounds=Bounds(min_workers=3)).handle(suspicion(2), 0.0)) == [
         "end: 2 workers are left after the loss of workers [2], elastic.min_workers asks for 3"
     ]
+
+
+def lose_and_decide(machine: Coordinator) -> list[Record]:
+    """Worker 1 of three is lost, and the others go on. Returns what is persisted."""
+    effects = machine.handle(suspicion(1), 0.0)
+    for worker in (0, 2):
+        effects += machine.handle(report(worker, 2), 0.0)
+    assert machine.state is CoordinatorState.TRAINING
+    return persisted(effects)
+
+
+def test_losses_until_the_decision_are_one_event_of_those_that_an_hour_may_have():
+    machine = started(FIVE, bounds=Bounds(max_failures_per_hour=1))
+    machine.handle(suspicion(0), 0.0)
+    assert shown(machine.handle(suspicion(3), 1.0))[0] == "persist new generation 3"
+    for worker in (1, 2, 4):
+        machine.handle(report(worker, 3, job=FIVE), 1.0)
+    assert machine.state is CoordinatorState.TRAINING and machine.decision is not None
+    assert machine.decision.lost == (0, 3)
+    (end,) = machine.handle(suspicion(1), 2.0)
+    assert end.reason.startswith("workers were lost 2 times within an hour"), end
+
+
+def test_a_successor_counts_the_same_events():
+    bounds = Bounds(max_failures_per_hour=1)
+    first = started(FIVE, bounds=bounds)
+    records: list[Record] = [StartRecord(term=1)]
+    records += persisted(first.handle(suspicion(0), 0.0) + first.handle(suspicion(3), 1.0))
+    second = coordinator(records, FIVE, bounds=bounds)
+    assert shown(second.handle(suspicion(1), 2.0))[0] == "persist new generation 4", "nothing is decided yet"
+    effects = [effect for worker in (1, 2, 4) for effect in first.handle(report(worker, 3, job=FIVE), 1.0)]
+    records += persisted(effects)
+    (end,) = coordinator(records, FIVE, bounds=bounds).handle(suspicion(1), 2.0)
+    assert end.reason.startswith("workers were lost 2 times within an hour"), end
+    # An event counts by when it began.
+    assert not isinstance(coordinator(records, FIVE, bounds=bounds).handle(suspicion(1), 3600.5)[0], End)
 
 
 def test_a_loss_before_everybody_has_registered():
@@ -489,9 +525,10 @@ def test_a_successor_knows_what_its_predecessor_has_counted_and_been_told_of():
     assert isinstance(end, End) and end.worker == 2
     assert end.reason == "worker 2: ValueError: bad; the same error has ended worker 1"
 
+    records += persisted([effect for worker in (0, 2) for effect in first.handle(report(worker, 2), 50.0)])
     third = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=1), records=records)
     (end,) = third.handle(suspicion(2), 60.0)
-    assert isinstance(end, End) and "2 workers were lost within an hour" in end.reason
+    assert isinstance(end, End) and "workers were lost 2 times within an hour" in end.reason
     fourth = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=1), records=records)
     assert not any(isinstance(effect, End) for effect in fourth.handle(suspicion(2), 3700.0))
 

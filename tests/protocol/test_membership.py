@@ -247,7 +247,7 @@ def test_a_successor_knows_who_is_leaving():
     left = NewGenerationRecord(term=1, generation=2, members=(0, 2), lost=(), reason="", left=(1,))
     successor = coordinator([LeavingRecord(term=1, worker=1), left])
     assert successor.admissions.leaving == set() and successor.members == (0, 2)
-    assert successor._losses_at_s == []
+    assert successor._loss_events_at_s == []
 
 
 @pytest.mark.parametrize("is_successor", [False, True])

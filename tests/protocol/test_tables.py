@@ -3,6 +3,7 @@
 from enum import Enum
 from itertools import pairwise
 
+import msgspec
 import pytest
 from tests.protocol.machines import FIVE, answer, coordinator, failure, registered, report, started, suspicion, vote
 
@@ -68,6 +69,20 @@ def in_state(state: CoordinatorState, **options) -> Watched:
     return machine
 
 
+def unsound_in_state(state: CoordinatorState, **options) -> Watched:
+    """The same, but no worker is lost: a copy is wrong, or all copies of a block where it rolls back."""
+    if state in (CoordinatorState.STARTING, CoordinatorState.TRAINING):
+        return in_state(state, **options)
+    machine = started(FIVE, Watched, **options)
+    machine.handle(Unsound(worker=0, generation=1, step=3, reason="a bit has flipped"), 0.0)
+    wrong = tuple((0, worker) for worker in range(5)) if state is CoordinatorState.ROLLING_BACK else ()
+    for worker in range(5) if state is not CoordinatorState.COLLECTING else ():
+        told = report(worker, 2, job=FIVE, evidence=vote(1))
+        machine.handle(msgspec.structs.replace(told, wrong=wrong, proven=1), 0.0)
+    assert machine.state is state
+    return machine
+
+
 def pairs_of(table: TransitionTable) -> set[tuple[Enum, Enum]]:
     """All (state, cause) that a table has a row for."""
     return {(state, row.cause) for row in table.rows for state in row.before}
@@ -102,7 +117,7 @@ def everything_has_happened() -> None:
         failed.handle(WorkerFailed(0, "the same place", "ValueError"), 0.0)
         in_state(state).handle(WorkerFailed(0, "the vote", "VoteError", is_common=True), 0.0)
         num_lost = 5 - len(in_state(state).members)
-        in_state(state, bounds=Bounds(max_failures_per_hour=num_lost)).handle(suspicion(0), 0.0)
+        unsound_in_state(state, bounds=Bounds(max_failures_per_hour=0)).handle(suspicion(0), 0.0)
         in_state(state, bounds=Bounds(min_workers=5 - num_lost)).handle(WorkerFailed(0, "there", "MemoryError"), 0.0)
         in_state(state).handle(LeaveWanted(0), 0.0)
         if state is not CoordinatorState.STARTING:

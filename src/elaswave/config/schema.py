@@ -293,7 +293,8 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     min_workers: Count = 1
     """The run ends with an error rather than go on with fewer workers."""
     max_failures_per_hour: Count = 100
-    """The run ends with an error when more workers than this are lost within an hour."""
+    """The run ends with an error when workers are lost more often than this within an hour. Workers that are lost
+    together count once, as do those that are lost before it is decided how the others go on."""
 
     @property
     def respawns(self) -> bool:

@@ -95,7 +95,8 @@ class JobHistory:
         """Have ever left on request."""
         self._fresh: set[int] = set()
         """Joiners that are not known to have installed a decision."""
-        self._losses_at_s: list[float] = []
+        self._loss_events_at_s: list[float] = []
+        """When losses have begun: those until the decision that answers the first of them are one event."""
         self._failures: dict[str, int] = {}
         """Signature of an error -> the worker that ended with it."""
         self._errors: dict[int, str] = {}
@@ -114,8 +115,9 @@ class JobHistory:
             self.state = CoordinatorState.TRAINING
         elif isinstance(record, NewGenerationRecord):
             gone = set(self.members) - set(record.members)
-            # Who has left as it was asked to does not count against the losses that an hour may have.
-            self._losses_at_s += [record.at_s] * len(gone - set(record.left))
+            # Who has left as it was asked to is not among the lost: it does not count against what an hour may have.
+            if record.lost and not self.lost:
+                self._loss_events_at_s.append(record.at_s)
             self.generation, self.members = record.generation, record.members
             self.admissions.leaving -= gone
             # No record says who has installed a decision since. To ask once more where training stands does no harm.

@@ -288,12 +288,14 @@ class Coordinator(JobHistory):
             return [Note(f"the suspicion of worker {suspicion.worker} does not count") for suspicion in suspicions]
         leaving = sorted({suspicion.worker for suspicion in fresh})
         members = tuple(worker for worker in self.members if worker not in leaving)
-        self._losses_at_s = [at for at in self._losses_at_s if now_s - at < 3600.0] + [now_s] * len(leaving)
-        if len(self._losses_at_s) > self._bounds.max_failures_per_hour:
+        recent = [at_s for at_s in self._loss_events_at_s if now_s - at_s < 3600.0]
+        # Until the decision all losses are one event, whatever it was that took these workers (P8).
+        self._loss_events_at_s = recent if self.lost else [*recent, now_s]
+        if len(self._loss_events_at_s) > self._bounds.max_failures_per_hour:
             return self._give_up(
                 Cause.TOO_MANY_LOSSES,
-                f"{len(self._losses_at_s)} workers were lost within an hour, elastic.max_failures_per_hour allows "
-                f"{self._bounds.max_failures_per_hour}",
+                f"workers were lost {len(self._loss_events_at_s)} times within an hour, elastic.max_failures_per_hour "
+                f"allows {self._bounds.max_failures_per_hour}",
             )
         if len(members) < max(1, self._bounds.min_workers):
             lost = sorted({*self.lost, *leaving})

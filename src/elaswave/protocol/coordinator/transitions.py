@@ -49,6 +49,8 @@ turn and a slow one in a thread. Each question has a **sequence** number, which 
   when the answer arrives.
 - P6. A coordinator that takes over asks the members for their reports, and then the planner, again.
 - P7. Until the decision all members wait for the coordinator: none is suspected for standing still.
+- P8. Losses until the decision are one event: one decision answers them all, and it counts once against
+  `elastic.max_failures_per_hour`.
 
 **The table.** `TRANSITIONS` drives the machine (`elaswave.protocol.coordinator.machine`): it determines what has
 happened, looks up the row of its state, takes the next state and carries out the responses in their order. It can do
@@ -100,7 +102,7 @@ class Cause(Enum):
     PLANNED = "the recovery is planned"
     PLANNER_FAILED = "the planner fails or exceeds its bound"
     INSTALLED = "every member has installed the decision"
-    TOO_MANY_LOSSES = "more workers are lost within an hour than the job allows"
+    TOO_MANY_LOSSES = "workers are lost more often within an hour than the job allows"
     TOO_FEW_LEFT = "fewer workers are left than the job needs"
     ERROR_REPEATED = "the same error of its own ends a second worker"
     ERROR_COMMON = "a worker ends with an error that a vote has shown to all"
