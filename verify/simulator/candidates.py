@@ -11,7 +11,7 @@ wait.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from elaswave.protocol.coordinator.store_writes import (
@@ -93,7 +93,7 @@ class RemoteStore:
             job_generation: for which job generation values are sealed that it writes, and genuine that it reads; 0:
                 `SPEC` says so.
         """
-        job_generation = job_generation or job_generation_of(self._shown(SPEC, 0))
+        job_generation = job_generation or self._job_generation()
         holds = all(self._revision(key) == revision for key, revision in transaction.unwritten_since)
         holds = holds and all(key in self.keys for key in transaction.exist)
         holds = holds and all(self._value(key) == value for key, value in transaction.values)
@@ -154,8 +154,11 @@ class RemoteStore:
 
     def entries(self, job_generation: int = 0) -> list[bytes]:
         """All genuine entries, in their order; of the job generation that `SPEC` says if none is given."""
-        found = self.view(job_generation or job_generation_of(self._shown(SPEC, 0)))
+        found = self.view(job_generation or self._job_generation())
         return [found[key].value for key in sorted(found) if key.startswith(_ENTRIES) and found[key].is_genuine]
+
+    def _job_generation(self) -> int:
+        return _job_generation_of(self._shown(SPEC, 0))
 
     def _value(self, key: str) -> bytes:
         found = self.keys.get(key)
@@ -164,6 +167,10 @@ class RemoteStore:
     def _revision(self, key: str) -> int:
         found = self.keys.get(key)
         return 0 if found is None else found.revision
+
+
+_job_generation_of = lru_cache(maxsize=64)(job_generation_of)
+"""Each transaction asks for it."""
 
 
 class _Request:

@@ -100,7 +100,8 @@ class SimLinks:
         self._sent_to.add(peer)
         if peer in self.closed:
             self.broken = peer, closed(peer)
-        frame = SimFrame(self.generation, host.machine.step, host.machine.attempt, payload)
+        execution = host.machine.execution
+        frame = SimFrame(self.generation, execution.step, execution.attempt, payload)
         host.world.to_worker(host, peer, Key(kind, step, attempt, a, b, host.id), frame)
 
     def take(self, key: Key) -> Any:
@@ -142,7 +143,7 @@ class SimLinks:
         slot(self._use(key, frame))
 
     def _use(self, key: Key, frame: SimFrame) -> Any:
-        host, machine = self._host, self._host.machine
+        host, execution = self._host, self._host.machine.execution
         is_member = key.peer in self.members
-        host.world.see.consumed(host.id, self.generation, machine.step, machine.attempt, frame[:3], is_member)
+        host.world.see.consumed(host.id, self.generation, execution.step, execution.attempt, frame[:3], is_member)
         return frame.value

@@ -143,7 +143,7 @@ class SimWorker:
     def position(self) -> WorkerActivity:
         """What its heartbeat tells."""
         machine, now = self.machine, self.world.now
-        peers = tuple(sorted({key.peer for key in self._waiting}))
+        peers = tuple(sorted({key.peer for key in self._waiting})) if self._waiting else ()
         place = machine.member.generation, machine.step, machine.attempt
         doing = (*place, self._watch.label, self._is_computing, peers)
         if self._doing[0] != doing:
@@ -529,7 +529,9 @@ class _Watch(StepObserver):
 
     def _tell_new_copies(self) -> None:
         """Of copies that have begun to count: with a commit or, before the next attempt, with a refused vote (K7)."""
-        machine = self._host.machine
-        for block in machine.copies.keys() - self.known:
-            self._see.loaded(self._host.id, block, machine.copies[block].version, machine.copies[block].state)
-        self.known = set(machine.copies)
+        copies = self._host.machine.copies
+        if copies.keys() == self.known:
+            return
+        for block in copies.keys() - self.known:
+            self._see.loaded(self._host.id, block, copies[block].version, copies[block].state)
+        self.known = set(copies)

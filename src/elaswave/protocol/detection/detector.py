@@ -456,9 +456,12 @@ class Detector:
         common_gap_s, watched = self._common_gap_s(), self._watched.values()
         # By its usual bound: one that may be silent for longer at present is no sign that others are heard.
         hushed = [
-            each.worker for each in watched if self._now_s - each.alive_s > self._usual_bound_s(each, common_gap_s) / 2
+            each.worker
+            for each in watched
+            if (silence_s := self._now_s - each.alive_s) > SILENCE_FLOOR_S / 2
+            and silence_s > self._usual_bound_s(each, common_gap_s) / 2
         ]
-        newest_s = max((each.alive_s for each in watched), default=-math.inf)
+        newest_s = max([each.alive_s for each in watched], default=-math.inf)
         unseen = [each for each in self._awaited.values() if not each.was_seen or each.looked_s <= newest_s + STRAY_S]
         all_were_silent, were_together = self._all_silent, self.are_together
         self._all_silent = 0 < len(hushed) + len(unseen) == len(watched) + len(self._awaited)
@@ -485,16 +488,18 @@ class Detector:
 
     def _silent(self) -> list[Suspicion]:
         common_gap_s = self._common_gap_s()
+        # Nobody has a shorter bound than the floor: who has just been heard is not even quiet by its own.
         known = [
-            (watched, self._now_s - watched.counted_s, self._bound_of(watched, common_gap_s))
+            (watched, silence_s, self._bound_of(watched, common_gap_s))
             for watched in self._watched.values()
+            if (silence_s := self._now_s - watched.counted_s) > SILENCE_FLOOR_S / SILENCE_FACTOR
         ]
         # Of all by the same measure, whichever worker computes.
         hushed = [watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / 2]
         quiet = (watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / SILENCE_FACTOR)
         self._quiet = tuple(sorted(quiet))
         # Since a real sign of life: to be spared again and again must not hide for ever that nobody is left.
-        shortest_s = min((self._now_s - watched.alive_s for watched, _, _ in known), default=math.inf)
+        shortest_s = min([self._now_s - watched.alive_s for watched in self._watched.values()], default=math.inf)
         crowd = CROWD_FACTOR if self._is_crowd(hushed) else 1.0
         late: list[tuple[WatchedWorker, float, float]] = []
         for watched, silence_s, bound_s in known:

@@ -17,6 +17,7 @@ No torch, IO, clocks or threads.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_not
 from statistics import median_low
 from typing import Any, Generic, NamedTuple
 
@@ -74,7 +75,7 @@ class WorkerBlocks(Generic[C]):
         self.voting = voting
         before, self._routed = self._routed, (self.execution.layout, self.placement, voting)
         # By identity: equality looks at every block. An equal one that is another object costs work, no more.
-        if before is None or any(old is not new for old, new in zip(before, self._routed, strict=True)):
+        if before is None or any(map(is_not, before, self._routed)):
             layout = self.execution.layout
             self._is_complete = False
             self.agreement_hash = agreement_hash(layout, voting)

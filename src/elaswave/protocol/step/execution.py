@@ -72,6 +72,8 @@ class Execution(Generic[C]):
         self.parameters = parameters
         self.program: Program = self.terms.compile(self.worker, layout, parameters)
         self._turns: tuple[Turn, ...] = ()
+        self._num_added: dict[int, int] = {}
+        """Unit -> how often these turns add to it."""
         self._turns_of: tuple[Program, tuple[Partial, ...]] | None = None
         return new
 
@@ -126,6 +128,7 @@ class Execution(Generic[C]):
         if self._turns_of is None or self._turns_of[0] is not self.program or self._turns_of[1] is not self.kept:
             self._turns_of = (self.program, self.kept)
             self._turns = self._make_turns()
+            self._num_added = dict(Counter(unit for turn in self._turns for unit in turn.adds_to))
         return self._turns
 
     def _make_turns(self) -> tuple[Turn, ...]:
@@ -170,8 +173,8 @@ class Execution(Generic[C]):
                 beginning for one that is held here, but runs elsewhere.
         """
         turns = self.turns
-        remaining = Counter(unit for turn in turns for unit in turn.adds_to)
-        for layer in sorted((layer for layer in self.engine.layers if not remaining[layer]), reverse=True):
+        remaining = self._num_added.copy()
+        for layer in sorted((layer for layer in self.engine.layers if layer not in remaining), reverse=True):
             on_layer_done(layer)  # its owners wait for this worker's sum all the same
         local: dict[Key, Any] = {}
         given_back: dict[int, deque[int]] = {}
