@@ -453,15 +453,18 @@ class Detector:
         Between hosts that is at least as long as it was silent, up to `SENT_AGAIN_S`: a kernel doubles the time after
         which it sends again. A process that has not registered is silent with them if nobody has looked at it since
         they were heard last: looks are a second apart, which may be most of a bound."""
-        common_gap_s, watched = self._common_gap_s(), self._watched.values()
-        # By its usual bound: one that may be silent for longer at present is no sign that others are heard.
-        hushed = [
-            each.worker
-            for each in watched
-            if (silence_s := self._now_s - each.alive_s) > SILENCE_FLOOR_S / 2
-            and silence_s > self._usual_bound_s(each, common_gap_s) / 2
-        ]
-        newest_s = max([each.alive_s for each in watched], default=-math.inf)
+        watched = self._watched.values()
+        hushed: list[int] = []
+        # No usual bound is below the floor: mostly all have been heard too lately for any.
+        if silent := [each for each in watched if self._now_s - each.alive_s > SILENCE_FLOOR_S / 2]:
+            common_gap_s = self._common_gap_s()
+            # By its usual bound: one that may be silent for longer at present is no sign that others are heard.
+            hushed = [
+                each.worker
+                for each in silent
+                if self._now_s - each.alive_s > self._usual_bound_s(each, common_gap_s) / 2
+            ]
+        newest_s = max([each.alive_s for each in watched], default=-math.inf) if self._awaited else -math.inf
         unseen = [each for each in self._awaited.values() if not each.was_seen or each.looked_s <= newest_s + STRAY_S]
         all_were_silent, were_together = self._all_silent, self.are_together
         self._all_silent = 0 < len(hushed) + len(unseen) == len(watched) + len(self._awaited)
@@ -487,13 +490,17 @@ class Detector:
         return len(hosts) > 1 and 2 * len(hosts - heard) > len(hosts)
 
     def _silent(self) -> list[Suspicion]:
-        common_gap_s = self._common_gap_s()
-        # Nobody has a shorter bound than the floor: who has just been heard is not even quiet by its own.
-        known = [
-            (watched, silence_s, self._bound_of(watched, common_gap_s))
+        # No bound is below the floor: mostly all have been heard too lately to be even quiet.
+        silent = [
+            (watched, silence_s)
             for watched in self._watched.values()
             if (silence_s := self._now_s - watched.counted_s) > SILENCE_FLOOR_S / SILENCE_FACTOR
         ]
+        if not silent:
+            self._quiet = ()
+            return []
+        common_gap_s = self._common_gap_s()
+        known = [(watched, silence_s, self._bound_of(watched, common_gap_s)) for watched, silence_s in silent]
         # Of all by the same measure, whichever worker computes.
         hushed = [watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / 2]
         quiet = (watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / SILENCE_FACTOR)

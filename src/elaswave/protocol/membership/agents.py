@@ -132,8 +132,8 @@ class HostAgents:
             if not self._is_local:
                 text = f"host {host.node} is gone: its agent has not been connected for {self._gone_s:.0f} s"
                 effects.append(asked.Say(text))
-        stranded = sorted(self.hosts.stranded.difference(registered))
-        effects += [asked.WorkerGone(worker, "has ended with its host") for worker in stranded]
+        for worker in sorted(self.hosts.stranded.difference(registered)):
+            effects.append(asked.WorkerGone(worker, "has ended with its host"))
         if not self.is_complete and now_s - self._began_s > self._wait_s:
             here, needed = self.hosts.num_here, self.hosts.num_initial
             reason = f"only {here} of {needed} hosts have come within {self._wait_s:g} s"

@@ -370,18 +370,20 @@ class Membership:
             now_s: monotonic time.
             step_s: of a step, 0 if that is not known.
         """
-        effects = self._start(self.joiners.due(now_s))
+        due = self.joiners.due(now_s)
+        effects = self._start(due) if due else []
         bound_s = max(JOIN_TIMEOUT_S, JOIN_STEPS_MAX * step_s)
         for worker, since_s in list(self._joining_since_s.items()):
             if now_s - since_s > bound_s:
                 effects += self._give_up(worker, f"the members have not made links to it within {bound_s:.0f} s")
         effects += self._look_for_silent(last_heartbeat_s, now_s)
-        overdue = [worker for worker, at_s in self._deadlines_s.items() if at_s <= now_s]
-        for worker in overdue:
+        late = []
+        for worker in [worker for worker, at_s in self._deadlines_s.items() if at_s <= now_s]:
             del self._deadlines_s[worker]
-        late = [Suspected(worker, "drain", f"worker {worker} could not leave in time") for worker in overdue]
-        if members := [each for each in late if each.worker in self._core.members]:
-            effects.append(asked.Suspect(members))
+            if worker in self._core.members:
+                late.append(Suspected(worker, "drain", f"worker {worker} could not leave in time"))
+        if late:
+            effects.append(asked.Suspect(late))
         return effects
 
     @property
