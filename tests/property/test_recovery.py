@@ -220,7 +220,7 @@ def test_rounds_of_re_replication_end_with_every_copy_in_place(case, num_followe
     promotion = promote(placement, blocks, layout, lambda _, worker: worker not in lost)
     orphans = set(promotion.orphans)  # brought back by a checkpoint: dealt anew
     dealt = place_blocks(layout, blocks, num_followers=0, scatter_width=EVERYBODY)
-    placement = Placement(
+    placement = Placement.of(
         tuple(
             dealt.owner[block.id] if block.id in orphans else promotion.placement.owner[block.id] for block in blocks
         ),

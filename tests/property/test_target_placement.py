@@ -38,7 +38,7 @@ def held(draw, num_blocks):
     """Any placement: of workers that a layout may know or not, with any number of followers."""
     holders = st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True)
     all_holders = draw(st.lists(holders, min_size=num_blocks, max_size=num_blocks))
-    return Placement(tuple(each[0] for each in all_holders), tuple(tuple(each[1:]) for each in all_holders))
+    return Placement.of(tuple(each[0] for each in all_holders), tuple(tuple(each[1:]) for each in all_holders))
 
 
 @st.composite
@@ -187,7 +187,7 @@ workers_of_a_stage = st.lists(st.integers(0, 4), min_size=2, max_size=3, unique=
 
 @given(workers_of_a_stage, st.lists(st.integers(0, 4), min_size=1, max_size=6))
 def test_owners_alone_move_as_little_as_brute_force_finds(workers, owners):
-    placement = Placement(tuple(owners), ((),) * len(owners))
+    placement = Placement.of(tuple(owners), ((),) * len(owners))
     target = target_placement(
         one_stage(workers), make_blocks([len(owners)], 1), placement, num_followers=0, scatter_width=EVERYBODY
     )
@@ -288,7 +288,7 @@ def test_what_is_there_already_stays():
     layout = of_widths([3, 2, 1])
     dealt = place_blocks(layout, BLOCKS, num_followers=2, scatter_width=EVERYBODY)
     assert target_placement(layout, BLOCKS, dealt, num_followers=2, scatter_width=EVERYBODY) == dealt
-    assert target_placement(layout, (), Placement((), ()), num_followers=2, scatter_width=EVERYBODY) == Placement(
+    assert target_placement(layout, (), Placement.of((), ()), num_followers=2, scatter_width=EVERYBODY) == Placement.of(
         (), ()
     )
 
@@ -311,7 +311,7 @@ def test_ten_thousand_blocks_of_two_hundred_workers():
     ("change", "message"),
     [
         ({"num_followers": -1}, "num_followers is -1"),
-        ({"placement": Placement((0,), ((),))}, "1 owners and 1 entries of followers for 2 blocks"),
+        ({"placement": Placement.of((0,), ((),))}, "1 owners and 1 entries of followers for 2 blocks"),
         ({"blocks": (Block(0, 0, 0, 1), Block(1, 2, 0, 1))}, "block 1 is of layer 2, but the layout has 2 layers"),
         ({"excluded": (1,)}, r"all workers that run layer 1 are excluded \(1\)"),
     ],
@@ -321,7 +321,7 @@ def test_impossible_targets_are_refused(change, message):
     arguments = {
         "layout": layout,
         "blocks": make_blocks([1, 1], 1),
-        "placement": Placement((0, 1), ((), ())),
+        "placement": Placement.of((0, 1), ((), ())),
         "num_followers": 1,
         "scatter_width": EVERYBODY,
     }

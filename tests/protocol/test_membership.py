@@ -284,7 +284,7 @@ def test_all_members_cannot_leave_together():
     for worker in range(3):
         core.handle(LeaveWanted(worker), 0.0)
     layout = msgspec.structs.replace(core.layout, idle=core.members)
-    nothing = Placement(owner=(), followers=())
+    nothing = Placement.of(owners=(), followers=())
     assert core.admissions.released(core.members, layout, nothing) == ()
     assert core.admissions.released((*core.members, 3), layout, nothing) == (0, 1, 2)
 

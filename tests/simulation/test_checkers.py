@@ -176,7 +176,7 @@ def test_one_ratio():
         checker.learned(0, 1, 2, 2, True, b"", 0)
 
 
-OTHER_OWNER = Placement((1, *P.owner[1:]), P.followers)
+OTHER_OWNER = Placement.of((1, *P.owner[1:]), P.followers)
 
 
 def test_one_owner():
@@ -195,12 +195,12 @@ def test_enough_copies():
     checker = EnoughCopies(2)
     layout = MODEL.layout
     holders = tuple(tuple(worker for worker in range(3) if worker != owner) for owner in P.owner)
-    checker.switched(0, 1, 2, layout, Placement(P.owner, holders))
+    checker.switched(0, 1, 2, layout, Placement.of(P.owner, holders))
     with pytest.raises(Violation, match="block 0 is left with holders .*: 3 are needed"):
         checker.switched(0, 1, 2, layout, P)
     with pytest.raises(Violation, match="block 0 is left with holders"):
         twice = tuple((owner, other[0]) for owner, other in zip(P.owner, holders))
-        checker.switched(0, 1, 2, layout, Placement(P.owner, twice))
+        checker.switched(0, 1, 2, layout, Placement.of(P.owner, twice))
 
 
 def test_orphans():
@@ -220,7 +220,7 @@ def test_hosts_apart():
     job = Job(widths=(2, 2), num_hosts=2, blocks_per_layer=1, blocks_per_round=8)
     model = model_of(job)
     assert model.layout.domains == ((0, "h0"), (1, "h1"), (2, "h0"), (3, "h1"))
-    together = Placement((0, 2), ((2,), (0,)))
+    together = Placement.of((0, 2), ((2,), (0,)))
     loss = {"placement": together, "layout": model.layout, "rollback": 1, "members": (1, 3)}
     checker = HostsApart(job)
     checker.began(0, 1, 1, 1, model.placement)
@@ -301,7 +301,7 @@ def test_no_silent_loss():
     checker.ended("two were lost", (alone,), (), everything)
     # A placement that one vote has brought into force leaves out worker 0: a member that knows of it does not count on
     # it.
-    without = Placement(tuple(1 if owner == 0 else owner for owner in P.owner), P.followers)
+    without = Placement.of(tuple(1 if owner == 0 else owner for owner in P.owner), P.followers)
     checker.placed(1, without)
     checker = NoSilentLoss()
     checker.learned(0, 1, 1, 1, True, b"", 0)

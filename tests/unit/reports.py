@@ -36,7 +36,7 @@ def decision_of(generation: int, *, rollback: int | None = None) -> Decision:
         resume_step=1 if rollback is None else rollback + 1,
         resume_attempt=1,
         layout=Layout(stages=(Stage(start=0, stop=1, workers=(0,)),), routes=()),
-        placement=Placement(owner=(), followers=()),
+        placement=Placement.of(owners=(), followers=()),
         deliver=(),
         rollback=rollback,
         evaluate=False,

@@ -404,7 +404,7 @@ def _num_rounds(placed: Placed, lost: Sequence[int]) -> int:
         placement = promote(placed.placement, placed.blocks, layout, partial(_is_left, gone)).placement
         # Blocks without any copy do not matter here; any worker may have them.
         owner = tuple(worker if worker not in gone else layout.workers[0] for worker in placement.owner)
-        placement = Placement(owner, placement.followers)
+        placement = Placement.of(owner, placement.followers)
         rounds = 0
         while True:
             after = choose_followers(

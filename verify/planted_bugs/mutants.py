@@ -272,7 +272,7 @@ def _traffic_without_gradients(
         tuple(follower for follower in after if follower in before)
         for before, after in zip(placement.followers, voting.followers, strict=True)
     )
-    before = traffic_of(worker, blocks, layout, placement, Placement(voting.owner, followers))
+    before = traffic_of(worker, blocks, layout, placement, Placement.of(voting.owner, followers))
     after = traffic_of(worker, blocks, layout, placement, voting)
     return after._replace(reduced_out=before.reduced_out, reduced_in=before.reduced_in)
 

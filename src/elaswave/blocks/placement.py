@@ -15,12 +15,17 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from elaswave.blocks.domains import Domains, domains_of, num_followers_of, realms_of
 from elaswave.blocks.replica_peers import ReplicaPeers, choose_replica_peers
 from elaswave.types import Layout
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 DEFAULT_BLOCK_SIZE = 16384
 """Elements of a block: 64 KiB in float32."""
@@ -49,21 +54,59 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
         return self.stop - self.start
 
 
-class Placement(msgspec.Struct, frozen=True):
-    """Block -> (owner, followers)."""
+class Placement(msgspec.Struct, frozen=True, dict=True):
+    """Block -> (owner, followers), as few *holder groups*: the blocks of a stage fall into some that share owner and
+    followers, so what is summed, sent and compared by group does not grow with the number of followers."""
 
-    owner: tuple[int, ...]
-    """``owner[b]`` is the worker that updates block b and serves it."""
-    followers: tuple[tuple[int, ...], ...]
-    """``followers[b]`` are the workers that hold a live copy of block b."""
+    groups: tuple[tuple[int, ...], ...]
+    """Holders of some blocks: the owner, then the followers as they were chosen. Each once, by its first block."""
+    group_of: bytes
+    """Index in `groups` of each block: 2 bytes each, little-endian (4, where there are more than 65,536 groups)."""
+
+    @classmethod
+    def of(cls, owners: Iterable[int], followers: Iterable[tuple[int, ...]]) -> "Placement":
+        """Makes the placement in which block b has these holders.
+
+        Args:
+            owners: of each block.
+            followers: of each block.
+        """
+        index: dict[tuple[int, ...], int] = {}
+        group_of = [index.setdefault((owner, *others), len(index)) for owner, others in zip(owners, followers)]
+        return cls(tuple(index), np.array(group_of, _dtype(len(index))).tobytes())
+
+    @functools.cached_property
+    def group_indices(self) -> "npt.NDArray[np.unsignedinteger[Any]]":
+        """Index in `groups` of each block, [number of blocks]; read-only."""
+        return np.frombuffer(self.group_of, _dtype(len(self.groups)))
+
+    @functools.cached_property
+    def owner(self) -> tuple[int, ...]:
+        """``owner[b]`` is the worker that updates block b and serves it."""
+        return tuple(group[0] for group in map(self.groups.__getitem__, self.group_indices.tolist()))
+
+    @functools.cached_property
+    def followers(self) -> tuple[tuple[int, ...], ...]:
+        """``followers[b]`` are the workers that hold a live copy of block b."""
+        followers = [group[1:] for group in self.groups]
+        return tuple(map(followers.__getitem__, self.group_indices.tolist()))
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.group_indices)
 
     def holders(self, block: int) -> tuple[int, ...]:
         """Lists owner and followers of a block."""
-        return (self.owner[block], *self.followers[block])
+        return self.groups[self.group_indices[block]]
 
     def holds(self, worker: int) -> bool:
         """Tells whether a worker holds any block."""
-        return worker in self.owner or any(worker in others for others in self.followers)
+        return any(worker in group for group in self.groups)
+
+
+def _dtype(num_groups: int) -> str:
+    return "<u2" if num_groups <= 1 << 16 else "<u4"
 
 
 class ReplicaRole(IntEnum):
@@ -168,7 +211,7 @@ def place_blocks(
             assert follower is not None
             chosen += (follower,)
         followers.append(chosen)
-    return Placement(tuple(owners), tuple(followers))
+    return Placement.of(tuple(owners), tuple(followers))
 
 
 def replica_peers_under(
@@ -456,10 +499,9 @@ class FollowerChooser:
 
 def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, ReplicaRole]:
     """Lists which blocks a worker holds under a placement, and as what."""
-    roles: dict[int, ReplicaRole] = {}
-    for block in blocks:
-        if placement.owner[block.id] == worker:
-            roles[block.id] = ReplicaRole.OWNER
-        elif worker in placement.followers[block.id]:
-            roles[block.id] = ReplicaRole.FOLLOWER
-    return roles
+    role_in = [
+        (ReplicaRole.OWNER if group[0] == worker else ReplicaRole.FOLLOWER) if worker in group else None
+        for group in placement.groups
+    ]
+    roles = zip(blocks, map(role_in.__getitem__, placement.group_indices.tolist()))
+    return {block.id: role for block, role in roles if role is not None}

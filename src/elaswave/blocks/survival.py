@@ -79,8 +79,7 @@ def survival_of(
         problem_without: why a job does not go on without some workers though it has copies of all blocks, such as that
             the others lack the memory; None if it does.
     """
-    holders = set(zip(placement.owner, placement.followers, strict=True))  # few, of many blocks
-    sets = {frozenset((owner, *followers)) for owner, followers in holders}
+    sets = set(map(frozenset, placement.groups))
     if not sets:
         return None
     copies = min(map(len, sets))
@@ -109,7 +108,7 @@ def _fatal(
     found = {}
     for host, members in hosts.items():
         if alone[host]:
-            found[host] = f"{alone[host]} of {len(placement.owner)} blocks have all copies there"
+            found[host] = f"{alone[host]} of {placement.num_blocks} blocks have all copies there"
             if inside:
                 found[host] += ", as sites.copies asks for: without it the job goes back to the last checkpoint"
         elif problem := problem_without(members):
@@ -126,8 +125,8 @@ def alone_on(placement: Placement, hosts: dict[str, tuple[int, ...]]) -> Counter
     """
     host_of = {worker: host for host, members in hosts.items() for worker in members}
     found = Counter[str]()
-    for (owner, followers), number in Counter(zip(placement.owner, placement.followers, strict=True)).items():
-        on = {host_of.get(worker, "") for worker in (owner, *followers)}
+    for index, number in Counter(placement.group_indices.tolist()).items():
+        on = {host_of.get(worker, "") for worker in placement.groups[index]}
         if len(on) == 1:
             found[on.pop()] += number
     return found

@@ -450,7 +450,7 @@ def all_layers(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] | N
     state = blueprint.state
     layout = make_layout(widths=(1,), layers_per_stage=(state.num_layers,), num_microbatches=1, shared=state.shared)
     # Nobody holds a block, so no state of the optimizer is made.
-    elsewhere = Placement((-1,) * len(blueprint.blocks), ((),) * len(blueprint.blocks))
+    elsewhere = Placement.of((-1,) * len(blueprint.blocks), ((),) * len(blueprint.blocks))
     here = _Made(blueprint, layout.workers[0], layout, elsewhere, checkpoint, 0).here
     return {index: layer for index, layer in here.items() if isinstance(layer, FlatLayer)}
 

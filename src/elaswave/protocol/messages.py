@@ -12,7 +12,7 @@ from elaswave.blocks.placement import Placement
 from elaswave.protocol.step.salvage import Partial
 from elaswave.types import ExecutionParameters, Layout
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Both ends of a control connection must have the same."""
 FIRST_GENERATION = 1
 """In which a job begins."""

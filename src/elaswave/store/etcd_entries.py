@@ -2,8 +2,8 @@
 
 Keys of a job, all below one prefix: `spec` (the job exists), `term` (who may write), `rec/INDEX` (one entry: some
 records), `blob/DIGEST/CHUNK`. Each entry holds the digest of the one before, so that a missing, changed or foreign one
-is noticed. etcd takes at most 1.5 MiB in a request, and the placement of 1,024 workers has 6.7 MB: placements are blobs
-of chunks, named by the digest of their content, and so are bodies that are too large.
+is noticed. etcd takes at most 1.5 MiB in a request, and the placement of a large model may take
+as much: placements are blobs of chunks, named by the digest of their content, and so are bodies that are too large.
 
 A decision replaces all placements before it (`protocol/coordinator/history.py` keeps none of them), so their blobs may
 be removed; in records that are read back such a placement is empty.
@@ -24,7 +24,7 @@ CHUNK_BYTES = 512 << 10
 CHUNKS_MAX = 100
 """Of all blobs of one entry; etcd takes 128 comparisons in a transaction."""
 _DIGEST_BYTES = 20
-_NOWHERE = Placement((), ())
+_NOWHERE = Placement.of((), ())
 _T = TypeVar("_T")
 
 

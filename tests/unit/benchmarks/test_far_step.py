@@ -43,7 +43,7 @@ def run(widths, owner, followers, num_microbatches=1, vote_bytes=0.0):
     )
     programs = programs_of(layout, ExecutionParameters(), "gpipe")
     blocks = make_blocks([25] * len(widths), 32)
-    placement = Placement(owner=owner, followers=followers)
+    placement = Placement.of(owners=owner, followers=followers)
     costs = Costs(layers=(LAYER,) * len(widths))
     return far_step(layout, programs, placement, blocks, costs, cluster(sum(widths)), vote_bytes=vote_bytes)
 

@@ -49,9 +49,9 @@ def test_in_words():
     assert "any 2 workers, and at one instant of 71.4 % of the sets of three" in words(num_followers=2, scatter_width=2)
     assert "% of the sets of 4 (" in words(num_followers=3, scatter_width=1)
     assert words(num_followers=0, scatter_width=2) == "survives no loss of 8 of 8 workers: these hold some block alone"
-    both = survival_of(Placement((0,), ((1,),)), PAIR)
+    both = survival_of(Placement.of((0,), ((1,),)), PAIR)
     assert both.describe() == "survives the loss of any worker; there are 2"
-    assert survival_of(Placement((), ()), PAIR) is None
+    assert survival_of(Placement.of((), ()), PAIR) is None
 
 
 def test_hosts():
@@ -79,5 +79,5 @@ def test_hosts():
 
 def test_blocks_that_are_on_one_host():
     hosts = {"a": (0, 2), "b": (1, 3)}
-    placement = Placement((0, 0, 1, 3), ((2,), (1,), (), (1,)))
+    placement = Placement.of((0, 0, 1, 3), ((2,), (1,), (), (1,)))
     assert alone_on(placement, hosts) == {"a": 1, "b": 2}

@@ -57,7 +57,7 @@ def _lose(
         resume_step=step,
         resume_attempt=2,
         layout=after,
-        placement=Placement((), ()),
+        placement=Placement.of((), ()),
         deliver=(),
         rollback=None,
         evaluate=False,
@@ -204,7 +204,7 @@ def _change_members(
     decision = Decision(
         term=1, generation=generation, members=members, lost=(), evidence=None, resume_step=7, resume_attempt=1,
         layout=LAYOUT,
-        placement=Placement((), ()), deliver=(), rollback=None, evaluate=False, checkpoint=False, published=6,
+        placement=Placement.of((), ()), deliver=(), rollback=None, evaluate=False, checkpoint=False, published=6,
         promoted=0, reason="members have changed", joined=joined, left=left,
     )  # fmt: skip
     log.decided(decision, now_s=10.0 * generation + 1, plan_s=0.25)

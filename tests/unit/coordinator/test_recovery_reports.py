@@ -55,7 +55,7 @@ def reports(ends_s=(), records=()) -> tuple[RecoveryReports, Log, list[str]]:
 def decision(generation, lost, **changes):
     return Decision(
         term=1, generation=generation, members=(0, 2), lost=lost, evidence=None, resume_step=1, resume_attempt=1,
-        layout=survivor_layout(LAYOUT, [1]), placement=Placement((0,), ((),)), deliver=(), rollback=None,
+        layout=survivor_layout(LAYOUT, [1]), placement=Placement.of((0,), ((),)), deliver=(), rollback=None,
         evaluate=False, checkpoint=False, published=0, promoted=0, reason="it has ended", **changes,
     )  # fmt: skip
 

@@ -167,7 +167,7 @@ def test_recoveries_and_restarts():
     assert (state.recoveries, state.num_restarts) == ([lost, restart], 1)
     decision = Decision(
         term=1, generation=3, members=(0,), lost=(1, 2), evidence=None, resume_step=1, resume_attempt=1, layout=LAYOUT,
-        placement=Placement((0,), ((),)), deliver=(), rollback=None, evaluate=False, checkpoint=False, published=0,
+        placement=Placement.of((0,), ((),)), deliver=(), rollback=None, evaluate=False, checkpoint=False, published=0,
         promoted=0, reason="",
     )  # fmt: skip
     assert state.unreported(decision) == ((2,), (), ())

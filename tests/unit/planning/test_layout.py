@@ -215,11 +215,11 @@ def test_peers_by_routes_and_stages():
 def test_peers_by_placement_join_owners_with_stage_members_and_followers():
     layout = make_layout(widths=[1, 1, 1], layers_per_stage=[1, 1, 1], num_microbatches=1)
     blocks = make_blocks([1, 1, 1], 1)
-    assert peers_of(layout, Placement((0, 1, 2), ((), (), ())), blocks) == {0: {1}, 1: {0, 2}, 2: {1}}
-    assert peers_of(layout, Placement((0, 1, 2), ((2,), (), ())), blocks) == {0: {1, 2}, 1: {0, 2}, 2: {0, 1}}
+    assert peers_of(layout, Placement.of((0, 1, 2), ((), (), ())), blocks) == {0: {1}, 1: {0, 2}, 2: {1}}
+    assert peers_of(layout, Placement.of((0, 1, 2), ((2,), (), ())), blocks) == {0: {1, 2}, 1: {0, 2}, 2: {0, 1}}
     layout = make_layout(widths=[3], layers_per_stage=[1], num_microbatches=3)
     # One owner alone: the other two exchange nothing with each other.
-    assert peers_of(layout, Placement((1,), ((),)), make_blocks([1], 1)) == {0: {1}, 1: {0, 2}, 2: {1}}
+    assert peers_of(layout, Placement.of((1,), ((),)), make_blocks([1], 1)) == {0: {1}, 1: {0, 2}, 2: {1}}
     layout = make_layout(widths=[2, 2], layers_per_stage=[1, 1], num_microbatches=4)
     blocks = make_blocks([8, 8], 1)
     assert peers_of(layout, place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY), blocks) == peers_of(
@@ -239,5 +239,5 @@ def test_impossible_idle_members_are_refused(idle, message):
 def test_idle_members_have_the_peers_that_their_blocks_give_them():
     layout = Layout(stages=STAGES, routes=(ROUTE,), idle=(7, 8))
     validate_layout(layout)
-    placement = Placement((0, 7), ((), (2,)))
+    placement = Placement.of((0, 7), ((), (2,)))
     assert peers_of(layout, placement, make_blocks([1, 0, 1], 1)) == {0: {1}, 1: {0, 7}, 2: {7}, 7: {1, 2}, 8: set()}

@@ -166,25 +166,25 @@ def test_followers_are_promoted_where_they_are():
 
 def test_a_worker_of_the_stage_is_promoted_before_others():
     layout = layout_of([2, 2])
-    placement = Placement((0, 3, 0, 1), ((2, 1), (), (3, 2), ()))
+    placement = Placement.of((0, 3, 0, 1), ((2, 1), (), (3, 2), ()))
     blocks = (Block(0, 0, 0, 10), Block(1, 1, 0, 10), Block(2, 0, 10, 20), Block(3, 0, 20, 30))
     promotion = promote(placement, blocks, layout, all_but(0))
     # For block 0: 2 owns less than 1, but 1 is of the stage. For block 2: 3 owns more than 2.
-    assert promotion.placement == Placement((1, 3, 2, 1), ((2,), (), (3,), ()))
+    assert promotion.placement == Placement.of((1, 3, 2, 1), ((2,), (), (3,), ()))
     assert promotion.promoted == (0, 2)
 
 
 def test_elements_decide_before_ids():
     layout = layout_of([4], num_microbatches=4)
     blocks = (Block(0, 0, 0, 5), Block(1, 0, 5, 9), Block(2, 0, 9, 10), Block(3, 0, 10, 12))
-    placement = Placement((1, 2, 0, 0), ((), (), (1, 2), (1, 2, 3)))
+    placement = Placement.of((1, 2, 0, 0), ((), (), (1, 2), (1, 2, 3)))
     promotion = promote(placement, blocks, layout, all_but(0))
-    assert promotion.placement == Placement((1, 2, 2, 3), ((), (), (1,), (1, 2)))
+    assert promotion.placement == Placement.of((1, 2, 2, 3), ((), (), (1,), (1, 2)))
 
 
 def test_promotions_count_as_load_of_the_next_ones():
     blocks = make_blocks([40], 10)
-    placement = Placement((0,) * 4, ((1, 2),) * 4)
+    placement = Placement.of((0,) * 4, ((1, 2),) * 4)
     promotion = promote(placement, blocks, layout_of([3], num_microbatches=3), all_but(0))
     assert promotion.placement.owner == (1, 2, 1, 2)
 
@@ -192,22 +192,22 @@ def test_promotions_count_as_load_of_the_next_ones():
 def test_stale_copies_count_as_lost():
     layout = layout_of([3], num_microbatches=3)
     blocks = make_blocks([30], 10)
-    placement = Placement((0, 1, 2), ((1, 2), (2,), (0, 1)))
+    placement = Placement.of((0, 1, 2), ((1, 2), (2,), (0, 1)))
     promotion = promote(
         placement, blocks, layout, lambda block, worker: (block, worker) not in {(0, 0), (0, 1), (2, 1)}
     )
-    assert promotion.placement == Placement((2, 1, 2), ((), (2,), (0,)))
+    assert promotion.placement == Placement.of((2, 1, 2), ((), (2,), (0,)))
     assert promotion.promoted == (0,)
 
 
 def test_blocks_without_a_copy_are_named():
     layout = layout_of([2, 1], num_microbatches=2)
     blocks = make_blocks([20, 20], 10)
-    placement = Placement((0, 1, 2, 2), ((1,), (0,), (0,), ()))
+    placement = Placement.of((0, 1, 2, 2), ((1,), (0,), (0,), ()))
     promotion = promote(placement, blocks, survivor_layout(layout, {2}), all_but(2))
     assert promotion.orphans == (3,)
     assert promotion.promoted == (2,)
-    assert promotion.placement == Placement((0, 1, 0, 2), ((1,), (0,), (), ()))
+    assert promotion.placement == Placement.of((0, 1, 0, 2), ((1,), (0,), (), ()))
 
 
 def test_new_followers_are_spread_within_the_stage():
@@ -227,7 +227,7 @@ def test_new_followers_are_spread_within_the_stage():
 def test_a_round_keeps_within_what_a_worker_may_send_and_receive():
     layout = layout_of([1, 1, 1])
     blocks = make_blocks([40, 40, 40], 10)
-    bare = Placement((0,) * 4 + (1,) * 4 + (2,) * 4, ((),) * 12)
+    bare = Placement.of((0,) * 4 + (1,) * 4 + (2,) * 4, ((),) * 12)
     rounds = []
     placement = bare
     for _ in range(2):
@@ -243,7 +243,7 @@ def test_a_round_keeps_within_what_a_worker_may_send_and_receive():
 def test_a_block_larger_than_the_limit_goes_alone():
     layout = layout_of([2], num_microbatches=2)
     blocks = make_blocks([30], 10)
-    placement = Placement((0, 1, 0), ((),) * 3)
+    placement = Placement.of((0, 1, 0), ((),) * 3)
     for following in (((1,), (), ()), ((1,), (0,), ()), ((1,), (0,), (1,))):
         placement = choose_followers(
             placement, blocks, layout, num_followers=1, scatter_width=EVERYBODY, max_elements=1
@@ -255,7 +255,7 @@ def test_blocks_without_any_copy_come_first():
     layout = layout_of([3], num_microbatches=3)
     blocks = make_blocks([20], 10)
     placement = choose_followers(
-        Placement((0, 0), ((1,), ())), blocks, layout, num_followers=2, scatter_width=EVERYBODY, max_elements=10
+        Placement.of((0, 0), ((1,), ())), blocks, layout, num_followers=2, scatter_width=EVERYBODY, max_elements=10
     )
     assert placement.followers == ((1,), (2,))
 
@@ -263,7 +263,7 @@ def test_blocks_without_any_copy_come_first():
 def test_the_second_copy_lives_outside_unless_the_stage_has_none():
     layout = layout_of([2, 1], num_microbatches=2)
     blocks = make_blocks([30, 10], 10)
-    placement = Placement((0, 0, 2, 2), ((1,), (2,), (), ()))
+    placement = Placement.of((0, 0, 2, 2), ((1,), (2,), (), ()))
     following = choose_followers(placement, blocks, layout, num_followers=2, scatter_width=EVERYBODY, max_elements=1000)
     assert following.followers[:2] == ((1, 2), (2, 1))
     assert following.followers[2][0] in (0, 1)  # its owner is outside: a copy in the stage is wanted
@@ -284,7 +284,7 @@ def test_other_hosts_are_preferred():
 def test_a_lone_worker_can_have_no_followers():
     layout = layout_of([1])
     blocks = make_blocks([20], 10)
-    placement = Placement((0, 0), ((), ()))
+    placement = Placement.of((0, 0), ((), ()))
     assert (
         choose_followers(placement, blocks, layout, num_followers=2, scatter_width=EVERYBODY, max_elements=1)
         == placement
@@ -296,7 +296,7 @@ def test_impossible_placements_are_refused():
     message = "block 1 is held by workers 5, 1, but the layout has only 0, 1"
     with pytest.raises(ValueError, match=re.escape(message)):
         choose_followers(
-            Placement((0, 5), ((1,), (1,))),
+            Placement.of((0, 5), ((1,), (1,))),
             make_blocks([20], 10),
             layout,
             num_followers=2,
@@ -357,15 +357,15 @@ def test_the_loss_of_idle_members_too_leaves_nobody():
 def test_idle_members_are_no_new_followers():
     layout = with_idle(layout_of([2], num_microbatches=2), 2)
     blocks = make_blocks([30], 10)
-    placement = Placement((0, 0, 2), ((), (2,), ()))
+    placement = Placement.of((0, 0, 2), ((), (2,), ()))
     after = choose_followers(placement, blocks, layout, num_followers=1, scatter_width=EVERYBODY, max_elements=100)
     # What an idle member still holds counts, and it may be the owner from whom another one copies.
-    assert after == Placement((0, 0, 2), ((1,), (2,), (1,)))
+    assert after == Placement.of((0, 0, 2), ((1,), (2,), (1,)))
     after = choose_followers(placement, blocks, layout, num_followers=5, scatter_width=EVERYBODY, max_elements=100)
-    assert after == Placement((0, 0, 2), ((1,), (2, 1), (1,)))
+    assert after == Placement.of((0, 0, 2), ((1,), (2, 1), (1,)))
     # Nobody else could hold them: nothing is lacking.
     alone = with_idle(layout_of([1]), 2)
-    placement = Placement((0, 2), ((), (0,)))
+    placement = Placement.of((0, 2), ((), (0,)))
     assert (
         choose_followers(
             placement, make_blocks([20], 10), alone, num_followers=1, scatter_width=EVERYBODY, max_elements=1
@@ -379,9 +379,9 @@ def test_copies_on_the_host_of_an_idle_worker_get_another_one():
     layout = with_idle(make_layout(widths=[1, 1], layers_per_stage=[1, 1], num_microbatches=2), 2)
     layout = replace(layout, domains=((0, "h0"), (1, "h1"), (2, "h1")))
     blocks = make_blocks([8, 8], 8)
-    together = Placement((0, 1), ((1,), (2,)))
+    together = Placement.of((0, 1), ((1,), (2,)))
     after = choose_followers(together, blocks, layout, num_followers=1, max_elements=100, scatter_width=2)
-    assert after == Placement((0, 1), ((1,), (2, 0)))
+    assert after == Placement.of((0, 1), ((1,), (2, 0)))
 
 
 def test_blocks_with_the_same_holders_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,7 +347,7 @@ def test_sums_wrap_and_keep_the_bits_of_the_one_value_that_is_there():
 
 
 def test_what_the_residency_must_come_to():
-    placement = Placement((0, 1), ((1,), (2, 0)))
+    placement = Placement.of((0, 1), ((1,), (2, 0)))
     held = [
         (0, ReplicaRole.OWNER, 0),
         (0, ReplicaRole.FOLLOWER, 1),

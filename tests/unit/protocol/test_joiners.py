@@ -118,7 +118,7 @@ def decision(*members: int) -> Decision:
     job = Job()
     return Decision(
         term=1, generation=2, members=members, lost=(), evidence=None, resume_step=2, resume_attempt=1,
-        layout=job.plan.layout, placement=Placement((), ()), deliver=(), rollback=None, evaluate=False,
+        layout=job.plan.layout, placement=Placement.of((), ()), deliver=(), rollback=None, evaluate=False,
         checkpoint=False, published=1, promoted=0, reason="",
     )  # fmt: skip
 

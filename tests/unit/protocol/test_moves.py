@@ -26,7 +26,7 @@ def exchanged():
     """Each worker owns blocks of the other stage, followed there."""
     here = place_blocks(LAYOUT, BLOCKS, num_followers=1, scatter_width=EVERYBODY)
     swap = {0: 2, 1: 3, 2: 0, 3: 1}
-    return here, Placement(
+    return here, Placement.of(
         tuple(swap[owner] for owner in here.owner),
         tuple(tuple(swap[worker] for worker in followers) for followers in here.followers),
     )
@@ -56,7 +56,7 @@ def test_copies_towards_a_target_keep_to_the_budget_and_come_from_all_owners():
 
 def test_one_receiver_of_all_owners_gets_no_more_than_the_budget():
     here = place_blocks(LAYOUT, BLOCKS, num_followers=0, scatter_width=EVERYBODY)
-    target = Placement((3,) * len(BLOCKS), ((),) * len(BLOCKS))
+    target = Placement.of((3,) * len(BLOCKS), ((),) * len(BLOCKS))
     assert [worker for _, worker in copies(here, towards(here, target, BLOCKS, 20))] == [3, 3]
 
 
@@ -76,7 +76,7 @@ def test_rounds_come_to_all_holders_of_the_target_and_then_to_an_end():
 
 def test_missing_followers_come_first():
     here, target = exchanged()
-    lacking = Placement(here.owner, ((), *here.followers[1:]))
+    lacking = Placement.of(here.owner, ((), *here.followers[1:]))
     after = next_placement(BLOCKS, LAYOUT, lacking, target, 1, 1000, 1000, scatter_width=EVERYBODY)
     assert [block for block, _ in copies(lacking, after)] == [0], "nothing else travels"
     after = next_placement(BLOCKS, LAYOUT, here, target, 1, 1000, 20, scatter_width=EVERYBODY)
@@ -161,7 +161,7 @@ def test_what_is_usual_follows_the_newest_steps():
 
 def test_the_coordinator_knows_to_what_the_members_come_by_refilling():
     here = place_blocks(LAYOUT, BLOCKS, num_followers=1, scatter_width=EVERYBODY)
-    lacking = Placement(here.owner, ((),) * len(BLOCKS))
+    lacking = Placement.of(here.owner, ((),) * len(BLOCKS))
     placement, target = lacking, target_placement(LAYOUT, BLOCKS, here, num_followers=1, scatter_width=EVERYBODY)
     for _ in range(20):
         placement = next_placement(BLOCKS, LAYOUT, placement, None, 1, 20, 20, scatter_width=EVERYBODY)

@@ -13,8 +13,8 @@ from elaswave.protocol.step.soundness import (
     words_of,
 )
 
-TWO = Placement((0, 1), ((1,), (0,)))
-THREE = Placement((0, 1), ((1, 2), (0, 2)))
+TWO = Placement.of((0, 1), ((1,), (0,)))
+THREE = Placement.of((0, 1), ((1, 2), (0, 2)))
 
 
 def state(block: int, **hashes: int) -> ReplicaMismatch:

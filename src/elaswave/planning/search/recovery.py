@@ -280,7 +280,7 @@ def promote(
         owners[index] = owner
         followers[index] = tuple(worker for worker in copies if worker != owner)
         promoted.append(index)
-    return Promotion(Placement(tuple(owners), tuple(followers)), tuple(sorted(promoted)), tuple(sorted(orphans)))
+    return Promotion(Placement.of(tuple(owners), tuple(followers)), tuple(sorted(promoted)), tuple(sorted(orphans)))
 
 
 def choose_followers(
@@ -367,7 +367,7 @@ def choose_followers(
         sent[owner] += size
         received[follower] += size
         followers[block.id] += (follower,)
-    return Placement(placement.owner, tuple(followers))
+    return Placement.of(placement.owner, tuple(followers))
 
 
 def _alike(placement: Placement, blocks: Sequence[Block]) -> dict[tuple[int, tuple[int, ...]], list[Block]]:

@@ -147,7 +147,7 @@ def _nearest(
     groups = _groups(layout, blocks, workers, min(num_followers, len(workers) - 1))
     owners = _deal_owners(groups, placement)
     if num_followers == 0 or len(workers) == 1:
-        return Placement(tuple(owners), ((),) * len(blocks))
+        return Placement.of(tuple(owners), ((),) * len(blocks))
     options = [
         tuple(worker for worker in (*followers, former) if worker in known and worker != owner)
         for followers, former, owner in zip(placement.followers, placement.owner, owners, strict=True)
@@ -172,7 +172,7 @@ def _nearest(
             followers.keep(group, num_chosen)
         for group in groups:
             followers.complete(group, num_chosen)
-    return Placement(tuple(owners), followers.in_order())
+    return Placement.of(tuple(owners), followers.in_order())
 
 
 class _Group:

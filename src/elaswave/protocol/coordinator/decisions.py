@@ -136,7 +136,7 @@ def merged_placement(placement: Placement, reports: Sequence[Report]) -> Placeme
             # Whether the copy is valid does not matter yet: `promote` drops followers whose copies are not.
             if owner[block] != worker:
                 followers[block] += (worker,)
-    return Placement(owner, tuple(followers))
+    return Placement.of(owner, tuple(followers))
 
 
 def next_attempt(reports: Sequence[Report], evidence: Evidence | None, step: int) -> int:

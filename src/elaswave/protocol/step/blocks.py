@@ -478,7 +478,7 @@ def towards(placement: Placement, target: Placement, blocks: Sequence[Block], ma
             sent[owner], received[worker] = after
             # Nothing is taken from a holder before the target is in force: a loss may still make the change void (M7).
             followers[index] += (worker,)
-    return Placement(placement.owner, tuple(followers))
+    return Placement.of(placement.owner, tuple(followers))
 
 
 def num_in_place(placement: Placement, target: Placement) -> tuple[int, int]:
@@ -503,7 +503,7 @@ def followed_by(placement: Placement, target: Placement) -> Placement:
         (*here, *(worker for worker in target.holders(block) if worker != owner and worker not in here))
         for block, (owner, here) in enumerate(zip(placement.owner, placement.followers, strict=True))
     )
-    return Placement(placement.owner, followers)
+    return Placement.of(placement.owner, followers)
 
 
 def held_keys(
