@@ -1,4 +1,4 @@
-"""A whole host is killed: all of its workers at one instant, in real processes."""
+"""A whole host, or most of a stage, is killed: several workers at one instant, in real processes."""
 
 import pytest
 from tests.integration.jobs import run_job
@@ -33,3 +33,20 @@ def test_a_host_is_lost_and_nothing_with_it(tmp_path, undisturbed, widths, hosts
     assert "the job survives the loss of any one of" in said
     assert "all copies are on one host" in said
     assert "the only one that is left" in said
+
+
+def test_three_of_a_stage_are_lost_at_one_instant_and_it_is_one_event(tmp_path, undisturbed):
+    settings = {
+        "run.steps": STEPS,
+        "layout.widths": [4],
+        "elastic.num_followers": 3,
+        "elastic.respawn": False,
+        "elastic.max_failures_per_hour": 1,
+    }
+    job = run_job(tmp_path / "run", settings, faults=["kill:1+0+3@3:backward"])
+    assert (job.result.losses, job.digests) == (undisturbed.result.losses, undisturbed.digests)
+    lost = [recovery for recovery in job.result.recoveries if recovery.kind == "lost"]
+    assert {recovery.worker for recovery in lost} == {0, 1, 3} and len(lost) == 3
+    assert {recovery.outcome for recovery in lost} == {"retried"}, "no return to a checkpoint"
+    assert len({recovery.generation for recovery in lost}) == 1, "one decision"
+    assert {recovery.step for recovery in lost} == {3}

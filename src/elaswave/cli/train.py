@@ -35,8 +35,9 @@ from elaswave.observability.run_folder import is_fine_tuning, resume_command
     "runs/<UTC time>-<short id>",
     ", such as kill:3@17:gather, hang:random@5, kill:coordinator@9; may be repeated. KIND: kill, hang, cut, cut-close. "
     "WORKER: a number, random, or, to be killed, coordinator. PHASE: forward, backward, reduce, vote, apply, gather, "
-    "any. slow:2@18:0.5 makes a worker slow, here by half, slow:2@30:1 ends it; join@8 has one more worker join, "
-    "drain:0@14 has one leave; kill-host:a@5 kills all workers of a host of elastic.hosts; slow-link:1@3:0.01 makes a "
+    "any. kill:0+1+2@6:backward kills several at one instant; hang and drain take several too. slow:2@18:0.5 makes a "
+    "worker slow, here by half, slow:2@30:1 ends it; join@8 has one more worker join, drain:0@14 has one leave; "
+    "kill-host:a@5 kills all workers of a host of elastic.hosts; slow-link:1@3:0.01 makes a "
     "worker's links to other sites slow, away:oslo@5:60 cuts a site off for a minute.",
 )
 @click.option(

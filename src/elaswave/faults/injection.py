@@ -10,6 +10,8 @@
     slow:W@STEP:FACTOR          from STEP on W computes at this share of its speed: 0.5 at half of it, 1 as before
     slow-link:W@STEP:FACTOR     from STEP on the emulated links of W carry this share of what they did: 0.01 a hundredth
     drain:W@STEP                when a worker begins STEP, W is asked to leave, as by a spot notice
+    kill:V+W@STEP[:PHASE[+N]]   several workers at one instant: when the first of them, V, is at that point; also of
+                                hang and drain
     join@STEP                   when a worker begins STEP, one more is started, which joins
 
 STEP counts from 1. PHASE is forward, backward, reduce, vote, apply, gather or any (default); ``+N`` skips the first N
@@ -61,14 +63,17 @@ SUPPORTED: tuple[Kind, ...] = (*LOSING, *SLOWING, *ASKING)
 COORDINATOR = "coordinator"
 RANDOM = "random"
 ANY = "any"
+TOGETHER: tuple[Kind, ...] = ("kill", "hang", DRAIN)
+"""Kinds that may strike several workers at one instant."""
 _LOOK_S = 0.01
 
 _FORMS: dict[Kind, str] = {
     **dict.fromkeys(LOSING, "{kind}:W@STEP[:PHASE[+N]]"),
+    **dict.fromkeys(("kill", "hang"), "{kind}:W[+W...]@STEP[:PHASE[+N]]"),
     "kill-host": "kill-host:H@STEP[:PHASE[+N]]",
     "away": "away:SITE@STEP[:SECONDS]",
     **dict.fromkeys(SLOWING, "{kind}:W@STEP:FACTOR"),
-    "drain": "drain:W@STEP",
+    "drain": "drain:W[+W...]@STEP",
     "join": "join@STEP",
 }
 _STRUCK = {KILL_HOST: "host", AWAY: "site"}
@@ -83,7 +88,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind
     worker: int | Literal["random", "coordinator"] | None
-    """Whom it strikes, of a host the lowest; None for ``join``, and for a host whose workers are not known yet."""
+    """Whom it strikes, of several the one that is named first, of a host the lowest; None for ``join``, and for a host
+    whose workers are not known yet."""
     step: int
     """From 1."""
     phase: Phase | Literal["any"] = "any"
@@ -95,7 +101,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     """``kill-host``: which, or a rack or other domain; ``away``: the site."""
     others: tuple[int, ...] = ()
-    """Of those: the other workers that it strikes."""
+    """The other workers that it strikes at the same instant."""
     seconds: float | None = None
     """``away``: for how long; None: for good."""
 
@@ -105,7 +111,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         return (self.worker, *self.others) if isinstance(self.worker, int) else ()
 
     def __str__(self) -> str:
-        whom = self.host or self.worker
+        whom = self.host or ("+".join(map(str, self.victims)) if self.others else self.worker)
         text = self.kind if whom is None else f"{self.kind}:{whom}"
         text += f"@{self.step}"
         if self.factor is not None:
@@ -159,7 +165,10 @@ def parse_faults(
     """
     there = sorted(workers)
     kinds = [spec.partition(":")[0].partition("@")[0] for spec in specs]
-    num_lost = sum(len(there) if kind in OF_DOMAINS else kind in LOSING for kind in kinds)
+    num_lost = sum(
+        len(there) if kind in OF_DOMAINS else kind in LOSING and 1 + spec.partition("@")[0].count("+")
+        for kind, spec in zip(kinds, specs, strict=True)
+    )
     num_joiners = kinds.count(JOIN) + (num_lost if respawns else 0)
     known = range(there[-1] + 1 + num_joiners) if num_joiners else there
     problems: list[str] = []
@@ -202,6 +211,7 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
     form = _FORMS[kind].format(kind=kind)
     problems = []
     worker: int | str | None = None
+    others: tuple[int, ...] = ()
     host = ""
     if kind in OF_DOMAINS and match["worker"]:
         host = match["worker"]
@@ -212,6 +222,9 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
         problems.append(f"no {_STRUCK.get(kind, 'worker')} is given; expected {form}")
     elif _NUMBER.fullmatch(match["worker"]):
         worker = int(match["worker"])
+    elif "+" in match["worker"]:
+        worker, others, wrong = _parse_several(kind, match["worker"])
+        problems += wrong
     elif match["worker"] == RANDOM or (match["worker"] == COORDINATOR and kind == "kill"):
         worker = match["worker"]
     elif match["worker"] == COORDINATOR:
@@ -248,7 +261,21 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
     if problems:
         return None, problems
     values = {"kind": kind, "worker": worker, "step": step, "phase": phase, "skip": skip, "factor": factor}
-    return Fault(**values, host=host, seconds=seconds), []  # type: ignore[arg-type]
+    return Fault(**values, host=host, others=others, seconds=seconds), []  # type: ignore[arg-type]
+
+
+def _parse_several(kind: str, text: str) -> tuple[int, tuple[int, ...], list[str]]:
+    names = text.split("+")
+    problems = [
+        f"worker {name!r} is no number, as each of several must be" for name in names if not _NUMBER.fullmatch(name)
+    ]
+    if kind not in TOGETHER:
+        problems.append(f"{kind} strikes one worker; several at one instant are struck by {', '.join(TOGETHER)}")
+    if problems:
+        return 0, (), problems
+    first, *others = map(int, names)
+    twice = sorted({worker for worker in (first, *others) if (first, *others).count(worker) > 1})
+    return first, tuple(others), [f"worker {worker} is named more than once" for worker in twice]
 
 
 def _parse_phase(detail: str) -> tuple[str, int, list[str]]:
@@ -315,8 +342,14 @@ def _misfits(
             yield "the coordinator is there, and all others would be cut off from it; put it elsewhere"
         elif len(here) == 1:
             yield f"all workers are at {fault.host}: nobody could go on"
-    if isinstance(fault.worker, int) and fault.worker not in workers:
-        yield f"there is no worker {fault.worker}; the job has {', '.join(map(str, workers))}"
+    for worker in fault.victims:
+        if worker not in workers:
+            yield f"there is no worker {worker}; the job has {', '.join(map(str, workers))}"
+    if fault.kind in LOSING and has_agents and len({hosts.get(worker) for worker in fault.victims}) > 1:
+        yield (
+            "they are on several machines, and none can strike the workers of another: name workers of one, and give "
+            "one fault for each"
+        )
     if fault.step > num_steps:
         yield f"step {fault.step} is never reached; run.steps is {num_steps}"
 
@@ -474,12 +507,22 @@ class FaultProbe:
         silence: carries out cut and cut-close.
         slow: carries out slow and slow-link.
         part: carries out away.
+        suffix: of this host's `processes.json`.
     """
 
     def __init__(
-        self, faults: Sequence[Fault], *, seed: int, record: Path, silence: Silencer, slow: Slower, part: Parting
+        self,
+        faults: Sequence[Fault],
+        *,
+        seed: int,
+        record: Path,
+        silence: Silencer,
+        slow: Slower,
+        part: Parting,
+        suffix: str = "",
     ) -> None:
         self._part = part
+        self._suffix = suffix
         self._seed = seed
         self._record = record
         self._silence = silence
@@ -524,13 +567,10 @@ class FaultProbe:
             _record(self._record, msgspec.structs.replace(record, worker=other))
         if fault.kind == AWAY:
             self._part(fault.host, end_of(fault, record.time_s))
-            return
-        if fault.others:
-            _kill_workers(self._record.parent, fault.others)
-        if fault.kind in ("kill", KILL_HOST):
-            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind in ("kill", KILL_HOST):
+            _strike_together(self._record.parent, self._suffix, fault.others, signal.SIGKILL)
         elif fault.kind == "hang":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            _strike_together(self._record.parent, self._suffix, fault.others, signal.SIGSTOP)
         elif fault.factor is not None:
             self._slow(machine, fault.factor, links=fault.kind == SLOW_LINK)
         else:
@@ -592,11 +632,17 @@ def away_until_s(faults: Sequence[Fault], records: Iterable[FaultRecord], worker
     return max(ends, default=0.0)
 
 
-def _kill_workers(run_dir: Path, workers: Collection[int]) -> None:
-    """Kills other workers of the run, as far as they live."""
-    for process in read_processes(run_dir):
-        if process.role == "worker" and process.id in workers:
-            signal_process(process, signal.SIGKILL)
+def _strike_together(run_dir: Path, suffix: str, workers: Collection[int], number: signal.Signals) -> None:
+    """Sends a signal to this worker and to others, as far as they live."""
+    found = read_processes(run_dir, suffix) if workers else []
+    others = [process for process in found if process.role == "worker" and process.id in workers]
+    # All are stopped first: none gets on while another is being killed.
+    for process in others:
+        signal_process(process, signal.SIGSTOP)
+    if number != signal.SIGSTOP:
+        for process in others:
+            signal_process(process, number)
+    os.kill(os.getpid(), number)
 
 
 def drawn_phase(seed: int, position: int) -> Phase:
@@ -670,10 +716,12 @@ def strike_coordinator(due: DueFault, requests: Requests, *, step: int, record: 
         clock=clock_here(),
     )
     _record(record, entry)
+    for other in fault.others:
+        _record(record, msgspec.structs.replace(entry, worker=other))
     if fault.kind == JOIN:
         requests.request_join(1)
     elif fault.kind == DRAIN:
-        assert isinstance(fault.worker, int)
-        requests.request_drain(fault.worker)
+        for worker in fault.victims:
+            requests.request_drain(worker)
     else:
         os.kill(os.getpid(), signal.SIGKILL)

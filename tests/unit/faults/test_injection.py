@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from elaswave.coordinator.driver import CoordinatorFaults
@@ -29,6 +30,7 @@ from elaswave.faults.injection import (
     strike_coordinator,
 )
 from elaswave.observability.processes import process_entry, write_processes
+from elaswave.observability.run_folder import FAULTS_FILE
 from elaswave.protocol.step.engine import PHASES
 
 ROOT = Path(__file__).parents[3]
@@ -53,6 +55,9 @@ SPECS = {
     "away:oslo@5:2.5": Fault(kind="away", worker=None, step=5, host="oslo", seconds=2.5),
     "kill-host:rack-1/a@5:vote+1": Fault(kind="kill-host", worker=None, step=5, phase="vote", skip=1, host="rack-1/a"),
     "join@5": Fault(kind="join", worker=None, step=5),
+    "kill:2+0+1@6:backward+1": Fault(kind="kill", worker=2, others=(0, 1), step=6, phase="backward", skip=1),
+    "hang:3+1@6": Fault(kind="hang", worker=3, others=(1,), step=6),
+    "drain:1+2@6": Fault(kind="drain", worker=1, others=(2,), step=6),
 }
 
 
@@ -84,13 +89,22 @@ BAD = {
     "explode:1@5": [f"unknown kind 'explode'; there are {KINDS_THAT_WORK}"],
     "kill\n:1@5": [f"unknown kind 'kill\\n'; there are {KINDS_THAT_WORK}"],
     "kill": [
-        "no worker is given; expected kill:W@STEP[:PHASE[+N]]",
-        "no step is given; expected kill:W@STEP[:PHASE[+N]]",
+        "no worker is given; expected kill:W[+W...]@STEP[:PHASE[+N]]",
+        "no step is given; expected kill:W[+W...]@STEP[:PHASE[+N]]",
     ],
-    "kill@5": ["no worker is given; expected kill:W@STEP[:PHASE[+N]]"],
-    "kill:@5": ["no worker is given; expected kill:W@STEP[:PHASE[+N]]"],
-    "kill:3": ["no step is given; expected kill:W@STEP[:PHASE[+N]]"],
-    "kill:3@": ["no step is given; expected kill:W@STEP[:PHASE[+N]]"],
+    "kill@5": ["no worker is given; expected kill:W[+W...]@STEP[:PHASE[+N]]"],
+    "kill:@5": ["no worker is given; expected kill:W[+W...]@STEP[:PHASE[+N]]"],
+    "cut:@5": ["no worker is given; expected cut:W@STEP[:PHASE[+N]]"],
+    "kill:3": ["no step is given; expected kill:W[+W...]@STEP[:PHASE[+N]]"],
+    "kill:3@": ["no step is given; expected kill:W[+W...]@STEP[:PHASE[+N]]"],
+    "kill:1+@5": ["worker '' is no number, as each of several must be"],
+    "kill:1+random+coordinator@5": [
+        "worker 'random' is no number, as each of several must be",
+        "worker 'coordinator' is no number, as each of several must be",
+    ],
+    "kill:1+2+1+2+3@5": ["worker 1 is named more than once", "worker 2 is named more than once"],
+    "cut:1+2@5": ["cut strikes one worker; several at one instant are struck by kill, hang, drain"],
+    "slow:1+2@5:0.5": ["slow strikes one worker; several at one instant are struck by kill, hang, drain"],
     "kill:3@0": ["step '0' is no whole number of at least 1"],
     "kill:3@-1": ["step '-1' is no whole number of at least 1"],
     "kill:3@4.5": ["step '4.5' is no whole number of at least 1"],
@@ -99,7 +113,7 @@ BAD = {
     "kill:x@5": ["worker 'x' is none of a number, random or coordinator"],
     "kill:3:5": [
         "worker '3:5' is none of a number, random or coordinator",
-        "no step is given; expected kill:W@STEP[:PHASE[+N]]",
+        "no step is given; expected kill:W[+W...]@STEP[:PHASE[+N]]",
     ],
     "hang:x@5": ["worker 'x' is none of a number, random"],
     "hang:coordinator@5": ["the coordinator can only be killed, kill:coordinator@STEP"],
@@ -126,7 +140,7 @@ BAD = {
             (":", "nan"),
         )
     },
-    "drain:1@5:vote": ["nothing may follow the step, but ':vote' does: expected drain:W@STEP"],
+    "drain:1@5:vote": ["nothing may follow the step, but ':vote' does: expected drain:W[+W...]@STEP"],
     "join:1@5": ["a new worker has no number yet; expected join@STEP"],
     "join": ["no step is given; expected join@STEP"],
     "join@5:vote": ["nothing may follow the step, but ':vote' does: expected join@STEP"],
@@ -193,6 +207,29 @@ def test_hosts_that_cannot_be_killed():
     ]
     with pytest.raises(UsageError, match="all workers are on one host; say with elastic.hosts which of them share one"):
         of_job("kill-host:a@5")
+
+
+def test_several_workers_at_one_instant():
+    faults = of_job("kill:2+0@5", "kill:random@6")
+    assert [fault.victims for fault in faults] in ([(2, 0), (1,)], [(2, 0), (3,)]), "none that is gone is drawn"
+    assert of_job("kill:0+1@3", "kill:5@9", respawns=True)[1].worker == 5, "two have come in their places"
+    with pytest.raises(UsageError) as error:
+        of_job("kill:3+4+5@5", "hang:1+2@3", "drain:2+0@9")
+    assert str(error.value).splitlines() == [
+        "--fault kill:3+4+5@5: there is no worker 4; the job has 0, 1, 2, 3",
+        "--fault kill:3+4+5@5: there is no worker 5; the job has 0, 1, 2, 3",
+        "--fault drain:2+0@9: worker 2 is gone already by hang:1+2@3",
+    ]
+
+
+def test_machines_strike_their_own_workers_only():
+    assert of_job("kill:0+2@5", "drain:1+3@5", hosts=HOSTS, has_agents=True)[0].victims == (0, 2)
+    assert of_job("kill:0+1@5", hosts=HOSTS)[0].victims == (0, 1), "they are on one machine, whatever it stands for"
+    for kind in ("kill", "hang"):
+        with pytest.raises(
+            UsageError, match="they are on several machines, and none can strike the workers of another"
+        ):
+            of_job(f"{kind}:0+1@5", hosts=HOSTS, has_agents=True)
 
 
 AT = {0: "oslo", 1: "quito/a", 2: "quito/b", 3: "lima"}
@@ -302,12 +339,19 @@ class Bench:
         seed: int = 0,
         hosts: dict[int, str] | None = None,
         sites: Sequence[str] = (),
+        suffix: str = "",
     ) -> None:
         self.faults = of_job(*specs, seed=seed, hosts=hosts, sites=sites)
-        self.file = tmp_path / module.FAULTS_FILE
+        self.file = tmp_path / FAULTS_FILE
         self.events: list[object] = []
         self.probe = FaultProbe(
-            self.faults, seed=seed, record=self.file, silence=self._silence, slow=self._slow, part=self.part
+            self.faults,
+            seed=seed,
+            record=self.file,
+            silence=self._silence,
+            slow=self._slow,
+            part=self.part,
+            suffix=suffix,
         )
 
         def kill(pid: int, number: int) -> None:
@@ -366,6 +410,31 @@ def test_a_host_is_killed_by_its_first_worker(tmp_path, monkeypatch):
     records = read_fault_records(bench.file)
     assert [(record.worker, record.loses, record.phase) for record in records] == [(0, True, "vote"), (2, True, "vote")]
     assert records[0].time_s == records[1].time_s and never_struck(bench.faults, records) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "sent"),
+    [
+        ("kill:0+2+3@5:vote", ["2 SIGSTOP", "3 SIGSTOP", "2 SIGKILL", "3 SIGKILL", "SIGKILL"]),
+        ("hang:0+3+2@5:vote", ["2 SIGSTOP", "3 SIGSTOP", "SIGSTOP"]),
+    ],
+)
+def test_the_first_of_several_stops_all_others_before_any_ends(tmp_path, monkeypatch, spec, sent):
+    here = process_entry("worker", 0, os.getpid())
+    others = [msgspec.structs.replace(here, id=worker) for worker in (1, 2, 3)]
+    write_processes(tmp_path, [here, *others, msgspec.structs.replace(here, id=2, role="loader")], "-b")
+    Bench(tmp_path, monkeypatch, spec).step(2, 5)
+    bench = Bench(tmp_path, monkeypatch, spec, suffix="-b")
+    monkeypatch.setattr(
+        module, "signal_process", lambda process, number: bench.events.append(f"{process.id} {number.name}")
+    )
+    bench.step(0, 4)
+    assert not bench.events and not read_fault_records(bench.file), "it is the first that is named who strikes"
+    bench.step(0, 5)
+    assert bench.events == sent
+    records = read_fault_records(bench.file)
+    assert {record.worker for record in records} == {0, 2, 3} and len({record.time_s for record in records}) == 1
+    assert {record.fault for record in records} == {spec}
 
 
 def test_a_site_is_cut_off_by_its_first_worker_and_the_others_read_of_it(tmp_path, monkeypatch):
@@ -483,7 +552,7 @@ def test_the_coordinators_faults_are_none_of_the_workers_business(tmp_path, monk
 
 
 def test_records_can_be_read_while_one_is_being_written(tmp_path):
-    file = tmp_path / module.FAULTS_FILE
+    file = tmp_path / FAULTS_FILE
     record = module.FaultRecord(
         position=0, fault="kill:1@2", worker=1, step=2, attempt=1, phase="vote", action=0, time_s=1.5
     )
@@ -531,7 +600,7 @@ def test_joins_and_drains_are_asked_of_the_coordinator_once(tmp_path):
     for step in (1, 2, 2, 4, 5):
         CoordinatorFaults(faults, tmp_path, asked).strike(step)  # by another coordinator each time
     assert asked.asked == [("join", 1), ("drain", 1), ("join", 1)]
-    records = read_fault_records(tmp_path / module.FAULTS_FILE)
+    records = read_fault_records(tmp_path / FAULTS_FILE)
     assert [(record.fault, record.worker, record.step) for record in records] == [
         ("join@2", None, 2),
         ("drain:1@3", 1, 4),
@@ -540,8 +609,15 @@ def test_joins_and_drains_are_asked_of_the_coordinator_once(tmp_path):
     assert not any(record.loses for record in records)
 
 
+def test_several_are_asked_to_leave_in_one_turn(tmp_path):
+    asked = Asked()
+    CoordinatorFaults(of_job("drain:2+0@3"), tmp_path, asked).strike(3)
+    assert asked.asked == [("drain", 2), ("drain", 0)]
+    assert [record.worker for record in read_fault_records(tmp_path / FAULTS_FILE)] == [2, 0]
+
+
 def test_killing_the_coordinator(tmp_path, monkeypatch):
-    file = tmp_path / module.FAULTS_FILE
+    file = tmp_path / FAULTS_FILE
     killed = []
     monkeypatch.setattr(module.os, "kill", lambda pid, number: killed.append((pid, number)))
     faults = of_job("kill:coordinator@4")
@@ -589,7 +665,7 @@ def start(spec: str, file: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("spec", ["kill:1@2:vote", "kill:coordinator@2"])
 def test_a_kill_is_the_end_and_its_record_outlives_it(tmp_path, spec):
-    file = tmp_path / module.FAULTS_FILE
+    file = tmp_path / FAULTS_FILE
     with start(spec, file) as process:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (-signal.SIGKILL, "")
@@ -597,7 +673,7 @@ def test_a_kill_is_the_end_and_its_record_outlives_it(tmp_path, spec):
 
 
 def test_a_hung_process_stands_still_until_it_is_woken(tmp_path):
-    file = tmp_path / module.FAULTS_FILE
+    file = tmp_path / FAULTS_FILE
     with start("hang:1@2:vote", file) as process:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP

@@ -103,7 +103,15 @@ def worker_main(
     record = setup.job.run_dir / FAULTS_FILE
     if setup.job.faults:
         seed = setup.job.config.run.seed
-        faults = FaultProbe(setup.job.faults, seed=seed, record=record, silence=silence, slow=slow, part=part)
+        faults = FaultProbe(
+            setup.job.faults,
+            seed=seed,
+            record=record,
+            silence=silence,
+            slow=slow,
+            part=part,
+            suffix=setup.suffix,
+        )
         probe = Probes(probe, faults)
     worker_setup = WorkerSetup(
         config=setup.job.config,
