@@ -13,10 +13,11 @@ from tests.integration.jobs import QuietReporter, nothing_left, small_config
 
 from elaswave.errors import LaunchError, RecoveryError, UsageError
 from elaswave.launcher import launcher, local_job
-from elaswave.system import grants, processes
-from elaswave.system.grants import GROWTH, JobFolder, needed_descriptors, provide_descriptors, sweep_dead
+from elaswave.launcher.resources import JobFolder, sweep_dead
+from elaswave.system import processes
+from elaswave.system.processes import GROWTH, needed_descriptors, provide_descriptors
 
-HOLD = "from elaswave.system.grants import JobFolder; f = JobFolder(); print(f.path, flush=True); input()"
+HOLD = "from elaswave.launcher.resources import JobFolder; f = JobFolder(); print(f.path, flush=True); input()"
 TINY = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.context_length=8", "run.steps=2"]
 
 
@@ -61,8 +62,8 @@ def test_a_temporary_folder_that_takes_nothing(temporary: Path) -> None:
 
 def test_the_limit_of_open_files_is_raised_as_far_as_a_job_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"now": (20, 4096)}
-    monkeypatch.setattr(grants.resource, "getrlimit", lambda which: limits["now"])
-    monkeypatch.setattr(grants.resource, "setrlimit", lambda which, to: limits.update(now=to))
+    monkeypatch.setattr(processes.resource, "getrlimit", lambda which: limits["now"])
+    monkeypatch.setattr(processes.resource, "setrlimit", lambda which, to: limits.update(now=to))
     provide_descriptors(8)
     assert limits["now"] == (needed_descriptors(8 + GROWTH), 4096), "others may join"
     provide_descriptors(2)

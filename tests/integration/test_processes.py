@@ -9,7 +9,7 @@ from typing import Any
 from tests.integration.jobs import run_job
 
 from elaswave.observability.processes import PROCESSES_FILE, read_processes
-from elaswave.system.grants import WORKER_SCORE
+from elaswave.system.processes import WORKER_SCORE
 
 WAIT_S = 60.0
 LAYOUT = {"layout.widths": [2], "run.steps": 6}

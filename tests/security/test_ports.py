@@ -57,7 +57,7 @@ def test_every_socket_that_listens_and_every_lock_is_known_here() -> None:
         "transport/addresses.py": {"bind"},
         "channel/server.py": {"create_server", "create_unix_server"},  # of a socket of those
         "launcher/agent.py": {"bind", "lockf"},  # to see whether an address is this host's; nobody listens
-        "system/grants.py": {"flock"},  # the journal in that folder is locked by sqlite
+        "launcher/resources.py": {"flock"},  # the journal in that folder is locked by sqlite
         "job/keys.py": {"flock"},
         "devices/opening.py": {"flock"},
         "observability/run_folder.py": {"flock"},

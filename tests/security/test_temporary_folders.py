@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.security.attacker import as_another, needs_root
 
-from elaswave.system.grants import PREFIX, JobFolder, sweep_dead
+from elaswave.launcher.resources import PREFIX, JobFolder, sweep_dead
 
 pytestmark = pytest.mark.security
 

@@ -17,7 +17,9 @@ import ipaddress
 import logging
 import math
 import socket
+import struct
 import time
+from asyncio.trsock import TransportSocket
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
@@ -37,7 +39,6 @@ from elaswave.channel.wire import (
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.protocol.detection.host_silence import Counters
 from elaswave.protocol.leadership.store_position import StorePosition
-from elaswave.system.grants import counters_of
 from elaswave.transport import addresses
 from elaswave.transport.handshake import (
     CROWDED_OUT,
@@ -54,6 +55,14 @@ STALL_TIMEOUT_S = 30.0
 """A peer that has not taken all that waits for it within this time is cut off."""
 MAX_OUTBOX_BYTES = 128 << 20
 """A peer for which more than this waits is cut off."""
+
+_UNACKED = struct.Struct("@I")
+_UNACKED_AT = 24
+"""`tcpi_unacked` in `struct tcp_info` of linux/tcp.h: segments that were sent and have not been acknowledged."""
+_BYTES = struct.Struct("@QQ")
+_BYTES_AT = 120
+"""`tcpi_bytes_acked` and `tcpi_bytes_received`, since Linux 4.1."""
+_SIZE = _BYTES_AT + _BYTES.size
 
 _log = logging.getLogger("elaswave.channel")
 _T = TypeVar("_T")
@@ -609,3 +618,28 @@ class _Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def counters_of(sock: socket.socket | TransportSocket, connection: int) -> Counters | None:
+    """Reads what this kernel has counted on a TCP connection: what came, and what the other kernel has acknowledged.
+
+    The other kernel acknowledges while its processes get no processor, or are stopped; so this tells a host that is cut
+    off from one that is busy (`elaswave.protocol.detection.host_silence`).
+
+    Args:
+        sock: its socket; not closed.
+        connection: its number.
+    Returns:
+        None if it is no TCP connection, or the kernel does not count there.
+    """
+    if sock.family == socket.AF_UNIX:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
+    except OSError:
+        return None
+    if len(info) < _SIZE:
+        return None
+    (num_unacked,) = _UNACKED.unpack_from(info, _UNACKED_AT)
+    num_acknowledged, num_received = _BYTES.unpack_from(info, _BYTES_AT)
+    return Counters(connection, num_received, num_acknowledged, num_unacked > 0)

@@ -74,7 +74,7 @@ from elaswave.protocol.messages import PROTOCOL_VERSION, CoreToWorker, Decision,
 from elaswave.protocol.step.ballot import decode_certificate
 from elaswave.store.opening import open_store
 from elaswave.store.store import ClockRead, JournalRecord, Owner, by_own_clock, core_records, membership_records
-from elaswave.system.grants import workers_max
+from elaswave.system.processes import workers_max
 
 
 class CoordinatorFaults:

@@ -43,15 +43,14 @@ from elaswave.job.script import JobOptions
 from elaswave.job.setup import AgentRole, JobNetwork, address_of, new_incarnation, ports_beside
 from elaswave.launcher.launcher import open_data, outcome_of, run_job
 from elaswave.launcher.local_job import LocalJob, error_of_refusal
-from elaswave.launcher.resources import JobPlace
+from elaswave.launcher.resources import JobPlace, sweep_dead
 from elaswave.observability.output import say_error
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.run_folder import LOGS_DIR, RESULT_FILE, TERMINAL_LOG, is_run, saved_config
 from elaswave.protocol.leadership.job_creation import CreatorAction, JobCreator
 from elaswave.store.etcd_store import foreign_job
 from elaswave.store.opening import FILE, look_for_earlier, remove_earlier
-from elaswave.system.grants import provide_descriptors, sweep_dead
-from elaswave.system.processes import ending_early
+from elaswave.system.processes import ending_early, provide_descriptors
 from elaswave.transport.addresses import Endpoint, reserve, tcp_address
 from elaswave.transport.tls import Tls
 

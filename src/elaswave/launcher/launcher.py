@@ -48,7 +48,14 @@ from elaswave.job.plan import RunPlan, StartingPoint, sampler_of
 from elaswave.job.script import FinishedJob, JobOptions, Script
 from elaswave.job.setup import AgentRole, own_role
 from elaswave.launcher.local_job import LocalJob
-from elaswave.launcher.resources import JobPlace, check_device, check_frequency, check_machine_memory, memory_bytes
+from elaswave.launcher.resources import (
+    JobPlace,
+    check_device,
+    check_frequency,
+    check_machine_memory,
+    memory_bytes,
+    sweep_dead,
+)
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import RunResult, from_json_float, read_result
@@ -68,8 +75,7 @@ from elaswave.observability.run_folder import (
 )
 from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.protocol.events import CoordinatorEffect
-from elaswave.system.grants import provide_descriptors, sweep_dead
-from elaswave.system.processes import ending_early
+from elaswave.system.processes import ending_early, provide_descriptors
 from elaswave.training.tokens import open_tokens
 
 NOT_TAKEN_SHOWN = 5

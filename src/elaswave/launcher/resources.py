@@ -1,23 +1,28 @@
-"""What an agent's job has outside its processes: its private folder, the addresses of its network, its store.
+"""What an agent's job takes of this machine beside processes: a private folder, addresses, a store, memory, devices.
 
-What this machine has, read from the kernel's files, and whether a run fits into it.
+All of it is asked for before any process is started: what this machine cannot hold, and a device that cannot be here,
+is refused before anything is built. No torch, and no context on a device.
 
-Whether a device of a kind can be here: asked before any process is started. No torch, and no context on a device.
+The folder holds sockets and journal. Its lock file is held by the launcher and all processes that it forks, and the
+kernel lets go of it when the last of them has ended: a folder whose lock is free belongs to no running job, and is
+removed by the next one. (Programs that tidy up temporary folders by age leave one alone whose lock is held, if they are
+as careful as systemd's.)
 
-The least memory that a run needs, by arithmetic on its configuration.
-
-With it, what this machine cannot hold is refused before anything of it is built. No IO here.
-
-Counted is only what cannot be otherwise: parameters, sums of gradients, optimizer state with its live copies, and the
-activations of the micro-batches in flight, without temporary values, receive buffers, libraries or checkpoints.
+What a run needs at least is arithmetic on its configuration. Counted is only what cannot be otherwise: parameters, sums
+of gradients, optimizer state with its live copies, and the activations of the micro-batches in flight, without
+temporary values, receive buffers, libraries or checkpoints. What this machine has is read from the kernel's files.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import importlib.util
 import os
 import re
+import shutil
 import socket
+import stat
+import tempfile
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -25,8 +30,8 @@ from typing import NamedTuple
 
 from elaswave.config.cluster import element_bytes, shape_of, state_bytes
 from elaswave.config.schema import Config
-from elaswave.config.values import OWN
-from elaswave.errors import ConfigError, UsageError
+from elaswave.config.values import OWN, path_problem
+from elaswave.errors import ConfigError, LaunchError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.job.keys import JOB_KEY_FILE, JobKey, KeyRole
 from elaswave.job.setup import AgentRole, JobNetwork, JobSetup, open_network, write_control_file
@@ -34,8 +39,10 @@ from elaswave.observability.run_folder import prepare_spare
 from elaswave.planning.costs.layers import Costs, LayerCosts, MemoryModel, num_copies, sum_bytes
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.store.opening import JobStore
-from elaswave.system.grants import JobFolder
 from elaswave.system.processes import DeathWatch
+
+PREFIX = "elaswave-"
+_LOCK_FILE = "lock"
 
 
 class MemoryEstimate(NamedTuple):
@@ -146,6 +153,80 @@ def _bytes(size: int) -> str:
             return f"{size:.3g} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000  # type: ignore[assignment]
     return f"{size:.3g} EB"
+
+
+class JobFolder:
+    """A new folder, until `close` or the death of the last process that holds it.
+
+    Raises:
+        LaunchError: the system refuses one.
+    """
+
+    def __init__(self) -> None:
+        if problem := path_problem(tempfile.gettempdir()):
+            raise LaunchError(f"TMPDIR: {problem}")
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            unnamed = self.path / f"{_LOCK_FILE}.new"
+            self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            unnamed.rename(self.path / _LOCK_FILE)  # named only now that it is held: no other process can have had it
+        except OSError as error:
+            raise LaunchError(
+                f"no folder for the job's sockets and journal can be made in {tempfile.gettempdir()}: "
+                f"{error.strerror}; make room there, or set TMPDIR to another folder"
+            ) from error
+
+    def close(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep_dead() -> list[Path]:
+    """Removes the folders of this user's jobs that have no process any more: their launchers were killed.
+
+    Others may have made folders of the same name, to keep a job from starting: nothing of them is opened. No trouble
+    here keeps one from starting either.
+
+    Returns:
+        Those that it has removed.
+    """
+    removed = []
+    parent = Path(tempfile.gettempdir())
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in os.listdir(parent) if name.startswith(PREFIX))
+        for name in names:
+            with contextlib.suppress(OSError, RecursionError):  # it is in use, or gone meanwhile
+                if _removes(parent / name):
+                    removed.append(parent / name)
+    return removed
+
+
+def _removes(folder: Path) -> bool:
+    """Removes a folder if it is one that this user alone can write to, and whose lock is free."""
+    if not _is_own(os.lstat(folder), stat.S_IFDIR):
+        return False
+    within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not _is_own(os.fstat(within), stat.S_IFDIR):
+            return False
+        lock = os.open(_LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within)
+        try:
+            if not _is_own(os.fstat(lock), stat.S_IFREG):
+                return False
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
+    finally:
+        os.close(within)
+    return True
+
+
+def _is_own(found: os.stat_result, kind: int) -> bool:
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return stat.S_IFMT(found.st_mode) == kind and found.st_uid == os.geteuid() and not found.st_mode & others
 
 
 class JobPlace:

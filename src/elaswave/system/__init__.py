@@ -1,1 +1,1 @@
-"""What is asked of Linux: families of processes, signals, limits, folders of a job."""
+"""What is asked of Linux: families of processes, signals, limits."""

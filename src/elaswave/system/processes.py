@@ -1,4 +1,4 @@
-"""Processes of a job: how a child is forked, that it ends with its parent, how that is seen, which signals end a job.
+"""Processes of a job: how a child is forked, what it may take, how it ends and is seen to, which signals end a job.
 
 All processes of a job but workers ignore the signals that end one, since the launcher decides what these mean. SIGTERM
 to a worker is a notice that its machine will be taken away, as providers of spot machines send it: the worker passes it
@@ -22,6 +22,7 @@ import errno
 import io
 import mmap
 import os
+import resource
 import signal
 import sys
 import threading
@@ -31,9 +32,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from elaswave.errors import StoppedBySignalError
+from elaswave.errors import LaunchError, StoppedBySignalError, UsageError
 from elaswave.observability.processes import children_of
-from elaswave.system.grants import refused
 from elaswave.transport.addresses import await_lookups
 from elaswave.untrusted import open_regular
 
@@ -55,6 +55,16 @@ LOOKUPS_S = 0.5
 NOTICE = signal.SIGTERM
 ORPHAN_S_MAX = 5.0
 """How long an orphan that is killed may take to end."""
+_BESIDE = 48
+"""Descriptors that a process of a job needs beside one or two for each worker: output, sockets, logs, checkpoints, and
+what libraries open for a moment."""
+GROWTH = 64
+"""Workers that may join a job, as far as the system's limit permits: there is room for them from the beginning, since
+the limit of a process that runs is raised by itself only."""
+WORKER_SCORE = 500
+"""Added to a worker's score, in thousandths of the machine's memory; when memory is short, the kernel kills the process
+with the highest. By itself it chooses the largest one, often the launcher, whose end ends the job."""
+_SCORE_FILE = Path("/proc/self/oom_score_adj")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -91,6 +101,12 @@ def how_it_ended(status: int) -> str:
         names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
         return f"was killed by {names.get(number, f'signal {number}')}"
     return f"ended with status {os.WEXITSTATUS(status)}"
+
+
+def refused(error: OSError, what: str, advice: str) -> LaunchError:
+    """Makes the error to tell when the system refuses something that a job needs."""
+    name = errno.errorcode.get(error.errno or 0, "?")
+    return LaunchError(f"{what}: {error.strerror} ({name}); {advice}")
 
 
 def fork(what: str, log: Path, body: Callable[[], int], *, let_go: Callable[[], None]) -> Child:
@@ -138,6 +154,53 @@ def _be_child(parent: int, log: Path, body: Callable[[], int], let_go: Callable[
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def needed_descriptors(num_workers: int, num_loaders: int = 0) -> int:
+    """Descriptors that the process of a job needs that needs most: a connection to each worker, and one to come; or,
+    in the forkserver, each worker and each loader, and a line to each worker."""
+    return (2 + num_loaders) * num_workers + _BESIDE
+
+
+def workers_max(num_loaders: int = 0) -> int:
+    """Computes how many workers a job may have with the limit that this process has.
+
+    Args:
+        num_loaders: of each worker.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(0, soft - _BESIDE) // (2 + num_loaders)
+
+
+def provide_descriptors(num_workers: int, num_loaders: int = 0) -> None:
+    """Raises this process's limit as far as the job needs and the system allows; children inherit it.
+
+    Args:
+        num_workers: of the job.
+        num_loaders: of each worker.
+    Raises:
+        UsageError: the system does not allow enough.
+    """
+    needed = needed_descriptors(num_workers, num_loaders)
+    wanted = needed_descriptors(num_workers + GROWTH, num_loaders)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= wanted or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"a job of {num_workers} workers needs up to {needed} open files in a process, and the limit here is "
+            f"{hard} (ulimit -n): raise it to {needed} or more, or train with fewer workers"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def offer_to_kernel() -> None:
+    """Makes this process, a worker, one to be killed before those that the job cannot do without. It needs no privilege
+    to raise one's own score, and one that was inherited and is higher stays; where there is no such file, the kernel
+    chooses as it did."""
+    with contextlib.suppress(OSError):
+        if int(_SCORE_FILE.read_text()) < WORKER_SCORE:
+            _SCORE_FILE.write_text(str(WORKER_SCORE))
 
 
 def leave_signals_to_launcher() -> None:

@@ -22,7 +22,7 @@ from elaswave.observability.processes import (
     signal_process,
     write_processes,
 )
-from elaswave.system import grants
+from elaswave.system import processes as job_processes
 
 
 @pytest.fixture
@@ -90,11 +90,11 @@ def test_a_worker_raises_its_score_and_never_lowers_it(
 ) -> None:
     file = tmp_path / "oom_score_adj"
     file.write_text(inherited + "\n")
-    monkeypatch.setattr(grants, "_SCORE_FILE", file)
-    grants.offer_to_kernel()
+    monkeypatch.setattr(job_processes, "_SCORE_FILE", file)
+    job_processes.offer_to_kernel()
     assert int(file.read_text()) == expected
 
 
 def test_without_the_kernels_file_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grants, "_SCORE_FILE", tmp_path / "no" / "such")
-    grants.offer_to_kernel()
+    monkeypatch.setattr(job_processes, "_SCORE_FILE", tmp_path / "no" / "such")
+    job_processes.offer_to_kernel()

@@ -38,8 +38,14 @@ from elaswave.job.script import open_descriptors, read_files
 from elaswave.launcher.forkserver.messages import ForkServerSetup, Unprepared, framed, pack_message, read_framed
 from elaswave.launcher.forkserver.module_state import ModuleState, TakenOver, states_of_modules
 from elaswave.launcher.forkserver.server import run_forkserver
-from elaswave.system.grants import refused
-from elaswave.system.processes import Child, DeathWatch, end_with_parent, leave_signals_to_launcher, redirect_output
+from elaswave.system.processes import (
+    Child,
+    DeathWatch,
+    end_with_parent,
+    leave_signals_to_launcher,
+    redirect_output,
+    refused,
+)
 from elaswave.training.raised import said
 
 _LINK_FD = 3

@@ -23,8 +23,7 @@ from elaswave.faults.injection import AwayWatch, FaultProbe, NoProbe, Probe, Pro
 from elaswave.job.plan import StartingPoint, sampler_of
 from elaswave.launcher.forkserver.messages import ForkServerSetup
 from elaswave.observability.run_folder import FAULTS_FILE
-from elaswave.system.grants import offer_to_kernel
-from elaswave.system.processes import hear_notices, hold_notices
+from elaswave.system.processes import hear_notices, hold_notices, offer_to_kernel
 from elaswave.transport import addresses
 from elaswave.transport.handshake import KeyRing, Secrets
 from elaswave.worker.control import Mailbox

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from elaswave.channel.server import counters_of
 from elaswave.protocol.detection.host_silence import Counters
-from elaswave.system.grants import counters_of
 
 WAIT_S = 30.0
 
