@@ -33,8 +33,7 @@ from elaswave.types import ExecutionParameters
 from verify.page import markdown_table, mermaid_diagram
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.run import Build, run_schedule
-from verify.simulator.schedule import parse_schedule
-from verify.simulator.search import run_seeds
+from verify.simulator.schedule import parse_schedule, random_schedule
 
 SEEN: set[tuple[Enum, Enum]] = set()
 
@@ -192,11 +191,13 @@ def test_everything_in_a_members_table_happens():
         core_class = Watched
 
     build = Build(machine=Workers, coordinator=Coordinators)
-    assert run_seeds(range(300), build).num_failures == 0
+    wanted = pairs_of(member.TRANSITIONS)
     for instant in range(78, 88):  # both workers of a stage, and a third one while a checkpoint is sought
         schedule = parse_schedule(f"widths=2,2 checkpoint_every=1 kill:0@45 kill:1@45 suspect:2@{instant}")
         assert run_schedule(schedule, build).violation is None
-    assert seen == pairs_of(member.TRANSITIONS)
+    seeds = iter(range(300))  # `tests/simulation/test_seeds.py` proves that none of them has a violation
+    while seen != wanted:
+        assert run_schedule(random_schedule(next(seeds)), build).violation is None
 
 
 def test_every_response_is_named_once_and_carried_out():
