@@ -473,6 +473,7 @@ def test_losses_until_the_decision_are_one_event_of_those_that_an_hour_may_have(
     for worker in (1, 2, 4):
         machine.handle(report(worker, 3, job=FIVE), 1.0)
     assert machine.state is CoordinatorState.TRAINING and machine.decision is not None
+    assert machine.report_collection.sequence == 1, "it is planned once"
     assert machine.decision.lost == (0, 3)
     (end,) = machine.handle(suspicion(1), 2.0)
     assert end.reason.startswith("workers were lost 2 times within an hour"), end

@@ -262,7 +262,7 @@ class JobDriver(MembersDriver):
         self.failures: dict[int, Failed] = {}
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
-        self._ticker: asyncio.TimerHandle | None = None
+        self._ticker: asyncio.Handle | None = None
 
     def _records_by_own_clock(self) -> list[JournalRecord]:
         """Returns what earlier coordinators have recorded; from here on what this one records is by its clock."""
@@ -547,6 +547,15 @@ class JobDriver(MembersDriver):
         assert deaths is not None
         call_at_end(deaths, worker, partial(self._background.guarded, ended))
 
+    def worker_ended(self, worker: int, text: str) -> None:
+        """Ends that are not told of yet may be of the same instant."""
+        deaths = self._setup.job.deaths
+        assert deaths is not None
+        for other in self._watched.intersection(self.core.members) - {worker}:
+            if deaths.has_ended(other):
+                self.note_end(other, "has ended")
+        super().worker_ended(worker, text)
+
     def not_admitted(self, worker: int, problem: str) -> None:
         """A person who has asked for it hears of it."""
         self._operations.not_admitted(worker, problem)
@@ -604,11 +613,12 @@ class JobDriver(MembersDriver):
         self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
 
     def look_soon(self) -> None:
-        """Looks now, and then as before."""
+        """Looks as soon as all that has come is read, and then as before: who is lost at one instant is lost together,
+        in one new generation."""
         # Else there would be one more chain of ticks from now on.
         if self._ticker is not None:
             self._ticker.cancel()
-        self._tick()
+        self._ticker = asyncio.get_running_loop().call_soon(self._background.guarded, self._tick)
 
     def suspect(self, suspicions: Sequence[Suspicion]) -> None:
         """Tells the core; if the job ends with that, people are told why."""

@@ -415,11 +415,19 @@ class DeathWatch:
         Returns:
             True once it has; False if the worker has never said that it lives, or nothing can be told here.
         """
+        return self._sees_end(worker, self._libc.pthread_mutex_lock)
+
+    def has_ended(self, worker: int) -> bool:
+        """Tells whether the worker's main thread has ended, as `wait` would, and blocks nobody."""
+        # Not a trylock: the C library's keeps a mutex of which an end was seen, and who waits for that would wait on.
+        return self._sees_end(worker, self._libc.pthread_mutex_timedlock, ctypes.create_string_buffer(16))
+
+    def _sees_end(self, worker: int, lock: Callable[..., int], *until: object) -> bool:
         if not self.works or self._owner(worker).value != worker + 1:
             return False
         mutex = self._mutex(worker)
-        result = int(self._libc.pthread_mutex_lock(mutex))
-        if result != errno.ENOTRECOVERABLE:
+        result = int(lock(mutex, *until))
+        if result not in (errno.ENOTRECOVERABLE, errno.ETIMEDOUT):
             # Not made consistent: everybody else who waits, or comes later, is told ENOTRECOVERABLE.
             self._libc.pthread_mutex_unlock(mutex)
         return result in (errno.EOWNERDEAD, errno.ENOTRECOVERABLE)

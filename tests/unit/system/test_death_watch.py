@@ -46,11 +46,25 @@ def test_an_end_is_seen(how: str) -> None:
     pid, hold = _fork_worker(watch, 7)
     thread, answers = _wait_in_thread(watch, 7)
     thread.join(0.05)
-    assert answers == []  # it lives
+    assert answers == [] and not watch.has_ended(7)  # it lives
     if how == "killed":
         os.kill(pid, signal.SIGKILL)
     os.close(hold)
     os.waitpid(pid, 0)
+    thread.join(WAIT_S)
+    assert answers == [True] and watch.has_ended(7)
+
+
+def test_an_end_that_nobody_waits_for_is_seen_and_then_by_who_waits() -> None:
+    watch = DeathWatch()
+    if not watch.works:
+        pytest.skip("this C library has no robust mutexes")
+    assert not watch.has_ended(7)
+    pid, hold = _fork_worker(watch, 7)
+    assert not watch.has_ended(7)
+    _end(pid, hold)
+    assert watch.has_ended(7) and watch.has_ended(7)
+    thread, answers = _wait_in_thread(watch, 7)
     thread.join(WAIT_S)
     assert answers == [True]
 

@@ -280,4 +280,4 @@ class MembersDriver(CoordinatorDriver):
 
     @abstractmethod
     def look_soon(self) -> None:
-        """Has `look` called now, or as soon as the turn is over: there is news that cannot wait."""
+        """Has `look` called as soon as the turn is over: there is news that cannot wait, and perhaps more of it."""
