@@ -277,6 +277,7 @@ def test_on_resume_a_checkpoint_wins_over_other_frozen_values(tmp_path: Path, mo
     assert changed_frozen(job.blueprint, None) == {}
     with torch.no_grad():
         base.weight.add_(1.0)
+    scripts = base.weight.clone()
     other = Blueprint(job.config, training_of(base, Mix(), head))
     other.frozen = changed_frozen(other, checkpoint)
     assert list(other.frozen) == ["0.weight"]
@@ -284,6 +285,8 @@ def test_on_resume_a_checkpoint_wins_over_other_frozen_values(tmp_path: Path, mo
     assert digests_of(other, layout, checkpoint) == dict(sorted(job.digests.items()))
     # Whoever takes over the layer later has them too.
     assert other.flat_layer(0, {}).module.weight.equal(other.frozen["0.weight"])
+    assert base.weight.equal(scripts), "the script's own stays"
+    assert changed_frozen(other, checkpoint).keys() == other.frozen.keys(), "and so it is found again"
 
 
 def test_every_holder_of_a_frozen_layer_makes_it_alike_and_one_counts_it(tmp_path: Path) -> None:

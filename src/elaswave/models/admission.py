@@ -2,7 +2,7 @@
 
 Modules that exist already: each worker gets a copy of what it runs (`CopyOf`), and the instance stays as it was. The
 instances live in the process that forks the workers. A copy shares the memory of frozen parameters with it, so that a
-frozen base is there once for all workers of a machine.
+frozen base is there once for all workers of a machine; the Parameters on that memory are its own.
 
 The function of a `Layer` makes a module of its own at every call. Layers are built where they are held, so a tensor
 that two builds share is one where both layers run in one process, and two where they do not. That is found out by
@@ -294,7 +294,7 @@ class CopyOf:
             if is_meta:
                 memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
             elif not parameter.requires_grad:
-                memo[id(parameter)] = parameter
+                memo[id(parameter)] = _on_same_memory(parameter)
         for buffer in self.module.buffers() if is_meta else ():
             memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         try:
@@ -318,6 +318,17 @@ class CopyOf:
             f"layer {self.name} ({type(self.module).__name__}) cannot be copied: {error}. Give it as "
             f"elaswave.Layer({self.name!r}, build), with a function that builds it"
         )
+
+
+def _on_same_memory(parameter: nn.Parameter) -> nn.Parameter:
+    """Makes another frozen Parameter on the memory of one. Whoever holds a copy gives its Parameters other values, or
+    moves them to its device, which must show neither in the instance nor in other copies."""
+    values = parameter.data
+    if type(values) is not torch.Tensor:  # a wrapper around tensors, of which only its own class makes another
+        return nn.Parameter(values, requires_grad=False)
+    made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), values, False)
+    made.__dict__.update(parameter.__dict__)
+    return made
 
 
 def without_values(layer: Layer) -> nn.Module:

@@ -6,6 +6,8 @@ from tests.own_models import Mix
 from torch import nn
 
 from elaswave.api.given import OwnModelSpec
+from elaswave.engine.checks.determinism_check import with_parameters
+from elaswave.engine.checks.values import Guarded
 from elaswave.errors import UsageError
 from elaswave.models.admission import CopyOf
 from elaswave.models.layers import Layer, ModelSpec
@@ -32,7 +34,30 @@ def test_a_copy_has_the_instances_values_and_shares_what_is_frozen():
     assert copy is not module and copy[0].weight.equal(module[0].weight)
     copy[0].weight.data.zero_()
     assert module[0].weight.count_nonzero()
-    assert copy[1].weight is module[1].weight
+    assert copy[1].weight.data_ptr() == module[1].weight.data_ptr()
+
+
+class Tagged(nn.Parameter):
+    """A class of Parameters of a script's own."""
+
+
+def test_what_is_made_of_a_copy_shows_in_no_other_and_not_in_the_instance():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(False)
+    module[1].weight = module[0].weight
+    module[0].bias = Tagged(torch.ones(3), requires_grad=False)
+    module[0].bias.note = "kept"
+    layer, _ = layers_of([module, nn.Linear(3, 1)])
+    before = module[0].weight.clone()
+    one, other = layer.build(), layer.build()
+    guards = [Guarded(module), Guarded(other)]
+    assert one[1].weight is one[0].weight
+    assert isinstance(one[0].bias, Tagged) and one[0].bias.note == "kept"
+    with with_parameters(one, lambda name, values: torch.zeros_like(values)):
+        assert [guard.written() for guard in guards] == [None, None]
+    one[0].weight.data = torch.zeros(3, 3)
+    one.to("meta")  # as to a device
+    assert [guard.written() for guard in guards] == [None, None]
+    assert all(each.weight.equal(before) for each in (module[0], other[0], layer.build()[0]))
 
 
 def test_what_cannot_be_copied_is_refused():
