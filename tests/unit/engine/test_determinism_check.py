@@ -392,3 +392,19 @@ def test_a_loss_that_is_run_twice_counts_once():
             train([compute], [range(2)], [0, 1, 2])
         assert_same(results([with_determinism_check]), results([plain]))
     assert len(calls) == 3 + 4
+
+
+def test_parameters_are_as_before_where_no_room_is_left_for_others():
+    layer = Block()
+    before = [each.data_ptr() for each in layer.parameters()]
+    made = []
+
+    def make(name, values):
+        if made:
+            raise MemoryError
+        made.append(name)
+        return torch.zeros_like(values)
+
+    with pytest.raises(MemoryError), determinism_check.with_parameters(layer, make):
+        pass
+    assert len(before) > 1 and [each.data_ptr() for each in layer.parameters()] == before

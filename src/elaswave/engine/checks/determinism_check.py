@@ -220,15 +220,15 @@ def with_parameters(
     """
     parameters = [] if module is None else list(module.named_parameters())
     values = [parameter.data for _, parameter in parameters]
-    for name, parameter in parameters:
-        # Only the data are exchanged: the objects stay, as guards of parameters ask.
-        parameter.data = make(name, parameter.data)
 
     def changed() -> str | None:
         pairs = zip(parameters, values, strict=True)
         return next((name for (name, parameter), value in pairs if not same_bits(parameter, value)), None)
 
     try:
+        for name, parameter in parameters:
+            # Only the data are exchanged: the objects stay, as guards of parameters ask.
+            parameter.data = make(name, parameter.data)
         yield changed
     finally:
         for (_, parameter), value in zip(parameters, values, strict=True):
