@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.integration import own
 from tests.integration.jobs import Calm, QuietReporter, nothing_left, run_job, small_config
+from tests.integration.waits import held_up
 from tests.signals import hear_signals
 from torch import Tensor, nn
 
@@ -154,9 +155,10 @@ class KillsTheForkServer:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
-    def reached(self, phase: Phase, index: int, engine: Any) -> None:
-        if (engine.worker, engine.step, phase, index) == (0, 5, "forward", 0):
-            wait_for(lambda: list(self._run_dir.glob("checkpoints/step-????????")))
+    def reached(self, phase: Phase, index: int, machine: Any) -> None:
+        if (machine.worker, machine.step, phase, index) == (0, 5, "forward", 0):
+            with held_up(machine):
+                wait_for(lambda: list(self._run_dir.glob("checkpoints/step-????????")))
             os.kill(os.getppid(), signal.SIGKILL)
 
 
@@ -419,9 +421,10 @@ def test_a_coordinator_that_looks_for_checkpoints_waits_for_one_in_hand(
         return find_newest_checkpoint(folder, *options)
 
     class KillsItself:
-        def reached(self, phase: Phase, index: int, engine: Any) -> None:
-            if (engine.worker, engine.step, phase, index) == (1, 5, "backward", 0):
-                wait_for(begun.exists)
+        def reached(self, phase: Phase, index: int, machine: Any) -> None:
+            if (machine.worker, machine.step, phase, index) == (1, 5, "backward", 0):
+                with held_up(machine):
+                    wait_for(begun.exists)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", slow)

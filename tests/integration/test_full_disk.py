@@ -5,13 +5,13 @@ import os
 import signal
 import sqlite3
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.integration.jobs import Calm, QuietReporter, coordinator_of, run_job
+from tests.integration.waits import held_up, wait_until
 
 from elaswave.coordinator.records import checkpoints, job_end
 from elaswave.errors import RecoveryError, RunFolderError
@@ -119,13 +119,25 @@ class TurnsReadOnly:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
-    def reached(self, phase: Phase, index: int, engine: Any) -> None:
-        if (engine.worker, phase, index, engine.step) == (0, "forward", 0, 3):
-            while not (self._run_dir / "checkpoints" / "step-00000002").is_dir():
-                time.sleep(0.01)
-            subprocess.run(["mount", "--bind", self._run_dir, self._run_dir], check=True)
-            subprocess.run(["mount", "-o", "remount,bind,ro", self._run_dir], check=True)
-            os.kill(coordinator_of(self._run_dir), signal.SIGKILL)
+    def reached(self, phase: Phase, index: int, machine: Any) -> None:
+        if (machine.worker, phase, index, machine.step) == (0, "forward", 0, 3):
+            # Whoever is held for lost here strikes no more: the others make all steps and their checkpoints.
+            with held_up(machine):
+                wait_until((self._run_dir / "checkpoints" / "step-00000002").is_dir)
+                self._make_read_only()
+                os.kill(coordinator_of(self._run_dir), signal.SIGKILL)
+
+    def _make_read_only(self) -> None:
+        """At once: what is mounted there may not turn read-only while a file is written through it."""
+        aside = self._run_dir.with_name("aside")
+        aside.mkdir()
+        for arguments in (
+            ["mount", "--bind", self._run_dir, aside],
+            ["mount", "-o", "remount,bind,ro", aside],
+            ["mount", "--bind", aside, self._run_dir],
+            ["umount", aside],
+        ):
+            subprocess.run(arguments, check=True)
 
 
 @pytest.mark.usefixtures("small_disk")
@@ -140,6 +152,7 @@ def test_a_folder_that_turns_read_only_names_the_checkpoint_to_go_on_from_also_a
     try:
         with pytest.raises(RecoveryError, match=r"weights are lost.*Read-only file system.*the checkpoint of step 2$"):
             run_job(run_dir, settings, probe=TurnsReadOnly(run_dir), reporter=reporter)
+        assert os.statvfs(run_dir).f_flag & os.ST_RDONLY
     finally:
         subprocess.run(["umount", run_dir], check=True)
     assert len(reporter.losses) == 6, "a coordinator has followed"

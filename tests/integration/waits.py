@@ -1,9 +1,12 @@
 """Probes that let a job, or one worker, wait until something has happened beside it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from elaswave.protocol.step.activity import WRITE
 
 PATIENCE_OF_STEP_S = 1.0
 """Far below the time after which a worker that computes is held for lost."""
@@ -12,6 +15,41 @@ PATIENCE_OF_STEP_S = 1.0
 def log_of(run_dir: Path) -> Path:
     """The coordinator's log of a job."""
     return run_dir / "logs" / "coordinator.log"
+
+
+@contextmanager
+def held_up(machine: Any) -> Iterator[None]:
+    """Holds a worker up inside a step: meanwhile it says that it waits for its disk, for which nobody is suspected. An
+    action passes for a hang after two seconds, once the coordinator has seen steps that are slow enough to be seen.
+
+    Args:
+        machine: the worker's.
+    """
+    activity = machine.observer.activity
+    before = activity.doing
+    activity.wait(WRITE)
+    try:
+        yield
+    finally:
+        (activity.compute if before.computing else activity.wait)(before.label)
+
+
+def wait_until(condition: Callable[[], bool], *, patience_s: float = 60.0) -> None:
+    """Waits in a process of a job until something has happened; what cannot be read yet has not.
+
+    Args:
+        condition: looked at again and again.
+        patience_s: the job fails after so long.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        try:
+            if condition():
+                return
+        except OSError:
+            pass
+        time.sleep(0.01)
+    raise AssertionError(f"waited for {patience_s:.0f} s in vain")
 
 
 class WaitsFor:
@@ -64,7 +102,6 @@ class HeldUntil:
         self.worker, self.step, self.has_happened, self.patience_s = worker, step, has_happened, patience_s
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        deadline_s = time.monotonic() + self.patience_s
-        while (machine.worker, machine.step) == (self.worker, self.step) and not self.has_happened():
-            assert time.monotonic() < deadline_s, f"worker {self.worker} has waited in step {self.step} in vain"
-            time.sleep(0.01)
+        if (machine.worker, machine.step) == (self.worker, self.step) and not self.has_happened():
+            with held_up(machine):
+                wait_until(self.has_happened, patience_s=self.patience_s)
