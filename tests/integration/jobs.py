@@ -5,7 +5,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,10 +165,12 @@ def nothing_left() -> Iterator[None]:
             yield
         finally:
             tempfile.tempdir = previous
-            left = {name: value for name, value in _traces().items() if value != before[name]}
+            now = _traces()
+            names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            left = {name: f"{now.get(name)} instead of {before.get(name)}" for name in names}
             # torch makes an empty folder for its compiler when it is first used.
             files = [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
-            left |= {"temporary files": files} if files else {}
+            left |= {"temporary files": str(files)} if files else {}
             assert not left, f"left behind: {left}"
 
 
@@ -181,9 +183,19 @@ def _traces() -> dict[str, object]:
     return {
         "child processes": children,
         "threads": threading.active_count(),
-        "descriptors": sorted(os.listdir("/proc/self/fd")),
         "shared memory": sorted(name for name in os.listdir("/dev/shm") if "elaswave" in name),
+        **_descriptors(),
     }
+
+
+def _descriptors() -> dict[str, str]:
+    """What each open descriptor refers to. That of the listing itself is none of them: which number it has also depends
+    on what another thread is about to open."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed by now, or not open yet
+            found[f"descriptor {number}"] = os.readlink(f"/proc/self/fd/{number}")
+    return found
 
 
 def coordinator_of(run_dir: Path) -> int:

@@ -7,8 +7,6 @@ every tensor, the number of steps. `run_job` also checks that no process, socket
 import os
 import re
 import signal
-import threading
-import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.integration.jobs import Job, QuietReporter, run_job
+from tests.integration.waits import held_up, wait_until
 
 from elaswave.errors import RecoveryError
 from elaswave.faults.injection import read_fault_records
@@ -246,41 +245,27 @@ def test_a_worker_that_wakes_up_after_it_was_declared_lost_ends_itself_and_chang
     tmp_path: Path, reference: Job
 ) -> None:
     """SIGSTOP, declared lost, SIGCONT while the others go on."""
+    log, pid = tmp_path / "run" / "logs" / "worker-1.log", tmp_path / "pid"
 
     class Hang:
         def reached(self, phase: str, index: int, machine: Any) -> None:
             if machine.worker == 1 and (machine.step, phase, index) == (3, "backward", 1):
-                (tmp_path / "pid").write_text(str(os.getpid()))
+                pid.write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif machine.worker != 1 and machine.step == 5 and phase == "forward" and index == 0:
-                _wait_until(lambda: "no member any more" in log.read_text())  # it must end while the others train
+                with held_up(machine):  # it must end while the others train
+                    wait_until(lambda: "no member any more" in log.read_text())
 
-    log = tmp_path / "run" / "logs" / "worker-1.log"
+    def wake(effect: events.CoordinatorEffect) -> None:
+        is_decided = isinstance(effect, events.Send) and isinstance(effect.message, events.Decision)
+        if is_decided and pid.exists() and not woken:
+            woken.append(int(pid.read_text()))
+            os.kill(woken[0], signal.SIGCONT)
 
-    def wake() -> None:
-        _wait_until(lambda: "generation 2" in (tmp_path / "run" / "logs" / "coordinator.log").read_text())
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGCONT)
-        over.wait(60)  # `run_job` counts threads before and after
-
-    over = threading.Event()
-    waker = threading.Thread(target=wake, daemon=True)
-    waker.start()
-    _survive(tmp_path / "run", reference, [], probe=Hang())
-    over.set()
-    waker.join(10)
+    woken: list[int] = []
+    job = _survive(tmp_path / "run", reference, [], probe=Hang(), before_effect=wake)
+    assert [recovery.worker for recovery in job.result.recoveries] == [1]
     assert "worker 1 is no member any more and ends itself" in log.read_text()
-
-
-def _wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            if condition():
-                return
-        except OSError:
-            pass
-        time.sleep(0.01)
-    raise AssertionError("it never came to that")
 
 
 def test_the_line_on_the_terminal_says_what_happened(tmp_path: Path, reference: Job) -> None:
