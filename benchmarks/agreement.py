@@ -113,7 +113,7 @@ def make_job(model: str, num_workers: int) -> Job:
         num_microbatches=MICROBATCHES_PER_REPLICA * replicas,
     )
     blocks = make_blocks(sizes, default_block_size(sum(sizes)))
-    placement = place_blocks(layout, blocks, num_followers=1, scatter_width=SCATTER_WIDTH)
+    placement = place_blocks(layout.with_followers(1), blocks, scatter_width=SCATTER_WIDTH)
     held: dict[int, BlockReplicas] = {
         worker: BlockReplicas(blocks=[], owned=[], versions=[]) for worker in layout.active
     }
@@ -132,7 +132,6 @@ def lose_one(job: Job) -> Costs:
         layout=job.layout,
         placement=job.placement,
         blocks=job.blocks,
-        num_followers=1,
         scatter_width=SCATTER_WIDTH,
     )
     core.begin()
@@ -154,7 +153,7 @@ def lose_one(job: Job) -> Costs:
         reports_s += taken_s
     question = next(effect for effect in questions if isinstance(effect, PlanRecovery))
     begin_s = time.process_time()
-    plan = plan_survivors(question, job.blocks, 1, SCATTER_WIDTH)
+    plan = plan_survivors(question, job.blocks, SCATTER_WIDTH)
     plan_s = time.process_time() - begin_s
     pending = PendingWork(evaluate=False, checkpoint=False)
     decide_s, effects = handle(core, RecoveryPlanned(question.sequence, plan, pending), sent)

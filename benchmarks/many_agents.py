@@ -146,7 +146,6 @@ class World(CoordinatorDriver):
         self.core = Coordinator(
             InForce(self.job.layout, self.job.placement),
             blocks=self.job.blocks,
-            num_followers=1,
             scatter_width=SCATTER_WIDTH,
         )
         self._detector = Detector(can_look=lambda worker: True)
@@ -404,7 +403,7 @@ class World(CoordinatorDriver):
 
     def plan_recovery(self, question: PlanRecovery) -> None:
         """Survivors keep their stages."""
-        self.answer_plan(question, plan_survivors(question, self.job.blocks, 1, SCATTER_WIDTH))
+        self.answer_plan(question, plan_survivors(question, self.job.blocks, SCATTER_WIDTH))
 
     def now_s(self) -> float:
         """Virtual time."""

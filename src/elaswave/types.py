@@ -28,6 +28,10 @@ class Hop(msgspec.Struct, frozen=True, array_like=True):
     stop: int
 
 
+WHOLE_STAGE = -1
+"""`Stage.num_followers` where all other workers that run a block's layer follow it."""
+
+
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """A contiguous range of layers and the workers (data-parallel replicas) that hold it."""
 
@@ -37,6 +41,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """One past the last layer."""
     workers: tuple[int, ...]
     """Ids of the workers of the stage, ascending."""
+    num_followers: int = 1
+    """Live copies wanted of each block of its layers beside the owner's, or `WHOLE_STAGE`."""
 
     @property
     def width(self) -> int:
@@ -130,6 +136,35 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict
             if worker in stage.workers:
                 return index
         raise KeyError(worker)
+
+    def with_followers(self, *num_followers: int) -> "Layout":
+        """Returns the same layout with other numbers of followers.
+
+        Args:
+            num_followers: of each stage, or one for all of them.
+        """
+        numbers = num_followers * len(self.stages) if len(num_followers) == 1 else num_followers
+        stages = tuple(
+            msgspec.structs.replace(stage, num_followers=number)
+            for stage, number in zip(self.stages, numbers, strict=True)
+        )
+        return self if stages == self.stages else msgspec.structs.replace(self, stages=stages)
+
+    def with_followers_of(self, other: "Layout") -> "Layout":
+        """Returns the same layout with the numbers of followers that another one has: each stage has that of the stage
+        with which it shares the most layers.
+
+        Args:
+            other: of the same model.
+        """
+        return self.with_followers(
+            *(
+                max(
+                    other.stages, key=lambda them: min(stage.stop, them.stop) - max(stage.start, them.start)
+                ).num_followers
+                for stage in self.stages
+            )
+        )
 
     def describe(self) -> str:
         """Makes a short name: "2x2" (stages x replicas), or "[1,3]" for stages of unequal width; "2x2+1" with one

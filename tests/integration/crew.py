@@ -74,10 +74,8 @@ def train(
     config = small_config(settings)
     config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=steps))
     blueprint = Blueprint(config, model)
-    layout = msgspec.structs.replace(layout, shared=blueprint.state.shared)
-    placement = place_blocks(
-        layout, blueprint.blocks, num_followers=config.elastic.num_followers, scatter_width=blueprint.scatter_width
-    )
+    layout = blueprint.with_copies(msgspec.structs.replace(layout, shared=blueprint.state.shared))
+    placement = place_blocks(layout, blueprint.blocks, scatter_width=blueprint.scatter_width)
     network = MemoryNetwork()
     transports = {worker: network.transport(worker) for worker in layout.workers}
     addresses = {worker: transport.address for worker, transport in transports.items()}

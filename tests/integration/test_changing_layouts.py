@@ -57,13 +57,8 @@ class Changing:
                 layout, schedule = self._changes[step]
                 execution = ExecutionParameters(schedule=schedule)
                 terms = machine.terms
-                placement = target_placement(
-                    layout,
-                    terms.blocks,
-                    machine.placement,
-                    num_followers=terms.num_followers,
-                    scatter_width=terms.scatter_width,
-                )
+                layout = layout.with_followers_of(machine.layout)
+                placement = target_placement(layout, terms.blocks, machine.placement, scatter_width=terms.scatter_width)
                 machine.planned.hold(
                     LayoutChange(
                         term=1,
@@ -104,10 +99,9 @@ def test_changes_do_not_show(tmp_path: Path, model: str, num_followers: int) -> 
         stage = machine.layout.stages[machine.layout.stage_of(machine.worker)]
         assert sorted(machine.engine.layers) == list(range(stage.start, stage.stop))
         assert machine.placement == target_placement(
-            START,
+            START.with_followers(num_followers),
             machine.terms.blocks,
             machine.placement,
-            num_followers=num_followers,
             scatter_width=machine.terms.scatter_width,
         )
         for block, copy in machine.copies.items():

@@ -216,7 +216,7 @@ def committed(job: ThreadJob, step: int, folder: Path) -> tuple[Path, Checkpoint
 
 def digests_of(blueprint: Blueprint, layout: Layout, checkpoint: tuple[Path, CheckpointMeta] | None) -> dict[str, int]:
     """Of what all workers of a layout make of a checkpoint: parts of owners; followers are checked."""
-    placement = place_blocks(layout, blueprint.blocks, num_followers=1, scatter_width=blueprint.scatter_width)
+    placement = place_blocks(layout.with_followers(1), blueprint.blocks, scatter_width=blueprint.scatter_width)
     owners: list[Mapping[str, int]] = []
     followers: list[Mapping[str, int]] = []
     for worker in layout.workers:
@@ -293,7 +293,7 @@ def test_every_holder_of_a_frozen_layer_makes_it_alike_and_one_counts_it(tmp_pat
     training = training_of(*KINDS["frozen"]())
     blueprint = Blueprint(_config(training), training)
     layout = _with_shared(LAYOUTS["unequal widths"], blueprint)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=1, scatter_width=blueprint.scatter_width)
+    placement = place_blocks(layout.with_followers(1), blueprint.blocks, scatter_width=blueprint.scatter_width)
     counted: Counter[str] = Counter()
     values: dict[str, list[torch.Tensor]] = {}
     for worker in layout.workers:

@@ -130,7 +130,6 @@ class ThreadJob(CoordinatorDriver):
         self.core = Coordinator(
             InForce(self.blueprint.layout, self.blueprint.placement, self.blueprint.execution),
             blocks=self.blueprint.blocks,
-            num_followers=self.config.elastic.num_followers,
             scatter_width=self.blueprint.scatter_width,
         )
         network = MemoryNetwork()
@@ -208,12 +207,11 @@ class ThreadJob(CoordinatorDriver):
     def plan(self, layout: Layout) -> None:
         """A planner finds a better layout for the present members."""
         with self._lock:
-            blocks, num_followers = self.blueprint.blocks, self.config.elastic.num_followers
-            before = self.core.in_force()
+            blocks, before, layout = self.blueprint.blocks, self.core.in_force(), self.blueprint.with_copies(layout)
             width = self.blueprint.scatter_width
             elements = self.blueprint.refill_elements
-            here = refilled(blocks, before.layout, before.placement, num_followers, elements, width)
-            placement = target_placement(layout, blocks, here, num_followers=num_followers, scatter_width=width)
+            here = refilled(blocks, before.layout, before.placement, elements, width)
+            placement = target_placement(layout, blocks, here, scatter_width=width)
             execution = ExecutionParameters()
             self.feed(
                 LayoutChange(
@@ -353,9 +351,7 @@ class ThreadJob(CoordinatorDriver):
 
     def plan_recovery(self, question: events.PlanRecovery) -> None:
         """In the same turn: survivors keep their stages."""
-        plan = plan_survivors(
-            question, self.blueprint.blocks, self.config.elastic.num_followers, self.blueprint.scatter_width
-        )
+        plan = plan_survivors(question, self.blueprint.blocks, self.blueprint.scatter_width)
         self.answer_plan(question, plan)
 
     def pending_work(self, step: int, asked: bool) -> events.PendingWork:

@@ -34,7 +34,7 @@ def survives_any_host(placement, layout, num_blocks):
 @given(jobs(), st.data())
 def test_any_host_can_be_lost_and_then_any_other(job, data):
     layout, blocks, num_followers, width = job
-    placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=width)
+    placement = place_blocks(layout.with_followers(num_followers), blocks, scatter_width=width)
     assert survives_any_host(placement, layout, len(blocks))
     while len(hosts := hosts_of(layout)) > 1:
         lost = set(hosts[data.draw(st.sampled_from(sorted(hosts)), label="lost")])
@@ -47,7 +47,7 @@ def test_any_host_can_be_lost_and_then_any_other(job, data):
         while placement != before:
             before = placement
             placement = choose_followers(
-                placement, blocks, layout, num_followers=num_followers, scatter_width=width, max_elements=20
+                placement, blocks, layout.with_followers(num_followers), scatter_width=width, max_elements=20
             )
         assert survives_any_host(placement, layout, len(blocks)), "once all copies are made again"
 
@@ -56,12 +56,12 @@ def test_any_host_can_be_lost_and_then_any_other(job, data):
 def test_copies_that_are_all_on_one_host_get_another_one(job, data):
     """As if nothing had been known of hosts when blocks were placed."""
     layout, blocks, num_followers, width = job
-    before = place_blocks(replace(layout, domains=()), blocks, num_followers=num_followers, scatter_width=width)
+    before = place_blocks(replace(layout, domains=()).with_followers(num_followers), blocks, scatter_width=width)
     placement, after = None, before
     while placement != after:
         placement = after
         after = choose_followers(
-            placement, blocks, layout, num_followers=num_followers, scatter_width=width, max_elements=20
+            placement, blocks, layout.with_followers(num_followers), scatter_width=width, max_elements=20
         )
     assert survives_any_host(placement, layout, len(blocks))
     for block in blocks:
@@ -75,12 +75,13 @@ def test_a_target_keeps_each_block_on_two_hosts_and_is_its_own_target(job, data)
     """Also where nothing was known of hosts before, or another host has been taken into the job."""
     layout, blocks, num_followers, width = job
     if data.draw(st.booleans(), label="labels are new"):
-        before = place_blocks(replace(layout, domains=()), blocks, num_followers=num_followers, scatter_width=width)
+        before = place_blocks(replace(layout, domains=()).with_followers(num_followers), blocks, scatter_width=width)
     else:
         lost = {data.draw(st.sampled_from(layout.active), label="newcomer")}
         smaller = survivor_layout(layout, lost)
-        before = place_blocks(smaller, blocks, num_followers=num_followers, scatter_width=width)
-    arguments = {"num_followers": num_followers, "scatter_width": width}
+        before = place_blocks(smaller.with_followers(num_followers), blocks, scatter_width=width)
+    layout = layout.with_followers(num_followers)
+    arguments = {"scatter_width": width}
     target = target_placement(layout, blocks, before, **arguments)
     assert survives_any_host(target, layout, len(blocks))
     if num_followers == 1:
@@ -91,10 +92,10 @@ def test_a_target_has_copies_on_three_hosts_where_there_are_three():
     """Replica peers alone put a block on two of them."""
     layout = make_layout(widths=[3, 3], layers_per_stage=[1, 1], num_microbatches=3)
     blocks = make_blocks([60, 60], 5)
-    before = place_blocks(layout, blocks, num_followers=2, scatter_width=2)
+    before = place_blocks(layout.with_followers(2), blocks, scatter_width=2)
     names = dict(enumerate("abcabc"))
     target = target_placement(
-        replace(layout, domains=tuple(names.items())), blocks, before, num_followers=2, scatter_width=2
+        replace(layout, domains=tuple(names.items())).with_followers(2), blocks, before, scatter_width=2
     )
     assert all(len({names[worker] for worker in target.holders(block.id)}) == 3 for block in blocks)
 
@@ -103,7 +104,8 @@ def test_a_target_has_copies_on_three_hosts_where_there_are_three():
 def test_copies_inside_a_site_never_leave_it_and_are_as_many_as_it_has_room_for(job, data):
     """From the start, once copies are made again after a loss, and as the target of a move."""
     layout, blocks, num_followers, width = job
-    arguments = {"num_followers": num_followers, "scatter_width": width}
+    layout = layout.with_followers(num_followers)
+    arguments = {"scatter_width": width}
     anywhere = place_blocks(layout, blocks, **arguments)
     layout = replace(layout, copies="inside")
 

@@ -29,13 +29,13 @@ def by_blocks(layout: Layout, hosts: dict[int, str] | None, placing: Placing) ->
     options = {"scatter_width": placing.scatter_width}
     layout = layout if hosts is None else replace(layout, domains=tuple(hosts.items()))
     blocks = make_blocks([len(each) * len(layout.active) for each in members], 1)
-    enough = place_blocks(layout, blocks, num_followers=1, **options)
+    enough = place_blocks(layout.with_followers(1), blocks, **options)
     firsts: dict[tuple[int, int], set[int]] = {}
     for block in blocks:
         firsts.setdefault((block.layer, enough.owner[block.id]), set()).update(enough.followers[block.id])
     most = [max(len(found) for (of, _), found in firsts.items() if of == layer) for layer in range(len(members))]
     blocks = make_blocks([len(each) * max(1, rounds) for each, rounds in zip(members, most)], 1)
-    found = place_blocks(layout, blocks, num_followers=placing.followers, **options)
+    found = place_blocks(layout.with_followers(placing.followers), blocks, **options)
     return {frozenset(found.holders(block.id)) for block in blocks}
 
 

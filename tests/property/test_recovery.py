@@ -164,7 +164,7 @@ def placements(draw):
     layout, lost = draw(layouts_with_losses())
     sizes = draw(st.lists(st.integers(0, 60), min_size=layout.num_layers, max_size=layout.num_layers))
     blocks = make_blocks(sizes, draw(st.integers(3, 20)))
-    placement = place_blocks(layout, blocks, num_followers=draw(st.integers(0, 3)), scatter_width=EVERYBODY)
+    placement = place_blocks(layout.with_followers(draw(st.integers(0, 3))), blocks, scatter_width=EVERYBODY)
     stale = set()
     if blocks and draw(st.booleans()):
         copies = [(block.id, worker) for block in blocks for worker in placement.holders(block.id)]
@@ -207,7 +207,7 @@ def test_only_valid_copies_are_promoted_and_kept(case):
 @given(layouts, st.integers(1, 3), st.integers(1, 20), st.data())
 def test_as_many_losses_as_followers_are_survived(layout, num_followers, block_size, data):
     blocks = make_blocks([40] * layout.num_layers, block_size)
-    placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=EVERYBODY)
+    placement = place_blocks(layout.with_followers(num_followers), blocks, scatter_width=EVERYBODY)
     lost = data.draw(st.sets(st.sampled_from(layout.workers), max_size=min(num_followers, len(layout.workers) - 1)))
     promotion = promote(placement, blocks, survivor_layout(layout, lost), lambda _, worker: worker not in lost)
     assert promotion.orphans == ()
@@ -219,7 +219,7 @@ def test_rounds_of_re_replication_end_with_every_copy_in_place(case, num_followe
     layout = survivor_layout(layout, lost)
     promotion = promote(placement, blocks, layout, lambda _, worker: worker not in lost)
     orphans = set(promotion.orphans)  # brought back by a checkpoint: dealt anew
-    dealt = place_blocks(layout, blocks, num_followers=0, scatter_width=EVERYBODY)
+    dealt = place_blocks(layout.with_followers(0), blocks, scatter_width=EVERYBODY)
     placement = Placement.of(
         tuple(
             dealt.owner[block.id] if block.id in orphans else promotion.placement.owner[block.id] for block in blocks
@@ -235,7 +235,8 @@ def test_rounds_of_re_replication_end_with_every_copy_in_place(case, num_followe
     wanted = min(num_followers, len(workers) - 1)
     members_of_layer = holders_of_layers(layout)
 
-    arguments = {"num_followers": num_followers, "max_elements": max_elements, "scatter_width": width}
+    layout = layout.with_followers(num_followers)
+    arguments = {"max_elements": max_elements, "scatter_width": width}
     while (following := choose_followers(placement, blocks, layout, **arguments)) != placement:
         assert choose_followers(placement, blocks, layout, **arguments) == following
         assert following.owner == placement.owner
@@ -267,7 +268,7 @@ def test_rounds_of_re_replication_end_with_every_copy_in_place(case, num_followe
     assert all(len(copies) >= wanted for copies in placement.followers)
     assert (
         choose_followers(
-            placement, blocks, layout, num_followers=num_followers, scatter_width=EVERYBODY, max_elements=1
+            placement, blocks, layout.with_followers(num_followers), scatter_width=EVERYBODY, max_elements=1
         )
         == placement
     )

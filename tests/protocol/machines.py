@@ -67,7 +67,7 @@ def answer(question: PlanRecovery, *, job: Job | None = None) -> RecoveryPlanned
     jobs = [job] if job else [each for each in (THREE, FIVE) if set(question.members) <= set(range(each.num_workers))]
     num_blocks = len(question.placement.owner)
     model = next(model_of(each) for each in jobs if len(model_of(each).blocks) == num_blocks)
-    plan = plan_survivors(question, model.blocks, num_followers=1, scatter_width=EVERYBODY)
+    plan = plan_survivors(question, model.blocks, scatter_width=EVERYBODY)
     asked = question.evidence is not None and question.evidence.checkpoint == question.base
     return RecoveryPlanned(question.sequence, plan, PendingWork(evaluate=False, checkpoint=asked))
 
@@ -85,7 +85,6 @@ def coordinator(
     return kind(
         InForce(model.layout, model.placement),
         blocks=model.blocks,
-        num_followers=job.num_followers,
         scatter_width=job.scatter_width,
         records=records,
         **options,

@@ -28,7 +28,7 @@ OTHER = other_layout(LAYOUT)
 """Worker 1 has moved to the second stage."""
 EXECUTION = ExecutionParameters(schedule="gpipe", levels={0: 1})
 PLACEMENT = model_of(THREE).placement
-TARGET = place_blocks(OTHER, model_of(THREE).blocks, num_followers=1, scatter_width=EVERYBODY)
+TARGET = place_blocks(OTHER.with_followers(1), model_of(THREE).blocks, scatter_width=EVERYBODY)
 
 
 def planned(generation=1, layout=OTHER):

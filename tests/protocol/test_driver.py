@@ -107,9 +107,7 @@ def test_an_answer_brings_the_work_that_is_pending_when_it_comes():
     driver = planning(evidence=vote(2, checkpoint=2), step=3)
     assert driver.question is not None
     assert not driver.pending_asked, "a checkpoint may become durable while the planner is busy"
-    driver.answer_plan(
-        driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
-    )
+    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, scatter_width=EVERYBODY))
     assert driver.pending_asked == [(2, True)]
     assert driver.core.decision is not None and driver.core.decision.checkpoint and driver.core.decision.evaluate
     assert driver.done[0] == "persist Decision" and driver.done[-1] == "show decision 2"
@@ -118,9 +116,7 @@ def test_an_answer_brings_the_work_that_is_pending_when_it_comes():
 def test_without_a_request_no_checkpoint_is_asked_for():
     driver = planning(evidence=vote(2, checkpoint=1), step=3)
     assert driver.question is not None
-    driver.answer_plan(
-        driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
-    )
+    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, scatter_width=EVERYBODY))
     assert driver.pending_asked == [(2, False)]
 
 
@@ -166,9 +162,7 @@ def test_the_job_ends_when_every_member_has_ended_in_this_generation_and_nothing
     for worker in (0, 2, 3, 4):
         driver.feed(report(worker, 2, job=FIVE))
     assert driver.question is not None
-    driver.answer_plan(
-        driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
-    )
+    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, scatter_width=EVERYBODY))
     assert ends() == [], "the ends are of an older generation"
     driver.ended = {worker: MemberEnd(generation=2, step=3) for worker in (0, 2, 3, 4)}
     assert ends() == ["give up what is missing", "finish"]
@@ -184,9 +178,7 @@ def test_an_excluded_workers_vote_counts_until_the_decision_and_nothing_else_of_
     assert not driver.hears_vote(1, vote(1), 1), "its step is not published"
     assert driver.done == ["plan 2", "send FencedOff to 1"]
     assert driver.question.base == 1, "it is committed: every member is prepared"
-    driver.answer_plan(
-        driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
-    )
+    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, scatter_width=EVERYBODY))
     driver.done.clear()
     driver.hears_vote(1, vote(2), 1)
     assert driver.done == ["note", "send FencedOff to 1"]

@@ -100,7 +100,7 @@ def put_aside(core, worker, *, holds_nothing=True, step=2):
     if holds_nothing:
         blocks = model_of(THREE).blocks
         placement = target_placement(
-            layout, blocks, placement, num_followers=1, scatter_width=EVERYBODY, excluded=[worker]
+            layout.with_followers(1), blocks, placement, scatter_width=EVERYBODY, excluded=[worker]
         )
     core.handle(planned(core, layout, placement, "it is to leave"), 0.0)
     change = core.newest_change.number

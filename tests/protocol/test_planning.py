@@ -140,7 +140,6 @@ def test_a_planners_layout_and_parameters_count():
         question,
         layout,
         model_of(FIVE).blocks,
-        1,
         scatter_width=EVERYBODY,
         execution=execution,
         reason="balanced",
@@ -157,9 +156,9 @@ def test_a_planners_layout_and_parameters_count():
 def test_a_plan_for_other_workers_is_refused_where_it_is_made_and_where_it_is_taken():
     machine, question = asked()
     with pytest.raises(ValueError, match=r"the layout is of workers \(0, 1, 2, 3, 4\), but the members are \(0, 2, 3"):
-        plan_with(question, model_of(FIVE).layout, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
+        plan_with(question, model_of(FIVE).layout, model_of(FIVE).blocks, scatter_width=EVERYBODY)
     whole = plan_survivors(
-        question._replace(lost=(), members=(0, 1, 2, 3, 4)), model_of(FIVE).blocks, 1, scatter_width=EVERYBODY
+        question._replace(lost=(), members=(0, 1, 2, 3, 4)), model_of(FIVE).blocks, scatter_width=EVERYBODY
     )
     with pytest.raises(AssertionError, match=r"a plan for workers \(0, 1, 2, 3, 4\), but the members are \(0, 2, 3"):
         make_decision(question, whole, PendingWork(False, False), [], term=1, lost=(1,), reason="")
@@ -204,7 +203,7 @@ def test_a_return_to_a_checkpoint_is_planned_too():
             question,
             reply.plan
             if isinstance(reply, RecoveryPlanned)
-            else plan_survivors(question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY),
+            else plan_survivors(question, model_of(FIVE).blocks, scatter_width=EVERYBODY),
             PendingWork(evaluate=True, checkpoint=True, published=9),
             [],
             term=1,

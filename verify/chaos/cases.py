@@ -27,7 +27,6 @@ from elaswave.faults.injection import COORDINATOR, FaultRecord
 from elaswave.hashing import key64
 from elaswave.observability.compare import compare_results
 from elaswave.observability.result import Recovery, RunResult
-from elaswave.planning.costs.layers import num_copies
 from elaswave.planning.search.recovery import choose_followers, promote, survivor_layout
 from elaswave.protocol.step.engine import PHASES, Phase
 from elaswave.types import Layout
@@ -370,7 +369,6 @@ class Placed(NamedTuple):
     layout: Layout
     blocks: Sequence[Block]
     placement: Placement
-    num_followers: int
     scatter_width: int
     max_elements: int
     """That an owner sends during a step to make new copies."""
@@ -379,15 +377,15 @@ class Placed(NamedTuple):
 def can_lose_blocks(placed: Placed, struck: Sequence[tuple[int, int]]) -> bool:
     """Whether faults can have destroyed all copies of a block before new copies were made.
 
-    A block has ``1 + num_followers`` copies; so many workers must have been struck while the copies that the first of
-    them took along were not yet replaced. A worker that is gone holds up the vote, so no worker is more than one step
+    As many workers as some block has copies must have been struck while the copies that the first of them took along
+    were not yet replaced. A worker that is gone holds up the vote, so no worker is more than one step
     beyond it when its loss is noticed; from then on each step makes one round of new copies.
 
     Args:
         placed: the job at its beginning.
         struck: (worker, step) of every fault that has struck a worker, in order.
     """
-    copies = num_copies(placed.num_followers, len(placed.layout.workers))
+    copies = min(map(len, placed.placement.groups))
     window = 1 + _num_rounds(placed, [worker for worker, _ in struck])
     steps = sorted(step for _, step in struck)
     return any(last - first <= window for first, last in zip(steps, steps[copies - 1 :]))
@@ -411,7 +409,6 @@ def _num_rounds(placed: Placed, lost: Sequence[int]) -> int:
                 placement,
                 placed.blocks,
                 layout,
-                num_followers=placed.num_followers,
                 scatter_width=placed.scatter_width,
                 max_elements=placed.max_elements,
             )

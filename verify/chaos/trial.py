@@ -177,7 +177,6 @@ def placed(config: Config) -> Placed:
         layout=blueprint.layout,
         blocks=blueprint.blocks,
         placement=blueprint.placement,
-        num_followers=elastic.num_followers,
         scatter_width=blueprint.scatter_width,
         max_elements=elastic.refill_bytes_per_step // (4 * floats_per_element),
     )

@@ -179,9 +179,9 @@ class SimCoordinator(SimMembers):
     def plan(self, question: PlanRecovery) -> RecoveryPlan:
         """How survivors go on: the real planning functions."""
         blocks, job = model_of(self.world.job).blocks, self.world.job
-        plan = plan_survivors(question, blocks, job.num_followers, job.scatter_width)
+        plan = plan_survivors(question, blocks, job.scatter_width)
         if self.world.conditions.replans:
-            plan = plan_with(question, other_layout(plan.layout), blocks, job.num_followers, job.scatter_width)
+            plan = plan_with(question, other_layout(plan.layout), blocks, job.scatter_width)
         return plan
 
     def pending_work(self, step: int, asked: bool) -> PendingWork:
@@ -352,9 +352,9 @@ class SimCoordinator(SimMembers):
         """A change to a layout, with its blocks where they should be."""
         model, job = model_of(self.world.job), self.world.job
         before = self.core.in_force()
-        copies = job.num_followers, job.blocks_per_round, job.scatter_width
+        copies = job.blocks_per_round, job.scatter_width
         here = _refilled(model.blocks, before.layout, before.placement, *copies)
-        placement = _target(layout, model.blocks, here, job.num_followers, job.scatter_width)
+        placement = _target(layout, model.blocks, here, job.scatter_width)
         ratios = {0: before.execution.ratios.get(0, 1) + 1}  # each change brings another one
         execution = msgspec.structs.replace(before.execution, ratios=ratios)
         return LayoutChange(
@@ -464,10 +464,8 @@ class SimCoordinator(SimMembers):
 
 
 @lru_cache(maxsize=4096)
-def _target(
-    layout: Layout, blocks: tuple[Block, ...], placement: Placement, num_followers: int, scatter_width: int
-) -> Placement:
-    return target_placement(layout, blocks, placement, num_followers=num_followers, scatter_width=scatter_width)
+def _target(layout: Layout, blocks: tuple[Block, ...], placement: Placement, scatter_width: int) -> Placement:
+    return target_placement(layout, blocks, placement, scatter_width=scatter_width)
 
 
 _refilled = lru_cache(maxsize=4096)(refilled)

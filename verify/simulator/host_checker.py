@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from elaswave.blocks.placement import Placement
 from elaswave.protocol.membership.effects import AnyRecord, LeaveAsked, MembershipRecord, PlaceTaken
 from elaswave.protocol.messages import Decision
-from elaswave.types import Layout
+from elaswave.types import WHOLE_STAGE, Layout
 from verify.simulator.agents import WATCH
 from verify.simulator.checkers import Violation
 from verify.simulator.job import Job, model_of
@@ -182,8 +182,9 @@ class HostsApart(Observer):
         self._host_of = {**model.layout.domain_of}
         self._founders = model.layout.workers
         self._is_on = bool(job.num_hosts and job.num_followers)
+        num_copies = 1 + (job.num_ever if job.num_followers == WHOLE_STAGE else job.num_followers)
         # While a copy is missing at least `blocks_per_round` are made in a step, or all that are left.
-        self._num_rounds = 1 - (-len(model.blocks) * (1 + job.num_followers) // job.blocks_per_round)
+        self._num_rounds = 1 - (-len(model.blocks) * num_copies // job.blocks_per_round)
         self._due: dict[int, tuple[Layout, int]] = {1: (model.layout, 1)}
         """Generation -> the layout in force, and the step from which on all blocks are on two hosts again."""
         self._has_flipped = False

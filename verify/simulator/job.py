@@ -52,6 +52,7 @@ class Job(NamedTuple):
     blocks_per_layer: int = 2
     num_microbatches: int = 2
     num_followers: int = 1
+    """Copies wanted beside each owner; -1: all other workers of its stage (`WHOLE_STAGE`)."""
     scatter_width: int = 2
     steps: int = 3
     checkpoint_every: int = 0
@@ -176,7 +177,7 @@ def _model_of(job: Job) -> Model:
         num_microbatches=job.num_microbatches,
         shared=shared,
         hosts=job.hosts,
-    )
+    ).with_followers(job.num_followers)
     num_units = num_layers + len(shared)
     blocks = make_blocks([job.blocks_per_layer] * num_units, 1)
     of_layer = tuple(tuple(block.id for block in blocks if block.layer == unit) for unit in range(num_units))
@@ -188,7 +189,7 @@ def _model_of(job: Job) -> Model:
         (*of_layer[layer], *(block for unit, _ in uses[layer] for block in of_layer[unit]))
         for layer in range(num_layers)
     )
-    placement = place_blocks(layout, blocks, num_followers=job.num_followers, scatter_width=job.scatter_width)
+    placement = place_blocks(layout, blocks, scatter_width=job.scatter_width)
     terms = JobTerms(
         blocks=blocks,
         num_layers=num_layers,
@@ -196,7 +197,6 @@ def _model_of(job: Job) -> Model:
         uses={num_layers + index: len(users) for index, users in enumerate(shared)},
         num_microbatches=job.num_microbatches,
         num_steps=job.steps,
-        num_followers=job.num_followers,
         scatter_width=job.scatter_width,
         copy_elements=job.blocks_per_round,
         move_elements=2 * job.blocks_per_round,
@@ -221,6 +221,15 @@ def _compile(worker: int, layout: Layout, execution: ExecutionParameters, *, for
 @lru_cache(maxsize=4096)
 def _programs(layout: Layout, forward_only: bool) -> dict[int, Program]:
     return compile_programs(layout, "1f1b", forward_only=forward_only)
+
+
+@cache
+def used_by(job: Job) -> tuple[frozenset[int], ...]:
+    """Lists for each block the layers that use it."""
+    model = model_of(job)
+    layout = model.layout
+    units = [frozenset((layer,)) for layer in range(layout.num_layers)] + [*map(frozenset, layout.shared)]
+    return tuple(units[block.layer] for block in model.blocks)
 
 
 def other_layout(layout: Layout) -> Layout:

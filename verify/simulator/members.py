@@ -152,7 +152,6 @@ class SimMembers(MembersDriver):
         self.core = self.core_class(
             InForce(model.layout, model.placement),
             blocks=model.blocks,
-            num_followers=job.num_followers,
             scatter_width=job.scatter_width,
             records=tuple(filter(is_of_machine, records)),
         )

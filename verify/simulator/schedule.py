@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from elaswave.blocks.domains import deal_over_hosts
 from elaswave.blocks.shapes import GRID_RULES
+from elaswave.types import WHOLE_STAGE
 from verify.simulator.job import Job
 
 AGENT = "a"
@@ -244,6 +245,8 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     rounds = _drawn_for(f"rounds of {seed}").choice((1, 1, 1, 1, 2, 3))
     drawn = drawn._replace(num_microbatches=rounds * drawn.num_microbatches)
     is_drawn = job is None
+    if _drawn_for(f"copies of {seed}").random() < 0.3:
+        drawn = drawn._replace(num_followers=WHOLE_STAGE)
     if job is None:
         job = _with_membership(drawn, _drawn_for(f"membership of {seed}"))
         job = _with_hosts(job, _drawn_for(f"hosts of {seed}"))

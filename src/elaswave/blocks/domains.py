@@ -78,19 +78,6 @@ def realms_of(layout: Layout) -> Mapping[int, str]:
     return {worker: site for site, members in workers_by_site(layout).items() for worker in members}
 
 
-def num_followers_of(owner: int, workers: Collection[int], realms: Mapping[int, str], num_followers: int) -> int:
-    """Computes how many followers an owner's blocks have, of so many that are wanted.
-
-    Args:
-        owner: of the blocks.
-        workers: that may follow, the owner perhaps among them.
-        realms: as of `realms_of`.
-        num_followers: as configured.
-    """
-    here = realms.get(owner)
-    return min(num_followers, sum(worker != owner and realms.get(worker) == here for worker in workers))
-
-
 def hosts_of(layout: Layout) -> dict[str, tuple[int, ...]]:
     """Lists the members of each host, hosts in the order of their first workers. Where labels name sites and nothing
     finer, nothing is known of hosts: all members are on one, without a name."""

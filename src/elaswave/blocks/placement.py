@@ -15,14 +15,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from elaswave.blocks.domains import Domains, domains_of, num_followers_of, realms_of
+from elaswave.blocks.domains import Domains, domains_of, realms_of
 from elaswave.blocks.replica_peers import ReplicaPeers, choose_replica_peers
-from elaswave.types import Layout
+from elaswave.types import WHOLE_STAGE, Layout
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -168,45 +168,115 @@ def holders_of_layers(layout: Layout) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(members)) for members in workers)
 
 
-def place_blocks(
-    layout: Layout,
-    blocks: Sequence[Block],
-    *,
-    num_followers: int,
-    scatter_width: int,
-) -> Placement:
-    """Deals blocks to owners and followers, balanced by elements; a pure function of its arguments.
+class Wanted(NamedTuple):
+    """The followers that the blocks of an owner shall have."""
 
-    Owners: the worker of the block's stage that owns the fewest elements so far (ties in turn). Followers as
-    `FollowerChooser` has them. Idle workers get nothing.
+    whole: tuple[int, ...]
+    """Those that follow since they run the unit, where all of its stage do, in a ring that starts after the owner."""
+    number: int
+    """How many there shall be in all."""
+
+
+class WantedFollowers:
+    """Tells how many followers the blocks of each unit and owner shall have, and which of them in any case.
+
+    So many as the stages of a layout ask for (`Stage.num_followers`): of a unit that several stages hold, the most.
+    Where all of a stage follow, one outside follows too if the owner has nobody beside it, or if all of them are in one
+    domain and others are elsewhere (D1). Numbers are clamped to the workers that there are (where copies stay inside,
+    at the owner's site).
 
     Args:
         layout: who runs which layer, and where.
+        excluded: workers that hold nothing.
+        domains: by what copies are kept apart; None: as they are among the workers of the layout's stages.
+        holders: all that may hold blocks; None: the workers of the layout's stages.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        excluded: Collection[int] = (),
+        domains: Domains | None = None,
+        holders: Collection[int] | None = None,
+    ) -> None:
+        out = frozenset(excluded)
+        self._members = [tuple(each for each in group if each not in out) for group in holders_of_layers(layout)]
+        self._numbers = _numbers_of_units(layout)
+        self._domains = domains_of(layout, out) if domains is None else domains
+        self._realms = realms_of(layout)
+        self._workers = [worker for worker in (layout.active if holders is None else holders) if worker not in out]
+        self._found: dict[tuple[tuple[int, ...], int, int], Wanted] = {}
+
+    def of(self, unit: int, owner: int) -> Wanted:
+        """Returns what an owner's blocks of a unit shall have."""
+        members, number = self._members[unit], self._numbers[unit]
+        wanted = self._found.get((members, number, owner))
+        if wanted is None:
+            wanted = self._found[members, number, owner] = self._of(members, number, owner)
+        return wanted
+
+    def _of(self, members: tuple[int, ...], number: int, owner: int) -> Wanted:
+        here = self._realms.get(owner)
+        near = [worker for worker in self._workers if worker != owner and self._realms.get(worker) == here]
+        if number != WHOLE_STAGE:
+            return Wanted((), min(number, len(near)))
+        inside = [worker for worker in members if worker in near]
+        whole = tuple(sorted(inside, key=lambda worker: (worker < owner, worker)))
+        return Wanted(whole, len(whole) + self._needs_one_outside(owner, inside, near))
+
+    def _needs_one_outside(self, owner: int, inside: Sequence[int], near: Sequence[int]) -> bool:
+        outside = set(near).difference(inside)
+        if not (inside and outside):
+            return bool(outside)
+        if not self._domains:
+            return False
+        used = {self._domains[0][worker] for worker in (owner, *inside)}
+        return len(used) == 1 and any(self._domains[0][worker] not in used for worker in outside)
+
+
+@functools.lru_cache(maxsize=4096)
+def _numbers_of_units(layout: Layout) -> tuple[int, ...]:
+    """Lists the number of followers that the stages of each unit ask for."""
+    asked: list[set[int]] = [set() for _ in range(layout.num_layers)]
+    for stage in layout.stages:
+        for layer in range(stage.start, stage.stop):
+            asked[layer].add(stage.num_followers)
+    if (least := min(set().union(*asked))) < WHOLE_STAGE:
+        raise ValueError(f"num_followers of a stage is {least}: it cannot be negative, but for WHOLE_STAGE (-1)")
+    asked += [set().union(*(asked[layer] for layer in users)) for users in layout.shared]
+    return tuple(WHOLE_STAGE if WHOLE_STAGE in numbers else max(numbers, default=0) for numbers in asked)
+
+
+def place_blocks(layout: Layout, blocks: Sequence[Block], *, scatter_width: int) -> Placement:
+    """Deals blocks to owners and followers, balanced by elements; a pure function of its arguments.
+
+    Owners: the worker of the block's stage that owns the fewest elements so far (ties in turn). As many followers as
+    `WantedFollowers` says, the others than those of the whole stage as `FollowerChooser` has them. Idle workers get
+    nothing.
+
+    Args:
+        layout: who runs which layer, and where, and how many followers each stage asks for.
         blocks: of the whole model, as `make_blocks` returns them.
-        num_followers: copies beside the owner; clamped to the number of workers of stages (where copies stay inside, of
-            the owner's site) minus one.
         scatter_width: over how many replica peers the first followers of an owner's blocks are spread.
     Returns:
         A placement with one entry per block; followers in the order in which they were chosen.
     Raises:
-        ValueError: num_followers < 0, scatter_width < 1, or a block of a layer that the layout lacks.
+        ValueError: scatter_width < 1, or a block of a layer that the layout lacks.
     """
     workers = layout.active
-    if num_followers < 0:
-        raise ValueError(f"num_followers is {num_followers}: it cannot be negative (0 means no copies)")
     members_of_layer = holders_of_layers(layout)
     owners = _deal_owners(members_of_layer, blocks)
     replica_peers = replica_peers_under(layout, scatter_width)
     realms = realms_of(layout)
     chooser = FollowerChooser(workers, replica_peers, scatter_width, domains_of(layout), realms=realms)
-    num_wanted = {owner: num_followers_of(owner, workers, realms, num_followers) for owner in set(owners)}
+    wanted_followers = WantedFollowers(layout)
     for block, owner in zip(blocks, owners):
         # Before the first follower is chosen: it is to be one that holds little, what it owns included.
         chooser.count(members_of_layer[block.layer], (owner,), block.num_elements)
     followers = []
     for block, owner in zip(blocks, owners):
-        chosen: tuple[int, ...] = ()
-        for _ in range(num_wanted[owner]):
+        chosen, number = wanted_followers.of(block.layer, owner)
+        for _ in range(number - len(chosen)):
             follower = chooser.choose(members_of_layer[block.layer], owner, chosen, block.num_elements)
             assert follower is not None
             chosen += (follower,)
@@ -322,8 +392,8 @@ class FollowerChooser:
     fewest blocks, then the one that holds the fewest elements. Replica peers are of the block's stage where all workers
     are on one host and the stage has another worker. Each further follower is one fixed worker for an owner and the
     followers so far: with two followers there are not many more sets of three that hold a block than an owner has
-    replica peers. It is in a domain without a copy, outside of the stage if one inside is there, and no other replica
-    peer, as far as there are such workers, in this order.
+    replica peers. It is in a domain without a copy, of the block's stage, and no other replica peer, as far as there
+    are such workers, in this order.
 
     Args:
         workers: all that may hold blocks, ascending.
@@ -481,10 +551,8 @@ class FollowerChooser:
             # Those that are kept stand first; beyond the width they are of other groups of the owner.
             first = sorted(fitting, key=self._ordered[owner].index)[: self._width]
             fitting = [worker for worker in fitting if worker in first]
-        elif any(worker in in_stage for worker in chosen):
-            fitting = outside or inside
         else:
-            fitting = inside or outside
+            fitting = inside or outside  # one inside needs no parameters from the owner
         return self._apart(fitting, (owner, *chosen))
 
     def _apart(self, workers: list[int], holders: Sequence[int]) -> list[int]:

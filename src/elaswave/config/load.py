@@ -119,7 +119,7 @@ def far_job(config: Config, codec: str) -> FarJob:
         num_microbatches=config.batch.num_microbatches,
         element_bytes=element_bytes(config),
         codec=codec,
-        followers=config.elastic.num_followers,
+        followers=config.elastic.planned_followers,
         sum_bytes=sum_bytes(config.elastic.consistency, config.elastic.accumulator_bits),
         copies=sites.copies,
     )

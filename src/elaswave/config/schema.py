@@ -241,8 +241,15 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Width of an exact sum, and of what workers send of it: 8 bytes per parameter, or 6. With 48 a sum has 33 bits
     below its tensor's largest gradient instead of 43, gradients may grow 2**10-fold between two steps instead of
     2**16-fold before a step is tried again, and the bits of the result are others. Not used by ``scaled``."""
-    num_followers: CountOrZero = 1
-    """Live copies of every block of state beside its owner's; at most the number of workers - 1 are made."""
+    num_followers: CountOrZero | Literal["auto"] = 1
+    """Live copies of every block of state beside its owner's, in its stage as far as that has workers; at most the
+    number of workers - 1 are made. ``auto``: all other workers of the stage hold one, so that any of them may be lost
+    at one instant while one is left; as many as fit where that takes more than ``copies_memory``."""
+    copies_memory: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """Share of a worker's memory that its copies of others' blocks may take with ``num_followers = "auto"``."""
+    worker_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """Memory of each worker that ``auto`` counts with. Unset: an emulated device's; of real ones what the machine that
+    starts the job has for each of its workers."""
     scatter_width: Count | None = None
     """Workers over which the first copies of one worker's blocks are spread. Two workers lost at one instant take all
     copies of a block with them only if one is among these for the other. Unset: 2, or as many more as the emulated
@@ -295,6 +302,11 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_failures_per_hour: Count = 100
     """The run ends with an error when workers are lost more often than this within an hour. Workers that are lost
     together count once, as do those that are lost before it is decided how the others go on."""
+
+    @property
+    def planned_followers(self) -> int:
+        """Copies that layouts are planned with: more of them must not shrink a layout, since they may be given up."""
+        return 1 if self.num_followers == "auto" else self.num_followers
 
     @property
     def respawns(self) -> bool:

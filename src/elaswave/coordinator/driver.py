@@ -163,7 +163,6 @@ class JobDriver(MembersDriver):
         self.core = Coordinator(
             InForce(plan.layout, plan.placement, plan.execution),
             blocks=plan.blocks,
-            num_followers=elastic.num_followers,
             scatter_width=plan.scatter_width,
             bounds=Bounds(elastic.min_workers, elastic.max_failures_per_hour),
             restarts=self._planner.restarts,

@@ -39,7 +39,7 @@ from elaswave.planning.search.recovery import choose_followers, survivor_layout
 from elaswave.planning.state_moves.target_placement import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
 from elaswave.protocol.membership.admissions import libraries
 from elaswave.protocol.step.blocks import refilled
-from elaswave.types import ExecutionParameters, Layout, Program
+from elaswave.types import WHOLE_STAGE, ExecutionParameters, Layout, Program
 
 MOVE_BYTES_MIN, MOVE_BYTES_MAX = 1 << 20, 1 << 28
 """Bounds of what a worker sends in a step while blocks move, where it follows from what is measured."""
@@ -98,7 +98,7 @@ class RunPlan:
     def layout(self) -> Layout:
         """The layout of training."""
         config = self.config
-        return make_layout(
+        layout = make_layout(
             widths=config.widths,
             layers_per_stage=config.layers_per_stage,
             num_microbatches=config.batch.num_microbatches,
@@ -106,6 +106,39 @@ class RunPlan:
             labels=labels_of(config),
             copies="" if config.sites.network is None else config.sites.copies,
         )
+        return self.with_copies(layout)
+
+    def with_copies(self, layout: Layout) -> Layout:
+        """Returns a layout whose stages ask for as many followers as the configuration does; where it says "auto", for
+        all of the stage where their copies fit, else for as many as do, and at least one.
+
+        Args:
+            layout: of any members.
+        """
+        elastic = self.config.elastic
+        if elastic.num_followers != "auto":
+            return layout.with_followers(elastic.num_followers)
+        memory_bytes = self._memory_bytes(layout)
+        numbers = []
+        for stage in layout.stages:
+            layers = range(stage.start, stage.stop)
+            units = [self.shapes[unit] for unit in (*layers, *layout.shared_units(layers))]
+            # Of a copy that was made anew, since those are the largest, with the mean gradient that it receives.
+            whole_bytes = sum(4 * (len(self.slots_of(shape)) + 1) * shape.size for shape in units)
+            room = elastic.copies_memory * min(map(memory_bytes.__getitem__, stage.workers)) * stage.width
+            fits = room >= (stage.width - 1) * whole_bytes
+            numbers.append(WHOLE_STAGE if fits else max(1, int(room // whole_bytes)))
+        return layout.with_followers(*numbers)
+
+    def _memory_bytes(self, layout: Layout) -> Mapping[int, float]:
+        """Maps worker to the bytes of memory that it may use."""
+        config = self.config
+        cluster = cluster_of(config, layout.workers, layout.domain_of)
+        given = config.elastic.worker_memory_bytes
+        return {
+            worker: known if given is None else min(known, given)
+            for worker, known in zip(cluster.ids.tolist(), cluster.memory_bytes.tolist())
+        }
 
     @cached_property
     def scatter_width(self) -> int:
@@ -118,19 +151,14 @@ class RunPlan:
         return smallest_scatter_width(
             emulated_costs(config),
             self.layout.stages,
-            followers=config.elastic.num_followers,
+            followers=config.elastic.planned_followers,
             memory_bytes=float(cluster_of(config).memory_bytes.min()),
         )
 
     @cached_property
     def placement(self) -> Placement:
         """Who holds which block."""
-        return place_blocks(
-            self.layout,
-            self.blocks,
-            num_followers=self.config.elastic.num_followers,
-            scatter_width=self.scatter_width,
-        )
+        return place_blocks(self.layout, self.blocks, scatter_width=self.scatter_width)
 
     def least_bytes(self, worker: int | None) -> int:
         """Computes the memory that a worker needs before anything is computed: parameters, sums of gradients, and the
@@ -156,9 +184,8 @@ class RunPlan:
 
     def complete(self, layout: Layout, placement: Placement) -> Placement:
         """Returns a placement as it is once all copies that it lacks have been made."""
-        num_followers = self.config.elastic.num_followers
         elements = sum(block.num_elements for block in self.blocks)
-        return refilled(self.blocks, layout, placement, num_followers, elements, self.scatter_width)
+        return refilled(self.blocks, layout, placement, elements, self.scatter_width)
 
     def unprotected(self, layout: Layout, placement: Placement) -> str:
         """Describes for people which blocks have all copies on one host after a loss, or at one site, and for how long;
@@ -177,21 +204,21 @@ class RunPlan:
         text = f"of {len(self.blocks)} blocks all copies are {at} one {kind} ({where})"
         if len(hosts) == 1:
             return f"{text}, the only one that is left"
-        num_followers = self.config.elastic.num_followers
         rounds = [placement]
-        while (after := self._refilled_once(layout, rounds[-1], num_followers)) != rounds[-1]:
+        while (after := self._refilled_once(layout, rounds[-1])) != rounds[-1]:
             rounds.append(after)
         if alone_on(rounds[-1], hosts):
-            return f"{text}, until " + ("others work" if num_followers else "elastic.num_followers is 1 or more")
+            return f"{text}, until " + (
+                "others work" if self.config.elastic.num_followers else "elastic.num_followers is 1 or more"
+            )
         steps = "step" if len(rounds) == 2 else f"{len(rounds) - 1} steps"
         return f"{text}: until copies are made on others, within the next {steps}, that {kind} must not be lost"
 
-    def _refilled_once(self, layout: Layout, placement: Placement, num_followers: int) -> Placement:
+    def _refilled_once(self, layout: Layout, placement: Placement) -> Placement:
         return choose_followers(
             placement,
             self.blocks,
             layout,
-            num_followers=num_followers,
             max_elements=self.refill_elements,
             scatter_width=self.scatter_width,
         )
@@ -228,7 +255,7 @@ class RunPlan:
         """
         config = self.config
         cluster, costs = cluster_of(config, layout.workers, layout.domain_of), emulated_costs(config)
-        return layout_limits(cluster, costs, layout, config.layout.schedule, followers=config.elastic.num_followers)
+        return layout_limits(cluster, costs, layout, config.layout.schedule, followers=config.elastic.planned_followers)
 
     @property
     def refill_elements(self) -> int:

@@ -539,7 +539,6 @@ def terms_of(blueprint: Blueprint) -> JobTerms:
         num_tensors=len(blueprint.tensors),
         num_microbatches=config.batch.num_microbatches,
         num_steps=run.steps,
-        num_followers=elastic.num_followers,
         scatter_width=blueprint.scatter_width,
         copy_elements=blueprint.refill_elements,
         move_elements=blueprint.move_elements,

@@ -62,7 +62,7 @@ def test_copies_are_in_two_racks_where_there_are_two():
     layout = layout_of([4, 4], racks)
     assert [level[1] for level in domains_of(layout)] == ["r", "r/b"]
     blocks = make_blocks([64, 64], 1)
-    placement = place_blocks(layout, blocks, num_followers=2, scatter_width=2)
+    placement = place_blocks(layout.with_followers(2), blocks, scatter_width=2)
     for block in blocks:
         hosts = [racks[worker] for worker in placement.holders(block.id)]
         assert hosts[0][0] != hosts[1][0], "the first copy is in another rack"

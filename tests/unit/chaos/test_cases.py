@@ -112,8 +112,9 @@ def recovery(worker: int) -> Recovery:
 def placed(widths: tuple[int, ...] = (2, 2), num_followers: int = 1, max_elements: int = 1 << 20) -> Placed:
     layout = make_layout(widths=widths, layers_per_stage=[2] * len(widths), num_microbatches=4)
     blocks = make_blocks([256] * (2 * len(widths)), 64)
-    placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=EVERYBODY)
-    return Placed(layout, blocks, placement, num_followers, EVERYBODY, max_elements)
+    layout = layout.with_followers(num_followers)
+    placement = place_blocks(layout, blocks, scatter_width=EVERYBODY)
+    return Placed(layout, blocks, placement, EVERYBODY, max_elements)
 
 
 CASE: ChaosCase = CASES[0]

@@ -160,7 +160,7 @@ def test_copies_are_where_a_run_asks_for_them(copies: str) -> None:
     layout = make_layout(
         widths=[2, 2], layers_per_stage=[1, 1], num_microbatches=2, labels=labels_of(config), copies=config.sites.copies
     )
-    placement = place_blocks(layout, make_blocks([40, 40], 5), num_followers=1, scatter_width=2)
+    placement = place_blocks(layout.with_followers(1), make_blocks([40, 40], 5), scatter_width=2)
     crosses = {owner // 2 != follower // 2 for owner, (follower,) in zip(placement.owner, placement.followers)}
     assert crosses == {copies == "outside"}
     survival = survival_of(placement, layout)

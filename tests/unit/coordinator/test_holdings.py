@@ -27,7 +27,7 @@ def a_plan() -> Any:
 def test_workers_that_have_come_or_idle_are_counted_as_well() -> None:
     plan = a_plan()
     layout = msgspec.structs.replace(LAYOUT, idle=(7,))
-    placement = place_blocks(layout, plan.blocks, num_followers=1, scatter_width=EVERYBODY)
+    placement = place_blocks(layout.with_followers(1), plan.blocks, scatter_width=EVERYBODY)
     found = holdings_of(plan, layout, placement)
     assert sorted(found) == [0, 1, 2, 7]
     assert sum(held.num_owned_parameters for held in found.values()) == sum(SIZES)

@@ -212,7 +212,6 @@ def test_a_coordinator_begins_with_the_execution_parameters_of_the_start_and_tak
         return Coordinator(
             InForce(blueprint.layout, blueprint.placement, blueprint.execution),
             blocks=blueprint.blocks,
-            num_followers=1,
             scatter_width=blueprint.scatter_width,
             records=records,
         )
@@ -229,7 +228,7 @@ def test_a_coordinator_begins_with_the_execution_parameters_of_the_start_and_tak
         resume_step=1,
         resume_attempt=1,
         layout=after,
-        placement=place_blocks(after, blueprint.blocks, num_followers=1, scatter_width=blueprint.scatter_width),
+        placement=place_blocks(after.with_followers(1), blueprint.blocks, scatter_width=blueprint.scatter_width),
         deliver=(),
         rollback=None,
         evaluate=False,

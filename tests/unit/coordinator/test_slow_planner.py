@@ -67,7 +67,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def survivors(question: PlanRecovery) -> RecoveryPlan:
-    return plan_survivors(question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY, reason="as planned")
+    return plan_survivors(question, model_of(FIVE).blocks, scatter_width=EVERYBODY, reason="as planned")
 
 
 def test_a_quick_plan_is_answered_in_the_same_turn():

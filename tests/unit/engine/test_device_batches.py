@@ -57,7 +57,7 @@ class Alone(Surroundings):
         self.device.batch = batch  # type: ignore[misc]
         self.blueprint = blueprint = Blueprint(small_config(ALONE | settings))
         layout, source = blueprint.layout, blueprint.open_samples(folder)
-        placement = place_blocks(layout, blueprint.blocks, num_followers=0, scatter_width=blueprint.scatter_width)
+        placement = place_blocks(layout.with_followers(0), blueprint.blocks, scatter_width=blueprint.scatter_width)
         here, store, _ = materialise(blueprint, 0, layout, placement, None, self.device)
         self.copies = list(store)
         self.interrupts = False

@@ -38,7 +38,7 @@ def engine(tmp_path: Path) -> TorchEngine:
 def engine_of(tmp_path: Path, device: Device, settings: Mapping[str, Any]) -> TorchEngine:
     blueprint = Blueprint(small_config(settings))
     layout, source = blueprint.layout, blueprint.open_samples(tmp_path)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=0, scatter_width=blueprint.scatter_width)
+    placement = place_blocks(layout.with_followers(0), blueprint.blocks, scatter_width=blueprint.scatter_width)
     here, _, _ = materialise(blueprint, 0, layout, placement, None, device)
     context = EngineContext(
         blueprint=blueprint,

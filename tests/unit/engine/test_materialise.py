@@ -48,7 +48,7 @@ def test_buffers_that_no_checkpoint_has_come_from_a_real_build() -> None:
     """Zeros for them would silently take positions out of the model."""
     blueprint = blueprint_of(Layer("a", Mix), Layer("rotary", Rotary), Layer("head", Head))
     layout = make_layout(widths=(1, 1), layers_per_stage=(1, 2), num_microbatches=5, shared=blueprint.state.shared)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=1, scatter_width=EVERYBODY)
+    placement = place_blocks(layout.with_followers(1), blueprint.blocks, scatter_width=EVERYBODY)
     here, _, _ = materialise(blueprint, 1, layout, placement, None)
     made = here[1].module  # type: ignore[union-attr]
     assert made.inv_freq.equal(FREQUENCIES)
@@ -77,7 +77,7 @@ class CopiedBytes(TorchDispatchMode):
 def test_what_a_checkpoint_writes_is_copied_once() -> None:
     blueprint = blueprint_of(Mix(), Mix(), Head())
     layout = make_layout(widths=(1, 1), layers_per_stage=(1, 2), num_microbatches=5)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=1, scatter_width=EVERYBODY)
+    placement = place_blocks(layout.with_followers(1), blueprint.blocks, scatter_width=EVERYBODY)
     _, store, _ = materialise(blueprint, 1, layout, placement, None)
     with CopiedBytes() as copied:
         pieces = list(owned_pieces(store))
@@ -92,7 +92,7 @@ def test_an_instance_stays_as_it_was_and_begins_the_run() -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     blueprint = blueprint_of(module, Mix(), Head())
     layout = make_layout(widths=(1, 1), layers_per_stage=(1, 2), num_microbatches=5)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=1, scatter_width=EVERYBODY)
+    placement = place_blocks(layout.with_followers(1), blueprint.blocks, scatter_width=EVERYBODY)
     here, store, _ = materialise(blueprint, 0, layout, placement, None)
     assert here[0].module.weight.equal(before["weight"])  # type: ignore[union-attr]
     for flat in here.values():
@@ -111,7 +111,7 @@ def test_masters_are_the_initial_values_whatever_layers_compute_in(dtype: torch.
     reference = {}
     for widths, layers in (((1,), (3,)), ((1, 1), (1, 2)), ((1, 1, 1), (1, 1, 1))):
         layout = make_layout(widths=widths, layers_per_stage=layers, num_microbatches=5, shared=blueprint.state.shared)
-        placement = place_blocks(layout, blueprint.blocks, num_followers=1, scatter_width=EVERYBODY)
+        placement = place_blocks(layout.with_followers(1), blueprint.blocks, scatter_width=EVERYBODY)
         for worker in layout.workers:
             here, store, _ = materialise(blueprint, worker, layout, placement, None)
             for held in store:

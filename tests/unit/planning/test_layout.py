@@ -222,9 +222,9 @@ def test_peers_by_placement_join_owners_with_stage_members_and_followers():
     assert peers_of(layout, Placement.of((1,), ((),)), make_blocks([1], 1)) == {0: {1}, 1: {0, 2}, 2: {1}}
     layout = make_layout(widths=[2, 2], layers_per_stage=[1, 1], num_microbatches=4)
     blocks = make_blocks([8, 8], 1)
-    assert peers_of(layout, place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY), blocks) == peers_of(
-        layout
-    )
+    assert peers_of(
+        layout, place_blocks(layout.with_followers(1), blocks, scatter_width=EVERYBODY), blocks
+    ) == peers_of(layout)
 
 
 @pytest.mark.parametrize(

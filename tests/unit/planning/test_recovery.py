@@ -154,7 +154,7 @@ def test_impossible_losses_are_refused(lost, costs, message):
 def test_followers_are_promoted_where_they_are():
     layout = layout_of([4], num_microbatches=4)
     blocks = make_blocks([120], 10)
-    placement = place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY)
+    placement = place_blocks(layout.with_followers(1), blocks, scatter_width=EVERYBODY)
     promotion = promote(placement, blocks, survivor_layout(layout, {1}), all_but(1))
     assert promotion.promoted == tuple(block.id for block in blocks if placement.owner[block.id] == 1)
     assert promotion.orphans == ()
@@ -214,14 +214,16 @@ def test_new_followers_are_spread_within_the_stage():
     layout = survivor_layout(layout_of([4], num_microbatches=4), {1})
     blocks = make_blocks([120], 10)
     before = promote(
-        place_blocks(layout_of([4]), blocks, num_followers=1, scatter_width=EVERYBODY), blocks, layout, all_but(1)
+        place_blocks(layout_of([4]).with_followers(1), blocks, scatter_width=EVERYBODY), blocks, layout, all_but(1)
     ).placement
     assert sum(not followers for followers in before.followers) == 6
-    after = choose_followers(before, blocks, layout, num_followers=1, scatter_width=EVERYBODY, max_elements=1000)
+    after = choose_followers(before, blocks, layout.with_followers(1), scatter_width=EVERYBODY, max_elements=1000)
     assert all(len(followers) == 1 for followers in after.followers)
     held = Counter(worker for block in blocks for worker in after.holders(block.id))
     assert held == {0: 8, 2: 8, 3: 8}
-    assert choose_followers(after, blocks, layout, num_followers=1, scatter_width=EVERYBODY, max_elements=1000) == after
+    assert (
+        choose_followers(after, blocks, layout.with_followers(1), scatter_width=EVERYBODY, max_elements=1000) == after
+    )
 
 
 def test_a_round_keeps_within_what_a_worker_may_send_and_receive():
@@ -232,12 +234,12 @@ def test_a_round_keeps_within_what_a_worker_may_send_and_receive():
     placement = bare
     for _ in range(2):
         following = choose_followers(
-            placement, blocks, layout, num_followers=1, scatter_width=EVERYBODY, max_elements=20
+            placement, blocks, layout.with_followers(1), scatter_width=EVERYBODY, max_elements=20
         )
         rounds.append([block for block in range(12) if following.followers[block] != placement.followers[block]])
         placement = following
     assert rounds == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
-    assert placement.followers == place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY).followers
+    assert placement.followers == place_blocks(layout.with_followers(1), blocks, scatter_width=EVERYBODY).followers
 
 
 def test_a_block_larger_than_the_limit_goes_alone():
@@ -246,7 +248,7 @@ def test_a_block_larger_than_the_limit_goes_alone():
     placement = Placement.of((0, 1, 0), ((),) * 3)
     for following in (((1,), (), ()), ((1,), (0,), ()), ((1,), (0,), (1,))):
         placement = choose_followers(
-            placement, blocks, layout, num_followers=1, scatter_width=EVERYBODY, max_elements=1
+            placement, blocks, layout.with_followers(1), scatter_width=EVERYBODY, max_elements=1
         )
         assert placement.followers == following
 
@@ -255,7 +257,7 @@ def test_blocks_without_any_copy_come_first():
     layout = layout_of([3], num_microbatches=3)
     blocks = make_blocks([20], 10)
     placement = choose_followers(
-        Placement.of((0, 0), ((1,), ())), blocks, layout, num_followers=2, scatter_width=EVERYBODY, max_elements=10
+        Placement.of((0, 0), ((1,), ())), blocks, layout.with_followers(2), scatter_width=EVERYBODY, max_elements=10
     )
     assert placement.followers == ((1,), (2,))
 
@@ -264,7 +266,9 @@ def test_the_second_copy_lives_outside_unless_the_stage_has_none():
     layout = layout_of([2, 1], num_microbatches=2)
     blocks = make_blocks([30, 10], 10)
     placement = Placement.of((0, 0, 2, 2), ((1,), (2,), (), ()))
-    following = choose_followers(placement, blocks, layout, num_followers=2, scatter_width=EVERYBODY, max_elements=1000)
+    following = choose_followers(
+        placement, blocks, layout.with_followers(2), scatter_width=EVERYBODY, max_elements=1000
+    )
     assert following.followers[:2] == ((1, 2), (2, 1))
     assert following.followers[2][0] in (0, 1)  # its owner is outside: a copy in the stage is wanted
 
@@ -272,10 +276,12 @@ def test_the_second_copy_lives_outside_unless_the_stage_has_none():
 def test_other_hosts_are_preferred():
     layout = layout_of([4], num_microbatches=4)
     blocks = make_blocks([40], 10)
-    placement = place_blocks(layout, blocks, num_followers=0, scatter_width=EVERYBODY)
+    placement = place_blocks(layout.with_followers(0), blocks, scatter_width=EVERYBODY)
     hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
     layout = replace(layout, domains=tuple(hosts.items()))
-    following = choose_followers(placement, blocks, layout, num_followers=1, scatter_width=EVERYBODY, max_elements=1000)
+    following = choose_followers(
+        placement, blocks, layout.with_followers(1), scatter_width=EVERYBODY, max_elements=1000
+    )
     assert all(
         hosts[owner] != hosts[follower] for owner, (follower,) in zip(following.owner, following.followers, strict=True)
     )
@@ -286,7 +292,7 @@ def test_a_lone_worker_can_have_no_followers():
     blocks = make_blocks([20], 10)
     placement = Placement.of((0, 0), ((), ()))
     assert (
-        choose_followers(placement, blocks, layout, num_followers=2, scatter_width=EVERYBODY, max_elements=1)
+        choose_followers(placement, blocks, layout.with_followers(2), scatter_width=EVERYBODY, max_elements=1)
         == placement
     )
 
@@ -298,8 +304,7 @@ def test_impossible_placements_are_refused():
         choose_followers(
             Placement.of((0, 5), ((1,), (1,))),
             make_blocks([20], 10),
-            layout,
-            num_followers=2,
+            layout.with_followers(2),
             scatter_width=EVERYBODY,
             max_elements=1,
         )
@@ -320,7 +325,7 @@ def test_the_survivors_need_no_link_to_the_lost():
     blocks = make_blocks([20, 20], 5)
     new = survivor_layout(layout, {2})
     placement = promote(
-        place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY), blocks, new, all_but(2)
+        place_blocks(layout.with_followers(1), blocks, scatter_width=EVERYBODY), blocks, new, all_but(2)
     ).placement
     assert set(peers_of(new, placement, blocks)) == {0, 1, 3}
     assert all(2 not in peers for peers in peers_of(new, placement, blocks).values())
@@ -358,17 +363,17 @@ def test_idle_members_are_no_new_followers():
     layout = with_idle(layout_of([2], num_microbatches=2), 2)
     blocks = make_blocks([30], 10)
     placement = Placement.of((0, 0, 2), ((), (2,), ()))
-    after = choose_followers(placement, blocks, layout, num_followers=1, scatter_width=EVERYBODY, max_elements=100)
+    after = choose_followers(placement, blocks, layout.with_followers(1), scatter_width=EVERYBODY, max_elements=100)
     # What an idle member still holds counts, and it may be the owner from whom another one copies.
     assert after == Placement.of((0, 0, 2), ((1,), (2,), (1,)))
-    after = choose_followers(placement, blocks, layout, num_followers=5, scatter_width=EVERYBODY, max_elements=100)
+    after = choose_followers(placement, blocks, layout.with_followers(5), scatter_width=EVERYBODY, max_elements=100)
     assert after == Placement.of((0, 0, 2), ((1,), (2, 1), (1,)))
     # Nobody else could hold them: nothing is lacking.
     alone = with_idle(layout_of([1]), 2)
     placement = Placement.of((0, 2), ((), (0,)))
     assert (
         choose_followers(
-            placement, make_blocks([20], 10), alone, num_followers=1, scatter_width=EVERYBODY, max_elements=1
+            placement, make_blocks([20], 10), alone.with_followers(1), scatter_width=EVERYBODY, max_elements=1
         )
         == placement
     )
@@ -380,7 +385,7 @@ def test_copies_on_the_host_of_an_idle_worker_get_another_one():
     layout = replace(layout, domains=((0, "h0"), (1, "h1"), (2, "h1")))
     blocks = make_blocks([8, 8], 8)
     together = Placement.of((0, 1), ((1,), (2,)))
-    after = choose_followers(together, blocks, layout, num_followers=1, max_elements=100, scatter_width=2)
+    after = choose_followers(together, blocks, layout.with_followers(1), max_elements=100, scatter_width=2)
     assert after == Placement.of((0, 1), ((1,), (2, 0)))
 
 
@@ -389,7 +394,7 @@ def test_blocks_with_the_same_holders_are_counted_at_once(monkeypatch: pytest.Mo
     layout = make_layout(widths=[4, 4], layers_per_stage=[1, 1], num_microbatches=8)
     blocks = make_blocks([1000, 1000], 1)
     new = survivor_layout(layout, {1})
-    before = promote(place_blocks(layout, blocks, num_followers=1, scatter_width=2), blocks, new, all_but(1)).placement
+    before = promote(place_blocks(layout.with_followers(1), blocks, scatter_width=2), blocks, new, all_but(1)).placement
     counted: list[int] = []
     count = FollowerChooser.count
 
@@ -398,6 +403,6 @@ def test_blocks_with_the_same_holders_are_counted_at_once(monkeypatch: pytest.Mo
         count(self, members, holders, num_elements, num_blocks)
 
     monkeypatch.setattr(FollowerChooser, "count", noted)
-    choose_followers(before, blocks, new, num_followers=1, scatter_width=2, max_elements=10**9)
+    choose_followers(before, blocks, new.with_followers(1), scatter_width=2, max_elements=10**9)
     assert sum(counted) == len(blocks)
     assert len(counted) == len({(block.layer, before.holders(block.id)) for block in blocks}) < 100

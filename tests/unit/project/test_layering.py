@@ -268,8 +268,8 @@ IMPORTS = {
         ("verify/simulator/world.py", "from elaswave.state import flat"),
     ],
     "arrays": [
-        ("elaswave/protocol/step/ledger.py", "import numpy"),
-        ("elaswave/blocks/placement.py", "import numpy as np"),
+        ("elaswave/hashing.py", "import numpy"),
+        ("elaswave/types.py", "import numpy as np"),
     ],
 }
 

@@ -396,7 +396,6 @@ def test_a_successor_stops_the_job_if_the_last_was_asked_to_leave_before_it_came
         core = Coordinator(
             InForce(job.plan.layout, job.plan.placement),
             blocks=job.plan.blocks,
-            num_followers=1,
             scatter_width=1,
             records=records[:num_records],
         )

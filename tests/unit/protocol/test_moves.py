@@ -24,7 +24,7 @@ BOUNDS = (10, 1000)
 
 def exchanged():
     """Each worker owns blocks of the other stage, followed there."""
-    here = place_blocks(LAYOUT, BLOCKS, num_followers=1, scatter_width=EVERYBODY)
+    here = place_blocks(LAYOUT.with_followers(1), BLOCKS, scatter_width=EVERYBODY)
     swap = {0: 2, 1: 3, 2: 0, 3: 1}
     return here, Placement.of(
         tuple(swap[owner] for owner in here.owner),
@@ -55,7 +55,7 @@ def test_copies_towards_a_target_keep_to_the_budget_and_come_from_all_owners():
 
 
 def test_one_receiver_of_all_owners_gets_no_more_than_the_budget():
-    here = place_blocks(LAYOUT, BLOCKS, num_followers=0, scatter_width=EVERYBODY)
+    here = place_blocks(LAYOUT.with_followers(0), BLOCKS, scatter_width=EVERYBODY)
     target = Placement.of((3,) * len(BLOCKS), ((),) * len(BLOCKS))
     assert [worker for _, worker in copies(here, towards(here, target, BLOCKS, 20))] == [3, 3]
 
@@ -77,11 +77,11 @@ def test_rounds_come_to_all_holders_of_the_target_and_then_to_an_end():
 def test_missing_followers_come_first():
     here, target = exchanged()
     lacking = Placement.of(here.owner, ((), *here.followers[1:]))
-    after = next_placement(BLOCKS, LAYOUT, lacking, target, 1, 1000, 1000, scatter_width=EVERYBODY)
+    after = next_placement(BLOCKS, LAYOUT.with_followers(1), lacking, target, 1000, 1000, scatter_width=EVERYBODY)
     assert [block for block, _ in copies(lacking, after)] == [0], "nothing else travels"
-    after = next_placement(BLOCKS, LAYOUT, here, target, 1, 1000, 20, scatter_width=EVERYBODY)
+    after = next_placement(BLOCKS, LAYOUT.with_followers(1), here, target, 1000, 20, scatter_width=EVERYBODY)
     assert copies(here, after) and after == towards(here, target, BLOCKS, 20)
-    assert next_placement(BLOCKS, LAYOUT, here, None, 1, 1000, 20, scatter_width=EVERYBODY) == here
+    assert next_placement(BLOCKS, LAYOUT.with_followers(1), here, None, 1000, 20, scatter_width=EVERYBODY) == here
 
 
 def test_how_far_a_move_has_come():
@@ -160,11 +160,11 @@ def test_what_is_usual_follows_the_newest_steps():
 
 
 def test_the_coordinator_knows_to_what_the_members_come_by_refilling():
-    here = place_blocks(LAYOUT, BLOCKS, num_followers=1, scatter_width=EVERYBODY)
+    here = place_blocks(LAYOUT.with_followers(1), BLOCKS, scatter_width=EVERYBODY)
     lacking = Placement.of(here.owner, ((),) * len(BLOCKS))
-    placement, target = lacking, target_placement(LAYOUT, BLOCKS, here, num_followers=1, scatter_width=EVERYBODY)
+    placement, target = lacking, target_placement(LAYOUT.with_followers(1), BLOCKS, here, scatter_width=EVERYBODY)
     for _ in range(20):
-        placement = next_placement(BLOCKS, LAYOUT, placement, None, 1, 20, 20, scatter_width=EVERYBODY)
-    assert placement == refilled(BLOCKS, LAYOUT, lacking, 1, 20, scatter_width=EVERYBODY)
+        placement = next_placement(BLOCKS, LAYOUT.with_followers(1), placement, None, 20, 20, scatter_width=EVERYBODY)
+    assert placement == refilled(BLOCKS, LAYOUT.with_followers(1), lacking, 20, scatter_width=EVERYBODY)
     assert all(len(followers) == 1 for followers in placement.followers)
     assert target == here

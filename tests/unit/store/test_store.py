@@ -30,7 +30,7 @@ def store_of(worker, placement):
 
 
 def stores(num_followers):
-    placement = place_blocks(LAYOUT, BLOCKS, num_followers=num_followers, scatter_width=EVERYBODY)
+    placement = place_blocks(LAYOUT.with_followers(num_followers), BLOCKS, scatter_width=EVERYBODY)
     return placement, [store_of(worker, placement) for worker in LAYOUT.workers]
 
 

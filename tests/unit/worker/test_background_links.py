@@ -61,7 +61,7 @@ def test_who_does_not_answer_when_the_first_links_are_made_is_said(monkeypatch):
     monkeypatch.setattr(a.transport, "unreached", lambda peer: "refused" if peer == 1 else "", raising=False)
     layout = make_layout(widths=[1] * 3, layers_per_stage=[1] * 3, num_microbatches=1)
     with pytest.raises(StopIteration):
-        a.connect(layout, place_blocks(layout, make_blocks([1] * 3, 1), num_followers=0, scatter_width=EVERYBODY))
+        a.connect(layout, place_blocks(layout.with_followers(0), make_blocks([1] * 3, 1), scatter_width=EVERYBODY))
     assert told == [{1: "at memory:1: refused"}] * 2
 
 
@@ -80,7 +80,7 @@ def test_members_are_counted_and_not_addresses(num_members, is_full, monkeypatch
     blocks = make_blocks([1] * num_members, 1)
     links = links_of(0, MemoryNetwork(), blocks)
     links.addresses = {peer: f"memory:{peer}" for peer in range(100)}
-    placement = place_blocks(layout, blocks, num_followers=0, scatter_width=EVERYBODY)
+    placement = place_blocks(layout.with_followers(0), blocks, scatter_width=EVERYBODY)
     everyone = set(range(1, num_members))
     assert (links.needed(layout, placement) == everyone) is is_full
     idle = replace(layout, idle=(50,))

@@ -215,9 +215,9 @@ def test_links_are_waited_for_as_long_as_there_is_a_coordinator(disconnected_s):
     layout = make_layout(widths=[4], layers_per_stage=[1], num_microbatches=4)
     if disconnected_s:
         with pytest.raises(WaitTimeoutError, match="no link yet, and no coordinator has answered for 121 s"):
-            links.connect(layout, place_blocks(layout, (), num_followers=0, scatter_width=EVERYBODY))
+            links.connect(layout, place_blocks(layout.with_followers(0), (), scatter_width=EVERYBODY))
     else:
-        links.connect(layout, place_blocks(layout, (), num_followers=0, scatter_width=EVERYBODY))
+        links.connect(layout, place_blocks(layout.with_followers(0), (), scatter_width=EVERYBODY))
         assert slow.asked == [[1, 2, 3], [2, 3], [3]]
         assert activity.doing[:3] == ("link", False, (3,))
 
@@ -227,7 +227,7 @@ def test_a_start_that_does_not_name_a_lost_worker_is_no_error_of_ours():
     links.addresses = START.addresses
     layout = make_layout(widths=[2, 1], layers_per_stage=[1, 1], num_microbatches=2)
     with pytest.raises(InterruptedWaitError, match=r"the start does not name workers \[1\]"):
-        links.connect(layout, place_blocks(layout, (), num_followers=0, scatter_width=EVERYBODY))
+        links.connect(layout, place_blocks(layout.with_followers(0), (), scatter_width=EVERYBODY))
 
 
 def test_checkpoints_by_time_are_asked_for_by_the_lowest_member_and_then_by_the_next_one(monkeypatch):

@@ -154,7 +154,7 @@ def _setting_of_run(run: Path) -> tuple[PlannedJob, dict[str, Any], Mapping[str,
         allocation=allocation,
         tokens_per_microbatch=costs.tokens_per_microbatch,
         unit=SAMPLES_PER_S if costs.counts_samples else TOKENS_PER_S,
-        followers=costs.config.elastic.num_followers,
+        followers=costs.config.elastic.planned_followers,
         planners=planners,
         # What a backward costs in two halves is not known of a real device before it has run any.
         schedules=SCHEDULES if costs.config.device.kind == "emulated" else (costs.schedule,),

@@ -267,7 +267,7 @@ _OPTIONS = (
     click.option(
         "--followers",
         type=click.IntRange(min=0),
-        default=ElasticConfig().num_followers,
+        default=ElasticConfig().planned_followers,
         show_default=True,
         help="Live copies of every block of state beside its owner's, under elaswave.",
     ),

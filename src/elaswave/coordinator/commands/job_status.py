@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from elaswave.blocks.placement import WantedFollowers
 from elaswave.channel.messages.operator import (
     CheckpointStatus,
     CopiesStatus,
@@ -166,10 +167,11 @@ def _doing(heartbeat: Heartbeat) -> str:
 
 
 def _copies(job: JobParts, heartbeats: Mapping[int, LastHeartbeat]) -> CopiesStatus:
-    members, num_blocks = job.core.members, len(job.plan.blocks)
+    members, blocks, in_force = job.core.members, job.plan.blocks, job.core.in_force()
+    wanted, owner = WantedFollowers(in_force.layout), in_force.placement.owner
     known = [heartbeats[worker].message for worker in members if worker in heartbeats]
     return CopiesStatus(
-        num_blocks=num_blocks,
-        num_wanted=num_blocks * min(job.config.elastic.num_followers, len(members) - 1),
+        num_blocks=len(blocks),
+        num_wanted=sum(wanted.of(block.layer, owner[block.id]).number for block in blocks),
         num_held=sum(each.num_followed for each in known) if len(known) == len(members) else None,
     )

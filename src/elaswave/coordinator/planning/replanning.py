@@ -83,7 +83,7 @@ def _elaswave(
     options = Options(
         axes=AXES if config.device.frequency != "none" else AXES - {"frequency"},
         horizon_s=config.elastic.horizon_s,
-        followers=config.elastic.num_followers,
+        followers=config.elastic.planned_followers,
         # What a backward costs in two halves is not known of a real device before it has run any.
         schedules=None if is_emulated else (allocation.schedule,),
     )
@@ -103,7 +103,7 @@ class Replanner:
         self._job = JobModel(
             cluster_of(config),
             config.layout.schedule,
-            config.elastic.num_followers,
+            config.elastic.planned_followers,
             emulated_costs(config) if config.device.kind == "emulated" else None,
         )
         self._device = device_of(config)
@@ -277,7 +277,7 @@ class Replanner:
         )
         schedule: Schedule = execution.schedule or self._config.layout.schedule  # type: ignore[assignment]
         allocation = build(
-            cluster, costs, shape, schedule, np.array(levels), followers=self._config.elastic.num_followers
+            cluster, costs, shape, schedule, np.array(levels), followers=self._config.elastic.planned_followers
         )
         return to_layout(allocation, job, costs, present)._replace(reason="as asked for")
 

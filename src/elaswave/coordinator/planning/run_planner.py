@@ -114,7 +114,7 @@ class RunPlanner:
         plan = self._plan
         if execution is not None:  # a step that is tried again has the ratios that it had
             values["execution"] = msgspec.structs.replace(execution, ratios=question.execution.ratios)
-        return plan_with(question, layout, plan.blocks, plan.config.elastic.num_followers, plan.scatter_width, **values)
+        return plan_with(question, plan.with_copies(layout), plan.blocks, plan.scatter_width, **values)
 
     def first_prediction(self) -> Search | None:
         """Predicts what a step of the first layout should take; None before costs are known, and afterwards: once is
@@ -202,16 +202,15 @@ class RunPlanner:
             generation: of its workers.
             before: what is in force.
         """
-        blocks, num_followers = self._plan.blocks, self._plan.config.elastic.num_followers
-        width = self._plan.scatter_width
-        here = refilled(blocks, before.layout, before.placement, num_followers, self._plan.refill_elements, width)
-        target = target_placement(planned.layout, blocks, here, num_followers=num_followers, scatter_width=width)
-        execution = msgspec.structs.replace(planned.execution, ratios=self._plan.ratios_of(planned.layout))
-        if (planned.layout, execution, target) == (before.layout, before.execution, here):
+        blocks, width, layout = self._plan.blocks, self._plan.scatter_width, self._plan.with_copies(planned.layout)
+        here = refilled(blocks, before.layout, before.placement, self._plan.refill_elements, width)
+        target = target_placement(layout, blocks, here, scatter_width=width)
+        execution = msgspec.structs.replace(planned.execution, ratios=self._plan.ratios_of(layout))
+        if (layout, execution, target) == (before.layout, before.execution, here):
             return None
         return LayoutChange(
             generation=generation,
-            layout=planned.layout,
+            layout=layout,
             placement=target,
             execution=execution,
             reason=planned.reason,
@@ -264,7 +263,7 @@ class RunPlanner:
         elastic = self._plan.config.elastic
         busy = {hop.worker for route in layout.routes for hop in route}
         num_staying = len(set(layout.workers).difference(leaving)) - 1
-        if not self._rebalances or num_staying < max(1 + elastic.num_followers, elastic.min_workers):
+        if not self._rebalances or num_staying < max(1 + elastic.planned_followers, elastic.min_workers):
             return None
         hopeless = self.measurements.stragglers.hopeless
         return next((worker for worker in hopeless if worker not in busy and worker not in leaving), None)

@@ -493,5 +493,5 @@ def survival_of_plan(job: FarJob, plan: FarPlan) -> Survival | None:
     sizes = [ceil(layer.parameter_bytes / job.element_bytes) for layer in job.costs[0].layers]
     size = max(default_block_size(sum(sizes)), sum(sizes) // BLOCKS_MAX)
     blocks = make_blocks(sizes, size)
-    placement = place_blocks(layout, blocks, num_followers=job.followers, scatter_width=DEFAULT_SCATTER_WIDTH)
+    placement = place_blocks(layout.with_followers(job.followers), blocks, scatter_width=DEFAULT_SCATTER_WIDTH)
     return survival_of(placement, layout)

@@ -449,7 +449,8 @@ def to_layout(allocation: Allocation, job: JobModel, costs: Costs, present: Layo
     found = []
     # A plan says nothing of these.
     same = {"shared": present.shared, "domains": present.domains, "copies": present.copies}
-    for layout in (with_idle(msgspec.structs.replace(each, **same), present) for each in layouts):
+    for each in layouts:
+        layout = with_idle(msgspec.structs.replace(each, **same), present).with_followers_of(present)
         own = job.within_memory(layout, execution)
         found.append(RunningLayout(layout, own, job.step_s(layout, own, costs)))
     best = min(found, key=lambda each: each.predicted_step_s)
@@ -462,10 +463,7 @@ def without_idle(layout: Layout) -> Layout:
     busy = {hop.worker for route in layout.routes for hop in route}
     members = [tuple(worker for worker in stage.workers if worker in busy) for stage in layout.stages]
     numbers = {stage: number for number, stage in enumerate(index for index, each in enumerate(members) if each)}
-    stages = tuple(
-        Stage(start=layout.stages[stage].start, stop=layout.stages[stage].stop, workers=members[stage])
-        for stage in numbers
-    )
+    stages = tuple(msgspec.structs.replace(layout.stages[stage], workers=members[stage]) for stage in numbers)
     routes = tuple(
         tuple(Hop(hop.worker, numbers[hop.stage], hop.start, hop.stop) for hop in route) for route in layout.routes
     )
@@ -495,7 +493,7 @@ def with_idle(layout: Layout, present: Layout) -> Layout:
         stage = present.stages[present.stage_of(worker)]
         members[int(np.argmin(abs(middles - (stage.start + stage.stop) / 2)))].append(worker)
     stages = tuple(
-        Stage(start=stage.start, stop=stage.stop, workers=tuple(sorted(workers)))
+        msgspec.structs.replace(stage, workers=tuple(sorted(workers)))
         for stage, workers in zip(layout.stages, members, strict=True)
     )
     return msgspec.structs.replace(layout, stages=stages, idle=tuple(sorted(idle)))

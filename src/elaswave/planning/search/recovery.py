@@ -20,12 +20,13 @@ from elaswave.blocks.placement import (
     Block,
     FollowerChooser,
     Placement,
+    WantedFollowers,
     holders_of_layers,
     replica_peers_under,
 )
 from elaswave.planning.programs.layout import exact_prefix
 from elaswave.planning.search.partition import split_within
-from elaswave.types import Hop, Layout, Stage
+from elaswave.types import WHOLE_STAGE, Hop, Layout, Stage
 
 
 def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence[float] | None = None) -> Layout:
@@ -66,7 +67,8 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
         prefix = exact_prefix([1] * layout.num_layers if layer_costs is None else layer_costs)
         ranges = _close_gaps(ranges, [len(members) for members in workers], prefix)
     stages = tuple(
-        Stage(start=start, stop=stop, workers=members) for (start, stop), members in zip(ranges, workers, strict=True)
+        msgspec.structs.replace(layout.stages[index], start=start, stop=stop, workers=members)
+        for index, (start, stop), members in zip(kept, ranges, workers, strict=True)
     )
     return Layout(
         stages=stages,
@@ -117,7 +119,9 @@ def put_to_work(layout: Layout, worker: int) -> Layout:
 
 def _of_idle(layout: Layout, idle: tuple[int, ...]) -> Layout:
     """Makes one stage of all layers, of the workers that were idle; they take the micro-batches in turn."""
-    stage = Stage(start=0, stop=layout.num_layers, workers=idle)
+    numbers = [stage.num_followers for stage in layout.stages]
+    most = WHOLE_STAGE if WHOLE_STAGE in numbers else max(numbers)
+    stage = Stage(start=0, stop=layout.num_layers, workers=idle, num_followers=most)
     routes = tuple(
         (Hop(idle[microbatch % len(idle)], 0, 0, layout.num_layers),) for microbatch in range(layout.num_microbatches)
     )
@@ -288,7 +292,6 @@ def choose_followers(
     blocks: Sequence[Block],
     layout: Layout,
     *,
-    num_followers: int,
     max_elements: int,
     scatter_width: int,
 ) -> Placement:
@@ -305,9 +308,8 @@ def choose_followers(
     Args:
         placement: owners and followers, all of them workers of the layout (as after `promote`).
         blocks: of the whole model, as `make_blocks` returns them.
-        layout: who runs which layer, and where.
-        num_followers: copies wanted beside the owner; clamped to the number of workers minus one. Where copies stay
-            inside a site, those of other sites do not count.
+        layout: who runs which layer, and where, and how many followers each stage asks for. Where copies stay inside a
+            site, those of other sites do not count.
         max_elements: the most that one owner sends, and that one worker receives, in this round.
         scatter_width: over how many replica peers the first followers of an owner's blocks are spread.
     Returns:
@@ -316,7 +318,6 @@ def choose_followers(
         ValueError: a holder that is not in the layout.
     """
     workers, active = layout.workers, frozenset(layout.active)
-    wanted = min(num_followers, len(workers) - 1)
     known = set(workers)
     alike = _alike(placement, blocks)
     # Idle workers that hold copies count here, as after a move that ended half-way.
@@ -326,8 +327,9 @@ def choose_followers(
     for worker in active:
         active_in[realms.get(worker)].add(worker)
     several = {realm for realm, those in active_in.items() if domains and len({domains[0][each] for each in those}) > 1}
+    wanted_followers = WantedFollowers(layout, domains=domains, holders=workers)  # idle ones that hold a copy count
     lacking = []
-    for (_, holders), those in alike.items():
+    for (unit, holders), those in alike.items():
         if not known.issuperset(holders):
             raise ValueError(
                 f"block {those[0].id} is held by workers {_show(holders)}, but the layout has only {_show(workers)}: "
@@ -335,7 +337,8 @@ def choose_followers(
             )
         realm = realms.get(holders[0])
         near = [worker for worker in holders if realms.get(worker) == realm] if realms else holders
-        if len(near) <= wanted:
+        whole, wanted = wanted_followers.of(unit, holders[0])
+        if len(near) <= wanted or not set(whole).issubset(holders):
             # There may be nobody left who could hold one more.
             lacking += [] if active_in[realm].issubset(holders) else those
         # D5: enough copies, but one host has all of them.
@@ -360,7 +363,13 @@ def choose_followers(
         if anything and sent[owner] + size > max_elements:
             continue
         full = {worker for worker in workers if received[worker] + size > max_elements} if anything else set()
-        follower = chooser.choose(members_of_layer[block.layer], owner, followers[block.id], size, full)
+        missing = [
+            worker for worker in wanted_followers.of(block.layer, owner).whole if worker not in followers[block.id]
+        ]
+        if missing:
+            follower = next((worker for worker in missing if worker not in full), None)
+        else:
+            follower = chooser.choose(members_of_layer[block.layer], owner, followers[block.id], size, full)
         if follower is None:
             continue
         anything = True

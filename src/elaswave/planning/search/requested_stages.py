@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import msgspec
+
 from elaswave.errors import ConfigError
 from elaswave.types import Layout, Stage
 
@@ -43,10 +45,11 @@ def requested_stages(present: Layout, layers: Sequence[int] | None, widths: Sequ
     sizes = layers or [stage.stop - stage.start for stage in present.stages]
     members = _members(present, widths or [stage.width for stage in present.stages])
     assert len(asked) == len(sizes) == len(members)
-    return tuple(
+    stages = tuple(
         Stage(start=start, stop=stop, workers=workers)
         for (start, stop), workers in zip(pairwise([0, *accumulate(sizes)]), members, strict=True)
     )
+    return msgspec.structs.replace(present, stages=stages).with_followers_of(present).stages
 
 
 def _members(present: Layout, widths: Sequence[int]) -> list[tuple[int, ...]]:

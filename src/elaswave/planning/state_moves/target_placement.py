@@ -7,7 +7,8 @@ keeps all of them is its own target:
 1. The owner of a block is a worker that runs its unit; it owns at most one block (the largest of those that the same
    workers run) more than any other of those workers.
 2. One follower is in another domain than the owner, if there is one, and runs the unit, if it can; further ones are in
-   domains without a copy and do not run the unit, while there are any (`elaswave.blocks.domains`).
+   domains without a copy and run the unit, while there are any (`elaswave.blocks.domains`). Where all of a stage follow
+   (`elaswave.blocks.placement.WantedFollowers`), that is all.
 3. One follower is a replica peer of the owner (`elaswave.blocks.replica_peers`), and its replica peers share its blocks
    evenly. Each further one is the same worker for all blocks of an owner that have the same followers so far.
 
@@ -30,6 +31,8 @@ from elaswave.blocks.placement import (
     Block,
     FollowerChooser,
     Placement,
+    Wanted,
+    WantedFollowers,
     holders_of_layers,
     replica_peers_under,
 )
@@ -85,7 +88,6 @@ def target_placement(
     blocks: Sequence[Block],
     placement: Placement,
     *,
-    num_followers: int,
     scatter_width: int,
     excluded: Collection[int] = (),
 ) -> Placement:
@@ -99,27 +101,23 @@ def target_placement(
         layout: who runs which layer; only the workers of its stages hold anything.
         blocks: of the whole model, as `make_blocks` returns them.
         placement: who holds them now, also workers that are in no stage.
-        num_followers: copies beside the owner; clamped to the number of workers that may hold any (where copies stay
-            inside, at the owner's site), minus one.
         scatter_width: over how many replica peers the first followers of an owner's blocks are spread.
         excluded: workers that shall hold nothing, though they may be in a stage.
     Returns:
         A placement with one entry per block. Followers that stay keep their order, new ones come after them.
     Raises:
-        ValueError: num_followers < 0, a placement of other blocks, a block of a unit that the layout lacks, or that
+        ValueError: a placement of other blocks, a block of a unit that the layout lacks, or that
             only excluded workers run.
     """
-    if num_followers < 0:
-        raise ValueError(f"num_followers is {num_followers}: it cannot be negative (0 means no copies)")
     if not len(placement.owner) == len(placement.followers) == len(blocks):
         raise ValueError(
             f"the placement has {len(placement.owner)} owners and {len(placement.followers)} entries of followers for "
             f"{len(blocks)} blocks: take both from the same model"
         )
-    found = [_nearest(layout, blocks, placement, num_followers, scatter_width, excluded)]
+    found = [_nearest(layout, blocks, placement, scatter_width, excluded)]
     # Without followers there are no replica peers, hence nothing that a placement does not show.
-    while num_followers and len(found) < _TRIES_MAX:
-        after = _nearest(layout, blocks, found[-1], num_followers, scatter_width, excluded)
+    while any(stage.num_followers for stage in layout.stages) and len(found) < _TRIES_MAX:
+        after = _nearest(layout, blocks, found[-1], scatter_width, excluded)
         if after in found:
             cycle = found[found.index(after) :]
             # Wherever in the cycle a search begins, it ends at the same one: that one is its own target.
@@ -132,7 +130,6 @@ def _nearest(
     layout: Layout,
     blocks: Sequence[Block],
     placement: Placement,
-    num_followers: int,
     scatter_width: int,
     excluded: Collection[int],
 ) -> Placement:
@@ -144,9 +141,12 @@ def _nearest(
     out = frozenset(excluded)
     workers = tuple(worker for worker in layout.active if worker not in out)
     known = frozenset(workers)
-    groups = _groups(layout, blocks, workers, min(num_followers, len(workers) - 1))
+    domains = domains_of(layout, out)
+    wanted = WantedFollowers(layout, out, domains)
+    groups = _groups(layout, blocks, workers, wanted)
     owners = _deal_owners(groups, placement)
-    if num_followers == 0 or len(workers) == 1:
+    most = max((group.num_followers for group in groups), default=0)
+    if most == 0:
         return Placement.of(tuple(owners), ((),) * len(blocks))
     options = [
         tuple(worker for worker in (*followers, former) if worker in known and worker != owner)
@@ -161,13 +161,13 @@ def _nearest(
         # A replica peer that follows nothing is forgotten: to break pairs then would go on and on.
         firm=any(num_owned[group, worker] < scatter_width for group in groups for worker in group.members),
     )
-    chooser = FollowerChooser(workers, replica_peers, scatter_width, domains_of(layout, out), realms=realms_of(layout))
-    followers = _Followers(chooser, owners, options)
+    chooser = FollowerChooser(workers, replica_peers, scatter_width, domains, realms=realms_of(layout))
+    followers = _Followers(chooser, owners, options, [wanted.of(block.layer, owners[block.id]) for block in blocks])
     # What owners hold is noted before any follower is chosen, since those go to whoever holds least.
     for group in groups:
         followers.note_owners(group)
     # In all groups first what may stay, then what is new: new ones even out what those leave uneven.
-    for num_chosen in range(min(num_followers, len(workers) - 1)):
+    for num_chosen in range(most):
         for group in groups:
             followers.keep(group, num_chosen)
         for group in groups:
@@ -180,21 +180,20 @@ class _Group:
 
     Args:
         members: those workers, ascending.
-        num_workers: that may hold anything.
         num_followers: of each block.
     """
 
-    def __init__(self, members: tuple[int, ...], num_workers: int, num_followers: int) -> None:
+    def __init__(self, members: tuple[int, ...], num_followers: int) -> None:
         self.members = members
+        self.num_followers = num_followers
         self.inside = frozenset(members)
         self.blocks: list[Block] = []
         self.largest = 0
-        # Rule 2: one follower inside where the unit has another worker, the further ones outside.
-        outside = max(0, min(num_workers - len(members), num_followers - (len(members) > 1)))
-        self.followers_inside = num_followers - outside
+        # Rule 2: followers are inside as far as the unit has other workers.
+        self.followers_inside = min(num_followers, len(members) - 1)
 
 
-def _groups(layout: Layout, blocks: Sequence[Block], workers: Sequence[int], num_followers: int) -> list[_Group]:
+def _groups(layout: Layout, blocks: Sequence[Block], workers: Sequence[int], wanted: WantedFollowers) -> list[_Group]:
     """Groups the blocks by the workers that run them, in the order of their first blocks."""
     members_of_unit = holders_of_layers(layout)
     allowed = frozenset(workers)
@@ -215,7 +214,7 @@ def _groups(layout: Layout, blocks: Sequence[Block], workers: Sequence[int], num
                     f"all workers that run layer {block.layer} are excluded ({those}): plan a layout without them first"
                 )
             if members not in groups:
-                groups[members] = _Group(members, len(workers), num_followers)
+                groups[members] = _Group(members, max(wanted.of(block.layer, worker).number for worker in members))
             group = of_unit[block.layer] = groups[members]
         group.blocks.append(block)
         group.largest = max(group.largest, block.num_elements)
@@ -343,11 +342,18 @@ class _Followers:
         chooser: has counted nothing yet.
         owners: of each block.
         options: the workers that hold each block already, most welcome first.
+        wanted: what each block shall have.
     """
 
-    def __init__(self, chooser: FollowerChooser, owners: Sequence[int], options: Sequence[tuple[int, ...]]) -> None:
-        self._chooser, self._owners, self._options = chooser, owners, options
-        self._chosen: list[tuple[int, ...]] = [()] * len(owners)
+    def __init__(
+        self,
+        chooser: FollowerChooser,
+        owners: Sequence[int],
+        options: Sequence[tuple[int, ...]],
+        wanted: Sequence[Wanted],
+    ) -> None:
+        self._chooser, self._owners, self._options, self._wanted = chooser, owners, options, wanted
+        self._chosen = [each.whole for each in wanted]
         self._followed: dict[tuple[_Group, int], Counter[int]] = defaultdict(Counter)
 
     def note_owners(self, group: _Group) -> None:
@@ -373,13 +379,19 @@ class _Followers:
             num_chosen: followers that each of its blocks has by now.
         """
         if num_chosen:
-            self._keep_further(group)
+            self._keep_further(group, num_chosen)
         else:
             self._keep_replica_peers(group)
 
+    def _lacking(self, group: _Group, num_chosen: int) -> list[Block]:
+        """Lists the blocks of a group that have no more than so many followers, and shall have more."""
+        return [
+            block for block in group.blocks if len(self._chosen[block.id]) <= num_chosen < self._wanted[block.id].number
+        ]
+
     def _keep_replica_peers(self, group: _Group) -> None:
         of_owner: dict[int, list[tuple[list[int], Block]]] = defaultdict(list)
-        for block in group.blocks:
+        for block in self._lacking(group, 0):
             owner = self._owners[block.id]
             fitting = self._chooser.candidates(group.members, owner, ())
             if not fitting:  # it is alone at its site, which copies do not leave
@@ -397,9 +409,9 @@ class _Followers:
         share = -(-num_blocks // len(self._chooser.candidates(group.members, owner, ())))
         return frozenset(worker for worker, count in self._followed[group, owner].items() if count >= share)
 
-    def _keep_further(self, group: _Group) -> None:
+    def _keep_further(self, group: _Group, num_chosen: int) -> None:
         alike: dict[tuple[int, tuple[int, ...]], list[Block]] = defaultdict(list)
-        for block in group.blocks:
+        for block in self._lacking(group, num_chosen):
             alike[self._owners[block.id], tuple(sorted(self._chosen[block.id]))].append(block)
         for (owner, chosen), those in alike.items():
             fitting = self._chooser.candidates(group.members, owner, chosen)
@@ -416,9 +428,9 @@ class _Followers:
     def complete(self, group: _Group, num_chosen: int) -> None:
         """Chooses a new follower for each block of a group that has no more than `num_chosen`."""
         num_blocks = Counter(self._owners[block.id] for block in group.blocks)
-        for block in group.blocks:
+        for block in self._lacking(group, num_chosen):
             chosen, owner = self._chosen[block.id], self._owners[block.id]
-            if len(chosen) > num_chosen or not self._chooser.candidates(group.members, owner, chosen):
+            if not self._chooser.candidates(group.members, owner, chosen):
                 continue
             # Only replica peers have to share the blocks of an owner evenly (rule 3).
             full = frozenset() if chosen else self._full(group, owner, num_blocks[owner])

@@ -228,7 +228,6 @@ def plan_with(
     question: PlanRecovery,
     layout: Layout,
     blocks: Sequence[Block],
-    num_followers: int,
     scatter_width: int,
     *,
     execution: ExecutionParameters | None = None,
@@ -242,8 +241,7 @@ def plan_with(
         question: what is to be planned.
         layout: of the members.
         blocks: of the model.
-        num_followers: copies wanted beside each owner, for blocks that are placed afresh.
-        scatter_width: over how many replica peers these are spread.
+        scatter_width: over how many replica peers the followers of blocks that are placed afresh are spread.
         execution, reason, predicted_step_s: as of `RecoveryPlan`.
     Raises:
         ValueError: the layout is of other workers than the members, or shares other units than the model.
@@ -257,7 +255,7 @@ def plan_with(
     if layout.shared != question.layout.shared:
         raise ValueError(f"the layout shares units as {layout.shared}, but the model does as {question.layout.shared}")
     if question.rollback:
-        placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=scatter_width)
+        placement = place_blocks(layout, blocks, scatter_width=scatter_width)
         promoted = 0
     else:
         valid = question.valid.get
@@ -269,7 +267,6 @@ def plan_with(
 def plan_survivors(
     question: PlanRecovery,
     blocks: Sequence[Block],
-    num_followers: int,
     scatter_width: int,
     *,
     reason: str = "",
@@ -277,7 +274,7 @@ def plan_survivors(
     """Makes the plan that needs no planner: survivors keep their stages and micro-batches. Arguments are as of
     `plan_with`."""
     layout = survivor_layout(question.layout, question.lost) if question.lost else question.layout
-    return plan_with(question, layout, blocks, num_followers, scatter_width, reason=reason)
+    return plan_with(question, layout, blocks, scatter_width, reason=reason)
 
 
 def make_decision(

@@ -38,7 +38,6 @@ class JobHistory:
     Args:
         start: layout, placement and execution parameters of the start.
         blocks: of the model.
-        num_followers: copies wanted of each block beside its owner.
         scatter_width: over how many replica peers an owner's blocks are spread.
         restarts: whether the policy is to go back to the newest checkpoint after every loss.
         first_step: the step that training begins with.
@@ -52,7 +51,6 @@ class JobHistory:
         start: InForce,
         *,
         blocks: Sequence[Block],
-        num_followers: int,
         scatter_width: int,
         restarts: bool,
         first_step: int,
@@ -70,7 +68,6 @@ class JobHistory:
         self.decision: Decision | None = None
         """The newest decision."""
         self.blocks = blocks
-        self.num_followers = num_followers
         self.scatter_width = scatter_width
         self.restarts = restarts
         self.first_step = first_step

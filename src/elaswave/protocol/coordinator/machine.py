@@ -85,7 +85,6 @@ class Coordinator(JobHistory):
     Args:
         start: layout, placement and execution parameters of the start.
         blocks: of the model.
-        num_followers: copies wanted of each block beside its owner.
         scatter_width: over how many replica peers an owner's blocks are spread.
         bounds: when to give up.
         restarts: whether the policy is to go back to the newest checkpoint after every loss.
@@ -100,7 +99,6 @@ class Coordinator(JobHistory):
         start: InForce,
         *,
         blocks: Sequence[Block],
-        num_followers: int,
         scatter_width: int,
         bounds: Bounds = DEFAULT_BOUNDS,
         restarts: bool = False,
@@ -110,7 +108,6 @@ class Coordinator(JobHistory):
         super().__init__(
             start,
             blocks=blocks,
-            num_followers=num_followers,
             scatter_width=scatter_width,
             restarts=restarts,
             first_step=first_step,

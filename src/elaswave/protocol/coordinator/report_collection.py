@@ -191,7 +191,7 @@ class ReportCollection:
             plan = event.plan
         else:
             why = f"{event.reason}: survivors keep their stages"
-            plan = plan_survivors(question, history.blocks, history.num_followers, history.scatter_width, reason=why)
+            plan = plan_survivors(question, history.blocks, history.scatter_width, reason=why)
         decision = make_decision(
             question,
             plan,

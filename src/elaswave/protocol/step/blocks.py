@@ -164,7 +164,6 @@ class WorkerBlocks(Generic[C]):
             self.execution.layout,
             self.placement,
             target,
-            terms.num_followers,
             terms.copy_elements,
             num_elements,
             terms.scatter_width,
@@ -420,7 +419,6 @@ def next_placement(
     layout: Layout,
     placement: Placement,
     target: Placement | None,
-    num_followers: int,
     refill_elements: int,
     move_elements: int,
     scatter_width: int,
@@ -431,7 +429,6 @@ def next_placement(
         blocks: of the model.
         layout, placement: in force.
         target: the placement that an adopted change leads to; None: there is none.
-        num_followers: copies wanted beside the owner.
         refill_elements: the most that one owner sends, and one worker receives, to make up for missing followers.
         move_elements: the same towards the target.
         scatter_width: over how many replica peers the first followers of an owner's blocks are spread.
@@ -442,7 +439,6 @@ def next_placement(
         placement,
         blocks,
         layout,
-        num_followers=num_followers,
         max_elements=refill_elements,
         scatter_width=scatter_width,
     )
@@ -530,7 +526,6 @@ def refilled(
     blocks: tuple[Block, ...],
     layout: Layout,
     placement: Placement,
-    num_followers: int,
     max_elements: int,
     scatter_width: int,
 ) -> Placement:
@@ -543,7 +538,6 @@ def refilled(
             placement,
             blocks,
             layout,
-            num_followers=num_followers,
             max_elements=max_elements,
             scatter_width=scatter_width,
         )

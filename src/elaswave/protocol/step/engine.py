@@ -614,8 +614,6 @@ class JobTerms(NamedTuple):
     num_microbatches: int
     """Of the global batch."""
     num_steps: int
-    num_followers: int
-    """Copies beside the owner."""
     scatter_width: int
     """Over how many replica peers an owner's blocks are spread (`elaswave.blocks.replica_peers`)."""
     copy_elements: int
