@@ -148,7 +148,7 @@ def measure(build, num_layers, own, block_size, dtype):
     blueprint = Blueprint(small_config(settings), training)
     layout = make_layout(widths=[1] * (num_layers // own), layers_per_stage=[own] * (num_layers // own),
                          num_microbatches=1, shared=blueprint.state.shared)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=0, scatter_width=1)
+    placement = place_blocks(layout.with_followers(0), blueprint.blocks, scatter_width=1)
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = peak_bytes()
     here, store, _ = materialise(blueprint, 3, layout, placement, None)
