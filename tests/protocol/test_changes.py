@@ -6,12 +6,14 @@ from tests.protocol.machines import THREE, coordinator, registered, report, susp
 
 from elaswave.blocks.placement import place_blocks
 from elaswave.blocks.replica_peers import EVERYBODY
-from elaswave.planning.search.recovery import survivor_layout
+from elaswave.planning.search.recovery import set_idle, survivor_layout
+from elaswave.protocol.coordinator.history import SUPERSEDE_MAX
 from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import (
     CheckpointFound,
     Decided,
     EvidenceSeen,
+    LeaveWanted,
     Note,
     Persist,
     Send,
@@ -21,6 +23,7 @@ from elaswave.protocol.messages import Decision, LayoutChange, Prepare
 from elaswave.protocol.step.ledger import Ledger, LedgerError
 from elaswave.protocol.step.member import Hold, Ignored, Member, MemberState
 from elaswave.types import ExecutionParameters
+from elaswave.worker.links import FULL_MESH_WORKERS
 from verify.simulator.job import Job, model_of, other_layout
 
 LAYOUT = model_of(THREE).layout
@@ -89,6 +92,65 @@ def test_there_is_one_change_at_a_time():
     assert not core.is_changing
     second = core.handle(planned(layout=LAYOUT), 0.0)[0]
     assert isinstance(second, Persist) and second.record.number == 2
+
+
+def without(*leaving):
+    """A plan that relieves workers of all."""
+    layout = set_idle(LAYOUT, leaving)
+    placement = place_blocks(layout, model_of(THREE).blocks, num_followers=1, scatter_width=EVERYBODY)
+    return msgspec.structs.replace(planned(layout=layout), placement=placement)
+
+
+def test_a_change_that_relieves_more_leaving_members_supersedes_the_one_under_way():
+    core = training()
+    core.handle(LeaveWanted(0), 0.0)
+    assert not core.may_supersede, "no change is under way"
+    core.handle(without(0), 0.0)
+    assert core.unrelieved == frozenset() and not core.may_supersede
+    core.handle(LeaveWanted(1), 0.0)
+    assert core.unrelieved == {1} and core.may_supersede
+    (note,) = core.handle(without(0), 0.0)
+    assert "a plan comes while change 1 is under way" in note.text, "it relieves nobody more"
+    (note,) = core.handle(without(1), 0.0)
+    assert "a plan comes while change 1 is under way" in note.text, "it would burden worker 0 again"
+    first, *sent = core.handle(without(0, 1), 0.0)
+    assert isinstance(first, Persist) and first.record.number == 2
+    assert [effect.message.number for effect in sent] == [2, 2, 2]
+    assert not core.may_supersede and core.unrelieved == frozenset()
+    # The first one may come into force all the same: with the vote that was under way.
+    core.handle(EvidenceSeen(changed_vote(2, 1), 1), 0.0)
+    assert core.in_force().layout.idle == (0,) and core.is_changing
+    core.handle(EvidenceSeen(changed_vote(3, 2), 1), 0.0)
+    assert core.in_force().layout.idle == (0, 1) and not core.is_changing
+
+
+def test_a_change_for_another_reason_does_not_hold_up_who_is_to_leave():
+    core = training()
+    core.handle(planned(), 0.0)
+    core.handle(LeaveWanted(0), 0.0)
+    assert core.may_supersede
+    assert isinstance(core.handle(without(0), 0.0)[0], Persist)
+
+
+def test_a_successor_knows_both_changes():
+    core = training()
+    records = [StartRecord(term=1)]
+    for event in (LeaveWanted(0), without(0), LeaveWanted(1), without(0, 1)):
+        records += [effect.record for effect in core.handle(event, 0.0) if isinstance(effect, Persist)]
+    successor = training(records)
+    assert successor.is_changing and not successor.may_supersede
+    successor.handle(EvidenceSeen(changed_vote(2, 1), 1), 0.0)
+    assert successor.in_force().layout.idle == (0,) and successor.is_changing
+
+
+def test_in_a_job_without_links_between_all_no_change_is_superseded(monkeypatch):
+    monkeypatch.setattr("elaswave.protocol.coordinator.history.SUPERSEDE_MAX", 2)
+    core = training()
+    core.handle(planned(), 0.0)
+    core.handle(LeaveWanted(0), 0.0)
+    assert core.unrelieved == {0} and not core.may_supersede
+    assert isinstance(core.handle(without(0), 0.0)[0], Note)
+    assert SUPERSEDE_MAX == FULL_MESH_WORKERS
 
 
 def test_a_plan_that_comes_too_late_is_dropped():

@@ -309,7 +309,8 @@ def test_instants_at_one_time_differ_only_for_who_acted():
         ("widths=1,1 num_microbatches=1 leave_step=2 leavers=2", {"jobs stopped because too few would stay": 1}),
         ("widths=2,1 steps=14 leave_step=1 drain_delay=20", {"workers held for lost by: drain": 1}),
         ("widths=2,1 steps=14 leave_step=1", {"workers held for lost by: drain": 0, "decisions": 1}),
-        ("widths=2,2 steps=14 agents=2 notice:a1@60+400", {"workers held for lost by: host": 0, "decisions": 2}),
+        ("widths=2,2 steps=14 agents=2 notice:a1@60+400", {"workers held for lost by: host": 0, "decisions": 1}),
+        ("widths=4,4 num_microbatches=4 steps=20 notice:1@40+150 notice:2@60+150", {"decisions": 1}),
         ("widths=1,1 num_microbatches=1 steps=14 join_step=1 notice:2@40+100", {"workers started to join": 1}),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from elaswave.blocks.placement import Block, Placement
+from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.messages import FIRST_GENERATION, Decision, LayoutChange
 from elaswave.protocol.step.ballot import Verdict
 from elaswave.protocol.step.blocks import PlannedChange, WorkerBlocks
@@ -19,6 +20,7 @@ from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.traffic import Shipment, Traffic, traffic_of
 from elaswave.types import ExecutionParameters, Layout
 from verify.planted_bugs.mutant import Mutant, with_part
+from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.engine import ToyCopy
 from verify.simulator.run import Build
 
@@ -150,6 +152,18 @@ class DeliversLayersOnly(_Machine):
         yield from super().install(msgspec.structs.replace(decision, deliver=layers))
 
 
+class _KeepsTheNewest(Coordinator):
+    def _take_change(self, change: LayoutChange) -> None:
+        self._changes.clear()
+        super()._take_change(change)
+
+
+class ForgetsTheSuperseded(SimCoordinator):
+    """A change that another one has superseded is taken for void, though a vote may have brought it into force."""
+
+    core_class = _KeepsTheNewest
+
+
 CHANGE_MUTANTS = (
     Mutant(
         "ratios-forgotten",
@@ -224,6 +238,12 @@ CHANGE_MUTANTS = (
         "a change that has come into force is still held",
         Build(machine=with_part(SwitchesAgain)),
         "widths=1,1 num_microbatches=1 steps=4 change_step=1",
+    ),
+    Mutant(
+        "forget-superseded",
+        "a change that another one has superseded is taken for void, though a vote may have brought it into force",
+        Build(coordinator=ForgetsTheSuperseded),
+        "widths=4 steps=6 seed=126 num_microbatches=4 change_step=1 notice:2@42+150",
     ),
     Mutant(
         "tie-one-stage",

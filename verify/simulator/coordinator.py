@@ -324,7 +324,8 @@ class SimCoordinator(SimMembers):
 
     def _plan_change(self, message: StepDone) -> None:
         core, step = self.core, message.evidence.step
-        if message.generation == core.generation and not core.is_changing and not self._is_planning:
+        is_free = not core.is_changing or core.may_supersede
+        if message.generation == core.generation and is_free and not self._is_planning:
             planned = self._next_plan(step)
             if planned is not None:
                 self._is_planning = True
@@ -335,12 +336,13 @@ class SimCoordinator(SimMembers):
         for it."""
         core, begin = self.core, self.world.job.change_step
         before, leaving = core.in_force(), core.admissions.leaving
-        for worker in leaving.intersection(before.layout.active):
-            if len(before.layout.active) > 1:
-                return self._change(set_idle(before.layout, [worker]))
+        if leaving.intersection(before.layout.active) and not leaving.issuperset(before.layout.workers):
+            return self._change(set_idle(before.layout, leaving))
+        if any(before.placement.holds(worker) for worker in leaving.intersection(before.layout.idle)):
+            return self._change(before.layout)
+        if core.is_changing:
+            return None
         for worker in before.layout.idle:
-            if worker in leaving and before.placement.holds(worker):
-                return self._change(before.layout)
             if worker not in leaving:
                 return self._change(put_to_work(before.layout, worker))
         if begin and step >= begin and core.generation > self._planned_generation and not core.has_planned:

@@ -127,7 +127,9 @@ class HeldForACause(Observer):
         self._any = any(not fault.workers for fault in schedule.faults)
         self._gone: set[int] = set()
         job = schedule.job
-        self._leaves = set(range(job.leaver, job.leaver + job.leavers)) if job.leave_step else set[int]()
+        asked = range(job.leaver, job.leaver + job.leavers) if job.leave_step else ()
+        # A coordinator may have been lost that has made a request durable, and not its deadline.
+        self._leaves = set(asked).union(*(fault.workers for fault in schedule.faults if fault.kind == "notice"))
 
     def gone(self, worker: int) -> None:
         self._gone.add(worker)

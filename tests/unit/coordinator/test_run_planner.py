@@ -1,5 +1,6 @@
 """When the coordinator plans again because workers have become slower or faster, and what it says of it."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,13 +9,14 @@ import pytest
 
 from elaswave.config.load import build_config
 from elaswave.coordinator.planning.measurements import Shift
-from elaswave.coordinator.planning.run_planner import RunPlanner
+from elaswave.coordinator.planning.run_planner import LayoutSearches, RunPlanner
 from elaswave.engine.blueprint import Blueprint
 from elaswave.job.plan import RunPlan
 from elaswave.planning.programs.layout import RunningLayout
 from elaswave.planning.search.recovery import set_idle
+from elaswave.protocol.coordinator.transitions import CoordinatorState
 from elaswave.protocol.events import PlanRecovery
-from elaswave.protocol.messages import InForce
+from elaswave.protocol.messages import InForce, LayoutChange
 
 
 def plan(**elastic: Any) -> RunPlan:
@@ -140,6 +142,71 @@ def test_an_idle_worker_that_is_to_leave_is_relieved_of_what_a_loss_has_left_wit
     _, change, _ = search()
     assert change is not None and change.layout == before.layout and not change.placement.holds(1)
     assert run.for_members(1, before._replace(placement=change.placement), {1}) is None
+
+
+@pytest.mark.parametrize("elastic", [{}, {"rebalance": False}, {"policy": "recycle_rerouting"}])
+def test_idle_members_take_over_where_all_that_work_are_to_leave(elastic):
+    given = plan(**elastic)
+    run = RunPlanner(given)
+    before = InForce(set_idle(given.layout, [1, 3]), given.placement, given.execution, 0)
+    search = run.for_members(1, before, {0, 2})
+    assert search is not None
+    _, change, _ = search()
+    assert change is not None and change.layout.active == (1, 3) and change.layout.idle == (0, 2)
+    assert not change.placement.holds(0) and not change.placement.holds(2)
+    search = run.for_members(1, before, {0, 2, 3})
+    assert search is not None
+    _, change, _ = search()
+    assert change is not None and change.layout.active == (1,) and change.layout.idle == (0, 2, 3)
+    assert run.for_members(1, before, {0, 1, 2, 3}) is None, "the job ends"
+
+
+def searches(given: RunPlan, core: Any) -> tuple[LayoutSearches, list[Any], list[LayoutChange]]:
+    """Searches whose work is begun by the test, with what is begun and what comes of it."""
+    begun: list[Any] = []
+    changes: list[LayoutChange] = []
+    background: Any = SimpleNamespace(begin=begun.append)
+    silent: Any = SimpleNamespace(say=lambda text: None, predicted=lambda seconds: None)
+    made = LayoutSearches(
+        RunPlanner(given), core, silent, silent, background, is_over=lambda: False, change=changes.append
+    )
+    return made, begun, changes
+
+
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_who_is_told_to_leave_while_a_layout_is_looked_for_leaves_with_the_others(is_under_way):
+    given = plan()
+    core: Any = SimpleNamespace(
+        state=CoordinatorState.TRAINING,
+        generation=1,
+        in_force=lambda: in_force(given),
+        is_changing=is_under_way,
+        may_supersede=is_under_way,
+        admissions=SimpleNamespace(leaving={1}, is_asked=False),
+    )
+    made, begun, changes = searches(given, core)
+    made.plan_for_members()
+    core.admissions.leaving.add(3)
+    made.plan_for_members()
+    assert len(begun) == 1, "one search at a time"
+    asyncio.run(begun.pop())
+    assert changes == [] and len(begun) == 1, "it is looked for anew, for both"
+    asyncio.run(begun.pop())
+    (change,) = changes
+    assert change.layout.idle == (1, 3) and not begun
+
+
+def test_a_change_under_way_that_relieves_all_is_left_alone():
+    given = plan()
+    core: Any = SimpleNamespace(
+        state=CoordinatorState.TRAINING,
+        is_changing=True,
+        may_supersede=False,
+        admissions=SimpleNamespace(leaving={1}, is_asked=False),
+    )
+    made, begun, _ = searches(given, core)
+    made.plan_for_members()
+    assert not begun
 
 
 def test_others_that_are_asked_to_leave_during_a_search_do_not_disturb_it():

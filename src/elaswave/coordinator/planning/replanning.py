@@ -300,7 +300,7 @@ class Replanner:
         if policy_metadata_of(self._policies[self.policy]).num_spares and not going:
             reason = f"workers {_named(new)} stand by until a loss"
             return RunningLayout(present, execution, self.predict(present, execution, costs), reason)
-        interim = set_idle(present, going) if going else reduce(put_to_work, new, present)
+        interim = set_idle(present, leaving) if going else reduce(put_to_work, new, present)
         staying = survivor_layout(interim if going else present, leaving) if leaving else present
         event = ClusterEvent(kind="drained", workers=going) if going else ClusterEvent(kind="joined", workers=new)
         try:

@@ -176,7 +176,8 @@ class RunPlanner:
         wanted = (layout, leaving)
         going, new = set(leaving) & set(layout.active), set(layout.idle) - set(leaving)
         loaded = [worker for worker in layout.idle if worker in leaving and before.placement.holds(worker)]
-        if going == set(layout.active) or not (going or new or loaded) or (wanted == self._planned_for and not loaded):
+        is_known = wanted == self._planned_for and not loaded
+        if leaving.issuperset(layout.workers) or not (going or new or loaded) or is_known:
             return None
         costs = self.measurements.known_or_estimated()
         replanner = self._replanner.at(self.measurements.speeds())
@@ -455,10 +456,12 @@ class LayoutSearches:
             self._begin(self._planner.rebalance(self._core.generation, self._core.in_force()))
 
     def plan_for_members(self) -> None:
-        """Begins to plan a layout in which members that are to leave are idle, and others are not."""
+        """Begins to plan a layout in which members that are to leave are idle, and others are not. All leave together
+        that are known to: also where a change for the first of them is under way already."""
         core = self._core
         # The machine would take no change now; this is called again after the next step.
-        if self._may_search() and not core.is_changing and not core.admissions.is_asked:
+        is_free = not core.is_changing or core.may_supersede
+        if self._may_search() and is_free and not core.admissions.is_asked:
             self._begin(self._planner.for_members(core.generation, core.in_force(), core.admissions.leaving))
 
     def _may_search(self) -> bool:
@@ -467,9 +470,11 @@ class LayoutSearches:
     def _begin(self, search: Search | None) -> None:
         if search is not None:
             self._is_searching = True
-            self._background.begin(self._search(self._core.generation, self._core.in_force().change, search))
+            core = self._core
+            leaving = frozenset(core.admissions.leaving)
+            self._background.begin(self._search(core.generation, core.in_force().change, leaving, search))
 
-    async def _search(self, generation: int, number: int, search: Search) -> None:
+    async def _search(self, generation: int, number: int, leaving: frozenset[int], search: Search) -> None:
         """Looks for a better layout than what is in force, and has all members change to it. A job can go on without
         one."""
         try:
@@ -481,9 +486,14 @@ class LayoutSearches:
             self._is_searching = False
         core = self._core
         # It was planned for what is not in force any more, or somebody's request came first.
-        if (core.generation, core.in_force().change) != (generation, number) or core.is_changing or self._is_over():
+        is_free = not core.is_changing or core.may_supersede
+        if (core.generation, core.in_force().change) != (generation, number) or not is_free or self._is_over():
             return
         self._recorder.predicted(predicted_s)
+        if core.admissions.leaving - leaving:
+            # Their machines go too: one change relieves all, and none waits for that of another.
+            self.plan_for_members()
+            return
         if news:
             self._terminal.say(news)
         if change is not None:

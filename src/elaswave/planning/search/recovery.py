@@ -82,18 +82,18 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
 
 
 def set_idle(layout: Layout, workers: Collection[int]) -> Layout:
-    """Makes the layout in which some workers run nothing, as if they were lost, but stay members.
+    """Makes the layout in which some workers run nothing, as if they were lost, but stay members. Where no other worker
+    of a stage is left, the idle ones become one stage of all layers.
 
     Args:
         layout: any valid layout.
-        workers: ids; those that are idle already do not matter.
+        workers: ids; of those that are idle already none is put to work.
     Raises:
-        ValueError: no worker of a stage is left.
+        ValueError: no other worker is left.
     """
-    going = set(workers) & set(layout.active)
-    # Idle workers are hidden from it: it would put them to work where no other one is left.
-    others = survivor_layout(msgspec.structs.replace(layout, idle=()), going)
-    return msgspec.structs.replace(others, idle=tuple(sorted({*layout.idle, *going})), domains=layout.domains)
+    others = survivor_layout(layout, workers)
+    idle = set(layout.workers).difference(others.active)
+    return msgspec.structs.replace(others, idle=tuple(sorted(idle)), domains=layout.domains)
 
 
 def put_to_work(layout: Layout, worker: int) -> Layout:

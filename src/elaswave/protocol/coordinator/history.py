@@ -31,6 +31,10 @@ from elaswave.protocol.messages import (
     Report,
 )
 
+SUPERSEDE_MAX = 128
+"""In a job of more members a change is not superseded: they have no links to all others, but to those that the change
+in force and the one that they hold ask for (`elaswave.worker.links`)."""
+
 
 class JobHistory:
     """Knows members, the newest decision, planned changes, losses, joins and leaves.
@@ -186,6 +190,22 @@ class JobHistory:
     def is_changing(self) -> bool:
         """Says whether a planned change is not known to be in force yet (M1)."""
         return bool(self._changes) and self._num_changes > self.in_force().change
+
+    @property
+    def unrelieved(self) -> frozenset[int]:
+        """Finds the members that are to leave and that run or hold something, whatever change is under way."""
+        found = self.newest_change if self.is_changing else None
+        return self._burdened(self.in_force() if found is None else found)
+
+    @property
+    def may_supersede(self) -> bool:
+        """Says whether a change that relieves more leaving members may follow the one that is under way (M9)."""
+        return self.is_changing and len(self.members) <= SUPERSEDE_MAX and bool(self.unrelieved)
+
+    def _burdened(self, planned: InForce | LayoutChange) -> frozenset[int]:
+        active = set(planned.layout.active)
+        leaving = self.admissions.leaving.intersection(self.members)
+        return frozenset(each for each in leaving if each in active or planned.placement.holds(each))
 
     @property
     def newest_change(self) -> LayoutChange | None:

@@ -525,7 +525,9 @@ class Coordinator(JobHistory):
             ]
         if event.layout.workers != self.members:
             return [Note(f"a plan for workers {event.layout.workers}, but the members are {self.members}")]
-        if self.is_changing:
+        # Each that follows relieves more than the one before: they come to an end.
+        relieves_more = self.may_supersede and self._burdened(event) < self.unrelieved
+        if self.is_changing and not relieves_more:
             return [Note(f"a plan comes while change {self._num_changes} is under way")]
         # The new generation that follows the pause would make the change void (M7).
         if self.admissions.is_asked:
