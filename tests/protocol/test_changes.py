@@ -97,7 +97,7 @@ def test_there_is_one_change_at_a_time():
 def without(*leaving):
     """A plan that relieves workers of all."""
     layout = set_idle(LAYOUT, leaving)
-    placement = place_blocks(layout, model_of(THREE).blocks, num_followers=1, scatter_width=EVERYBODY)
+    placement = place_blocks(layout, model_of(THREE).blocks, scatter_width=EVERYBODY)
     return msgspec.structs.replace(planned(layout=layout), placement=placement)
 
 
