@@ -250,11 +250,7 @@ class ChoosesByItself(_Blocks):
     """A worker with an even number lets more copies travel in a step than the others do."""
 
     def replicate(self, moving: LayoutChange | None, num_elements: int, num_updates: int) -> None:
-        terms = self.terms
-        if self.worker % 2 == 0:
-            self.terms = terms._replace(copy_elements=8 * terms.copy_elements)
-        super().replicate(moving, num_elements, num_updates)
-        self.terms = terms
+        super().replicate(moving, num_elements if self.worker % 2 else 8 * num_elements, num_updates)
 
 
 class CopiesOnce(_Blocks):

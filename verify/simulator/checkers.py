@@ -172,28 +172,19 @@ class EnoughCopies(Observer):
     """When copies are dropped, no block is left with fewer than asked for.
 
     Args:
-        num_followers: copies beside the owner that are asked for, or `WHOLE_STAGE`.
-        used_by: the layers that use each block.
+        num_followers: copies beside the owner that are asked for, or `WHOLE_STAGE`: a change then comes into force with
+            one, and the others are made afterwards.
     """
 
-    def __init__(self, num_followers: int, used_by: Sequence[Collection[int]] = ()) -> None:
-        self._num_followers, self._used_by = num_followers, used_by
+    def __init__(self, num_followers: int) -> None:
+        self._num_followers = 1 if num_followers == WHOLE_STAGE else num_followers
 
     def switched(self, worker: int, generation: int, step: int, layout: Layout, placement: Placement) -> None:
-        is_whole = self._num_followers == WHOLE_STAGE
-        needed = 1 + min(1 if is_whole else self._num_followers, len(layout.active) - 1)
+        needed = 1 + min(self._num_followers, len(layout.active) - 1)
         for block in range(placement.num_blocks):
             holders = placement.holders(block)
             left = f"worker {worker} drops copies, and block {block} is left with holders {holders}"
             _require(len(set(holders)) == len(holders) >= needed, f"{left}: {needed} are needed")
-            if is_whole:
-                inside = {
-                    member
-                    for stage in layout.stages
-                    if any(stage.start <= layer < stage.stop for layer in self._used_by[block])
-                    for member in stage.workers
-                }
-                _require(inside.issubset(holders), f"{left}: {inside} run its layers")
 
 
 class OneLayout(Observer):
@@ -536,7 +527,6 @@ def all_checkers(
     asks_checkpoint: Callable[[bytes], bool] = lambda vector: False,
     stop_step: int = 0,
     num_followers: int = 0,
-    used_by: Sequence[Collection[int]] = (),
     flips: bool = False,
     workers_min: int = 1,
 ) -> list[Observer]:
@@ -549,7 +539,7 @@ def all_checkers(
         OneOwner(),
         OneLayout(),
         ChangesHeld(),
-        EnoughCopies(num_followers, used_by),
+        EnoughCopies(num_followers),
         FencingOff(),
         Agreement(),
         LogCounts(),

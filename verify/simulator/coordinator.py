@@ -53,7 +53,7 @@ from elaswave.protocol.step.blocks import refilled
 from elaswave.protocol.step.due_work import pending_after
 from elaswave.types import Layout
 from verify.simulator.candidates import WriteLease
-from verify.simulator.job import BlockState, Exponents, model_of, other_layout
+from verify.simulator.job import BlockState, Exponents, model_of, other_layout, renumbered
 from verify.simulator.members import REQUEST, SimMembers
 from verify.simulator.messages import CheckpointSettled, FinishedReport, Notice, PeerLost, Shard, StepDone, StopTold
 from verify.simulator.store import StaleTermError
@@ -181,7 +181,7 @@ class SimCoordinator(SimMembers):
         blocks, job = model_of(self.world.job).blocks, self.world.job
         plan = plan_survivors(question, blocks, job.scatter_width)
         if self.world.conditions.replans:
-            plan = plan_with(question, other_layout(plan.layout), blocks, job.scatter_width)
+            plan = plan_with(question, self._other_layout(plan.layout), blocks, job.scatter_width)
         return plan
 
     def pending_work(self, step: int, asked: bool) -> PendingWork:
@@ -347,8 +347,12 @@ class SimCoordinator(SimMembers):
                 return self._change(put_to_work(before.layout, worker))
         if begin and step >= begin and core.generation > self._planned_generation and not core.has_planned:
             self._planned_generation = core.generation
-            return self._change(other_layout(before.layout))
+            return self._change(self._other_layout(before.layout))
         return None
+
+    def _other_layout(self, layout: Layout) -> Layout:
+        other = other_layout(layout)
+        return renumbered(other) if self.world.job.renumbers else other
 
     def _change(self, layout: Layout) -> LayoutChange:
         """A change to a layout, with its blocks where they should be."""

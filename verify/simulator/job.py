@@ -29,7 +29,7 @@ from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.programs.programs import compile_programs
 from elaswave.protocol.step.ballot import GridState, Request, VoteShape, decode_certificate, float_bits
 from elaswave.protocol.step.engine import JobTerms, TrainingProgress
-from elaswave.types import ExecutionParameters, Hop, Layout, Program
+from elaswave.types import WHOLE_STAGE, ExecutionParameters, Hop, Layout, Program
 
 GRADIENT_BITS = 52
 """Of an ordinary gradient, which is a whole number of units of ``2**-FRACTION_BITS``: as many as a float64 holds."""
@@ -80,6 +80,8 @@ class Job(NamedTuple):
     blocks_per_round: int = 1
     """New copies that one owner sends, and one worker receives, in one step."""
     min_workers: int = 1
+    renumbers: bool = False
+    """Whether each planned layout also changes how many followers its stages ask for: one, or all of the stage."""
     num_hosts: int = 0
     """Hosts that the workers are dealt over, and joiners by turns; 0: nothing is known of hosts."""
     tied: bool = False
@@ -223,13 +225,9 @@ def _programs(layout: Layout, forward_only: bool) -> dict[int, Program]:
     return compile_programs(layout, "1f1b", forward_only=forward_only)
 
 
-@cache
-def used_by(job: Job) -> tuple[frozenset[int], ...]:
-    """Lists for each block the layers that use it."""
-    model = model_of(job)
-    layout = model.layout
-    units = [frozenset((layer,)) for layer in range(layout.num_layers)] + [*map(frozenset, layout.shared)]
-    return tuple(units[block.layer] for block in model.blocks)
+def renumbered(layout: Layout) -> Layout:
+    """Makes the layout whose stages ask for one follower where all of the stage were to follow, and the reverse."""
+    return layout.with_followers(*(1 if stage.num_followers == WHOLE_STAGE else WHOLE_STAGE for stage in layout.stages))
 
 
 def other_layout(layout: Layout) -> Layout:

@@ -13,7 +13,7 @@ from verify.simulator.checkers import Violation, all_checkers
 from verify.simulator.coordinator import SimCoordinator
 from verify.simulator.coverage import CoverageCounter
 from verify.simulator.host_checker import HeldForACause, HostsApart, OneInEachPlace, OneProcess, Orphans
-from verify.simulator.job import asks_checkpoint, model_of, undisturbed, used_by
+from verify.simulator.job import asks_checkpoint, model_of, undisturbed
 from verify.simulator.one_coordinator import OneCoordinator, OneHistory
 from verify.simulator.schedule import Schedule, ScheduledFault
 from verify.simulator.store import SimStore
@@ -82,7 +82,6 @@ def run_schedule(
         lambda vector: asks_checkpoint(job, vector),
         job.stop_step,
         job.num_followers,
-        used_by(job),
         any(fault.kind in ("flip", "slip") for fault in schedule.faults),
         job.min_workers,
     )

@@ -246,7 +246,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     drawn = drawn._replace(num_microbatches=rounds * drawn.num_microbatches)
     is_drawn = job is None
     if _drawn_for(f"copies of {seed}").random() < 0.3:
-        drawn = drawn._replace(num_followers=WHOLE_STAGE)
+        drawn = drawn._replace(num_followers=WHOLE_STAGE, renumbers=_drawn_for(f"numbers of {seed}").random() < 0.5)
     if job is None:
         job = _with_membership(drawn, _drawn_for(f"membership of {seed}"))
         job = _with_hosts(job, _drawn_for(f"hosts of {seed}"))

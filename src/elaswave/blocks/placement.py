@@ -215,6 +215,32 @@ class WantedFollowers:
             wanted = self._found[members, number, owner] = self._of(members, number, owner)
         return wanted
 
+    def before_refill(self, unit: int, owner: int, holders: Container[int]) -> Wanted:
+        """Returns what a block shall have when a change comes into force, which waits for its copies: of a whole stage
+        those that hold it already, and one in another domain (D2). The others get theirs afterwards.
+
+        Args:
+            unit: of the block.
+            owner: of the block, under the change.
+            holders: of the block, before the change.
+        """
+        whole, number = self.of(unit, owner)
+        there = tuple(worker for worker in whole if worker in holders)
+        if missing := self.by_domain(owner, there, [worker for worker in whole if worker not in there]):
+            if not there or self._shares_domain(owner, there) and not self._shares_domain(owner, missing[:1]):
+                there += (missing[0],)
+        return Wanted(there, number - len(whole) + len(there))
+
+    def by_domain(self, owner: int, followers: Sequence[int], others: Sequence[int]) -> Sequence[int]:
+        """Sorts workers that do not hold an owner's block: those in domains without a copy come first."""
+        if not self._domains:
+            return others
+        used = {self._domains[0][worker] for worker in (owner, *followers)}
+        return sorted(others, key=lambda worker: self._domains[0][worker] in used)
+
+    def _shares_domain(self, owner: int, followers: Sequence[int]) -> bool:
+        return bool(self._domains) and len({self._domains[0][worker] for worker in (owner, *followers)}) == 1
+
     def _of(self, members: tuple[int, ...], number: int, owner: int) -> Wanted:
         here = self._realms.get(owner)
         near = [worker for worker in self._workers if worker != owner and self._realms.get(worker) == here]
@@ -228,10 +254,9 @@ class WantedFollowers:
         outside = set(near).difference(inside)
         if not (inside and outside):
             return bool(outside)
-        if not self._domains:
-            return False
-        used = {self._domains[0][worker] for worker in (owner, *inside)}
-        return len(used) == 1 and any(self._domains[0][worker] not in used for worker in outside)
+        return self._shares_domain(owner, inside) and any(
+            not self._shares_domain(owner, (worker,)) for worker in outside
+        )
 
 
 @functools.lru_cache(maxsize=4096)

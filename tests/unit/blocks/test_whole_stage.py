@@ -7,7 +7,7 @@ from elaswave.blocks.placement import Placement, make_blocks, place_blocks
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.blocks.survival import survival_of
 from elaswave.planning.programs.layout import make_layout
-from elaswave.planning.search.recovery import choose_followers, promote, put_to_work, survivor_layout
+from elaswave.planning.search.recovery import choose_followers, promote, put_to_work, survivor_layout, without_surplus
 from elaswave.planning.state_moves.target_placement import target_placement
 from elaswave.types import WHOLE_STAGE, Layout, Stage
 
@@ -29,11 +29,11 @@ def holders_by_layer(placement, blocks):
     return found
 
 
-def refill(placement, blocks, layout, scatter_width=2):
+def refill(placement, blocks, layout, scatter_width=2, **options):
     """The rounds until nothing is lacking."""
     rounds = [placement]
     while True:
-        after = choose_followers(rounds[-1], blocks, layout, max_elements=3, scatter_width=scatter_width)
+        after = choose_followers(rounds[-1], blocks, layout, max_elements=3, scatter_width=scatter_width, **options)
         if after == rounds[-1]:
             return rounds
         rounds.append(after)
@@ -121,9 +121,65 @@ def test_a_joiner_fills_up_and_a_loss_leaves_nothing_to_refill(scatter_width):
         assert after.owner == before.owner
     full = holders_by_layer(rounds[-1], blocks)
     assert full[0] == full[1] == {frozenset({0, 2, 6})}
-    target = target_placement(joined, blocks, placement, scatter_width=scatter_width)
+    assert refill(placement, blocks, joined, scatter_width, urgent=True) == [placement], "others hold them all"
+    target = target_placement(joined, blocks, rounds[-1], scatter_width=scatter_width)
     assert holders_by_layer(target, blocks) == full
     assert target_placement(joined, blocks, target, scatter_width=scatter_width) == target
+
+
+def test_a_change_comes_into_force_with_few_copies():
+    """A joiner owns its share; what else it is to hold comes afterwards, but for what else would be on one host."""
+    layout = whole([3, 3])
+    blocks = blocks_of(layout)
+    before = place_blocks(survivor_layout(layout, {1}), blocks, scatter_width=2)
+    for hosts, elsewhere in (("", False), ("abaccc", True), ("abbccc", False)):
+        joined = msgspec.structs.replace(layout, domains=tuple(enumerate(hosts)) if hosts else ())
+        target = target_placement(joined, blocks, before, scatter_width=2)
+        for block in blocks:
+            if block.layer >= 2:
+                continue
+            assert {0, 2} <= set(target.holders(block.id)), "nothing is dropped that is there"
+            assert (1 in target.holders(block.id)) == (target.owner[block.id] == 1 or elsewhere)
+        assert 1 in target.owner
+        rounds = refill(target, blocks, joined)
+        for layer in (0, 1):
+            (holders,) = {h & {0, 1, 2} for h in holders_by_layer(rounds[-1], blocks)[layer]}
+            assert holders == {0, 1, 2}
+    # What is missing is made where it is needed most: on the other host.
+    layout = whole([4], hosts="aabb")
+    blocks = blocks_of(layout)
+    placement = Placement.of([0] * len(blocks), [(1,)] * len(blocks))
+    after = choose_followers(placement, blocks, layout, max_elements=1, scatter_width=2, urgent=True)
+    (new,) = (set(after.holders(block)) - {0, 1} for block in range(len(blocks)) if len(after.holders(block)) > 2)
+    assert new <= {2, 3}
+    # A layer that comes from another stage: its owner and one more, though three shall hold it.
+    layout = whole([3, 3])
+    stages = (
+        Stage(start=0, stop=1, workers=(0, 1, 2), num_followers=WHOLE_STAGE),
+        Stage(start=1, stop=4, workers=(3, 4, 5), num_followers=WHOLE_STAGE),
+    )
+    moved = msgspec.structs.replace(layout, stages=stages)
+    target = target_placement(
+        moved, blocks_of(layout), place_blocks(layout, blocks_of(layout), scatter_width=2), scatter_width=2
+    )
+    assert {len(target.holders(block.id)) for block in blocks_of(layout) if block.layer == 1} == {2}
+
+
+def test_where_fewer_are_asked_for_the_others_are_given_back():
+    layout = whole([4, 2], hosts="aabbab")
+    blocks = blocks_of(layout)
+    placement = place_blocks(layout, blocks, scatter_width=2)
+    fewer = layout.with_followers(1, WHOLE_STAGE)
+    kept = without_surplus(placement, blocks, fewer)
+    hosts = dict(layout.domains)
+    for block in blocks:
+        owner, *followers = kept.holders(block.id)
+        if block.layer < 2:
+            (follower,) = followers
+            assert follower in placement.followers[block.id] and hosts[follower] != hosts[owner]
+        else:
+            assert kept.holders(block.id) == placement.holders(block.id)
+    assert without_surplus(kept, blocks, layout) == kept
 
 
 def test_a_unit_of_two_stages_is_held_by_both():

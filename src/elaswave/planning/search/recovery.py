@@ -287,6 +287,35 @@ def promote(
     return Promotion(Placement.of(tuple(owners), tuple(followers)), tuple(sorted(promoted)), tuple(sorted(orphans)))
 
 
+def without_surplus(placement: Placement, blocks: Sequence[Block], layout: Layout) -> Placement:
+    """Drops followers where a layout asks for fewer than there are, as when memory has become short; a decision that
+    does not count on them has their memory given back.
+
+    Args:
+        placement: of live copies.
+        blocks: of the whole model.
+        layout: who runs which layer, and where, and how many followers each stage asks for.
+    Returns:
+        The placement with the followers that stay in their order: those that run the unit before others, of them those
+        in another domain than the owner.
+    """
+    wanted, members = WantedFollowers(layout, holders=layout.workers), holders_of_layers(layout)
+    domains = domains_of(layout, holders=layout.idle)
+    followers = list(placement.followers)
+    for block in blocks:
+        owner, copies = placement.owner[block.id], followers[block.id]
+        whole, number = wanted.of(block.layer, owner)
+        if len(copies) > number and not whole:
+            inside = [worker for worker in copies if worker in members[block.layer]]
+            ranked = [*inside, *(worker for worker in copies if worker not in inside)]
+            if domains:
+                here = [worker for worker in ranked if domains[0][worker] == domains[0][owner]]
+                ranked = [*(worker for worker in ranked if worker not in here), *here]
+            kept = ranked[:number]
+            followers[block.id] = tuple(worker for worker in copies if worker in kept)
+    return Placement.of(placement.owner, tuple(followers))
+
+
 def choose_followers(
     placement: Placement,
     blocks: Sequence[Block],
@@ -294,6 +323,7 @@ def choose_followers(
     *,
     max_elements: int,
     scatter_width: int,
+    urgent: bool = False,
 ) -> Placement:
     """Chooses the next placement on the way back to full redundancy: one more follower for some of the blocks that lack
     one.
@@ -312,6 +342,7 @@ def choose_followers(
             site, those of other sites do not count.
         max_elements: the most that one owner sends, and that one worker receives, in this round.
         scatter_width: over how many replica peers the first followers of an owner's blocks are spread.
+        urgent: where all of a stage shall follow, leave out the blocks that any worker follows.
     Returns:
         The placement with new followers appended; an equal one if nothing is lacking.
     Raises:
@@ -338,7 +369,8 @@ def choose_followers(
         realm = realms.get(holders[0])
         near = [worker for worker in holders if realms.get(worker) == realm] if realms else holders
         whole, wanted = wanted_followers.of(unit, holders[0])
-        if len(near) <= wanted or not set(whole).issubset(holders):
+        lacks_some = len(near) <= 1 if urgent else len(near) <= wanted or not set(whole).issubset(holders)
+        if lacks_some if whole else len(near) <= wanted:
             # There may be nobody left who could hold one more.
             lacking += [] if active_in[realm].issubset(holders) else those
         # D5: enough copies, but one host has all of them.
@@ -363,9 +395,8 @@ def choose_followers(
         if anything and sent[owner] + size > max_elements:
             continue
         full = {worker for worker in workers if received[worker] + size > max_elements} if anything else set()
-        missing = [
-            worker for worker in wanted_followers.of(block.layer, owner).whole if worker not in followers[block.id]
-        ]
+        whole, chosen = wanted_followers.of(block.layer, owner).whole, followers[block.id]
+        missing = wanted_followers.by_domain(owner, chosen, [worker for worker in whole if worker not in chosen])
         if missing:
             follower = next((worker for worker in missing if worker not in full), None)
         else:

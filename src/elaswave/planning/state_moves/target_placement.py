@@ -7,8 +7,9 @@ keeps all of them is its own target:
 1. The owner of a block is a worker that runs its unit; it owns at most one block (the largest of those that the same
    workers run) more than any other of those workers.
 2. One follower is in another domain than the owner, if there is one, and runs the unit, if it can; further ones are in
-   domains without a copy and run the unit, while there are any (`elaswave.blocks.domains`). Where all of a stage follow
-   (`elaswave.blocks.placement.WantedFollowers`), that is all.
+   domains without a copy and run the unit, while there are any (`elaswave.blocks.domains`). Where all of a stage shall
+   follow (`elaswave.blocks.placement.WantedFollowers`), those do that hold the block already, and one elsewhere: the
+   others get their copies once the change is in force.
 3. One follower is a replica peer of the owner (`elaswave.blocks.replica_peers`), and its replica peers share its blocks
    evenly. Each further one is the same worker for all blocks of an owner that have the same followers so far.
 
@@ -162,7 +163,11 @@ def _nearest(
         firm=any(num_owned[group, worker] < scatter_width for group in groups for worker in group.members),
     )
     chooser = FollowerChooser(workers, replica_peers, scatter_width, domains, realms=realms_of(layout))
-    followers = _Followers(chooser, owners, options, [wanted.of(block.layer, owners[block.id]) for block in blocks])
+    targets = [
+        wanted.before_refill(block.layer, owner, placement.holders(block.id))
+        for block, owner in zip(blocks, owners, strict=True)
+    ]
+    followers = _Followers(chooser, owners, options, targets)
     # What owners hold is noted before any follower is chosen, since those go to whoever holds least.
     for group in groups:
         followers.note_owners(group)

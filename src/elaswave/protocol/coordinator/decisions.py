@@ -12,7 +12,7 @@ import msgspec
 
 from elaswave.blocks.domains import label_members
 from elaswave.blocks.placement import Block, Placement, place_blocks
-from elaswave.planning.search.recovery import promote, survivor_layout
+from elaswave.planning.search.recovery import promote, survivor_layout, without_surplus
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
 from elaswave.protocol.messages import BlockReplicas, Decision, Evidence, Progress, Report
 from elaswave.protocol.step.salvage import Salvage, salvage
@@ -261,6 +261,8 @@ def plan_with(
         valid = question.valid.get
         found = promote(question.placement, blocks, layout, lambda block, worker: block in valid(worker, ()))
         placement, promoted = found.placement, len(found.promoted)
+        if layout.with_followers_of(question.layout) != layout:
+            placement = without_surplus(placement, blocks, layout)
     return RecoveryPlan(layout, placement, promoted, execution, reason, predicted_step_s)
 
 

@@ -141,13 +141,13 @@ class WorkerBlocks(Generic[C]):
 
     def replicate(self, moving: LayoutChange | None, num_elements: int, num_updates: int) -> None:
         """Begins to give blocks new holders: followers where some are missing (W6), then those that a change asks for
-        (M4). Their base copies travel while the step runs.
+        (M4), then what fills whole stages up. Their base copies travel while the step runs.
 
         Every worker comes to the same placement by itself; the vote compares its hash, and with it the copies count.
 
         Args:
             moving: the change that all members have adopted.
-            num_elements: the most that may travel for it in this attempt.
+            num_elements: the most that may travel in this attempt for what is not urgent.
             num_updates: that training has made.
         """
         # A base copy counts only with the vote of its own attempt; without that it travels again (W6).
@@ -429,23 +429,23 @@ def next_placement(
         blocks: of the model.
         layout, placement: in force.
         target: the placement that an adopted change leads to; None: there is none.
-        refill_elements: the most that one owner sends, and one worker receives, to make up for missing followers.
-        move_elements: the same towards the target.
+        refill_elements: the most that one owner sends, and one worker receives, to make up for followers that are
+            missing, or, of a stage of which all are to follow, where nobody follows.
+        move_elements: the same towards the target, and then until all of such a stage follow.
         scatter_width: over how many replica peers the first followers of an owner's blocks are spread.
     Returns:
         An equal placement if there is nothing to copy.
     """
-    complete = choose_followers(
-        placement,
-        blocks,
-        layout,
-        max_elements=refill_elements,
-        scatter_width=scatter_width,
+    urgent_elements = max(refill_elements, move_elements)
+    safe = choose_followers(
+        placement, blocks, layout, max_elements=urgent_elements, scatter_width=scatter_width, urgent=True
     )
     # Redundancy first (M4): while a block lacks a follower, nothing travels towards the target.
-    if complete != placement or target is None:
-        return complete
-    return towards(placement, target, blocks, move_elements)
+    if safe != placement:
+        return safe
+    if target is not None:
+        return towards(placement, target, blocks, move_elements)
+    return choose_followers(placement, blocks, layout, max_elements=move_elements, scatter_width=scatter_width)
 
 
 def towards(placement: Placement, target: Placement, blocks: Sequence[Block], max_elements: int) -> Placement:
@@ -462,7 +462,9 @@ def towards(placement: Placement, target: Placement, blocks: Sequence[Block], ma
     followers = list(placement.followers)
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
-    for block in blocks:
+    # First what no worker would hold that stays: those that leave hand over first what only they hold.
+    leaves = [set(placement.holders(block.id)).isdisjoint(target.holders(block.id)) for block in blocks]
+    for block in sorted(blocks, key=lambda block: not leaves[block.id]):
         index, size = block.id, block.num_elements
         owner, here = placement.owner[index], placement.holders(index)
         for worker in target.holders(index):
@@ -529,17 +531,14 @@ def refilled(
     max_elements: int,
     scatter_width: int,
 ) -> Placement:
-    """Finds the placement to which the members come by making up for all missing followers, step by step.
+    """Finds the placement to which the members come by making up for all missing followers, step by step, before they
+    turn to a change.
 
     Arguments as of `next_placement`.
     """
     while True:
         after = choose_followers(
-            placement,
-            blocks,
-            layout,
-            max_elements=max_elements,
-            scatter_width=scatter_width,
+            placement, blocks, layout, max_elements=max_elements, scatter_width=scatter_width, urgent=True
         )
         if after == placement:
             return placement
