@@ -65,7 +65,7 @@ def on_blocks(optimizer: Optimizer, shapes: tuple[LayerShape, ...]) -> Callable[
     for block in make_blocks(sizes, default_block_size(sum(sizes))):
         slots = {MASTER: torch.randn(block.num_elements)}
         slots |= {name: torch.zeros(block.num_elements) for name in optimizer.slots if name not in optimizer.late}
-        copies.append(HeldBlock(block, ReplicaRole.OWNER, shapes[block.layer], slots, 0))
+        copies.append(HeldBlock(block, ReplicaRole.OWNER, shapes[block.layer], slots))
     gradients = [torch.randn(copy.num_elements) for copy in copies]
     updater, step = optimizer.updater(), 0
 

@@ -2,16 +2,20 @@
 
 Every random draw, every permutation and every entry of the vote's certificate is keyed by what it stands for (run
 seed, step, micro-batch, layer, purpose), never by rank or history. This file holds the one mixing function behind
-all of them. Pure Python, no torch: the planner and the protocol use it too.
+all of them, for a number and for an array of them. Pure Python, no torch: the planner and the protocol use it too.
 
 Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), whose output bits all depend on all input bits.
 """
 
 import functools
 import hashlib
+from typing import Any, TypeVar
 
 MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_FEW_WORDS = 24
+_Words = TypeVar("_Words", bound=Any)
 
 
 def mix64(value: int) -> int:
@@ -26,6 +30,18 @@ def mix64(value: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
     return z ^ (z >> 31)
+
+
+def mix_words(words: _Words) -> _Words:
+    """Does the same as `mix64`, in place, with each number of a numpy array of uint64."""
+    if len(words) < _FEW_WORDS:  # a call of numpy takes as long as two or three of `mix64`
+        words[:] = [mix64(word) for word in words.tolist()]
+        return words
+    for shift, factor in _ROUNDS:
+        words ^= words >> shift
+        words *= factor
+    words ^= words >> 31
+    return words
 
 
 def key64(*parts: int | str) -> int:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave.hashing import MASK64, mix64
-from elaswave.state.flat import mix_words, tensor_digest
+from elaswave.hashing import MASK64, mix64, mix_words
+from elaswave.state.flat import tensor_digest
 from elaswave.state.seals import run_hash
 
 bits32 = st.integers(0, 2**32 - 1)

@@ -36,7 +36,7 @@ from elaswave.protocol.messages import (
     Progress,
     Released,
 )
-from elaswave.protocol.step.ledger import CatchUp, Ledger
+from elaswave.protocol.step.ledger import CatchUp, HeldCopies, Ledger
 from verify.simulator.job import model_of
 from verify.simulator.run import run_schedule
 from verify.simulator.schedule import parse_schedule
@@ -140,7 +140,7 @@ def test_a_joiner_becomes_a_member_at_a_voted_boundary():
 
 
 def newcomer(worker, generation):
-    told = Ledger(worker, 0, is_fresh=True).promise(generation, {}, (0, 0), progress=PROGRESS)
+    told = Ledger(worker, 0, is_fresh=True).promise(generation, HeldCopies().replicas(), (0, 0), progress=PROGRESS)
     assert told.progress is None and told.decided == 0
     return told
 
@@ -291,12 +291,12 @@ def test_all_members_cannot_leave_together():
 
 def test_a_newcomer_takes_over_where_training_stands_and_has_nothing_to_catch_up():
     ledger = Ledger(3, 0, is_fresh=True)
-    told = ledger.promise(2, {}, (0, 0), progress=PROGRESS)
+    told = ledger.promise(2, HeldCopies().replicas(), (0, 0), progress=PROGRESS)
     assert (told.decided, told.progress, told.copies.blocks) == (0, None, [])
     decision = decide_for(newcomer_generation=2)
     assert ledger.accept(decision) is CatchUp.JOIN
     # A loss before the next vote: nothing of it could be behind.
-    assert ledger.promise(3, {}, (0, 0), progress=PROGRESS).progress == PROGRESS
+    assert ledger.promise(3, HeldCopies().replicas(), (0, 0), progress=PROGRESS).progress == PROGRESS
     assert ledger.accept(decide_for(newcomer_generation=3)) is CatchUp.NOTHING
 
 

@@ -3,12 +3,12 @@
 import pytest
 from tests.protocol.machines import THREE, vote
 
-from elaswave.protocol.messages import Decision, Evidence, FencedOff, Prepare
-from elaswave.protocol.step.ledger import CatchUp, Held, Ledger, LedgerError
+from elaswave.protocol.messages import BlockReplicas, Decision, Evidence, FencedOff, Prepare
+from elaswave.protocol.step.ledger import CatchUp, Ledger, LedgerError
 from elaswave.protocol.step.member import Ignored, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
 from verify.simulator.job import model_of
 
-HELD = {0: Held(True, 0), 3: Held(False, 0)}
+HELD = BlockReplicas(blocks=[0, 3], owned=[True, False], versions=[0, 0])
 
 
 def decision(

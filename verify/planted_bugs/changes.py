@@ -88,8 +88,7 @@ class DropsUnproven(WorkerBlocks[ToyCopy]):
 
     def replicate(self, moving: LayoutChange | None, num_elements: int, num_updates: int) -> None:
         if moving is not None:
-            holders, worker = moving.placement.holders, self.worker
-            self.copies = {block: copy for block, copy in self.copies.items() if worker in holders(block)}
+            self.copies = self.copies.only(moving.placement.roles(self.worker)[self.copies.blocks] > 0)
         super().replicate(moving, num_elements, num_updates)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from elaswave.blocks.placement import Block, Placement, ReplicaRole
+from elaswave.blocks.placement import Block, Placement
 from elaswave.protocol.coordinator.machine import Coordinator
 from elaswave.protocol.coordinator.shards import Complete, GivenUp, Shards
 from elaswave.protocol.coordinator.transitions import CoordinatorState
@@ -27,13 +27,13 @@ from elaswave.protocol.events import (
 )
 from elaswave.protocol.leadership.store_position import TermLease
 from elaswave.protocol.membership.effects import Effect
-from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Registered, Report
+from elaswave.protocol.messages import BlockReplicas, CoreToWorker, Decision, LayoutChange, Registered, Report
 from elaswave.protocol.step.ballot import Request, Verdict
 from elaswave.protocol.step.blocks import WorkerBlocks
 from elaswave.protocol.step.due_work import WorkBetweenSteps
 from elaswave.protocol.step.engine import FrameKind
 from elaswave.protocol.step.execution import Life
-from elaswave.protocol.step.ledger import CatchUp, Held, Ledger
+from elaswave.protocol.step.ledger import CatchUp, HeldCopies, Ledger
 from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.machine import WorkerMachine
 from elaswave.protocol.step.member import Member
@@ -159,8 +159,8 @@ class AppliesTwice(_Steps):
     """An APPLY that was interrupted is done again from the first block."""
 
     def apply(self, step: int, verdict: Verdict) -> Life[None]:
-        for copy in self.blocks.copies.values():
-            copy.version = step - 1
+        copies = self.blocks.copies
+        copies.version, copies.other_versions = step - 1, {}
         yield from super().apply(step, verdict)
 
 
@@ -168,22 +168,18 @@ class ForgetsToFinish(_Steps):
     """An APPLY that was interrupted is not finished."""
 
     def apply(self, step: int, verdict: Verdict) -> Life[None]:
-        if all(copy.version < step for copy in self.blocks.copies.values()):
+        copies = self.blocks.copies
+        if copies.version < step and not copies.other_versions:
             yield from super().apply(step, verdict)
 
 
 class MarksOneOfMany(_Steps):
     """Of copies that are updated together only the first one's version is moved at once."""
 
-    def apply(self, step: int, verdict: Verdict) -> Life[None]:
-        yield from super().apply(step, verdict)
-        for copy in self.blocks.copies.values():
-            copy.version = step
-
     def apply_batch(self, batch: Sequence[ToyCopy], step: int, verdict: Verdict) -> None:
         super().apply_batch(batch, step, verdict)
         for copy in batch[1:]:
-            copy.version = step - 1
+            del self.blocks.copies.other_versions[copy.block.id]
 
 
 class KeepsOldGrids(_Machine):
@@ -239,11 +235,23 @@ class SaysItWentBack(_Machine):
 class CountsCopiesUnderWay(_Blocks):
     """A base copy is reported from the moment at which it is promised."""
 
-    def held(self) -> dict[int, Held]:
-        return {
-            block: Held(copy.role is ReplicaRole.OWNER, self.execution.step - 1)
-            for block, copy in self.arriving.items()
-        } | super().held()
+    def held(self) -> BlockReplicas:
+        promised = self.voting_copies
+        return HeldCopies(promised, self.execution.step - 1).replicas() if self.arriving else super().held()
+
+
+class ForgetsAMember(_Blocks):
+    """A group of holders to which some come forgets one that it had."""
+
+    def use_placement(self, voting: Placement) -> None:
+        if voting is not self.placement:
+            before = self.placement.followers
+            followers = tuple(
+                tuple(worker for worker in after if len(after) == len(had) or worker != had[-1]) if had else after
+                for had, after in zip(before, voting.followers, strict=True)
+            )
+            voting = Placement.of(voting.owner, followers)
+        super().use_placement(voting)
 
 
 class ChoosesByItself(_Blocks):
@@ -537,6 +545,12 @@ MUTANTS = {
             "a base copy counts before a vote has passed with it",
             Build(machine=with_part(CountsCopiesUnderWay)),
             "seed=6285242 heartbeat_bound=25 cut:1-2@1 hang:1@25+40",
+        ),
+        Mutant(
+            "forget-a-member",
+            "a group of holders to which some come forgets one that it had",
+            Build(machine=with_part(ForgetsAMember)),
+            "kill:0@0",
         ),
         Mutant(
             "replicate-alone",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from elaswave.blocks.placement import Block, Placement, ReplicaRole, holders_of_layers, roles_of
-from elaswave.hashing import MASK64
+from elaswave.hashing import MASK64, mix64
 from elaswave.protocol.step.ballot import ENVIRONMENT, Environment, Scores
 from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, MemoryKind, TrainingProgress, Unfinished
 from elaswave.protocol.step.salvage import Keep
@@ -32,12 +32,11 @@ Slot = Callable[[Any], None]
 class ToyCopy:
     """A held copy of a block."""
 
-    __slots__ = ("block", "gradient", "role", "seal", "state", "version")
+    __slots__ = ("block", "gradient", "role", "seal", "state")
 
-    def __init__(self, block: Block, role: ReplicaRole, version: int, state: BlockState) -> None:
+    def __init__(self, block: Block, role: ReplicaRole, state: BlockState) -> None:
         self.block = block
         self.role = role
-        self.version = version
         self.state = state
         self.seal: int | None = None
         """Its master as it was written last; None of a copy that has just come."""
@@ -286,9 +285,9 @@ class ToyEngine:
         """Of the gradients."""
         return [_gradient(copy) & MASK64 for copy in copies]
 
-    def state_hashes(self, copies: Sequence[ToyCopy]) -> list[tuple[tuple[str, int], ...]]:
+    def state_hashes(self, copies: Sequence[ToyCopy]) -> list[int]:
         """Of the momenta."""
-        return [(("momentum", copy.state[1] & MASK64),) for copy in copies]
+        return [mix64(copy.state[1]) for copy in copies]
 
     def _changed_parameters(self) -> list[Change]:
         return [
@@ -450,7 +449,7 @@ class ToyEngine:
 
     def empty_copy(self, block: int, num_updates: int) -> ToyCopy:
         """A follower's copy without content."""
-        return ToyCopy(self._model.blocks[block], ReplicaRole.FOLLOWER, -1, (0, 0))
+        return ToyCopy(self._model.blocks[block], ReplicaRole.FOLLOWER, (0, 0))
 
     def state(self, copy: ToyCopy) -> BlockState:
         """Master and momentum."""
@@ -479,7 +478,7 @@ class ToyEngine:
         if step:
             states, grid = host.world.disk[step]
         copies = {
-            block: ToyCopy(model.blocks[block], role, step, states[block])
+            block: ToyCopy(model.blocks[block], role, states[block])
             for block, role in roles_of(host.id, placement, model.blocks).items()
         }
         for block, copy in copies.items():

@@ -112,7 +112,7 @@ class SimWorker:
         self._turn = 0
         """Distinguishes the present life's moments from those of earlier ones."""
         copies = {
-            block: ToyCopy(model.blocks[block], role, 0, initial_state(block))
+            block: ToyCopy(model.blocks[block], role, initial_state(block))
             for block, role in roles_of(worker, model.placement, model.blocks).items()
         }
         engine = ToyEngine(self)
@@ -418,9 +418,10 @@ class _SimOutbox:
         )
 
     def finished(self, stopped: bool) -> FinishedReport:
-        machine = self._host.machine
+        machine, held = self._host.machine, self._host.machine.copies
         states = {
-            block: (copy.role is ReplicaRole.OWNER, copy.version, copy.state) for block, copy in machine.copies.items()
+            copy.block.id: (copy.role is ReplicaRole.OWNER, version, copy.state)
+            for copy, version in zip(held.all, held.versions, strict=True)
         }
         return FinishedReport(self._host.id, machine.member.generation, machine.last_step, stopped, states)
 
@@ -441,7 +442,7 @@ class _SimDisk:
 
     def write(self, step: int) -> None:
         host, machine = self._host, self._host.machine
-        states = {block: copy.state for block, copy in machine.copies.items() if copy.role is ReplicaRole.OWNER}
+        states = {copy.block.id: copy.state for copy in machine.copies.owned}
         shard = Shard(host.id, machine.member.generation, step, machine.progress.grids.exponents, states)
         self.is_busy = True
         host.world.after(2 * host.world.delay(), host, self._on_written, shard)
@@ -524,14 +525,12 @@ class _Watch(StepObserver):
     def installed(self, decision: Decision) -> None:
         machine = self._host.machine
         self._tell_new_copies()
-        versions = [copy.version for copy in machine.copies.values()]
-        self._see.installed(self._host.id, decision, versions, machine.progress.grids.exponents)
+        self._see.installed(self._host.id, decision, machine.copies.versions, machine.progress.grids.exponents)
 
     def _tell_new_copies(self) -> None:
         """Of copies that have begun to count: with a commit or, before the next attempt, with a refused vote (K7)."""
         copies = self._host.machine.copies
-        if copies.keys() == self.known:
-            return
-        for block in copies.keys() - self.known:
-            self._see.loaded(self._host.id, block, copies[block].version, copies[block].state)
+        for copy, version in zip(copies.all, copies.versions, strict=True):
+            if copy.block.id not in self.known:
+                self._see.loaded(self._host.id, copy.block.id, version, copy.state)
         self.known = set(copies)

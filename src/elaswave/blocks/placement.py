@@ -22,6 +22,7 @@ import numpy as np
 
 from elaswave.blocks.domains import Domains, domains_of, realms_of
 from elaswave.blocks.replica_peers import ReplicaPeers, choose_replica_peers
+from elaswave.hashing import MASK64, key64, mix_words
 from elaswave.types import WHOLE_STAGE, Layout
 
 if TYPE_CHECKING:
@@ -52,6 +53,30 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     def num_elements(self) -> int:
         """Length of the run, padding included."""
         return self.stop - self.start
+
+
+@functools.lru_cache(maxsize=64)
+def block_keys(num_blocks: int) -> "npt.NDArray[np.uint64]":
+    """Makes random 64-bit numbers, one for each block and the same everywhere: what a block counts in sums that tell
+    sets of blocks apart. They are odd, so that a block which lacks, or is there twice, is never lost modulo 2**64.
+
+    Returns:
+        [num_blocks], read-only.
+    """
+    keys = mix_words(np.arange(num_blocks, dtype=np.uint64) + np.uint64(key64("block"))) | np.uint64(1)
+    keys.flags.writeable = False
+    return keys
+
+
+class ReplicaRole(IntEnum):
+    """What a worker is to a block."""
+
+    OWNER = 1
+    FOLLOWER = 2
+
+
+NO_ROLE = 0
+"""Stands in arrays of roles where a worker does not hold the block."""
 
 
 class Placement(msgspec.Struct, frozen=True, dict=True):
@@ -104,16 +129,34 @@ class Placement(msgspec.Struct, frozen=True, dict=True):
         """Tells whether a worker holds any block."""
         return any(worker in group for group in self.groups)
 
+    def by_group(self, values: Iterable[int], dtype: str = "i8") -> "npt.NDArray[Any]":
+        """Deals numbers, one of each group, to the blocks of the groups, [number of blocks]."""
+        return np.array([*values], dtype)[self.group_indices]
+
+    def roles(self, worker: int) -> "npt.NDArray[np.uint8]":
+        """Finds what a worker is to each block: its `ReplicaRole`, or `NO_ROLE`."""
+        return self.by_group((_role_in(group, worker) for group in self.groups), "u1")
+
+    @functools.cached_property
+    def key_sums(self) -> tuple[tuple[int, ReplicaRole, int], ...]:
+        """Each holder in each of its roles, and the sum of the `block_keys` of the blocks that it holds so."""
+        of_group = np.zeros(len(self.groups), np.uint64)
+        np.add.at(of_group, self.group_indices, block_keys(self.num_blocks))
+        sums: dict[tuple[int, ReplicaRole], int] = defaultdict(int)
+        for group, value in zip(self.groups, of_group.tolist()):
+            for worker in group:
+                sums[worker, ReplicaRole(_role_in(group, worker))] += value
+        return tuple((worker, role, value & MASK64) for (worker, role), value in sums.items())
+
+
+def _role_in(group: tuple[int, ...], worker: int) -> int:
+    if worker not in group:
+        return NO_ROLE
+    return ReplicaRole.OWNER if group[0] == worker else ReplicaRole.FOLLOWER
+
 
 def _dtype(num_groups: int) -> str:
     return "<u2" if num_groups <= 1 << 16 else "<u4"
-
-
-class ReplicaRole(IntEnum):
-    """What a worker is to a block."""
-
-    OWNER = 1
-    FOLLOWER = 2
 
 
 def default_block_size(num_elements: int) -> int:
@@ -592,9 +635,6 @@ class FollowerChooser:
 
 def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, ReplicaRole]:
     """Lists which blocks a worker holds under a placement, and as what."""
-    role_in = [
-        (ReplicaRole.OWNER if group[0] == worker else ReplicaRole.FOLLOWER) if worker in group else None
-        for group in placement.groups
-    ]
-    roles = zip(blocks, map(role_in.__getitem__, placement.group_indices.tolist()))
+    known = (None, *ReplicaRole)
+    roles = zip(blocks, map(known.__getitem__, placement.roles(worker).tolist()))
     return {block.id: role for block, role in roles if role is not None}

@@ -306,7 +306,6 @@ class _Made:
         self._device = device
         self._place = None if device.is_host else device.place
         self._reader = None if checkpoint is None else PieceReader(checkpoint[0])
-        self._step = 0 if checkpoint is None else checkpoint[1].step
         layers = layout.layers_of(worker)
         shapes, shared = blueprint.shapes, layout.shared_units(layers)
         self._roles = roles_of(worker, placement, blueprint.blocks)
@@ -398,9 +397,7 @@ class _Made:
         wanted = blueprint.state.slots_of(shape.tensors, self._num_updates)
         slots = {name: self._state(shape, name, runs, masters) for name in wanted if name != MASTER}
         for position, block in enumerate(self._blocks.get(unit, [])):
-            copy = HeldBlock(
-                blueprint.blocks[block], self._roles[block], shape, {MASTER: masters[position]}, self._step
-            )
+            copy = HeldBlock(blueprint.blocks[block], self._roles[block], shape, {MASTER: masters[position]})
             names = blueprint.state.slots_of((part.slot for part in copy.segments), self._num_updates)
             copy.slots.update((name, slots[name][position]) for name in names if name != MASTER)
             self.held[block] = copy

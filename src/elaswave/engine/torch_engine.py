@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from elaswave.blocks.placement import Placement, ReplicaRole
@@ -23,7 +24,7 @@ from elaswave.engine.checks.determinism_check import changed_operator, environme
 from elaswave.engine.checks.spot_checks import SpotChecks
 from elaswave.engine.compute import ALONE, Compute, ComputeRules, Surroundings
 from elaswave.engine.reduction import Reduction
-from elaswave.hashing import MASK64
+from elaswave.hashing import MASK64, mix_words, text64
 from elaswave.protocol.step.ballot import ENVIRONMENT, Environment, Scores
 from elaswave.protocol.step.engine import Change, Imbalance, Loaded, Measured, MemoryKind, Unfinished
 from elaswave.protocol.step.salvage import Keep
@@ -484,10 +485,14 @@ class TorchEngine:
         assert self.seals is not None
         return [self.seals.masters[copy.block.id] for copy in copies]
 
-    def state_hashes(self, copies: Sequence[HeldBlock]) -> list[list[tuple[str, int]]]:
+    def state_hashes(self, copies: Sequence[HeldBlock]) -> np.ndarray:
         """Computes the hashes of the optimizer's states."""
-        found = iter(self._hashes([values for copy in copies for _, values in _optimizer_slots(copy)]))
-        return [[(name, next(found)) for name, _ in _optimizer_slots(copy)] for copy in copies]
+        slots = [(place, name, each) for place, copy in enumerate(copies) for name, each in _optimizer_slots(copy)]
+        hashes = np.array(self._hashes([values for _, _, values in slots]), np.uint64)
+        found = np.zeros(len(copies), np.uint64)
+        names = np.array([text64(name) for _, name, _ in slots], np.uint64)
+        np.add.at(found, np.array([place for place, _, _ in slots], np.int64), mix_words(hashes + names))
+        return found
 
     def _hashes(self, runs: Sequence[torch.Tensor]) -> list[int]:
         if self.device.is_host or not runs:
@@ -667,7 +672,7 @@ class TorchEngine:
     def empty_copy(self, block: int, num_updates: int) -> HeldBlock:
         """Makes a follower's copy of a block, without content."""
         run, state = self.blocks[block], self.context.blueprint.state
-        copy = HeldBlock(run, ReplicaRole.FOLLOWER, state.layers[run.layer], {}, version=-1)
+        copy = HeldBlock(run, ReplicaRole.FOLLOWER, state.layers[run.layer], {})
         for name in state.slots_of((segment.slot for segment in copy.segments), num_updates):
             copy.slots[name] = torch.empty(run.num_elements, dtype=torch.float32, device=self._place)
         return copy

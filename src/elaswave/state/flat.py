@@ -37,7 +37,7 @@ from elaswave.blocks.shapes import (
 )
 from elaswave.checkpoints.format import MASTER
 from elaswave.errors import UsageError
-from elaswave.hashing import MASK64, key64
+from elaswave.hashing import MASK64, key64, mix_words
 from elaswave.models.admission import CopyOf, check_module, refuse_overlap, without_values
 from elaswave.models.layers import Layer, ModelSpec, build_layer
 
@@ -632,15 +632,6 @@ class FlatLayer:
 _CHUNK = 1 << 15
 
 
-def mix_words(values: np.ndarray) -> np.ndarray:
-    """Does the same as `elaswave.hashing.mix64`, but on an array of uint64, in place."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        values ^= values >> np.uint64(shift)
-        values *= np.uint64(factor)
-    values ^= values >> np.uint64(31)
-    return values
-
-
 def _words(values: torch.Tensor) -> np.ndarray:
     """Returns the bits of a tensor as unsigned integers of up to 32 bits."""
     words = {1: torch.uint8, 2: torch.int16}.get(values.dtype.itemsize, torch.int32)
@@ -685,16 +676,12 @@ class HeldBlock:
         role: owner or follower.
         shape: the block's layer.
         slots: float32 tensors of the block's length: "master" and the optimizer's, as far as they exist yet.
-        version: the last step that was applied to the slots.
     """
 
-    def __init__(
-        self, block: Block, role: ReplicaRole, shape: LayerShape, slots: dict[str, torch.Tensor], version: int
-    ) -> None:
+    def __init__(self, block: Block, role: ReplicaRole, shape: LayerShape, slots: dict[str, torch.Tensor]) -> None:
         self.block = block
         self.role = role
         self.slots = slots
-        self.version = version
         self.segments: tuple[Segment, ...] = tuple(segments(shape, block.start, block.stop))
         self.decay_runs = tuple(_decay_runs(self.segments))
         """The runs [start, stop) of the block that weight decay applies to."""

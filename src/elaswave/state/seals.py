@@ -30,8 +30,8 @@ import torch
 from elaswave.blocks.placement import Block
 from elaswave.checkpoints.format import MASTER
 from elaswave.devices.interface import HOST, Device, read_tensors
-from elaswave.hashing import MASK64, key64
-from elaswave.state.flat import FlatLayer, FlatUnit, HeldBlock, mix_words
+from elaswave.hashing import MASK64, key64, mix_words
+from elaswave.state.flat import FlatLayer, FlatUnit, HeldBlock
 
 _WORD_BYTES = 8
 _ROW_WORDS = 1 << 13

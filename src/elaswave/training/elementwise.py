@@ -287,7 +287,7 @@ class _Trial:
         blocks = []
         for number, (start, stop) in enumerate(pairwise(sorted(cuts))):
             held = HeldBlock(
-                Block(number, 0, start, stop), ReplicaRole.OWNER, shape, {MASTER: master[start:stop].clone()}, 0
+                Block(number, 0, start, stop), ReplicaRole.OWNER, shape, {MASTER: master[start:stop].clone()}
             )
             for segment in held.segments:
                 for name, value in tried.traits[segment.slot.group].fills.items():

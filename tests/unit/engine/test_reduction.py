@@ -59,7 +59,7 @@ def send(crew):
 def balance_after_reduce(crew):
     """What the vote would come to."""
     for worker, each in enumerate(crew):
-        copies = [HeldBlock(BLOCKS[block], ReplicaRole.OWNER, SHAPE, {}, version=0) for block in owned_by(worker)]
+        copies = [HeldBlock(BLOCKS[block], ReplicaRole.OWNER, SHAPE, {}) for block in owned_by(worker)]
         each.reduction.reduce(0, copies, [peer for peer in WORKERS if peer != worker])
         assert all(copy.gradient is not None for copy in copies)
     return sum(each.reduction.partial_sums() for each in crew) % 2**64
@@ -139,7 +139,7 @@ def test_48_bits_take_6_bytes_in_memory_and_on_the_way_and_give_the_same_means()
         come, gone = each.slot(0, 1, owned_by(0)), each.frame(0, owned_by(1))
         assert [part.dtype for part in come] == [part.dtype for part in gone]
         send(crew)
-        copies = [HeldBlock(BLOCKS[block], ReplicaRole.OWNER, SHAPE, {}, version=0) for block in owned_by(0)]
+        copies = [HeldBlock(BLOCKS[block], ReplicaRole.OWNER, SHAPE, {}) for block in owned_by(0)]
         each.reduce(0, copies, [1, 2])
         found[width] = held / SHAPE.size, (sum(part.nbytes for part in gone) - 8) / 32, copies[0].gradient
     assert found[64][:2] == (8, 8)

@@ -5,9 +5,10 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
-from elaswave.blocks.placement import Placement, ReplicaRole
+from elaswave.blocks.placement import Placement, ReplicaRole, block_keys
 from elaswave.blocks.shapes import MAX_EXPONENT, MIN_EXPONENT, next_exponent
 from elaswave.hashing import key64
 from elaswave.protocol.step.ballot import (
@@ -24,7 +25,7 @@ from elaswave.protocol.step.ballot import (
     VoteOutcome,
     VoteShape,
     add_words,
-    agreement_key,
+    agreement_keys,
     bits_float,
     coverage_key,
     decode_certificate,
@@ -32,9 +33,9 @@ from elaswave.protocol.step.ballot import (
     expected_coverage,
     expected_residency,
     float_bits,
+    holder_key,
     loss_key,
     read_verdict,
-    residency_key,
 )
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_TENSORS, NUM_WORKERS = 3, 4, 2, 3
@@ -43,6 +44,17 @@ LAYOUT_HASH = key64("layout") >> 2
 MAXIMA = (0.5, 3.0)
 GRIDS = GridState(tuple(next_exponent(maximum, 0, NUM_MICROBATCHES) for maximum in MAXIMA), calibrated=True, exact=True)
 HASHES = [key64("gradient", block) for block in range(2)]
+
+
+def residency_key(block, role, worker, version):
+    """What one held block counts in the residency sum of a job of two blocks."""
+    return int(block_keys(2)[block]) * holder_key(worker, role, version)
+
+
+def agreement_key(kind, block, step, attempt, *hashes):
+    """What one copy counts in the agreement sum, by itself."""
+    (key,) = agreement_keys(kind, block_keys(2)[[block]], step, attempt, *(np.array([h], np.uint64) for h in hashes))
+    return int(key)
 
 
 def certificates():
@@ -320,7 +332,7 @@ def test_the_stronger_request_wins():
 
 def test_keys_of_different_things_differ():
     pair = (0, 1)
-    keys = {residency_key(*parts) for parts in itertools.product(pair, (1, 2), pair, (5, 6))}
+    keys = {residency_key(*parts) % 2**64 for parts in itertools.product(pair, (1, 2), pair, (5, 6))}
     keys |= {agreement_key(*parts) for parts in itertools.product(("gradient", "master"), pair, (1, 2), (1, 2), pair)}
     keys |= {coverage_key(*parts) for parts in itertools.product(range(3), range(3))}
     keys |= {loss_key(microbatch) for microbatch in range(3)}
@@ -356,6 +368,51 @@ def test_what_the_residency_must_come_to():
         (1, ReplicaRole.FOLLOWER, 0),
     ]
     assert expected_residency(placement, 7) == sum(residency_key(*copy, 6) for copy in held) % 2**64
+
+
+def every_wrong_set(held):
+    """All that differs from what is held in one thing, as (block, role, worker, version), and what differs in two."""
+    for place, (block, role, worker, version) in enumerate(held):
+        others = held[:place] + held[place + 1 :]
+        yield others
+        yield [*held, held[place]]
+        yield [*others, (block, 3 - role, worker, version)]
+        yield [*others, (block, role, worker + 1, version)]
+        yield [*others, (block, role, worker, version - 1)]
+        yield from ([*others, (other, role, worker, version)] for other in range(4) if other != block)
+    for one, other in itertools.combinations(range(len(held)), 2):
+        rest = [copy for place, copy in enumerate(held) if place not in (one, other)]
+        yield rest
+        for change in itertools.product((0, 1), repeat=4):
+            # Parts of two copies are exchanged: each block, role, holder and version is there as often as it should be.
+            pairs = [(b, a) if swap else (a, b) for a, b, swap in zip(held[one], held[other], change, strict=True)]
+            yield [*rest, *zip(*pairs, strict=True)]
+
+
+def test_every_other_set_of_holders_has_another_residency_sum():
+    placement = Placement.of((0, 1, 0, 2), ((1,), (2, 0), (1, 2), ()))
+    held = [(block, role, worker, 6) for block in range(4) for worker, role in zip(placement.holders(block), (1, 2, 2))]
+    right, keys = expected_residency(placement, 7), block_keys(4).tolist()
+
+    def sums(copies):
+        return sum(keys[block] * holder_key(worker, role, version) for block, role, worker, version in copies) % 2**64
+
+    assert sums(held) == right
+    wrong = [copies for copies in every_wrong_set(held) if sorted(copies) != sorted(held)]
+    assert len(wrong) > 200 and all(sums(copies) != right for copies in wrong)
+
+
+def test_hashes_that_differ_alike_do_not_make_up_for_each_other():
+    # As a run's hash does where the sign of a float changes, in whatever block it is.
+    step, hashes = (7, 1), np.array([3, 8], np.uint64)
+    changed = hashes ^ np.uint64(1 << 63)
+    keys = agreement_keys("copy", block_keys(2), *step, hashes, hashes)
+    found = [
+        agreement_keys("copy", block_keys(2), *step, *each)
+        for each in ((changed, hashes), (hashes, changed), (changed, changed))
+    ]
+    assert all(int((each - keys).sum()) for each in found)
+    assert all((each != keys).all() for each in found)
 
 
 CHANGE = key64("a planned change") >> 2

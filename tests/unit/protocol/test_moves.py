@@ -1,21 +1,25 @@
 """How blocks come to new holders: what travels in one attempt, in which order, and what that costs a step at most."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
-from elaswave.blocks.placement import Placement, ReplicaRole, make_blocks, place_blocks
+from elaswave.blocks.placement import Placement, ReplicaRole, block_keys, make_blocks, place_blocks
 from elaswave.blocks.replica_peers import EVERYBODY
 from elaswave.planning.programs.layout import make_layout
 from elaswave.planning.state_moves.target_placement import target_placement
-from elaswave.protocol.step.ballot import expected_residency, residency_of
+from elaswave.protocol.step.ballot import expected_residency, holder_key, key_sums, residency_of
 from elaswave.protocol.step.blocks import (
     CopyBudget,
+    PlannedChange,
     followed_by,
-    held_keys,
     next_placement,
     num_in_place,
     refilled,
     towards,
 )
+from elaswave.protocol.step.ledger import HeldCopies
 
 BLOCKS = make_blocks([40, 40], 10)
 LAYOUT = make_layout(widths=[2, 2], layers_per_stage=[1, 1], num_microbatches=4)
@@ -108,17 +112,20 @@ def test_the_second_residency_sum_proves_all_of_the_target_and_nothing_less(is_c
     placement = towards(here, target, BLOCKS, 1000 if is_complete else 20)
     total = 0
     for worker in range(4):
-        held = [(block, 6) for block in range(len(BLOCKS)) if worker in placement.holders(block)]
-        total += residency_of(held_keys(worker, target, BLOCKS, held), worker)
+        held = np.array([block for block in range(len(BLOCKS)) if worker in placement.holders(block)], np.int64)
+        total += residency_of(worker, key_sums(held, target.roles(worker)[held], len(BLOCKS)), 6)
     assert (total % 2**64 == expected_residency(target, 7)) is is_complete
 
 
-def test_roles_in_that_sum_are_those_of_the_target():
+@pytest.mark.parametrize(("worker", "role"), [(2, ReplicaRole.OWNER), (3, ReplicaRole.FOLLOWER), (0, None)])
+def test_roles_in_that_sum_are_those_of_the_target(worker, role):
     here, target = exchanged()
-    assert here.owner[0] == 0 and target.owner[0] == 2
-    (key,) = held_keys(2, target, BLOCKS, [(0, 6)])
-    assert key == (0, ReplicaRole.OWNER, 6)
-    assert held_keys(0, target, BLOCKS, [(0, 6)]) == []
+    assert here.holders(0) == (0, 1) and target.holders(0) == (2, 3)
+    planned = PlannedChange(worker, SimpleNamespace(move_elements=10), None)
+    planned.moving = SimpleNamespace(placement=target)
+    held = HeldCopies({0: SimpleNamespace(role=ReplicaRole.FOLLOWER)}, 6)
+    right = 0 if role is None else int(block_keys(len(BLOCKS))[0]) * holder_key(worker, role, 6)
+    assert planned.residency(held) == right % 2**64
 
 
 def votes(budget, durations, *, copied):

@@ -25,7 +25,7 @@ def store_of(worker, placement):
     for block, role in roles_of(worker, placement, BLOCKS).items():
         run = BLOCKS[block]
         slots = {name: values[run.layer][run.start : run.stop].clone() for name, values in VALUES.items()}
-        held[block] = HeldBlock(run, role, SHAPES[run.layer], slots, version=4)
+        held[block] = HeldBlock(run, role, SHAPES[run.layer], slots)
     return BlockStore(dict(reversed(held.items())))
 
 
@@ -88,7 +88,7 @@ def test_bytes_are_those_of_all_slots_and_both_roles():
 
 def test_decay_applies_to_the_runs_of_matrices_inside_a_block():
     shape = make_shape([(4, 8), (2, 16), (32,), (3, 3), (2, 2)])
-    runs = [HeldBlock(block, ReplicaRole.OWNER, shape, {}, 0).decay_runs for block in make_blocks([shape.size], 48)]
+    runs = [HeldBlock(block, ReplicaRole.OWNER, shape, {}).decay_runs for block in make_blocks([shape.size], 48)]
     # Neighbours are joined, padding between tensors is left out.
     assert runs == [((0, 48),), ((0, 16),), ((0, 9), (32, 36)), ()]
     assert shape.size == 160

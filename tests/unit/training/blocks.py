@@ -67,7 +67,7 @@ class Crew:
         self.blocks = []
         for number, (start, stop) in enumerate(pairwise(cuts)):
             slots = {MASTER: master[start:stop].clone()}
-            held = HeldBlock(Block(number, 0, start, stop), ReplicaRole.OWNER, self.shape, slots, 0)
+            held = HeldBlock(Block(number, 0, start, stop), ReplicaRole.OWNER, self.shape, slots)
             for name in optimizer.slots:
                 if name not in optimizer.late and any(part.slot.has(name) for part in held.segments):
                     held.slots[name] = torch.zeros(stop - start)

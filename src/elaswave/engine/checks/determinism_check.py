@@ -411,7 +411,7 @@ def _one_of_each_kind(blueprint: Blueprint) -> Iterator[Block]:
 
 def _made_up_copy(blueprint: Blueprint, block: Block, device: Device) -> HeldBlock:
     """Makes a block with values that do not depend on the run; states of the optimizer are not negative."""
-    copy = HeldBlock(block, ReplicaRole.OWNER, blueprint.shapes[block.layer], {}, version=0)
+    copy = HeldBlock(block, ReplicaRole.OWNER, blueprint.shapes[block.layer], {})
     for name in blueprint.state.slots_of((segment.slot for segment in copy.segments), 0):
         values = made_up(torch.empty(copy.num_elements, device=device.place), key64(UPDATE, name, block.layer))
         copy.slots[name] = values if name == MASTER else values.abs_()

@@ -9,11 +9,12 @@ The parts:
 
 - coverage: `coverage_key` of every (layer, micro-batch) that was added, and `loss_key` of every loss, against the known
   total;
-- residency: a key for every held block, its role, holder and version, against what the placement says;
+- residency: a number for every held block, its role, holder and version, against what the placement says
+  (`expected_residency`);
 - next residency: the same of the placement that a planned change leads to, as far as its copies are held already: once
   it comes to what that placement says, the change comes into force;
-- agreement: owners add (number of followers x hash) of each gradient, of each master and, for a rotating sample of
-  blocks, of the optimizer's states; followers subtract theirs. Owners add (number of those that run the layer x hash)
+- agreement: owners add (number of followers x key) of each gradient, of each master and, for a rotating sample of
+  blocks, of the optimizer's states; followers subtract theirs. Owners add (number of those that run the layer x key)
   of the parameters that they serve, those that run it subtract that of what they compute with. Zero unless a copy
   differs;
 - memory: how much of what RUN reads, and of the masters, is not as it was written, by the own seals of each worker;
@@ -51,9 +52,11 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from elaswave.blocks.placement import Placement, ReplicaRole
+import numpy as np
+
+from elaswave.blocks.placement import Placement, ReplicaRole, block_keys
 from elaswave.blocks.shapes import (
     FEWEST_BITS,
     NORM_LIMBS,
@@ -64,7 +67,12 @@ from elaswave.blocks.shapes import (
     norm_from_limbs,
     norm_limbs,
 )
-from elaswave.hashing import MASK64, key64, mix64
+from elaswave.hashing import MASK64, key64, mix_words
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Words = npt.NDArray[np.uint64]
 
 AUX_LOSS = "aux_loss"
 """Name under which auxiliary losses are reported; no metric may have it."""
@@ -689,52 +697,77 @@ def _read_writes(shape: VoteShape, values: Sequence[int]) -> tuple[tuple[int, ..
     return written, unequal
 
 
-def residency_key(block: int, role: int, worker: int, version: int) -> int:
-    """Computes what holding a block contributes to the residency sums."""
-    # Only the version changes from step to step; the costly part of the key is remembered.
-    return mix64(_copy_key(block, role, worker) + version)
+@functools.lru_cache(maxsize=1 << 16)
+def holder_key(worker: int, role: int, version: int) -> int:
+    """Computes by what the `block_keys` of blocks are multiplied that a worker holds in a role, at a version; odd."""
+    return key64("residency", worker, role, version) | 1
 
 
-@functools.lru_cache(maxsize=1 << 20)
-def _copy_key(block: int, role: int, worker: int) -> int:
-    return key64("residency", block, role, worker)
-
-
-def agreement_key(kind: str, block: int, step: int, attempt: int, *hashes: int) -> int:
-    """Computes what a copy of a block contributes to the agreement sum, before it is multiplied by the number of
-    partners.
+def key_sums(
+    blocks: "npt.NDArray[np.int64]", roles: "npt.NDArray[np.unsignedinteger[Any]]", num_blocks: int
+) -> tuple[int, ...]:
+    """Sums the `block_keys` of blocks by role, modulo 2**64.
 
     Args:
-        kind: "copy", of gradient and state, or "parameters".
-        hashes: of what is compared.
+        blocks, roles: of what is held; what has another role than those that there are does not count.
+        num_blocks: of the model.
+    Returns:
+        In the order of `ReplicaRole`.
     """
-    return key64(kind, block, step, attempt, *hashes)
+    keys = block_keys(num_blocks)[blocks]
+    return tuple(int(keys @ (roles == role)) for role in ReplicaRole)
 
 
-def residency_of(copies: Iterable[tuple[int, int, int]], worker: int) -> int:
+def residency_of(worker: int, sums: Sequence[int], version: int) -> int:
     """Computes what a worker brings to a residency sum.
 
     Args:
-        copies: (block, role, version) that count.
         worker: its id.
+        sums: as of `key_sums`, of its copies.
+        version: of these.
     """
-    return sum(residency_key(block, role, worker, version) for block, role, version in copies) & MASK64
+    return sum(holder_key(worker, role, version) * keys for role, keys in zip(ReplicaRole, sums, strict=True)) & MASK64
 
 
-@functools.lru_cache(maxsize=1024)
 def expected_residency(placement: Placement, step: int) -> int:
     """Computes what the residency sums must come to in the vote on a step.
+
+    A held block counts the product of its block's key and its holder's, so blocks of one holder are summed once for a
+    placement, and a step costs as much as there are holders, however many blocks they hold. A product of random numbers
+    is enough, by Freivalds' argument: say that what is held differs from what should be. Then the keys of the blocks in
+    which one holder (worker, role and version) differs add up to a random number x that does not depend on the holders'
+    keys, and modulo 2**64 the odd random number by which it is multiplied makes up for what all others have wrong only
+    by chance (about once in 2**58). Where only one block, or only one holder, is another than it should be, never.
 
     Args:
         placement: the one under which the vote is held.
         step: all copies must be of the step before.
     """
-    total = 0
-    for block, owner in enumerate(placement.owner):
-        total += residency_key(block, ReplicaRole.OWNER, owner, step - 1)
-        for follower in placement.followers[block]:
-            total += residency_key(block, ReplicaRole.FOLLOWER, follower, step - 1)
-    return total & MASK64
+    sums = placement.key_sums
+    return sum(holder_key(worker, role, step - 1) * blocks for worker, role, blocks in sums) & MASK64
+
+
+def agreement_keys(kind: str, blocks: "Words", step: int, attempt: int, *hashes: "Words") -> "Words":
+    """Computes what copies of blocks contribute to the agreement sum, before it is multiplied by the number of
+    partners. Each hash goes through a mixing of its own: hashes are sums, and what differs in two of them could add up
+    to nothing.
+
+    Args:
+        kind: "copy", of gradient and state, or "parameters".
+        blocks: the `block_keys` of those that they are of.
+        step, attempt: of the vote.
+        hashes: of what is compared, each [number of copies].
+    """
+    keys = blocks + _attempt_key(kind, step, attempt)
+    for each in hashes:
+        keys += each
+        mix_words(keys)
+    return keys
+
+
+@functools.lru_cache(maxsize=64)
+def _attempt_key(kind: str, step: int, attempt: int) -> "np.uint64":
+    return np.uint64(key64(kind, step, attempt))
 
 
 @functools.lru_cache(maxsize=1 << 16)

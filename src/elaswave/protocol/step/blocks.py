@@ -19,19 +19,26 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_not
 from statistics import median_low
-from typing import Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
-from elaswave.blocks.placement import Block, Placement, ReplicaRole, roles_of
+import numpy as np
+
+from elaswave.blocks.placement import NO_ROLE, Block, Placement, block_keys
 from elaswave.errors import StateError
 from elaswave.hashing import key64
 from elaswave.planning.search.recovery import choose_followers
-from elaswave.protocol.messages import Decision, LayoutChange
-from elaswave.protocol.step.ballot import Verdict, expected_residency, residency_of
-from elaswave.protocol.step.engine import C, Copy, Engine, FrameKind, JobTerms, Key, Pause
+from elaswave.protocol.messages import BlockReplicas, Decision, LayoutChange
+from elaswave.protocol.step.ballot import Verdict, expected_residency, key_sums, residency_of
+from elaswave.protocol.step.engine import C, Engine, FrameKind, JobTerms, Key, Pause
 from elaswave.protocol.step.execution import Execution, Life
-from elaswave.protocol.step.ledger import Held
+from elaswave.protocol.step.ledger import HeldCopies
 from elaswave.protocol.step.traffic import Shipment, Traffic, agreement_hash, deliveries_of, traffic_of
 from elaswave.types import Layout, struct_hash
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Words = npt.NDArray[np.uint64]
 
 SLOWDOWN_MAX = 1.05
 """Copies travel at a rate at which a step takes at most so much longer than one without them."""
@@ -40,24 +47,41 @@ NUM_USUAL, NUM_JUDGED = 5, 3
 disturbed decides nothing."""
 
 
+class Weighed(NamedTuple, Generic[C]):
+    """What of one worker is compared with others under a placement, and how often each counts. Two kinds of it; of
+    each, [number]."""
+
+    copies: Sequence[C]
+    """Those that have others."""
+    blocks: "npt.NDArray[np.int64]"
+    """Of these."""
+    block_keys: "Words"
+    weights: "Words"
+    """As many times as there are followers if it is the owner's, -1 if it is one of theirs."""
+    read: "npt.NDArray[np.int64]"
+    """Blocks of which it computes with the parameters, or serves them, and others do."""
+    read_keys: "Words"
+    read_weights: "Words"
+
+
 class WorkerBlocks(Generic[C]):
     """Holds the copies of one worker, and sends and receives what they need.
 
     Args:
         execution: names the frames, and has the layout.
         placement: in force.
-        copies: that the worker holds at the last committed step, by block.
+        copies: that the worker holds at the last committed step.
     """
 
     traffic_of: Callable[..., Traffic] = staticmethod(traffic_of)
 
-    def __init__(self, execution: Execution[C], placement: Placement, copies: Mapping[int, C]) -> None:
+    def __init__(self, execution: Execution[C], placement: Placement, copies: HeldCopies[C]) -> None:
         self.execution = execution
         self.worker, self.terms, self.engine = execution.worker, execution.terms, execution.engine
         self.links, self.observer = execution.links, execution.observer
-        self.copies: dict[int, C] = dict(copies)
-        """The copies held at the last committed step, by block; ascending."""
-        self.arriving: dict[int, C] = {}
+        self.copies = copies
+        """The copies held at the last committed step."""
+        self.arriving = HeldCopies[C]()
         """Base copies on their way in: they count once a vote has passed with them."""
         self.placement = placement
         """In force."""
@@ -66,6 +90,8 @@ class WorkerBlocks(Generic[C]):
         self._is_complete = False
         """Whether what `traffic` is of has been found to lack no follower. Of no placement by itself: `next_placement`
         gives the same object once more when the same copy is lost again, while the traffic is that of its refill."""
+        self._weighed: tuple[object, object, object, Weighed[C]] | None = None
+        """Copies, placement and traffic, and what is weighed of them."""
         self.use_placement(placement)
 
     # ------------------------------------------------------------------------------------------------------ placement
@@ -82,26 +108,25 @@ class WorkerBlocks(Generic[C]):
             self.traffic: Traffic = self.traffic_of(self.worker, self.terms.blocks, layout, self.placement, voting)
 
     @property
-    def voting_copies(self) -> dict[int, C]:
-        """Joins the copies that count and those that have come for this vote, by block; ascending."""
-        return dict(sorted({**self.copies, **self.arriving}.items())) if self.arriving else self.copies
+    def voting_copies(self) -> HeldCopies[C]:
+        """Joins the copies that count and those that have come for this vote."""
+        return self.copies.with_others(self.arriving) if self.arriving else self.copies
 
     def count_arriving(self) -> None:
         """Makes copies that have come count; they are not sent again: the next attempt's gradients are for them."""
-        self.copies, self.arriving = self.voting_copies, {}
+        if self.arriving:
+            self.copies, self.arriving = self.voting_copies, HeldCopies()
         self.placement = self.voting
 
     def take_placement(self, placement: Placement) -> None:
         """Brings a placement into force. Copies that it does not need are dropped: APPLY spares itself their update
         (M6)."""
-        self.placement, holders = placement, placement.holders
-        self.copies = {block: copy for block, copy in self.copies.items() if self.worker in holders(block)}
+        self.placement = placement
+        self.copies = self.copies.only(placement.roles(self.worker)[self.copies.blocks] != NO_ROLE)
         self._take_roles()
 
     def _take_roles(self) -> None:
-        owners = self.placement.owner
-        for block, copy in self.copies.items():
-            copy.role = ReplicaRole.OWNER if owners[block] == self.worker else ReplicaRole.FOLLOWER
+        self.copies.take_roles(self.placement.roles(self.worker)[self.copies.blocks])
 
     def take_decided(self, decision: Decision) -> None:
         """Brings a decision's placement into force, which asks for nothing that is not held here.
@@ -110,32 +135,58 @@ class WorkerBlocks(Generic[C]):
             StateError: it does.
         """
         placement, base = decision.placement, decision.resume_step - 1
-        roles = roles_of(self.worker, placement, self.terms.blocks)
-        if missing := sorted(roles.keys() - self.copies.keys()):
+        roles = placement.roles(self.worker)
+        if missing := sorted({*np.flatnonzero(roles).tolist()}.difference(self.copies)):
             raise StateError(
                 f"generation {decision.generation} counts on blocks {missing} of worker {self.worker}, not held here"
             )
-        for block, role in roles.items():
-            copy = self.copies[block]
-            copy.role = role
-            if copy.version != base:
-                raise StateError(f"block {block} of worker {self.worker} is of step {copy.version}, not {base}")
         # The decision does not count on the others; copies that are known to be wrong are among them (K3).
-        self.copies = {block: self.copies[block] for block in roles}
-        self.placement = placement
+        copies = self.copies.only(roles[self.copies.blocks] != NO_ROLE)
+        if behind := copies.not_at(base):
+            block = behind[0].block.id
+            version = copies.other_versions.get(block, copies.version)
+            raise StateError(f"block {block} of worker {self.worker} is of step {version}, not {base}")
+        copies.take_roles(roles[copies.blocks])
+        self.copies, self.placement = copies, placement
 
     def forget(self) -> None:
         """Gives up all copies: a checkpoint's are about to take their place."""
-        self.copies, self.arriving = {}, {}
+        self.copies, self.arriving, self._weighed = HeldCopies(), HeldCopies(), None
 
-    def take_loaded(self, copies: Mapping[int, C], placement: Placement) -> None:
+    def take_loaded(self, copies: HeldCopies[C], placement: Placement) -> None:
         """Takes the copies of a checkpoint in the place of those that were forgotten."""
-        self.copies = dict(sorted(copies.items()))
-        self.placement = placement
+        self.copies, self.placement = copies, placement
 
-    def held(self) -> dict[int, Held]:
-        """Lists the copies at the last committed step, for a report (W6)."""
-        return {block: Held(copy.role is ReplicaRole.OWNER, copy.version) for block, copy in self.copies.items()}
+    def weighed(self, held: HeldCopies[C]) -> Weighed[C]:
+        """Finds what is compared with others in a vote, under its placement.
+
+        Args:
+            held: the copies.
+        """
+        known, voting, traffic = self._weighed, self.voting, self.traffic
+        # By identity: the same from step to step, but where copies come or go.
+        if known is None or any(map(is_not, known, (held, voting, traffic))):
+            weights = voting.by_group(self._weight_in(group) for group in voting.groups)[held.blocks]
+            compared, keys = weights != 0, block_keys(voting.num_blocks)
+            blocks, read = held.blocks[compared], np.array([*traffic.read], np.int64)
+            found = Weighed(
+                held.where(compared),
+                blocks,
+                keys[blocks],
+                weights[compared].view(np.uint64),
+                read,
+                keys[read],
+                np.array([*traffic.read.values()], np.int64).view(np.uint64),
+            )
+            self._weighed = known = (held, voting, traffic, found)
+        return known[3]
+
+    def _weight_in(self, group: tuple[int, ...]) -> int:
+        return len(group) - 1 if group[0] == self.worker or len(group) == 1 else -1
+
+    def held(self) -> BlockReplicas:
+        """Says which copies are held at the last committed step, for a report (W6)."""
+        return self.copies.replicas()
 
     # ------------------------------------------------------------------------------------------------ re-replication
 
@@ -151,7 +202,8 @@ class WorkerBlocks(Generic[C]):
             num_updates: that training has made.
         """
         # A base copy counts only with the vote of its own attempt; without that it travels again (W6).
-        self.arriving = {}
+        if self.arriving:
+            self.arriving = HeldCopies()
         target = None
         if moving is not None:
             target = moving.placement
@@ -176,9 +228,10 @@ class WorkerBlocks(Generic[C]):
         key = self.execution.key
         for block, peer in self.traffic.copies_out:
             self.links.send(key(FrameKind.BASE_COPY, block, 0, peer), self.engine.state(self.copies[block]))
-        for block, owner in self.traffic.copies_in:
-            copy = self.arriving[block] = self.engine.empty_copy(block, num_updates)
-            self.links.post(key(FrameKind.BASE_COPY, block, 0, owner), self.engine.state_slot(copy))
+        if arriving := self.traffic.copies_in:
+            self.arriving = HeldCopies({block: self.engine.empty_copy(block, num_updates) for block, _ in arriving})
+        for block, owner in arriving:
+            self.links.post(key(FrameKind.BASE_COPY, block, 0, owner), self.engine.state_slot(self.arriving[block]))
 
     # --------------------------------------------------------------------------------------------------------- REDUCE
 
@@ -226,8 +279,7 @@ class WorkerBlocks(Generic[C]):
         )
         yield from receive([key(FrameKind.BASE_COPY, block, 0, owner) for block, owner in traffic.copies_in])
         # Not before their states are here: the residency sum proves versions.
-        for copy in self.arriving.values():
-            copy.version = self.execution.step - 1
+        self.arriving.version = self.execution.step - 1
 
     # ------------------------------------------------------------------------------------------- GATHER and deliveries
 
@@ -262,7 +314,7 @@ class WorkerBlocks(Generic[C]):
         posted = self.post_parameters(FrameKind.DELIVERY, incoming)
         # Of what is sent here only: elsewhere a change of memory must stay to be found, with sums that were kept.
         units = {unit for worker, unit in decision.deliver if worker == self.worker}
-        self.engine.publish(copy for copy in self.copies.values() if copy.block.layer in units)
+        self.engine.publish(copy for copy in self.copies.all if copy.block.layer in units)
         yield from self._receive_parameters(posted)
         yield Pause.SENT
         return self.engine.parameter_bytes(
@@ -390,13 +442,15 @@ class PlannedChange:
             return False
         return verdict.next_residency == expected_residency(self.moving.placement, step)
 
-    def residency(self, copies: Mapping[int, Copy]) -> int:
-        """Makes the second residency sum of the ballot: of the copies that are in their places under the change."""
+    def residency(self, copies: HeldCopies[Any]) -> int:
+        """Makes the second residency sum of the ballot: of the copies that are in their places under the change, in the
+        roles that they will have."""
         change = self.moving or self.held
         if change is None:
             return 0
-        versions = ((block, copy.version) for block, copy in copies.items())
-        return residency_of(held_keys(self._worker, change.placement, self._terms.blocks, versions), self._worker)
+        roles = change.placement.roles(self._worker)
+        # A worker that votes has all of its copies at the step before.
+        return residency_of(self._worker, key_sums(copies.blocks, roles[copies.blocks], len(roles)), copies.version)
 
     def num_in_place(self, placement: Placement) -> tuple[int, int]:
         """Counts the copies that are in their places under the adopted change, and those that will be; (0, 0) without
@@ -502,26 +556,6 @@ def followed_by(placement: Placement, target: Placement) -> Placement:
         for block, (owner, here) in enumerate(zip(placement.owner, placement.followers, strict=True))
     )
     return Placement.of(placement.owner, followers)
-
-
-def held_keys(
-    worker: int, target: Placement, blocks: Sequence[Block], versions: Iterable[tuple[int, int]]
-) -> list[tuple[int, int, int]]:
-    """Lists (block, role, version) of what a worker holds of a target, for the second residency sum.
-
-    Args:
-        worker: its id.
-        target: where blocks will be.
-        blocks: of the model.
-        versions: (block, version) of its copies.
-    """
-    roles = _roles_of(worker, target, tuple(blocks))
-    return [(block, roles[block], version) for block, version in versions if block in roles]
-
-
-@functools.lru_cache(maxsize=4096)
-def _roles_of(worker: int, placement: Placement, blocks: tuple[Block, ...]) -> dict[int, ReplicaRole]:
-    return roles_of(worker, placement, blocks)
 
 
 def refilled(

@@ -126,9 +126,10 @@ def _partial_sums(voter: Voter) -> _Finding:
 def _residency(voter: Voter) -> _Finding:
     num_blocks = len(voter.execution.terms.blocks)
     counts = [0] * (3 * num_blocks)
-    for block, copy in voter.blocks.voting_copies.items():
-        counts[block + (0 if copy.role is ReplicaRole.OWNER else num_blocks)] += 1
-        counts[block + 2 * num_blocks] += voter.execution.step - 1 - copy.version
+    held = voter.blocks.voting_copies
+    for block, role, version in zip(held.blocks.tolist(), held.roles.tolist(), held.versions, strict=True):
+        counts[block + (0 if role == ReplicaRole.OWNER else num_blocks)] += 1
+        counts[block + 2 * num_blocks] += voter.execution.step - 1 - version
     total = yield from _sum(voter, counts, part=3)
     findings = []
     for block in range(num_blocks):

@@ -16,7 +16,7 @@ Rules that the two sides keep:
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from elaswave.blocks.placement import Block, Placement, ReplicaRole
 from elaswave.blocks.shapes import WIDE_BITS
@@ -24,6 +24,13 @@ from elaswave.protocol.messages import Decision, Evidence
 from elaswave.protocol.step.ballot import BufferTensor, Environment, GridState, NonFinite, Request, Scores
 from elaswave.protocol.step.salvage import AccumulatedUnits, InFlightMicrobatch, Keep
 from elaswave.types import Action, ExecutionParameters, Layout, Program
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Hashes = Sequence[int] | npt.NDArray[np.uint64]
+    """64 bits each, one of each copy or block that was asked for."""
 
 
 class FrameKind(IntEnum):
@@ -74,12 +81,11 @@ PHASES: tuple[Phase, ...] = ("forward", "backward", "reduce", "vote", "apply", "
 
 
 class Copy(Protocol):
-    """A held copy of a block. Its numbers are the engine's, its role and version the machine's."""
+    """A held copy of a block. Its numbers are the engine's, its role the machine's, which has the version beside it
+    (`elaswave.protocol.step.ledger.HeldCopies`)."""
 
     block: Block
     role: ReplicaRole
-    version: int
-    """The last step that was applied to it."""
 
 
 C = TypeVar("C", bound=Copy)
@@ -274,7 +280,7 @@ class Engine(Protocol[C]):
         """Computes the sum of squares of each copy's mean gradient; not finite if that is not."""
         ...
 
-    def gradient_hashes(self, copies: Sequence[C]) -> Sequence[int]:
+    def gradient_hashes(self, copies: Sequence[C]) -> "Hashes":
         """Computes the hash of each copy's mean gradient, 64 bits."""
         ...
 
@@ -288,7 +294,7 @@ class Engine(Protocol[C]):
         """
         ...
 
-    def parameter_hashes(self, blocks: Sequence[int], copies: Mapping[int, C]) -> Sequence[int]:
+    def parameter_hashes(self, blocks: Sequence[int], copies: Mapping[int, C]) -> "Hashes":
         """Returns the hashes of the parameters of blocks as they were written into the layers here, when `changes` was
         asked last: what has changed since is its own finding.
 
@@ -297,12 +303,13 @@ class Engine(Protocol[C]):
         """
         ...
 
-    def master_hashes(self, copies: Sequence[C]) -> Sequence[int]:
+    def master_hashes(self, copies: Sequence[C]) -> "Hashes":
         """Does the same as `parameter_hashes`, but for the masters of copies."""
         ...
 
-    def state_hashes(self, copies: Sequence[C]) -> Sequence[Iterable[tuple[str, int]]]:
-        """Lists for each copy the name and 64-bit hash of each of its states beside the master."""
+    def state_hashes(self, copies: Sequence[C]) -> "Hashes":
+        """Computes for each copy a hash of all its states beside the master, and of their names. All of its 64 bits
+        depend on all of these, since it is added to another hash."""
         ...
 
     def counts(self) -> Mapping[tuple[int, int], int]:
@@ -388,7 +395,7 @@ class Engine(Protocol[C]):
     # copies
 
     def empty_copy(self, block: int, num_updates: int) -> C:
-        """Makes a copy of a block for a new follower, after so many updates, yet without content and version."""
+        """Makes a copy of a block for a new follower, after so many updates, yet without content."""
         ...
 
     def state(self, copy: C) -> Any:

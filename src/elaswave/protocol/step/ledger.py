@@ -6,23 +6,128 @@ until a decision; parameters are written only after the own vote; evidence is th
 a commit applies exactly what is still old.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from itertools import compress
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from elaswave.blocks.placement import ReplicaRole
+from elaswave.hashing import MASK64
 from elaswave.protocol.messages import BlockReplicas, Decision, Evidence, Progress, Report
+from elaswave.protocol.step.ballot import key_sums, residency_of
+from elaswave.protocol.step.engine import C
 from elaswave.protocol.step.salvage import Partial
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class LedgerError(Exception):
     """Something happened in an order that the protocol forbids: a bug of ours, or a decision that cannot be right."""
 
 
-class Held(NamedTuple):
-    """One held copy, as the ledger sees it."""
+class HeldCopies(Mapping[int, C]):
+    """The copies that a worker holds, by block, ascending. What the machine knows of them stands beside them, so that
+    all of them are proven, compared and moved on together, however many they are. Which copies there are never changes:
+    where some come or go, another table takes the place of this one.
 
-    owned: bool
-    version: int
+    Args:
+        copies: by block, in their roles.
+        version: of all of them.
+    """
+
+    def __init__(self, copies: Mapping[int, C] = MappingProxyType({}), version: int = -1) -> None:
+        self._copies: dict[int, C] = dict(sorted(copies.items()))
+        self.all: list[C] = [*self._copies.values()]
+        """In the order of the columns."""
+        self.blocks: npt.NDArray[np.int64] = np.array([*self._copies], np.int64)
+        """Ids, ascending."""
+        self.roles: npt.NDArray[np.uint8] = np.array([copy.role for copy in self.all], np.uint8)
+        """Of each, its `ReplicaRole`; changed only by `take_roles`."""
+        self.version = version
+        """The last step that was applied to all of them,"""
+        self.other_versions: dict[int, int] = {}
+        """but for these, by block: of some while APPLY is under way, and where it was interrupted."""
+        self._owned: list[C] | None = None
+        self._key_sums: tuple[int, ...] | None = None
+
+    def __getitem__(self, block: int) -> C:
+        return self._copies[block]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._copies)
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    @property
+    def owned(self) -> list[C]:
+        """Those that this worker owns."""
+        if self._owned is None:
+            self._owned = self.where(self.roles == ReplicaRole.OWNER)
+        return self._owned
+
+    @property
+    def versions(self) -> list[int]:
+        """The last step that was applied to each."""
+        return [self.other_versions.get(block, self.version) for block in self._copies]
+
+    def not_at(self, step: int) -> list[C]:
+        """Lists copies to which another step was applied last."""
+        if not self.other_versions:
+            return [] if self.version == step else self.all
+        return [copy for copy, version in zip(self.all, self.versions, strict=True) if version != step]
+
+    def where(self, chosen: "npt.NDArray[np.bool_]") -> list[C]:
+        """Lists some copies.
+
+        Args:
+            chosen: whether it is one of them, of each.
+        """
+        return self.all if chosen.all() else [*compress(self.all, chosen.tolist())]
+
+    def only(self, chosen: "npt.NDArray[np.bool_]") -> "HeldCopies[C]":
+        """Makes the table of some copies; argument as of `where`."""
+        return self if chosen.all() else self._made_of(self.where(chosen), self.other_versions)
+
+    def with_others(self, others: "HeldCopies[C]") -> "HeldCopies[C]":
+        """Makes the table of these copies and others, all at one version, of which this one has none."""
+        versions = {} if others.version == self.version else dict.fromkeys(others, others.version)
+        return self._made_of([*self.all, *others.all], self.other_versions | versions)
+
+    def _made_of(self, copies: Sequence[C], other_versions: Mapping[int, int]) -> "HeldCopies[C]":
+        made = HeldCopies({copy.block.id: copy for copy in copies}, self.version)
+        made.other_versions = {block: version for block, version in other_versions.items() if block in made}
+        return made
+
+    def take_roles(self, roles: "npt.NDArray[np.uint8]") -> None:
+        """Takes over a role of each copy."""
+        for place in np.flatnonzero(roles != self.roles).tolist():
+            self.all[place].role = ReplicaRole(roles[place])
+        self.roles, self._owned, self._key_sums = roles, None, None
+
+    def residency(self, worker: int, num_blocks: int) -> int:
+        """Computes what its worker brings to the residency sum.
+
+        Args:
+            worker: its id.
+            num_blocks: of the model.
+        """
+        if self._key_sums is None:
+            self._key_sums = key_sums(self.blocks, self.roles, num_blocks)
+        found = residency_of(worker, self._key_sums, self.version)
+        for block, version in self.other_versions.items():
+            sums = key_sums(np.array([block]), np.array([self._copies[block].role]), num_blocks)
+            found += residency_of(worker, sums, version) - residency_of(worker, sums, self.version)
+        return found & MASK64
+
+    def replicas(self) -> BlockReplicas:
+        """Says what is held, for a report (W6)."""
+        owned = self.roles == ReplicaRole.OWNER
+        return BlockReplicas(blocks=[*self._copies], owned=owned.tolist(), versions=self.versions)
 
 
 class CatchUp(Enum):
@@ -126,7 +231,7 @@ class Ledger:
     def promise(
         self,
         generation: int,
-        held: Mapping[int, Held],
+        held: BlockReplicas,
         layers: tuple[int, int],
         partial: Partial | None = None,
         progress: Progress | None = None,
@@ -135,14 +240,13 @@ class Ledger:
 
         Args:
             generation: that is asked for.
-            held: its copies, by block.
+            held: its copies.
             layers: as of `Report`.
             partial, progress: as of `Report`; of progress one that has no state yet says nothing.
         """
         if self.promised_generation is not None and generation <= self.promised_generation:
             raise LedgerError(f"asked to promise generation {generation} after {self.promised_generation}")
         self.promised_generation = generation
-        blocks = sorted(held)
         return Report(
             worker=self.worker,
             generation=generation,
@@ -152,11 +256,7 @@ class Ledger:
             prepared=self.prepared,
             parameters_step=self.parameters_step,
             layers=layers,
-            copies=BlockReplicas(
-                blocks=blocks,
-                owned=[held[block].owned for block in blocks],
-                versions=[held[block].version for block in blocks],
-            ),
+            copies=held,
             decided=self.decided_generation,
             partial=partial,
             progress=None if self.is_fresh else progress,

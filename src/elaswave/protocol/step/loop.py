@@ -90,10 +90,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
 import msgspec
+import numpy as np
 
-from elaswave.blocks.placement import ReplicaRole
 from elaswave.errors import NonFiniteError, UnequalBufferError, VoteError
-from elaswave.hashing import MASK64, key64
+from elaswave.hashing import key64
 from elaswave.protocol.messages import InForce, LayoutChange
 from elaswave.protocol.step.ballot import (
     NOTHING_COUNTED,
@@ -112,13 +112,12 @@ from elaswave.protocol.step.ballot import (
     expected_residency,
     pairs_of,
     read_verdict,
-    residency_of,
 )
 from elaswave.protocol.step.blocks import PlannedChange, WorkerBlocks
 from elaswave.protocol.step.diagnosis import diagnose
 from elaswave.protocol.step.engine import C, Committed, FrameKind, Pause, Ports, TrainingProgress
 from elaswave.protocol.step.execution import Execution, Life
-from elaswave.protocol.step.ledger import Ledger
+from elaswave.protocol.step.ledger import HeldCopies, Ledger
 from elaswave.protocol.step.salvage import Keep, Partial, keep_of
 from elaswave.protocol.step.soundness import CopyChecks
 
@@ -156,9 +155,9 @@ class StepLoop(Generic[C]):
     ) -> None:
         self.worker, self.terms, self.engine, self.links, self.observer, *_ = ports
         self.ledger = ledger
-        copies = dict(sorted(copies.items()))
-        self.execution = self.execution_class(ports, in_force.layout, in_force.execution, copies.values())
-        self.blocks = self.blocks_class(self.execution, in_force.placement, copies)
+        held = HeldCopies(copies, ledger.step)
+        self.execution = self.execution_class(ports, in_force.layout, in_force.execution, held.all)
+        self.blocks = self.blocks_class(self.execution, in_force.placement, held)
         self.planned = self.planned_class(self.worker, self.terms, self.engine)
         self.checks = self.checks_class(self.blocks, ledger)
         self.progress = progress
@@ -367,31 +366,27 @@ class StepLoop(Generic[C]):
         measured = self.engine.measured()
         nonfinite = measured.nonfinite
         held = self.blocks.voting_copies
-        copies = held.values()
-        owned = [copy for copy in copies if copy.role is ReplicaRole.OWNER]
-        square_sums = list(self.engine.square_sums(owned))
-        for place, (copy, value) in enumerate(zip(owned, square_sums, strict=True)):
-            # Infinite or nan. The norm's limbs take finite numbers only; a finding with a micro-batch says more.
-            if value - value != 0.0:
-                layer = self.execution.layout.layer_of(copy.block.layer)
-                nonfinite = nonfinite or NonFinite(UNKNOWN_MICROBATCH, layer)
-                square_sums[place] = 0.0
+        square_sums = np.array(self.engine.square_sums(held.owned), np.float64)
+        # Infinite or nan. The norm's limbs take finite numbers only; a finding with a micro-batch says more.
+        if len(places := np.flatnonzero(~np.isfinite(square_sums))):
+            layer = self.execution.layout.layer_of(held.owned[places[0]].block.layer)
+            nonfinite = nonfinite or NonFinite(UNKNOWN_MICROBATCH, layer)
+            square_sums[places] = 0.0
         residency = agreement = 0
         self.checks.changes = ()
         if self.terms.verify:
             # Before `compared`, for which the engine gives the hashes that it had when it looked last.
-            self.checks.look()
-            residency = residency_of(((copy.block.id, copy.role, copy.version) for copy in copies), self.worker)
-            terms = self.checks.agreement_terms(self.checks.compared())
-            agreement = sum(weight * key for _, weight, key in terms)
+            self.checks.look(held)
+            residency = held.residency(self.worker, len(self.terms.blocks))
+            agreement = self.checks.compared(held).sum
         return Ballot(
             coverage=measured.coverage,
             residency=residency,
-            agreement=agreement & MASK64,
+            agreement=agreement,
             partial_sums=measured.partial_sums if self.terms.verify else 0,
             next_state=self.next_state,
             scores=measured.scores,
-            square_sums=square_sums,
+            square_sums=square_sums.tolist(),
             maxima=measured.maxima,
             writes=measured.writes,
             nonfinite=nonfinite,
@@ -468,35 +463,35 @@ class StepLoop(Generic[C]):
         between two batches of copies; the versions of those before it are moved."""
         self.engine.committed(step, verdict.loss, updates=verdict.outcome is not VoteOutcome.SKIP)
         # Others are of the step already: an APPLY that was interrupted goes on here after the decision (W5).
-        behind = [copy for copy in self.blocks.copies.values() if copy.version != step]
-        for batch in self.engine.batches(behind):
+        copies = self.blocks.copies
+        for batch in self.engine.batches(copies.not_at(step)):
             yield Pause.MOMENT
             self.observer.point("apply")
             self.apply_batch(batch, step, verdict)
+        copies.version, copies.other_versions = step, {}
         # All of them: some may have been updated before an interrupt, and not published. None that was arriving when an
         # attempt was interrupted: it may never have come.
-        self.engine.publish(self.blocks.copies.values())
+        self.engine.publish(copies.all)
 
     def apply_batch(self, batch: Sequence[C], step: int, verdict: Verdict) -> None:
         """Updates some copies."""
-        for copy in batch:
-            assert copy.version == step - 1, f"block {copy.block.id} is of step {copy.version} when {step} is applied"
+        copies = self.blocks.copies
+        assert copies.version == step - 1, f"copies are of step {copies.version} when {step} is applied"
         # A skipped step moves versions too, since it is committed; its gradients are only forgotten.
         norm = None if verdict.outcome is VoteOutcome.SKIP else verdict.norm
         self.engine.apply(batch, step, norm, verdict.means.scale, self.progress.num_updates, verdict.written)
         # In the same moment as the update (W4): a copy that has it and does not say so would be updated once more.
-        for copy in batch:
-            copy.version = step
+        copies.other_versions.update((copy.block.id, step) for copy in batch)
 
     def switch(self, change: LayoutChange) -> None:
         """Brings the next layout into force, whose owners serve GATHER (M5). What is not held here comes with it."""
         self.planned.coming = None
         copies = self.blocks.copies
-        new = self.execution.use_layout(change.layout, change.execution, copies.values())
+        new = self.execution.use_layout(change.layout, change.execution, copies.all)
         # After the layout: whom GATHER serves follows from both.
         self.blocks.use_placement(self.blocks.placement)
         self.planned.restart_budget()
-        self.engine.publish(copy for copy in copies.values() if copy.block.layer in new)  # APPLY did the others
+        self.engine.publish(copy for copy in copies.all if copy.block.layer in new)  # APPLY did the others
         self.observer.switched()
 
     def gather(self) -> Life[None]:

@@ -55,7 +55,7 @@ from elaswave.protocol.step.blocks import followed_by
 from elaswave.protocol.step.due_work import WorkBetweenSteps
 from elaswave.protocol.step.engine import C, Committed, Pause, Ports, TrainingProgress, Wait
 from elaswave.protocol.step.execution import Life
-from elaswave.protocol.step.ledger import CatchUp, Ledger
+from elaswave.protocol.step.ledger import CatchUp, HeldCopies, Ledger
 from elaswave.protocol.step.loop import StepLoop
 from elaswave.protocol.step.member import (
     AskForPause,
@@ -193,7 +193,7 @@ class WorkerMachine(Generic[C]):
         return self.blocks.placement
 
     @property
-    def copies(self) -> dict[int, C]:
+    def copies(self) -> HeldCopies[C]:
         """The copies held at the last committed step, by block."""
         return self.blocks.copies
 
@@ -581,7 +581,7 @@ class WorkerMachine(Generic[C]):
         self.blocks.take_decided(decision)
         # Before the first call that may be interrupted: new layers have no values until the deliveries are here (W5).
         self.note_missing_parameters(decision)
-        new = self.execution.use_layout(decision.layout, decision.execution, self.copies.values())
+        new = self.execution.use_layout(decision.layout, decision.execution, self.copies.all)
         self.blocks.use_placement(decision.placement)
         # They name the frames of deliveries, so they are the decision's, whatever each member was trying.
         self.execution.step, self.execution.attempt = base, decision.resume_attempt
@@ -614,9 +614,9 @@ class WorkerMachine(Generic[C]):
         self.checks.loaded_step = decision.rollback
         self.blocks.forget()
         loaded = self.engine.load(decision.rollback, decision.layout, placement)
-        self.blocks.take_loaded(loaded.copies, placement)
+        self.blocks.take_loaded(HeldCopies(loaded.copies, decision.rollback), placement)
         steps.progress = loaded.progress
-        self.execution.use_layout(decision.layout, decision.execution, self.copies.values())
+        self.execution.use_layout(decision.layout, decision.execution, self.copies.all)
         self.blocks.use_placement(placement)
         self.ledger.gathered(decision.rollback)
         return loaded.num_bytes

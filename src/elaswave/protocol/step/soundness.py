@@ -11,17 +11,22 @@ back to a checkpoint if there is none. Constants are no blocks: whoever has lost
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+
+import numpy as np
 
 from elaswave.blocks.placement import Placement, holders_of_layers
 from elaswave.errors import StateError, VoteError
-from elaswave.hashing import key64, signed64
+from elaswave.hashing import MASK64, signed64
 from elaswave.protocol.step.activity import COMPARE
-from elaswave.protocol.step.ballot import add_words, agreement_key
-from elaswave.protocol.step.blocks import WorkerBlocks
+from elaswave.protocol.step.ballot import add_words, agreement_keys
+from elaswave.protocol.step.blocks import Weighed, WorkerBlocks
 from elaswave.protocol.step.engine import C, Change, FrameKind, MemoryKind, Pause
 from elaswave.protocol.step.execution import Life
-from elaswave.protocol.step.ledger import Ledger
+from elaswave.protocol.step.ledger import HeldCopies, Ledger
+
+if TYPE_CHECKING:
+    from elaswave.protocol.step.blocks import Words
 
 STATE_SAMPLE_PERIOD = 16
 """The optimizer's states of each block are compared between its copies once in this many steps."""
@@ -194,6 +199,39 @@ def _hex(value: int) -> str:
     return f"{value & (1 << 64) - 1:016x}"
 
 
+class Compared(NamedTuple):
+    """The hashes of what one worker compares with others."""
+
+    of: Weighed[Any]
+    gradients: "Words"
+    states: "Words"
+    parameters: "Words"
+    keys: "tuple[Words, Words]"
+    """Of each copy, and of each block that is read; times their weights those of all workers add up to 0 where they are
+    equal."""
+
+    @property
+    def sum(self) -> int:
+        """Their sum, modulo 2**64."""
+        of, (copies, read) = self.of, self.keys
+        return int(of.weights @ copies) + int(of.read_weights @ read) & MASK64
+
+    def by_block(self, num_blocks: int) -> list[int]:
+        """Lists the sums of each block, signed."""
+        of, found = self.of, np.zeros(num_blocks, np.uint64)
+        found[of.blocks] += of.weights * self.keys[0]
+        found[of.read] += of.read_weights * self.keys[1]
+        by_block: list[int] = found.view(np.int64).tolist()
+        return by_block
+
+    def hashes(self, block: int) -> list[int]:
+        """Lists the hashes of a block's gradient, state and parameters, signed; 0 stands for nothing."""
+        held, read = self.of.blocks == block, self.of.read == block
+        found = (self.gradients[held], self.states[held], self.parameters[read])
+        # So a hash that is 0 is told as 1.
+        return [sum(signed64(value or 1) for value in hashes.tolist()) for hashes in found]
+
+
 class CopyChecks(Generic[C]):
     """Looks whether one worker's memory is as it was written, and whether its copies are those of the others.
 
@@ -221,54 +259,41 @@ class CopyChecks(Generic[C]):
 
     # ------------------------------------------------------------------------------------------------- for the ballot
 
-    def look(self) -> None:
-        """Finds what has changed in this worker's memory; the ballot says how much."""
-        self.changes = self.engine.changes(self.blocks.voting_copies.values(), given_up=True)
-
-    def compared(self, *, at_rest: bool = False) -> dict[int, tuple[int, int, int]]:
-        """Hashes, by block, the gradient and the state of a copy that has others, and the parameters that this worker
-        computes with or serves; 0 stands for nothing.
+    def look(self, held: HeldCopies[C]) -> None:
+        """Finds what has changed in this worker's memory; the ballot says how much.
 
         Args:
+            held: the copies.
+        """
+        self.changes = self.engine.changes(held.all, given_up=True)
+
+    def compared(self, held: HeldCopies[C], *, at_rest: bool = False) -> Compared:
+        """Hashes gradient and state of the copies that have others, and the parameters that this worker computes with
+        or serves.
+
+        Args:
+            held: the copies.
             at_rest: between two steps: there are no gradients, and of the optimizer's states none is left out.
         """
-        blocks = self.blocks
-        held = blocks.copies if at_rest else blocks.voting_copies  # what was arriving when an attempt ended is nothing
-        copies = {block: copy for block, copy in held.items() if blocks.voting.followers[block]}
-        states = self.engine.master_hashes([*copies.values()])
-        gradients = [0] * len(copies) if at_rest else self.engine.gradient_hashes([*copies.values()])
-        # 0 stands for nothing, so a hash that is 0 is told as 1.
-        found = {
-            block: (0 if at_rest else gradient or 1, state or 1, 0)
-            for block, gradient, state in zip(copies, gradients, states, strict=True)
-        }
-        step, changed = self.execution.step, blocks.traffic.changed
+        step, attempt, engine = self.execution.step, self.execution.attempt, self.engine
+        of, changed = self.blocks.weighed(held), self.blocks.traffic.changed
+        states = np.array(engine.master_hashes(of.copies), np.uint64)
+        gradients = np.array([0] * len(states) if at_rest else engine.gradient_hashes(of.copies), np.uint64)
         # All holders of a block must sample it in the same step: `changed` is of all workers. A copy that has just come
         # is in it, since nothing has compared its states yet.
-        sampled = [
-            block for block in copies if at_rest or (block + step) % STATE_SAMPLE_PERIOD == 0 or block in changed
-        ]
-        of_states = self.engine.state_hashes([copies[block] for block in sampled])
-        for block, states_of in zip(sampled, of_states, strict=True):
-            gradient, master, _ = found[block]
-            found[block] = (gradient, key64("state", master, *(part for each in states_of for part in each)), 0)
-        read = [*blocks.traffic.read]
-        for block, parameters in zip(read, self.engine.parameter_hashes(read, held), strict=True):
-            found[block] = (*found.get(block, (0, 0))[:2], parameters or 1)
-        return found
-
-    def agreement_terms(self, compared: Mapping[int, tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Weighs all that this worker compares, as (block, weight, key); weights of what is equal add up to zero."""
-        voting, step, attempt = self.blocks.voting, self.execution.step, self.execution.attempt
-        terms = []
-        for block, (gradient, state, parameters) in compared.items():
-            if state:
-                weight = len(voting.followers[block]) if voting.owner[block] == self.worker else -1
-                terms.append((block, weight, agreement_key("copy", block, step, attempt, gradient, state)))
-            if parameters:
-                key = agreement_key("parameters", block, step, attempt, parameters)
-                terms.append((block, self.blocks.traffic.read[block], key))
-        return terms
+        is_sampled = (of.blocks + step) % STATE_SAMPLE_PERIOD == 0
+        if at_rest or changed:
+            is_sampled |= at_rest or np.isin(of.blocks, [*changed])
+        sampled = np.flatnonzero(is_sampled)
+        if len(sampled):
+            of_states = engine.state_hashes([of.copies[place] for place in sampled.tolist()])
+            states[sampled] += np.array(of_states, np.uint64)
+        parameters = np.array(engine.parameter_hashes(of.read.tolist(), held), np.uint64)
+        keys = (
+            agreement_keys("copy", of.block_keys, step, attempt, gradients, states),
+            agreement_keys("parameters", of.read_keys, step, attempt, parameters),
+        )
+        return Compared(of, gradients, states, parameters, keys)
 
     # ---------------------------------------------------------------------------------------------- between two steps
 
@@ -279,7 +304,7 @@ class CopyChecks(Generic[C]):
         Raises:
             StateError: it changes again and again, or is of what only others have now.
         """
-        copies = self.blocks.copies.values()
+        copies = self.blocks.copies.all
         # What had changed in layers that were given up is for the next ballot, if sums are kept that have read it (K5).
         self.changes = self.engine.changes(copies, given_up=False) if self.terms.verify else ()
         self.note_changes()
@@ -330,18 +355,14 @@ class CopyChecks(Generic[C]):
         Args:
             at_rest: as of `compared`.
         """
-        own = self.compared(at_rest=at_rest)
-        terms = self.agreement_terms(own)
+        # What was arriving when an attempt ended is nothing.
+        own = self.compared(self.blocks.copies if at_rest else self.blocks.voting_copies, at_rest=at_rest)
         # Copies at rest are nearly always equal: one number says so, before numbers are told for every block.
         if at_rest:
-            weighed = signed64(sum(weight * key for _, weight, key in terms))
-            if not any((yield from self._sum([weighed], part=10))):
+            if not any((yield from self._sum([signed64(own.sum)], part=10))):
                 return []  # as a vote finds it
-        sums = [0] * len(self.terms.blocks)
-        for block, weight, key in terms:
-            sums[block] = signed64(sums[block] + weight * key)
         # What is asked next follows from merged sums, so all workers ask for the same.
-        total = yield from self._sum(sums, part=2)
+        total = yield from self._sum(own.by_block(len(self.terms.blocks)), part=2)
         blocks = [block for block, difference in enumerate(total) if difference][:MAX_COMPARED]
         if not blocks:
             return []
@@ -350,8 +371,8 @@ class CopyChecks(Generic[C]):
         hashes = [0] * (row * len(blocks))
         # Each worker fills its own column, so that the sum is the table of all.
         for index, block in enumerate(blocks):
-            for kind, value in enumerate(own.get(block, ())):
-                hashes[row * index + kind * len(workers) + workers.index(self.worker)] = signed64(value)
+            for kind, value in enumerate(own.hashes(block)):
+                hashes[row * index + kind * len(workers) + workers.index(self.worker)] = value
         total = yield from self._sum(hashes, part=9)
         found = []
         for index, block in enumerate(blocks):
