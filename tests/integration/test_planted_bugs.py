@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from tests.integration.jobs import Job, QuietReporter, flip_bit, run_job
@@ -140,7 +141,8 @@ def flip_owned_gradient(machine: Machine) -> None:
 
 
 def own_it_too(machine: Machine) -> None:
-    followed(machine).role = ReplicaRole.OWNER
+    copies, block = machine.copies, followed(machine).block.id
+    copies.take_roles(np.where(copies.blocks == block, ReplicaRole.OWNER, copies.roles).astype(np.uint8))
 
 
 def another_next_layout(machine: Machine) -> None:
@@ -157,7 +159,7 @@ def flip_master(machine: Machine) -> None:
 
 
 def lose_update(machine: Machine) -> None:
-    followed(machine).version -= 1
+    machine.copies.other_versions[followed(machine).block.id] = machine.copies.version - 1
 
 
 class FlippedSum:

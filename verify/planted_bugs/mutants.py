@@ -550,7 +550,7 @@ MUTANTS = {
             "forget-a-member",
             "a group of holders to which some come forgets one that it had",
             Build(machine=with_part(ForgetsAMember)),
-            "kill:0@0",
+            "widths=2,2 num_followers=2 kill:3@0",
         ),
         Mutant(
             "replicate-alone",

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+
 ALIGNMENT_ELEMENTS = 32
 """Every parameter starts at a multiple of this: 64 bytes in bfloat16, 128 in float32. CPU kernels round some
 products differently when rows start elsewhere, so the alignment is part of what keeps bits equal."""
@@ -348,6 +350,9 @@ def is_too_coarse(maximum: float, exponent: int) -> bool:
 NORM_LIMBS = 21
 _LIMB_BITS = 32
 _NORM_SHIFT = 320
+_DIGITS, _HALF_DIGITS = 53, 27
+"""Of a float64, in binary."""
+_MANY_SUMS = 256
 _LIMBS = struct.Struct(f"<{NORM_LIMBS}I")
 _ALL_LIMBS = (1 << _LIMB_BITS * NORM_LIMBS) - 1
 
@@ -360,11 +365,29 @@ def norm_limbs(square_sums: Sequence[float]) -> list[int]:
     Args:
         square_sums: sums of squares of float32 values, so multiples of 2**-298.
     """
-    total = 0
-    for value in square_sums:
-        numerator, denominator = value.as_integer_ratio()
-        total += (numerator << _NORM_SHIFT) // denominator
+    total = sum(map(_fixed_point, square_sums)) if len(square_sums) < _MANY_SUMS else _sum_of_many(square_sums)
     return list(_LIMBS.unpack((total & _ALL_LIMBS).to_bytes(_LIMBS.size, "little")))
+
+
+def _fixed_point(value: float) -> int:
+    numerator, denominator = value.as_integer_ratio()
+    return (numerator << _NORM_SHIFT) // denominator
+
+
+def _sum_of_many(values: Sequence[float]) -> int:
+    """Computes the same sum exponent by exponent: Python's numbers of any length are made once for each of these."""
+    fractions, exponents = np.frexp(np.asarray(values, np.float64))
+    digits = np.ldexp(fractions, _DIGITS).astype(np.int64)
+    total, lowest = 0, int(exponents.min())
+    high, low = np.zeros((2, int(exponents.max()) - lowest + 1), np.int64)
+    # In two halves, sums of which do not leave 64 bits.
+    np.add.at(high, exponents - lowest, digits >> _HALF_DIGITS)
+    np.add.at(low, exponents - lowest, digits & (1 << _HALF_DIGITS) - 1)
+    for exponent, (upper, lower) in enumerate(zip(high.tolist(), low.tolist(), strict=True), lowest):
+        shift = exponent - _DIGITS + _NORM_SHIFT
+        digits_of_all = (upper << _HALF_DIGITS) + lower
+        total += digits_of_all << shift if shift >= 0 else digits_of_all >> -shift
+    return total
 
 
 def norm_from_limbs(limbs: Sequence[int]) -> float:

@@ -1,6 +1,8 @@
 """Exact sums on one grid per tensor, and the exact norm: the single steps. The laws are under ``property``."""
 
 import math
+import random
+from fractions import Fraction
 
 import pytest
 import torch
@@ -281,3 +283,11 @@ def test_the_norm_takes_the_largest_and_the_smallest_numbers():
     assert norm_from_limbs([limb * 2**20 for limb in norm_limbs([huge])]) == math.sqrt(huge) * 2**10
     assert len(norm_limbs([huge] * 1000)) == NORM_LIMBS
     assert all(0 <= limb < 2**32 for limb in norm_limbs([huge] * 1000))
+
+
+def test_limbs_of_many_sums_are_those_of_each() -> None:
+    draw = random.Random(5)
+    sums = [draw.choice((0.0, 1.0, draw.random())) * 2.0 ** draw.randrange(-240, 200) for _ in range(1000)]
+    total = sum(int(Fraction(value) * 2**320) for value in sums)
+    assert sum(limb << 32 * place for place, limb in enumerate(norm_limbs(sums))) == total
+    assert norm_limbs([0.0] * 1000) == [0] * NORM_LIMBS

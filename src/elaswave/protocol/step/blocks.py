@@ -58,8 +58,10 @@ class Weighed(NamedTuple, Generic[C]):
     block_keys: "Words"
     weights: "Words"
     """As many times as there are followers if it is the owner's, -1 if it is one of theirs."""
-    read: "npt.NDArray[np.int64]"
+    read_blocks: Sequence[int]
     """Blocks of which it computes with the parameters, or serves them, and others do."""
+    read: "npt.NDArray[np.int64]"
+    """The same."""
     read_keys: "Words"
     read_weights: "Words"
 
@@ -174,6 +176,7 @@ class WorkerBlocks(Generic[C]):
                 blocks,
                 keys[blocks],
                 weights[compared].view(np.uint64),
+                [*traffic.read],
                 read,
                 keys[read],
                 np.array([*traffic.read.values()], np.int64).view(np.uint64),

@@ -288,7 +288,7 @@ class CopyChecks(Generic[C]):
         if len(sampled):
             of_states = engine.state_hashes([of.copies[place] for place in sampled.tolist()])
             states[sampled] += np.array(of_states, np.uint64)
-        parameters = np.array(engine.parameter_hashes(of.read.tolist(), held), np.uint64)
+        parameters = np.array(engine.parameter_hashes(of.read_blocks, held), np.uint64)
         keys = (
             agreement_keys("copy", of.block_keys, step, attempt, gradients, states),
             agreement_keys("parameters", of.read_keys, step, attempt, parameters),
