@@ -15,7 +15,7 @@ class Remembering:
     """
 
     def __init__(self, planner: Planner) -> None:
-        self._planner, self.declared = planner, policy_metadata_of(planner)
+        self._planner, self.metadata = planner, policy_metadata_of(planner)
         self._answers: list[Plan | InfeasiblePlan] = []
         self._next = 0
 
