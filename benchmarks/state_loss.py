@@ -96,7 +96,7 @@ def of_placing(
     placing: Placing, cluster: Cluster, costs: Costs, job: Allocation, options: argparse.Namespace
 ) -> dict[str, Any]:
     """What is lost under the simulator's placement."""
-    placed = PlacedBlocks.of(job, cluster, placing)
+    placed = PlacedBlocks.of(job, cluster, placing, costs)
     sets = sum(1 for _ in placed.fatal_sets(placing.followers + 1))
     hosts = groups_of(cluster, 1)
     racks = groups_of(cluster, options.racks)

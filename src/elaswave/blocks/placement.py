@@ -33,6 +33,10 @@ DEFAULT_BLOCK_SIZE = 16384
 _LARGEST_DEFAULT_BLOCK_SIZE = 4 * DEFAULT_BLOCK_SIZE
 """A block's gradient, master and optimizer state just fit a core's own cache."""
 _ENOUGH_BLOCKS = 128
+MOVE_BYTES_MIN, MOVE_BYTES_MAX = 1 << 20, 1 << 28
+"""Bounds of what a worker sends in a step while blocks move, where it follows from what is measured."""
+SLOWDOWN_MAX = 1.05
+"""Copies travel at a rate at which a step takes at most so much longer than one without them."""
 _MANY_BLOCKS = 1 << 18
 """The coordinator looks at every block when a worker is lost: at so many for half a second."""
 

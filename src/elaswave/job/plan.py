@@ -16,7 +16,15 @@ from msgspec.structs import replace
 
 from elaswave._version import __version__
 from elaswave.blocks.domains import hosts_of, workers_by_site
-from elaswave.blocks.placement import Block, Placement, default_block_size, make_blocks, place_blocks
+from elaswave.blocks.placement import (
+    MOVE_BYTES_MAX,
+    MOVE_BYTES_MIN,
+    Block,
+    Placement,
+    default_block_size,
+    make_blocks,
+    place_blocks,
+)
 from elaswave.blocks.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
 from elaswave.blocks.survival import alone_on
 from elaswave.checkpoints.format import CheckpointMeta
@@ -28,7 +36,7 @@ from elaswave.data.samples import MixedSampler, Sampler, Source
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.fences import adaptive, codecs_at
 from elaswave.hashing import key64
-from elaswave.planning.costs.layers import sum_bytes
+from elaswave.planning.costs.layers import followers_that_fit, sum_bytes
 from elaswave.planning.costs.schedules import bounds_within
 from elaswave.planning.far_apart.ratios import adapted_ratios
 from elaswave.planning.programs.execution import execution_of, programs_of
@@ -39,10 +47,7 @@ from elaswave.planning.search.recovery import choose_followers, survivor_layout
 from elaswave.planning.state_moves.target_placement import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
 from elaswave.protocol.membership.admissions import libraries
 from elaswave.protocol.step.blocks import refilled
-from elaswave.types import WHOLE_STAGE, ExecutionParameters, Layout, Program
-
-MOVE_BYTES_MIN, MOVE_BYTES_MAX = 1 << 20, 1 << 28
-"""Bounds of what a worker sends in a step while blocks move, where it follows from what is measured."""
+from elaswave.types import ExecutionParameters, Layout, Program
 
 
 class StartingPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,9 +130,8 @@ class RunPlan:
             units = [self.shapes[unit] for unit in (*layers, *layout.shared_units(layers))]
             # Of a copy that was made anew, since those are the largest, with the mean gradient that it receives.
             whole_bytes = sum(4 * (len(self.slots_of(shape)) + 1) * shape.size for shape in units)
-            room = elastic.copies_memory * min(map(memory_bytes.__getitem__, stage.workers)) * stage.width
-            fits = room >= (stage.width - 1) * whole_bytes
-            numbers.append(WHOLE_STAGE if fits else max(1, int(room // whole_bytes)))
+            least_bytes = min(map(memory_bytes.__getitem__, stage.workers))
+            numbers.append(followers_that_fit(stage.width, whole_bytes, least_bytes, elastic.copies_memory))
         return layout.with_followers(*numbers)
 
     def _memory_bytes(self, layout: Layout) -> Mapping[int, float]:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from elaswave.hashing import key64
+from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.plan import Allocation
 from elaswave.planning.policy.replication import WHOLE, ReplicaSet, Replication
@@ -38,13 +39,21 @@ class SurvivalShares(msgspec.Struct, frozen=True, kw_only=True):
     """Whole racks whose loss is survived."""
     num_racks: int = 0
     """0 where racks are not known."""
+    any_workers: int = 0
+    """So many workers, whichever they are, may be lost at one instant."""
+    whole_stages: bool = False
+    """Whether all of each stage hold its state: of a stage all but one may be lost."""
 
     def describe(self) -> str:
         """Describes the shares as a line: survives any one worker; 96 % of pairs; no whole host."""
         parts = []
         size = len(self.workers)
         survived = size if self.workers[-1] == 1 else size - 1
-        if survived:
+        if self.whole_stages and self.any_workers:
+            parts.append(f"any {self.any_workers} of a stage")
+        elif self.any_workers > survived:
+            parts.append(f"any {self.any_workers} workers")
+        elif survived:
             parts.append(f"any {_NAMES[survived][0] if survived > 1 else 'one worker'}")
         if survived < size:
             share, name = self.workers[-1], _NAMES[size][1]
@@ -90,11 +99,13 @@ def survival(
         num_hosts=num_hosts,
         racks=of_racks[0],
         num_racks=of_racks[1],
+        any_workers=min(copies.smallest_fatal, len(workers)) - 1,
+        whole_stages=copies.whole_stages,
     )
 
 
 def survival_shares_of(
-    replication: Replication, allocation: Allocation, there: Cluster, placing: Placing
+    replication: Replication, allocation: Allocation, there: Cluster, placing: Placing, costs: Costs
 ) -> SurvivalShares:
     """Computes what a policy's job survives.
 
@@ -103,10 +114,11 @@ def survival_shares_of(
         allocation: of the job.
         there: with all of its workers.
         placing: how blocks are copied, if the policy has blocks; which racks there are.
+        costs: of the layers.
     """
     copies: ReplicaSet
     if replication.unit == "blocks":
-        copies = PlacedBlocks.of(allocation, there, placing)
+        copies = PlacedBlocks.of(allocation, there, placing, costs)
     else:
         copies = WHOLE[replication.unit](allocation, ())
     workers = allocation.workers

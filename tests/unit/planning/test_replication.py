@@ -23,10 +23,10 @@ def copies_of(allocation: Allocation):
     cluster = machines(len(allocation.workers))
     return [
         WithoutCopies(allocation), WholeStages(allocation), WholeStages(allocation, {1}), WholeGroups(allocation),
-        WholeGroups(allocation, {0}), PlacedBlocks.of(allocation, cluster, Placing(followers=0)),
-        PlacedBlocks.of(allocation, cluster, Placing(scatter_width=1)),
-        PlacedBlocks.of(allocation, cluster, Placing(scatter_width=None, knows_hosts=False)),
-        PlacedBlocks.of(allocation, cluster, Placing(followers=2, scatter_width=1)),
+        WholeGroups(allocation, {0}), PlacedBlocks.of(allocation, cluster, Placing(followers=0), COSTS),
+        PlacedBlocks.of(allocation, cluster, Placing(scatter_width=1), COSTS),
+        PlacedBlocks.of(allocation, cluster, Placing(scatter_width=None, knows_hosts=False), COSTS),
+        PlacedBlocks.of(allocation, cluster, Placing(followers=2, scatter_width=1), COSTS),
     ]  # fmt: skip
 
 
@@ -60,11 +60,11 @@ def survived(num_workers: int, num_stages: int, make, hosts: int = 4):
 
 def test_what_a_job_survives():
     everybody = Placing(scatter_width=None, knows_hosts=False)
-    found = survived(64, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, everybody))
+    found = survived(64, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, everybody, COSTS))
     assert found.workers == (1, 1 - 480 / 2016)  # 4 stages of 16: all 4 x 120 pairs of a stage
     assert found.describe() == "survives any one worker; 76 % of pairs; no whole host"
     replica_peers = survived(
-        64, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, Placing(scatter_width=2))
+        64, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, Placing(scatter_width=2), COSTS)
     )
     assert replica_peers.workers == (1, 1 - 64 / 2016)  # each has two replica peers
     assert replica_peers.describe() == "survives any one worker; 97 % of pairs; any whole host"
@@ -82,11 +82,11 @@ def test_more_fatal_sets_than_are_listed_are_estimated(monkeypatch):
     monkeypatch.setattr("elaswave.planning.survival.LISTED_MAX", 10)
     monkeypatch.setattr("elaswave.planning.survival.DRAWN", 2000)
     stages = Placing(scatter_width=None, knows_hosts=False)
-    found = survived(16, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, stages))
+    found = survived(16, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, stages, COSTS))
     assert found.drawn
     assert found.workers[1] == pytest.approx(1 - 24 / 120, abs=0.03)
     assert "; about " in found.describe()
-    assert found == survived(16, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, stages))
+    assert found == survived(16, 4, lambda allocation, cluster: PlacedBlocks.of(allocation, cluster, stages, COSTS))
 
 
 def test_shares_are_never_rounded_to_all():

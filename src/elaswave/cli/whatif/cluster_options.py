@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from elaswave.cli.tables import format_bytes
 from elaswave.config.policy_code import policies
 from elaswave.config.presets import catalog, device_preset, link_preset, model_shape
 from elaswave.config.values import TOKENS_PER_S
@@ -28,9 +29,10 @@ from elaswave.planning.plan import Allocation, Planner
 from elaswave.planning.policy.fault_free_policies import FaultFreeStart, fastest_fault_free, fault_free, own_starts
 from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.programs.prediction import time_as_it_is
-from elaswave.planning.state_moves.placed_blocks import Placing
+from elaswave.planning.state_moves.placed_blocks import Placing, copied_bytes
 from elaswave.planning.survival import SurvivalShares, survival_shares_of
 from elaswave.sim.cluster.failures import racks_of
+from elaswave.types import WHOLE_STAGE
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -253,7 +255,9 @@ class PlannedJob:
     unit: str = TOKENS_PER_S
     """Of throughput."""
     followers: int = DEFAULT_FOLLOWERS
-    """Live copies of every block."""
+    """Live copies of every block that layouts are planned with."""
+    placing: Placing = Placing(followers="auto")
+    """How many there are."""
     racks: tuple[int, ...] = ()
     """Rack of machine 0, 1, ...; empty: racks are not known."""
     planners: Mapping[str, Planner] = field(default_factory=policies)
@@ -284,8 +288,15 @@ class PlannedJob:
 
     def survival(self, planner: Planner, allocation: Allocation) -> SurvivalShares:
         """Computes which losses at one instant leave a copy of all state, under a policy's layout of all workers."""
-        placing = Placing(followers=self.followers, racks=self.racks)
-        return survival_shares_of(policy_metadata_of(planner).replication, allocation, self.cluster, placing)
+        placing = replace(self.placing, racks=self.racks)
+        replication = policy_metadata_of(planner).replication
+        return survival_shares_of(replication, allocation, self.cluster, placing, self.costs)
+
+    def copies_of(self, planner: Planner) -> str | None:
+        """Describes how many followers blocks have, and why; None under a policy that has no blocks."""
+        if policy_metadata_of(planner).replication.unit != "blocks":
+            return None
+        return describe_copies(self.placing, self.allocation, self.cluster, self.costs)
 
     def capacity_left(self, left: Cluster) -> float:
         """Tokens per second of the capacity that is left: the best that any policy makes of all workers, times the
@@ -429,6 +440,31 @@ def does_not_fit(error: InfeasiblePlan, what: str = "the job") -> UsageError:
         return UsageError(f"{what} cannot run: {error}; give a higher --power-limit-kw, or fewer --workers")
     return UsageError(
         f"{what} does not fit: {error}; try more --stages, --recompute, --tensor-parallel, or another --device"
+    )
+
+
+def describe_copies(placing: Placing, allocation: Allocation, there: Cluster, costs: Costs) -> str:
+    """Describes how many followers the blocks of a job have, and why: of elaswave.
+
+    Args:
+        placing: how they are chosen.
+        allocation: of the job.
+        there: the cluster, with all of its workers.
+        costs: of the layers.
+    """
+    if placing.followers != "auto":
+        return f"each block has {placing.followers} followers beside its owner, as asked for"
+    stages = [stage for chain in allocation.chains for stage in chain.stages]
+    numbers = [placing.followers_of(stage, there, costs) for stage in stages]
+    most = max(copied_bytes(costs, stage.start, stage.stop) * (stage.width - 1) / stage.width for stage in stages)
+    memory = format_bytes(round(float(there.memory_bytes.min())))
+    limit = f"of a worker's {memory}, of which {placing.copies_memory:.0%} may be taken"
+    if set(numbers) == {WHOLE_STAGE}:
+        return f"auto: all of a stage follow its blocks, since their copies take {format_bytes(round(most))} {limit}"
+    few = [f"{number} of {stage.width - 1}" for number, stage in zip(numbers, stages) if number != WHOLE_STAGE]
+    return (
+        f"auto: {' or '.join(dict.fromkeys(few))} others of a stage follow its blocks, since copies of all of it take "
+        f"{format_bytes(round(most))} {limit}"
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 from elaswave.cli.tables import format_bytes, format_seconds, render_table
 from elaswave.observability.output import wrap
 from elaswave.sim.cluster.failures import DAY_S
-from elaswave.sim.cluster.outcome import PolicyOutcome
+from elaswave.sim.cluster.outcome import ROLLBACK_CAUSES, PolicyOutcome
 from elaswave.sim.cluster.summary import Interval, summarize_outcomes
 
 
@@ -24,6 +24,8 @@ class Results:
     """Of the fault-free job."""
     outcomes: Sequence[Sequence[PolicyOutcome]]
     """By policy, of every scenario."""
+    copies: str | None = None
+    """Of elaswave's state, and what that survives; None without it."""
 
     @property
     def undisturbed_tokens_per_s(self) -> float:
@@ -37,6 +39,7 @@ def document_of(results: Results) -> dict[str, Any]:
     head = {
         "setting": results.title,
         "costs": results.costs,
+        "copies": results.copies,
         "undisturbed_tokens_per_s": results.undisturbed_tokens_per_s,
         "undisturbed_step_s": results.outcomes[0][0].undisturbed_step_s,
     }
@@ -63,7 +66,19 @@ def render_policies(results: Results, width: int) -> list[str]:
         f"{_percent(summaries[0].availability)}",
         width,
     )
-    header = ["policy", "goodput", "ETTR", "of capacity", "went back", "lost work", "pauses", "waiting", "slower"]
+    header = [
+        "policy",
+        "goodput",
+        "ETTR",
+        "of capacity",
+        "went back",
+        "no copies",
+        "no workers",
+        "lost work",
+        "pauses",
+        "waiting",
+        "slower",
+    ]
     rows = [
         [
             summary.policy,
@@ -71,6 +86,7 @@ def render_policies(results: Results, width: int) -> list[str]:
             _percent(summary.ettr),
             _percent(summary.of_capacity),
             f"{summary.num_rollbacks.mean:g} x",
+            *(f"{summary.rollbacks[cause].mean:g} x" for cause in ROLLBACK_CAUSES[:2]),
             _duration(summary.lost_work_s.mean),
             _duration(sum(interval.mean for interval in summary.pauses_s.values())),
             _duration(summary.waiting_s.mean),
@@ -106,7 +122,10 @@ def render_policy(results: Results, width: int) -> list[str]:
     ):
         rows.append([name, _part(seconds, duration_s)])
     lines += render_table(["where the time went", "share of it"], rows, width)
-    times = f"{summary.num_rollbacks.mean:g} times"
+    causes = ", ".join(
+        f"{summary.rollbacks[cause].mean:g} for want of {cause}" for cause in ROLLBACK_CAUSES if cause != "policy"
+    )
+    times = f"{summary.num_rollbacks.mean:g} times ({causes})"
     moved, energy_mwh = format_bytes(round(summary.migrated_bytes.mean)), summary.energy_j.mean / 3.6e9
     text = f"went back to a checkpoint {times}; state moved {moved}, energy {energy_mwh:,.2f} MWh"
     lines += ["", *wrap(text, width)]
@@ -117,7 +136,8 @@ def _heading(results: Results, width: int) -> list[str]:
     first = results.outcomes[0]
     events = ", ".join(f"{number:,} {kind}" for kind, number in first[0].num_events.items()) or "none"
     several = f" (the first of {len(first)} scenarios)" if len(first) > 1 else ""
-    return [*wrap(results.title, width), *wrap(f"events{several}: {events}", width)]
+    copies = [] if results.copies is None else wrap(f"elaswave's copies: {results.copies}", width)
+    return [*wrap(results.title, width), *wrap(f"events{several}: {events}", width), *copies]
 
 
 def _percent(interval: Interval) -> str:

@@ -104,7 +104,9 @@ def plan_command(
         plan = planner(left, setting.costs, setting.allocation, ClusterEvent(kind="lost", workers=lost))
     else:
         left, plan = setting.cluster, None
-    result = _Result(setting, setting.survival(planner, setting.allocation), lost, left, plan)
+    result = _Result(
+        setting, setting.survival(planner, setting.allocation), setting.copies_of(planner), lost, left, plan
+    )
     step = None if trace is None else _traced(trace, setting, left, plan)
     if json_mode:
         simulated = {} if step is None else {"simulated_step": step.to_json()}
@@ -141,6 +143,7 @@ def _setting_of_run(run: Path) -> tuple[PlannedJob, dict[str, Any], Mapping[str,
     from elaswave.coordinator.planning.replanning import planners_of
     from elaswave.observability.run_costs import read_run_costs
     from elaswave.planning.programs.routes import allocation_of
+    from elaswave.planning.state_moves.placed_blocks import Placing
 
     costs = read_run_costs(run)
     allocation = allocation_of(costs.layout, costs.schedule, costs.levels)
@@ -155,6 +158,7 @@ def _setting_of_run(run: Path) -> tuple[PlannedJob, dict[str, Any], Mapping[str,
         tokens_per_microbatch=costs.tokens_per_microbatch,
         unit=SAMPLES_PER_S if costs.counts_samples else TOKENS_PER_S,
         followers=costs.config.elastic.planned_followers,
+        placing=Placing(followers=costs.config.elastic.num_followers, copies_memory=costs.config.elastic.copies_memory),
         planners=planners,
         # What a backward costs in two halves is not known of a real device before it has run any.
         schedules=SCHEDULES if costs.config.device.kind == "emulated" else (costs.schedule,),
@@ -174,9 +178,16 @@ class _Result:
     """A plan beside what was before it."""
 
     def __init__(
-        self, setting: PlannedJob, survival: SurvivalShares, lost: tuple[int, ...], left: Cluster, plan: Plan | None
+        self,
+        setting: PlannedJob,
+        survival: SurvivalShares,
+        copies: str | None,
+        lost: tuple[int, ...],
+        left: Cluster,
+        plan: Plan | None,
     ) -> None:
         self._setting = setting
+        self._copies = copies
         self._lost = lost
         self._left = left
         self._plan = plan
@@ -203,6 +214,7 @@ class _Result:
                 "stages": msgspec.to_builtins(self._before),
                 "survives": self._survival.describe(),
                 "survival": msgspec.to_builtins(self._survival),
+                "copies": self._copies,
             },
         }
         if self._plan is None:
@@ -234,6 +246,8 @@ class _Result:
         lines += ["", *wrap(f"before: a step takes {step}, {self._before_rate:,.0f} {self._setting.unit}", width)]
         lines += render_stages(self._before, width)
         lines += wrap(f"at one instant, without going back to a checkpoint, it {self._survival.describe()}", width)
+        if self._copies is not None:
+            lines += wrap(f"copies: {self._copies}", width)
         if self._plan is None:
             return [*lines, "", "no worker is lost; --lose N asks for a plan"]
         plan, fraction = self._plan, self._after_rate / self._before_rate

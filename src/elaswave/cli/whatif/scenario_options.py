@@ -7,13 +7,14 @@ import csv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 import click
 import msgspec
 
+from elaswave.blocks.placement import MOVE_BYTES_MAX, SLOWDOWN_MAX
 from elaswave.cli.tables import Waiting
-from elaswave.cli.whatif.cluster_options import NOT_NEGATIVE, POSITIVE
+from elaswave.cli.whatif.cluster_options import NOT_NEGATIVE, POSITIVE, SHARE
 from elaswave.config.schema import ElasticConfig, RunConfig
 from elaswave.errors import DataError, UsageError
 from elaswave.planning.costs.recovery_times import RecoveryTimes
@@ -263,13 +264,41 @@ def _read(path: Path, options: ScenarioOptions, seed: int) -> Scenario:
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
+
+class _Followers(click.IntRange):
+    """A number, or auto."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == AUTO:
+            return value
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} is neither a number of at least 0 nor {AUTO}.", param, ctx)
+
+
+AUTO: Literal["auto"] = "auto"
+
 _OPTIONS = (
     click.option(
         "--followers",
-        type=click.IntRange(min=0),
-        default=ElasticConfig().planned_followers,
+        type=_Followers(),
+        metavar="N|auto",
+        default=AUTO,
         show_default=True,
-        help="Live copies of every block of state beside its owner's, under elaswave.",
+        help="Live copies of every block of state beside its owner's, under elaswave; auto: all of the stage where "
+        "they fit, else as many as do.",
+    ),
+    click.option(
+        "--copies-memory",
+        type=SHARE,
+        metavar="F",
+        default=ElasticConfig().copies_memory,
+        show_default=True,
+        help="Share of a worker's memory that they may take, of which auto makes their number.",
     ),
     click.option(
         "--scatter-width",
@@ -289,8 +318,8 @@ _OPTIONS = (
         "--refill-bytes-per-step",
         type=click.IntRange(min=1),
         metavar="BYTES",
-        help="The most that a worker sends in a step to make lost copies again; a job's default is "
-        f"{ElasticConfig().refill_bytes_per_step}.  [default: what its link carries]",
+        help="The most that a worker sends, and receives, in a step to make lost copies again and to fill up new ones."
+        f"  [default: what makes a step at most {SLOWDOWN_MAX - 1:.0%} longer, up to {MOVE_BYTES_MAX}]",
     ),
 )
 
@@ -299,7 +328,8 @@ _OPTIONS = (
 class RedundancyOptions:
     """As given."""
 
-    followers: int
+    followers: int | Literal["auto"]
+    copies_memory: float
     scatter_width: int
     checkpoint_interval: float | None
     refill_bytes_per_step: int | None
@@ -309,6 +339,7 @@ class RedundancyOptions:
         """How blocks are copied."""
         return Placing(
             followers=self.followers,
+            copies_memory=self.copies_memory,
             scatter_width=self.scatter_width,
             refill_bytes_per_step=self.refill_bytes_per_step,
         )

@@ -1,11 +1,13 @@
 """``elaswave simulate``: days and weeks of a job whose machines fail, in virtual time, under every policy."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from elaswave.cli.tables import Waiting, terminal_width
 from elaswave.cli.whatif.cluster_options import (
@@ -16,6 +18,7 @@ from elaswave.cli.whatif.cluster_options import (
     MICROBATCHES_PER_STAGE,
     ClusterOptions,
     cluster_options,
+    describe_copies,
     describe_machines,
     does_not_fit,
 )
@@ -37,11 +40,14 @@ from elaswave.planning.costs.layers import Costs
 from elaswave.planning.costs.machines import Cluster
 from elaswave.planning.costs.recovery_times import RecoveryTimes
 from elaswave.planning.costs.schedules import Schedule
-from elaswave.planning.plan import Planner
+from elaswave.planning.plan import Allocation, Planner
 from elaswave.planning.policy.fault_free_policies import fastest_fault_free, fault_free_step_s
 from elaswave.planning.policy.policies import make_policies
+from elaswave.planning.policy.policy_metadata import policy_metadata_of
 from elaswave.planning.policy.policy_parts import rectangle
-from elaswave.sim.cluster.failures import DAY_S, Scenario
+from elaswave.planning.state_moves.placed_blocks import Placing
+from elaswave.planning.survival import survival_shares_of
+from elaswave.sim.cluster.failures import DAY_S, Scenario, racks_of
 from elaswave.sim.cluster.job import simulate
 from elaswave.sim.cluster.outcome import PolicyOutcome
 
@@ -119,13 +125,30 @@ def simulate_command(
         title = life.title if len(names) > 1 else f"{life.title}; {names[0]}"
         plot_timelines(plot, title, [of_policy[0] for of_policy in outcomes])
     results = Results(
-        title=life.title, costs=life.costs.source, tokens_per_step=life.tokens_per_step, outcomes=outcomes
+        title=life.title,
+        costs=life.costs.source,
+        tokens_per_step=life.tokens_per_step,
+        outcomes=outcomes,
+        copies=_copies(life, redundancy.placing) if "elaswave" in names else None,
     )
     if json_mode:
         say(as_json(document_of(results)))
     else:
         render = render_policy if len(names) == 1 else render_policies
         say(*render(results, terminal_width()))
+
+
+def _copies(life: Life, placing: Placing) -> str:
+    """Describes what elaswave's job survives on all machines, and why it has as many copies as it has."""
+    allocation = _configured(life)
+    replication = policy_metadata_of(_named("elaswave", RecoveryTimes(), placing.planned_followers)).replication
+    first = life.scenarios[0]
+    per_host = max(Counter(first.nodes).values())
+    machines = replace(life.machines, node=np.arange(life.machines.num_workers) // per_host)
+    per_rack = max(Counter(first.racks).values(), default=1)
+    placing = replace(placing, racks=racks_of(int(machines.node.max()) + 1, per_rack))
+    shares = survival_shares_of(replication, allocation, machines, placing, life.costs)
+    return f"{describe_copies(placing, allocation, life.machines, life.costs)}; at the beginning it {shares.describe()}"
 
 
 def _check_effort(life: Life, num_policies: int) -> None:
@@ -205,7 +228,7 @@ def simulate_policies(life: Life, policies: Sequence[str], redundancy: Redundanc
             outcomes.append([])
             for scenario in life.scenarios:
                 before, pauses = sum(map(len, outcomes)), redundancy.pauses(scenario)
-                planner = own or _named(policy, pauses, redundancy.placing.followers)
+                planner = own or _named(policy, pauses, redundancy.placing.planned_followers)
                 outcomes[-1].append(
                     simulate(
                         scenario,
@@ -240,11 +263,15 @@ def fault_free_s_of(life: Life) -> float:
     Raises:
         InfeasiblePlan: too few machines for the job's pipelines.
     """
-    configured = rectangle(
+    return fault_free_step_s(life.machines, life.costs, _configured(life), known_policies())
+
+
+def _configured(life: Life) -> Allocation:
+    """Makes the job as it was asked for, on all machines."""
+    return rectangle(
         life.machines,
         life.costs,
         num_stages=life.num_stages,
         num_microbatches=life.num_microbatches,
         schedule=life.schedule,
     )
-    return fault_free_step_s(life.machines, life.costs, configured, known_policies())

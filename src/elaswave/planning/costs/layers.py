@@ -15,7 +15,8 @@ where stages are equally wide under 1f1b; a worker of a narrower stage keeps as 
 which is left out. What enters or leaves the model is not handed on, so it is not kept.
 
 *State* is a layer's masters and optimizer slots; it is sliced over the layer's *holders*, the workers that run
-the layer, and each slice has *copies*: its owner's and its followers'. What is in flight is up to the schedule
+the layer, and each slice has *copies*: its owner's and its followers' (of other systems each holder has all of it,
+`Costs.whole_copies`). What is in flight is up to the schedule
 (`elaswave.planning.costs.schedules`) and to what fits. What is left out: buffers to receive sums, the copy that a
 checkpoint makes, and temporary values; the share of a device's memory that training may not fill has to hold them.
 Among these is what a layer takes that is run again (`elaswave.engine.checks.determinism_check`): its parameters and
@@ -34,6 +35,7 @@ import numpy as np
 
 from elaswave.fences import coded_bytes, kept_places_bytes
 from elaswave.planning.costs.network import NetworkLink
+from elaswave.types import WHOLE_STAGE
 
 DEFAULT_FOLLOWERS = 1
 """Live copies of every block beside its owner's."""
@@ -108,6 +110,9 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     not tell. See `overhead_s`."""
     end_link: NetworkLink | None = None
     """Over which a worker sends sums and fetches parameters at the end of a step; None: that is not modelled."""
+    whole_copies: bool = False
+    """Whether each worker of a stage holds all of its state, as those of systems do that replicate whole stages; else
+    it holds its slice, and those that it follows."""
     source: str = ""
     """``measured`` with what, or the description's sources."""
 
@@ -252,6 +257,8 @@ class MemoryModel:
         self._parameters = prefix["parameter_bytes"]
         self._activations = prefix["activation_bytes"]
         state = prefix["optimizer_bytes"]
+        if costs.whole_copies:
+            state_share = 1.0
         if isinstance(state_share, np.ndarray):
             state = np.concatenate([[0.0], np.cumsum(np.diff(state) * state_share)])
         else:
@@ -342,6 +349,22 @@ class MemoryModel:
 def num_copies(followers: int, num_workers: int) -> int:
     """Counts the copies of every block, the owner's included: each is on another worker."""
     return min(1 + followers, num_workers)
+
+
+def followers_that_fit(width: int, copy_bytes: float, memory_bytes: float, share: float) -> int:
+    """Counts the followers that the blocks of a stage have where nobody has asked for a number: all of the stage, if
+    copies of others' blocks then take at most a share of a worker's memory; else as many as do, and at least one.
+
+    Args:
+        width: workers of the stage.
+        copy_bytes: of one copy of the whole stage, with the mean gradient that it receives.
+        memory_bytes: of the worker of the stage that has the least.
+        share: of it that the copies may take.
+    Returns:
+        A number, or `elaswave.types.WHOLE_STAGE`.
+    """
+    room = share * memory_bytes * width
+    return WHOLE_STAGE if room >= (width - 1) * copy_bytes else max(1, int(room // copy_bytes))
 
 
 def fitting(free_bytes: np.ndarray, each_bytes: np.ndarray) -> np.ndarray:

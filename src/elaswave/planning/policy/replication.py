@@ -16,7 +16,9 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-from elaswave.planning.plan import Allocation
+from elaswave.planning.costs.layers import DEFAULT_FOLLOWERS
+from elaswave.planning.plan import Allocation, StageShare
+from elaswave.types import WHOLE_STAGE
 
 Unit = Literal["blocks", "stages", "groups", "nothing"]
 
@@ -43,20 +45,34 @@ class LayerRange:
     stop: int
     members: np.ndarray
     """int64 ids, ascending."""
+    followers: int = DEFAULT_FOLLOWERS
+    """Of each block beside its owner, where state is in blocks: as far as there are other workers, or `WHOLE_STAGE`."""
 
 
-def layer_ranges(allocation: Allocation) -> tuple[LayerRange, ...]:
-    """Lists the layers, cut wherever other workers run them. Layers that stages share are of the workers of both."""
+def layer_ranges(
+    allocation: Allocation, followers_of: Callable[[StageShare], int] = lambda stage: DEFAULT_FOLLOWERS
+) -> tuple[LayerRange, ...]:
+    """Lists the layers, cut wherever other workers run them. Layers that stages share are of the workers of both, and
+    have as many followers as the stage that asks for the most.
+
+    Args:
+        allocation: who runs which layers.
+        followers_of: that a stage asks for.
+    """
     stages = [stage for chain in allocation.chains for stage in chain.stages]
+    asked_for = {id(stage): followers_of(stage) for stage in stages}
     bounds = sorted({bound for stage in stages for bound in (stage.start, stage.stop)})
     found = []
     for start, stop in zip(bounds, bounds[1:]):
-        columns = [stage.workers for stage in stages if stage.start <= start and stop <= stage.stop]
+        of_both = [stage for stage in stages if stage.start <= start and stop <= stage.stop]
+        columns = [stage.workers for stage in of_both]
         members = columns[0]
         if len(columns) > 1:
             members = np.sort(np.concatenate(columns), kind="stable")  # of sorted parts: far faster than np.unique
             members = members[np.concatenate([[True], members[1:] > members[:-1]])]
-        found.append(LayerRange(start=start, stop=stop, members=members))
+        asked = [asked_for[id(stage)] for stage in of_both]
+        followers = WHOLE_STAGE if WHOLE_STAGE in asked else max(asked)
+        found.append(LayerRange(start=start, stop=stop, members=members, followers=followers))
     return tuple(found)
 
 
@@ -72,9 +88,22 @@ class ReplicaSet(Protocol):
         one."""
         ...
 
+    @property
+    def smallest_fatal(self) -> int:
+        """Number of workers of the smallest fatal set."""
+        ...
+
+    @property
+    def whole_stages(self) -> bool:
+        """Whether blocks are followed by all of their stage."""
+        ...
+
 
 class WithoutCopies:
     """Nothing is held twice: the loss of any worker that computes leads back to a checkpoint."""
+
+    smallest_fatal = 1
+    whole_stages = False
 
     def __init__(self, allocation: Allocation) -> None:
         self._workers = allocation.workers
@@ -96,6 +125,8 @@ class WholeStages:
         allocation: who runs which layers.
         incomplete: workers of it that do not hold theirs yet.
     """
+
+    whole_stages = False
 
     def __init__(self, allocation: Allocation, incomplete: Collection[int] = ()) -> None:
         self._ranges = layer_ranges(allocation)
@@ -120,6 +151,11 @@ class WholeStages:
             each for each in holders if len(each) == size and not any(set(other) < set(each) for other in holders)
         )
 
+    @property
+    def smallest_fatal(self) -> int:
+        """Does what `ReplicaSet` says."""
+        return min(len(_without(layers.members, self._incomplete)) for layers in self._ranges)
+
 
 class WholeGroups:
     """Only a group that is whole holds the model: group j is the j-th worker of every stage (see `torchft`).
@@ -128,6 +164,8 @@ class WholeGroups:
         allocation: who runs which layers; the first chain's shape is that of a group.
         incomplete: workers whose groups are still healing.
     """
+
+    whole_stages = False
 
     def __init__(self, allocation: Allocation, incomplete: Collection[int] = ()) -> None:
         stages = allocation.chains[0].stages
@@ -147,6 +185,11 @@ class WholeGroups:
         if len(whole) == size:
             members = [[int(column[row]) for column in self._columns] for row in whole]
             yield from (tuple(sorted(each)) for each in product(*members))
+
+    @property
+    def smallest_fatal(self) -> int:
+        """Does what `ReplicaSet` says."""
+        return self._number - len(self._healing)
 
     def _groups_of(self, workers: Collection[int]) -> frozenset[int]:
         return frozenset(

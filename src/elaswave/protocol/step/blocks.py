@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 
-from elaswave.blocks.placement import NO_ROLE, Block, Placement, block_keys
+from elaswave.blocks.placement import NO_ROLE, SLOWDOWN_MAX, Block, Placement, block_keys
 from elaswave.errors import StateError
 from elaswave.hashing import key64
 from elaswave.planning.search.recovery import choose_followers
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     Words = npt.NDArray[np.uint64]
 
-SLOWDOWN_MAX = 1.05
-"""Copies travel at a rate at which a step takes at most so much longer than one without them."""
 NUM_USUAL, NUM_JUDGED = 5, 3
 """The newest votes without and with copies of which the medians are compared: one step that something else has
 disturbed decides nothing."""

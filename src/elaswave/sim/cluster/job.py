@@ -54,6 +54,7 @@ def simulate(
     pauses: RecoveryTimes | None = None,
     placing: Placing | None = None,
     fault_free_step_s: float | None = None,
+    free_copies: bool = False,
     progress: Callable[[float], None] = lambda done: None,
 ) -> PolicyOutcome:
     """Lets a job live through a scenario.
@@ -74,12 +75,16 @@ def simulate(
         fault_free_step_s: of the fault-free job that goodput is measured by, where it is shorter than of the job at the
             beginning: then no policy gains by what could have been had without a failure. `undisturbed_step_s` has the
             shortest that any policy is known to make.
+        free_copies: copies of whole stages take no memory, and are not sent: a bound, which nothing can have. Else a
+            policy pays for every copy that it is credited with.
         progress: told after every change what share of the scenario is behind.
     Raises:
         InfeasiblePlan: not even all workers that are ever there at once can train this model.
     """
     pauses = pauses or RecoveryTimes()
     placing = replace(placing or Placing(), racks=scenario.racks)
+    if policy_metadata_of(planner).replication.unit in ("stages", "groups") and not free_copies:
+        costs = msgspec.structs.replace(costs, whole_copies=True)
 
     def begin(cluster: Cluster, num_spares: int) -> Plan:
         allocation = rectangle(
@@ -116,7 +121,7 @@ class _SimulatedJob:
     ) -> None:  # fmt: skip
         self._scenario, self._costs, self._planner, self._pauses = scenario, costs, planner, pauses
         self._begin = begin
-        self._metadata, self._followers = policy_metadata_of(planner), placing.followers
+        self._metadata = policy_metadata_of(planner)
         replication = self._metadata.replication
         link = machines.between_nodes
         shared = msgspec.structs.replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * pauses.copy_share)
@@ -163,7 +168,7 @@ class _SimulatedJob:
         self._migrated_bytes = 0.0
         self._pauses_s: defaultdict[str, float] = defaultdict(float)
         self._num_pauses: defaultdict[str, int] = defaultdict(int)
-        self._num_rollbacks = 0
+        self._rollbacks: defaultdict[str, int] = defaultdict(int)
         self._timeline: list[Sample] = []
         self._there = self._cluster(scenario.initial, scenario.nodes)
         self._try_to_start(first=True)
@@ -177,9 +182,10 @@ class _SimulatedJob:
             self._pass(until_s - self._now_s, self._idle_w * self._there.num_workers)
             if until_s < to_s:
                 self._sample()
-        if self._now_s < self._copied_s < to_s:
-            self._train(self._copied_s)
-            self._sample()
+        for until_s in sorted((self._copied_s, self._held.filled_s)):
+            if self._now_s < until_s < to_s:
+                self._train(until_s)
+                self._sample()
         self._train(to_s)
 
     def _train(self, to_s: float) -> None:
@@ -241,7 +247,8 @@ class _SimulatedJob:
             lost_training_s=self._lost_s,
             pauses_s=dict(sorted(self._pauses_s.items())),
             num_pauses=dict(sorted(self._num_pauses.items())),
-            num_rollbacks=self._num_rollbacks,
+            num_rollbacks=sum(self._rollbacks.values()),
+            rollbacks=dict(sorted(self._rollbacks.items())),
             waiting_s=self._waiting_s,
             slower_s=duration_s - useful_s - lost_work_s - paused_s - self._waiting_s,
             migrated_bytes=self._migrated_bytes,
@@ -295,9 +302,10 @@ class _SimulatedJob:
             plan = self._planner(self._there, self._costs, before.allocation, event)
         except InfeasiblePlan:
             # The workers that are left cannot go on: begin again from the last checkpoint, as soon as that is possible.
-            self._go_back()
             self._plan = None
             self._try_to_start()
+            # Where state was lost, and those that are left can begin again, they lacked copies and nothing else.
+            self._go_back("copies" if state_lost and self._plan is not None else "workers")
             return
         self._plan = plan
         if state_lost and not plan.from_checkpoint:
@@ -310,10 +318,12 @@ class _SimulatedJob:
             self._copied_s = self._now_s
         self._migrated_bytes += sum(transfer.num_bytes for transfer in plan.transfers)
         if plan.from_checkpoint:
-            self._go_back()
+            self._go_back("copies" if state_lost and self._metadata.replication.unit != "nothing" else "policy")
             self._held.begin(plan, self._there)
         else:
-            self._held.adopt(self._now_s, plan, self._there, max(self._now_s, self._copied_s))
+            in_force_s = self._held.adopt(self._now_s, plan, self._there, max(self._now_s, self._copied_s))
+            if copies is not None:
+                self._copied_s = max(self._copied_s, in_force_s)
             if plan.lost_work_s > 0 and not was_paused:
                 half = before.allocation.num_microbatches / 2
                 self._lose(min(self._unsaved, half), min(self._unsaved_s, before.predicted_step_s / 2))
@@ -322,10 +332,11 @@ class _SimulatedJob:
 
     def _load(self, plan: Plan) -> None:
         """Goes back to the last durable checkpoint with the workers that a plan uses."""
-        self._go_back()
+        self._go_back("copies")
         self._copied_s = self._now_s
+        self._held.begin(plan, self._there)
         stages = [stage for chain in plan.allocation.chains for stage in chain.stages]
-        memory = MemoryModel.of_stages(self._costs, stages, self._followers)
+        memory = MemoryModel(self._costs, self._held.state_share)
         loaded = [memory.sent_bytes(stage.start, stage.stop) for stage in stages]
         self._migrated_bytes += sum(each * stage.width for each, stage in zip(loaded, stages, strict=True))
         seconds = self._pauses.restart_s
@@ -333,11 +344,10 @@ class _SimulatedJob:
             agreed = self._pauses.at(self._there.num_workers, num_blocks(self._costs))
             seconds = agreed.recover_s + self._pauses.load_s(max(loaded))
         self._pause("rollback", seconds)
-        self._held.begin(plan, self._there)
 
-    def _go_back(self) -> None:
-        """Loses everything since the last durable checkpoint."""
-        self._num_rollbacks += 1
+    def _go_back(self, cause: str) -> None:
+        """Loses everything since the last durable checkpoint, for a cause of `PolicyOutcome.rollbacks`."""
+        self._rollbacks[cause] += 1
         self._lose(self._unsaved, self._unsaved_s)
         self._since_checkpoint_s = 0.0
 
@@ -397,7 +407,8 @@ class _SimulatedJob:
             return 0.0
         if (copies := self._copying) is not None:
             return copies.num_microbatches / copies.step_s
-        return self._plan.allocation.num_microbatches / self._plan.predicted_step_s
+        slower = self._held.slower if self._now_s < self._held.filled_s else 0.0
+        return self._plan.allocation.num_microbatches / self._plan.predicted_step_s / (1 + slower)
 
     def _pass(self, seconds: float, power_w: float) -> None:
         self._now_s += seconds

@@ -2,6 +2,9 @@
 
 import msgspec
 
+ROLLBACK_CAUSES = ("copies", "workers", "policy")
+"""Of `PolicyOutcome.rollbacks`."""
+
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The job from some time on."""
@@ -42,6 +45,10 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Cause -> how often."""
     num_rollbacks: int
     """How often the job went back to a checkpoint, or to its beginning."""
+    rollbacks: dict[str, int]
+    """Cause -> how often. Causes: copies (some state had no
+    holder left, and those that were left could run the job), workers (they could not: too few, or with too little
+    memory), policy (that is how it goes on)."""
     waiting_s: float
     """With too few workers to train at all."""
     slower_s: float

@@ -5,7 +5,7 @@ from math import sqrt
 
 import msgspec
 
-from elaswave.sim.cluster.outcome import PolicyOutcome
+from elaswave.sim.cluster.outcome import ROLLBACK_CAUSES, PolicyOutcome
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +58,8 @@ class OutcomeSummary(msgspec.Struct, frozen=True, kw_only=True):
     pauses_s: dict[str, Interval]
     """By cause."""
     num_rollbacks: Interval
+    rollbacks: dict[str, Interval]
+    """By cause: copies, workers, policy."""
 
 
 def summarize_outcomes(outcomes: Sequence[PolicyOutcome]) -> OutcomeSummary:
@@ -88,4 +90,7 @@ def summarize_outcomes(outcomes: Sequence[PolicyOutcome]) -> OutcomeSummary:
         energy_j=over(lambda each: each.energy_j),
         pauses_s={cause: interval_of([each.pauses_s.get(cause, 0.0) for each in outcomes]) for cause in causes},
         num_rollbacks=over(lambda each: each.num_rollbacks),
+        rollbacks={
+            cause: interval_of([each.rollbacks.get(cause, 0) for each in outcomes]) for cause in ROLLBACK_CAUSES
+        },
     )

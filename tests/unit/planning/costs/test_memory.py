@@ -5,8 +5,8 @@ import pytest
 from msgspec.structs import replace
 from tests.property.clusters import make_costs
 
-from elaswave.planning.costs.layers import MemoryModel, fitting
-from elaswave.types import Stage
+from elaswave.planning.costs.layers import MemoryModel, fitting, followers_that_fit
+from elaswave.types import WHOLE_STAGE, Stage
 
 COSTS = make_costs([1.0] * 4, parameter_bytes=10.0, activation_bytes=7.0)
 """Of each layer 10 bytes of parameters, 20 of sums, 30 of state, 7 of a micro-batch's activations."""
@@ -52,3 +52,13 @@ def test_what_an_interrupted_step_goes_on_with_is_counted():
         assert total <= model.most_bytes(2)
         room = np.array([total, total - 1.0])
         assert model.most_in_flight(start, stop, room).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("memory, followers", [(60, WHOLE_STAGE), (59, 2), (41, 2), (39, 1), (1, 1)])
+def test_all_of_a_stage_follow_if_their_copies_fit_into_a_share_of_the_memory(memory, followers):
+    """Four workers, of which each then holds three quarters of others' 20 bytes; else as many copies as fit, or one."""
+    assert followers_that_fit(4, 20.0, memory, 0.25) == followers
+
+
+def test_a_worker_alone_has_nobody_to_follow():
+    assert followers_that_fit(1, 1e12, 1.0, 0.25) == WHOLE_STAGE
