@@ -76,7 +76,7 @@ def test_a_simulation_says_what_copies_there_are_and_what_they_survive(capsys: A
     assert "elaswave's copies: auto: all of a stage follow its blocks, since their copies take" in text
     assert "; at the beginning it survives any 2 of a stage; 90 % of triples; any whole host" in text
     few = json.loads(output(capsys, *job, "--policy", "elaswave", "--followers", "1", "--json"))
-    assert few["copies"].startswith("each block has 1 followers beside its owner, as asked for; at the beginning it ")
+    assert few["copies"].startswith("each block has 1 follower beside its owner, as asked for; at the beginning it ")
     assert json.loads(output(capsys, *job, "--policy", "recycle", "--json"))["copies"] is None
     short = json.loads(output(capsys, *job, "--policy", "elaswave", "--copies-memory", "1e-9", "--json"))
     assert short["copies"].startswith("auto: 1 of 2 others of a stage follow its blocks, since copies of all of it")

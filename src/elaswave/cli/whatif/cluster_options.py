@@ -453,7 +453,8 @@ def describe_copies(placing: Placing, allocation: Allocation, there: Cluster, co
         costs: of the layers.
     """
     if placing.followers != "auto":
-        return f"each block has {placing.followers} followers beside its owner, as asked for"
+        plural = "" if placing.followers == 1 else "s"
+        return f"each block has {placing.followers} follower{plural} beside its owner, as asked for"
     stages = [stage for chain in allocation.chains for stage in chain.stages]
     numbers = [placing.followers_of(stage, there, costs) for stage in stages]
     most = max(copied_bytes(costs, stage.start, stage.stop) * (stage.width - 1) / stage.width for stage in stages)
