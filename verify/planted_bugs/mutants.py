@@ -556,7 +556,7 @@ MUTANTS = {
             "replicate-alone",
             "a worker chooses other new followers than its peers",
             Build(machine=with_part(ChoosesByItself)),
-            "kill:0@0",
+            "widths=1,1,1 num_microbatches=1 tied=1 notice:0@0+1",
         ),
         Mutant(
             "replicate-once",
