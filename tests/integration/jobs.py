@@ -30,6 +30,7 @@ SMALL: dict[str, Any] = {
     "batch.microbatch_size": 2,
     "optimizer.lr": 1e-3,
     "elastic.block_size": 1024,
+    "elastic.num_followers": 1,
     "elastic.rebalance": False,
     "elastic.respawn": False,
     "run.steps": 12,

@@ -241,7 +241,7 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Width of an exact sum, and of what workers send of it: 8 bytes per parameter, or 6. With 48 a sum has 33 bits
     below its tensor's largest gradient instead of 43, gradients may grow 2**10-fold between two steps instead of
     2**16-fold before a step is tried again, and the bits of the result are others. Not used by ``scaled``."""
-    num_followers: CountOrZero | Literal["auto"] = 1
+    num_followers: CountOrZero | Literal["auto"] = "auto"
     """Live copies of every block of state beside its owner's, in its stage as far as that has workers; at most the
     number of workers - 1 are made. ``auto``: all other workers of the stage hold one, so that any of them may be lost
     at one instant while one is left; as many as fit where that takes more than ``copies_memory``."""

@@ -55,6 +55,7 @@ from elaswave.launcher.resources import (
     check_machine_memory,
     memory_bytes,
     sweep_dead,
+    with_worker_memory,
 )
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
 from elaswave.observability.progress import Reporter
@@ -129,6 +130,8 @@ def train(
     check_frequency(config.device.frequency)
     num_loaders = 0 if script is None else script.training.loaders
     provide_descriptors(sum(config.widths), num_loaders)
+    if agent_role is None or not agent_role.job:  # of other hosts' memory nothing is known here
+        config = with_worker_memory(config)
     sweep_dead()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     place = JobPlace(config, run_dir, agent_role or own_role(), key or JobKey(new_key(), None))

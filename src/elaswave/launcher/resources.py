@@ -28,6 +28,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from elaswave.config.cluster import element_bytes, shape_of, state_bytes
 from elaswave.config.schema import Config
 from elaswave.config.values import OWN, path_problem
@@ -389,6 +391,21 @@ def check_machine_memory(config: Config, layer_parameters: Sequence[int] = ()) -
     problem = None if available is None else memory_problem(least_memory(config, layer_parameters), *available)
     if problem is not None:
         raise UsageError(problem)
+
+
+def with_worker_memory(config: Config) -> Config:
+    """Returns the configuration with the memory by which ``elastic.num_followers = "auto"`` decides: this machine's,
+    divided among the workers, unless it is given or the devices have memory of their own.
+
+    Args:
+        config: with its layout resolved.
+    """
+    available, elastic = memory_bytes(), config.elastic
+    if elastic.num_followers != "auto" or elastic.worker_memory_bytes is not None or available is None:
+        return config
+    if config.device.kind in ("emulated", "cuda"):
+        return config
+    return replace(config, elastic=replace(elastic, worker_memory_bytes=available[0] // sum(config.widths)))
 
 
 def check_device(kind: str) -> None:
