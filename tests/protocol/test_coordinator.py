@@ -247,8 +247,9 @@ def test_without_a_checkpoint_the_blocks_that_were_lost_are_named():
     assert end.reason == (
         "all copies of 1 of 4 blocks (1) were lost with workers [1, 2], and there is no valid durable checkpoint to go "
         "back to. elastic.num_followers = 1 survives any 1 at one instant, and any number with some steps between "
-        "them; 2 would survive any 2 at one instant. With run.checkpoint_every or run.checkpoint_every_s the job goes "
-        "back to its newest checkpoint by itself, and --resume continues from it later"
+        "them; 2 would survive any 2 at one instant, and auto all of a stage but one. With run.checkpoint_every or "
+        "run.checkpoint_every_s the job goes back to its newest checkpoint by itself, and --resume continues from it "
+        "later"
     )
     assert end.orphans == (1,)
     assert shown(machine.handle(registered(0), 0.0)) == ["note: Registered after the end is ignored"]

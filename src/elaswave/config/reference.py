@@ -38,7 +38,8 @@ a command line, uses one of them, and a command line may replace what the file s
 - A stage cannot be wider than `batch.num_microbatches`; there cannot be more stages than layers, embedding and head
   included; `layout.layers` adds up to the number of layers.
 - Each block of state has an owner and `elastic.num_followers` followers (at most the number of workers - 1) that apply
-  every update. The first is in the owner's stage if that has at least 2 workers, else in another; further ones outside.
+  every update, in the owner's stage as far as that has workers, further ones outside. With `"auto"` all others of the
+  stage follow, as far as memory goes.
 
 The layout does not change the result.
 

@@ -38,7 +38,7 @@ def test_the_defaults_are_those_of_the_default_recipe() -> None:
     assert (config.batch.num_microbatches, config.batch.microbatch_size, config.run.steps) == (8, 8, 150)
     assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.schedule) == (2e-3, 10, "cosine")
     assert (config.model.dropout, config.data.source, config.data.resolved_vocab_size) == (0.1, "python-docs", 256)
-    assert (config.elastic.consistency, config.elastic.num_followers) == ("bitwise", 1)
+    assert (config.elastic.consistency, config.elastic.num_followers) == ("bitwise", "auto")
     assert (config.widths, config.layers_per_stage) == ((2, 2), (3, 3))
 
 

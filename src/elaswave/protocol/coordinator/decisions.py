@@ -16,7 +16,7 @@ from elaswave.planning.search.recovery import promote, survivor_layout, without_
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
 from elaswave.protocol.messages import BlockReplicas, Decision, Evidence, Progress, Report
 from elaswave.protocol.step.salvage import Salvage, salvage
-from elaswave.types import ExecutionParameters, Layout
+from elaswave.types import WHOLE_STAGE, ExecutionParameters, Layout
 
 
 def newest_evidence(found: Sequence[Evidence | None]) -> Evidence | None:
@@ -209,14 +209,23 @@ def what_is_lost(orphans: Sequence[int], num_blocks: int, lost: Sequence[int]) -
     return f"all copies of {len(orphans)} of {num_blocks} blocks ({named}) were lost with workers {list(lost)}"
 
 
-def what_helps(placement: Placement, num_lost: int) -> str:
+def what_helps(layout: Layout, placement: Placement, num_lost: int) -> str:
     """Describes what a person can set so that a loss of so many workers is survived."""
-    now = max(map(len, placement.followers), default=0)
-    together = max(now + 1, num_lost)
-    survived = f"any {now} at one instant, and any number with some steps between them" if now else "no loss"
+    if any(stage.num_followers == WHOLE_STAGE for stage in layout.stages):
+        now = (
+            "with elastic.num_followers = auto a stage survives while one of its workers is left; stages of more "
+            f"workers, or elastic.num_followers = {num_lost}, would survive any {num_lost} at one instant"
+        )
+    else:
+        copies = max((len(group) - 1 for group in placement.groups), default=0)
+        together = max(copies + 1, num_lost)
+        survived = f"any {copies} at one instant, and any number with some steps between them" if copies else "no loss"
+        now = (
+            f"elastic.num_followers = {copies} survives {survived}; {together} would survive any {together} at one "
+            "instant, and auto all of a stage but one"
+        )
     return (
-        f"elastic.num_followers = {now} survives {survived}; {together} would survive any {together} at one "
-        "instant. With run.checkpoint_every or run.checkpoint_every_s the job goes back to its newest checkpoint "
+        f"{now}. With run.checkpoint_every or run.checkpoint_every_s the job goes back to its newest checkpoint "
         "by itself, and --resume continues from it later"
     )
 

@@ -141,7 +141,7 @@ class ReportCollection:
         history, why = self._history, self._why_back
         step = 0 if event.step is None and self._seed_is_enough else event.step
         if step is None:
-            helps = what_helps(history.placement, len(history.lost))
+            helps = what_helps(history.layout, history.placement, len(history.lost))
             if self._trusted is not None:
                 why = f"{history.reason}; {why}"
                 helps = f"Of three copies two decide: elastic.num_followers = 2. {helps}"
