@@ -383,10 +383,18 @@ class _Followers:
             group: of blocks.
             num_chosen: followers that each of its blocks has by now.
         """
-        if num_chosen:
-            self._keep_further(group, num_chosen)
-        else:
-            self._keep_replica_peers(group)
+        lacking = self._lacking(group, num_chosen)
+        further = [block for block in lacking if not self._takes_replica_peer(block)]
+        self._keep_replica_peers(group, [block for block in lacking if self._takes_replica_peer(block)])
+        self._keep_further(group, further)
+
+    def _takes_replica_peer(self, block: Block) -> bool:
+        """Tells whether a block's next follower is to be a replica peer of its owner: the first one that is chosen,
+        unless there is one among those of the whole stage."""
+        chosen, whole = self._chosen[block.id], self._wanted[block.id].whole
+        if chosen and whole:
+            return chosen == whole and self._chooser.lacks_replica_peer(self._owners[block.id], chosen)
+        return not chosen
 
     def _lacking(self, group: _Group, num_chosen: int) -> list[Block]:
         """Lists the blocks of a group that have no more than so many followers, and shall have more."""
@@ -394,29 +402,29 @@ class _Followers:
             block for block in group.blocks if len(self._chosen[block.id]) <= num_chosen < self._wanted[block.id].number
         ]
 
-    def _keep_replica_peers(self, group: _Group) -> None:
-        of_owner: dict[int, list[tuple[list[int], Block]]] = defaultdict(list)
-        for block in self._lacking(group, 0):
-            owner = self._owners[block.id]
-            fitting = self._chooser.candidates(group.members, owner, ())
+    def _keep_replica_peers(self, group: _Group, blocks: Sequence[Block]) -> None:
+        of_owner: dict[tuple[int, tuple[int, ...]], list[tuple[list[int], Block]]] = defaultdict(list)
+        for block in blocks:
+            owner, chosen = self._owners[block.id], self._chosen[block.id]
+            fitting = self._chooser.candidates(group.members, owner, chosen)
             if not fitting:  # it is alone at its site, which copies do not leave
                 continue
-            of_owner[owner].append(([worker for worker in self._options[block.id] if worker in fitting], block))
-        for owner, entries in of_owner.items():
+            of_owner[owner, chosen].append(([worker for worker in self._options[block.id] if worker in fitting], block))
+        for (owner, chosen), entries in of_owner.items():
             for options, block in sorted(entries, key=lambda entry: len(entry[0])):  # who has a choice, chooses last
-                full = self._full(group, owner, len(entries))
+                full = self._full(group, owner, chosen, len(entries))
                 staying = next((worker for worker in options if worker not in full), None)
                 if staying is not None:
                     self._take(group, block, staying)
 
-    def _full(self, group: _Group, owner: int, num_blocks: int) -> frozenset[int]:
+    def _full(self, group: _Group, owner: int, chosen: tuple[int, ...], num_blocks: int) -> frozenset[int]:
         """Finds the replica peers that follow their share of an owner's blocks of a group."""
-        share = -(-num_blocks // len(self._chooser.candidates(group.members, owner, ())))
+        share = -(-num_blocks // len(self._chooser.candidates(group.members, owner, chosen)))
         return frozenset(worker for worker, count in self._followed[group, owner].items() if count >= share)
 
-    def _keep_further(self, group: _Group, num_chosen: int) -> None:
+    def _keep_further(self, group: _Group, blocks: Sequence[Block]) -> None:
         alike: dict[tuple[int, tuple[int, ...]], list[Block]] = defaultdict(list)
-        for block in self._lacking(group, num_chosen):
+        for block in blocks:
             alike[self._owners[block.id], tuple(sorted(self._chosen[block.id]))].append(block)
         for (owner, chosen), those in alike.items():
             fitting = self._chooser.candidates(group.members, owner, chosen)
@@ -438,7 +446,8 @@ class _Followers:
             if not self._chooser.candidates(group.members, owner, chosen):
                 continue
             # Only replica peers have to share the blocks of an owner evenly (rule 3).
-            full = frozenset() if chosen else self._full(group, owner, num_blocks[owner])
+            is_first = self._takes_replica_peer(block)
+            full = self._full(group, owner, chosen, num_blocks[owner]) if is_first else frozenset()
             follower = self._chooser.choose(group.members, owner, chosen, block.num_elements, full)
             assert follower is not None
             self._followed[group, owner][follower] += 1
@@ -446,6 +455,6 @@ class _Followers:
 
     def _take(self, group: _Group, block: Block, follower: int) -> None:
         owner = self._owners[block.id]
-        self._chooser.note(owner, follower, block.num_elements, num_firsts=not self._chosen[block.id])
+        self._chooser.note(owner, follower, block.num_elements, num_firsts=self._takes_replica_peer(block))
         self._followed[group, owner][follower] += 1
         self._chosen[block.id] += (follower,)
