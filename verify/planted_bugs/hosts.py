@@ -140,7 +140,7 @@ HOST_MUTANTS = (
         "spawn-elsewhere",
         "a joiner is asked for again from another incarnation of its node's agent",
         Build(coordinator=AsksAnotherIncarnation),
-        "join_step=1 seed=114291809 agents=3 kill:a0@59 usurp:c@60+60",
+        "widths=1,1 num_microbatches=1 join_step=1 link_delay=5 restart_delay=1 agents=3 disconnect:a2@64+5 kill:a0@64",
     ),
     Mutant(
         "place-unwritten",

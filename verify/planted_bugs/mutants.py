@@ -562,7 +562,7 @@ MUTANTS = {
             "replicate-once",
             "base copies are not sent again in another attempt",
             Build(machine=with_part(CopiesOnce)),
-            "retry_step=3 kill:1@22",
+            "widths=2,1,1 retry_step=3 kill:0-2@31",
         ),
         Mutant(
             "replicate-without-gradient",

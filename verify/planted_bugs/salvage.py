@@ -128,8 +128,9 @@ SALVAGE_MUTANTS = (
         "keep-old-grids",
         "sums on grids that a vote has changed since are kept",
         Build(machine=with_part(KeepsOldSums)),
-        "widths=3,2 num_microbatches=3 num_followers=2 checkpoint_every=1 retry_step=3 keeps_in_flight=0 "
-        "disconnect:0@96 kill:4@190",
+        "widths=1,3 blocks_per_layer=1 num_microbatches=3 num_followers=-1 steps=6 "
+        "checkpoint_every=1 retry_step=3 change_step=1 blocks_at_once=3 accumulator_bits=48 "
+        "candidates=2 kill:0@193",
     ),
     Mutant(
         "keep-what-is-wrong",
