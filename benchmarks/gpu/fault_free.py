@@ -320,7 +320,7 @@ def predicted_parts(config: Config) -> dict[str, float]:
     """Bytes of the one worker by the memory model."""
     layout_costs = own_bytes(config)
     stage = _Held(0, layout_costs.num_layers, 1)
-    model = MemoryModel.of_stages(layout_costs, [stage], config.elastic.num_followers)
+    model = MemoryModel.of_stages(layout_costs, [stage], config.elastic.planned_followers)
     return model.parts(stage.start, stage.stop, in_flight=1).by_name
 
 

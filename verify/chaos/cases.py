@@ -184,7 +184,7 @@ def draw_case(seed: int, index: int) -> ChaosCase:
         "layout.widths": list(widths),
         "layout.schedule": draw.one_of(("1f1b", "1f1b", "gpipe")),
         "elastic.respawn": False,  # its losses are counted; `verify.chaos.changing` has joins
-        "elastic.num_followers": draw.one_of((1, 1, 2)),
+        "elastic.num_followers": draw.one_of((1, 2, "auto")),
         "elastic.refill_bytes_per_step": draw.one_of((4 << 20, 4 << 20, 256 << 10)),
         "run.checkpoint_every": draw.one_of((0, 0, 2, 3)),
     }

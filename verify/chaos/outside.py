@@ -241,7 +241,7 @@ def _judge_error(case: ChaosCase, ending: Ending, hit: set[str]) -> Judgement:
     assert error is not None
     if "all copies of" not in error:
         return Judgement("error", error)
-    copies = num_copies(case.settings["elastic.num_followers"], sum(case.config.widths))
+    copies = num_copies(case.config.elastic.planned_followers, sum(case.config.widths))
     if len(hit) < copies:
         return Judgement("unexplained loss", f"{len(hit)} workers were struck, a block has {copies} copies: {error}")
     if ending.num_checkpoints:
