@@ -641,7 +641,8 @@ def test_a_coordinator_that_sends_what_it_may_not_is_left(one_town, caplog):
     worker.works()
     coordinator.call(lambda: coordinator.server.send(3, Tell(1, bytes(2000))))
     until(lambda: "a message of 20" in worker.client.trouble)
-    until(lambda: worker.client.connected)
+    # It knows of the connection before the coordinator, which has dropped the one before, has taken it up.
+    until(lambda: worker.client.connected and coordinator.call(lambda: 3 in coordinator.server._peers))
     coordinator.call(lambda: coordinator.server._peers[3].write(ControlFrameKind.OPEN, 0, b""))
     until(lambda: "OPEN from the coordinator, which only clients may send" in worker.client.trouble)
     assert "worker 3 has no connection to the coordinator: a message of 20" in caplog.text

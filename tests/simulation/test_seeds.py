@@ -16,8 +16,8 @@ def assert_clean(summary: Summary) -> None:
 
 @pytest.mark.parametrize("first", [0])
 def test_seeded_schedules_have_no_violation(first):
-    summary = run_seeds(range(first, first + 350))
-    assert summary.num_schedules == 350
+    summary = run_seeds(range(first, first + 400))
+    assert summary.num_schedules == 400
     assert_clean(summary)
     # The search goes where it is dangerous, not only through easy recoveries.
     for what in (

@@ -289,7 +289,8 @@ def test_all_policies_are_simulated_in_one_call(capsys: Any, monkeypatch: pytest
     arguments = ["simulate", *SMALL, "--days", "20", "--rate", "llama3"]
     lines = output(capsys, *arguments).splitlines()
     header = next(index for index, line in enumerate(lines) if line.startswith("policy "))
-    columns = ["policy", "goodput", "ETTR", "of capacity", "went back", "lost work", "pauses", "waiting", "slower"]
+    columns = ["policy", "goodput", "ETTR", "of capacity", "went back", "no copies", "no workers"]
+    columns += ["lost work", "pauses", "waiting", "slower"]
     assert lines[header].split() == " ".join(columns).split()
     rows = [line.split() for line in lines[header + 1 :]]
     assert [row[0] for row in rows] == list(policies())
