@@ -263,7 +263,11 @@ class LayoutCommands:
         core = self._job.core
         try:
             if (change := self._outstanding) is not None:
-                if requested_stages(core.in_force().layout, layers, widths) == change.layout.stages:
+                asked = requested_stages(core.in_force().layout, layers, widths)
+                # Not how many followers they have: the planner decides that for each layout.
+                if [(each.start, each.stop, each.workers) for each in asked] == [
+                    (each.start, each.stop, each.workers) for each in change.layout.stages
+                ]:
                     return self._follow(change)
                 return refusal(f"{self.under_way[0]}, is under way: ask again when it is in force")
             if problem := self._problem():
