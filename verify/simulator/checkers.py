@@ -364,7 +364,8 @@ class NoSilentLoss(Observer):
         if not known or self._loading & set(members):
             return
         for block in orphans:
-            left = {worker for worker in members if (worker, block) not in self._flipped}
+            # A member that has died by now holds nothing more, whatever the coordinator has yet to hear of it.
+            left = {worker for worker in members if worker in self._in_force and (worker, block) not in self._flipped}
             num_voters = 3 if block in self._slipped else 1
             if any(len(placement.holders(block)) < num_voters for placement in known):
                 return
