@@ -152,6 +152,17 @@ def test_a_change_comes_into_force_with_few_copies():
     after = choose_followers(placement, blocks, layout, max_elements=1, scatter_width=2, urgent=True)
     (new,) = (set(after.holders(block)) - {0, 1} for block in range(len(blocks)) if len(after.holders(block)) > 2)
     assert new <= {2, 3}
+    nobody = Placement.of([0] * len(blocks), [()] * len(blocks))
+    after = choose_followers(nobody, blocks, layout, max_elements=10**9, scatter_width=2, urgent=True)
+    assert all(set(after.followers[block.id]) <= {2, 3} for block in blocks), "before worker 1, which is on the same"
+    # One outside stands in for none of the stage.
+    mixed = whole([3, 2])
+    blocks = blocks_of(mixed)
+    placement = Placement.of(
+        [0 if block.layer < 2 else 3 for block in blocks], [(1, 3) if block.layer < 2 else (4,) for block in blocks]
+    )
+    full = refill(placement, blocks, mixed)[-1]
+    assert all({0, 1, 2} <= set(full.holders(block.id)) for block in blocks if block.layer < 2)
     # A layer that comes from another stage: its owner and one more, though three shall hold it.
     layout = whole([3, 3])
     stages = (
